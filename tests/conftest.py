@@ -8,9 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,9 +17,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import pytest
 import torch
-from compat import harness
 from support import tiny, warm
-from support.download_server import serving
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,33 +32,10 @@ def pytest_configure() -> None:
 
 
 SLOW = (
-    "convert",
-    "demo",
-    "trainer",
-    "launch",
-    "certificate",
-    "faults",
-    "adamw",
-    "bound_constraint",
-    "family_contract",
-    "lanes",
-    "finetune",
-    "publish",
-    "stock_loading",
-    "hard",
-    "verify",
-    "attack",
-    "page",
-    "regimes",
-    "compat",
-    "survey",
-    "docs",
-    "padding",
-    "examples",
-    "other_outputs",
-    "system",
-    "config_edits",
-    "make_safe",
+    *("bound_constraint", "faults", "hard", "verify", "convert", "forgeries", "finetune", "make_safe", "other_outputs"),
+    *("publish", "stock_loading", "launch", "penalty", "trainer", "system", "sentence_encoders", "certificate"),
+    *("family_contract", "adamw", "demo", "examples", "config_edits", "docs", "regimes", "compat", "attack", "padding"),
+    *("page", "lanes", "rounding", "planner", "agreement", "single_file"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
 
@@ -118,16 +91,3 @@ def compat_python() -> Path:
     script = Path(__file__).parent / "compat" / "make_env.py"
     made = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
     return Path(made.stdout.strip())
-
-
-@pytest.fixture(scope="session")
-def run_compat(compat_python: Path) -> Callable[..., str]:
-    """Return a function that runs a script of ``tests/compat`` in the second environment."""
-    return partial(harness.run_script, compat_python)
-
-
-@pytest.fixture
-def hub() -> Iterator[ThreadingHTTPServer]:
-    """Return a Hub on this machine; its ``repo`` has the files of its one good repository."""
-    with serving() as server:
-        yield server

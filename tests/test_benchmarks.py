@@ -1,12 +1,8 @@
 """The benchmarks' own logic: what decides which figure is printed, and what is done to data and models."""
 
-from __future__ import annotations
-
 import copy
-import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,6 @@ from bf16_to_fp16.run.stock import load, load_config
 
 sys.path.insert(0, "benchmarks")
 
-import certified
 import finetune
 import long_run
 import mutate_bounds
@@ -36,7 +31,6 @@ def test_a_grid_goes_on_until_its_best_has_a_worse_one_on_either_side(first: int
 
 
 def run_of(bits: list[float], loss: float) -> dict[str, Any]:
-    """Return a run whose headroom after each step is given."""
     return {
         "headroom": [(step, value) for step, value in enumerate(bits, 1)],
         "before": {"held_out_loss": 3.0},
@@ -108,42 +102,6 @@ def test_a_rewind_counts_for_the_spoiled_data_that_it_left_out_and_replaces_what
     assert long_run.Arm("fp16", rows, [], kills, []).computed_again() == (3, 1)
 
 
-def test_each_kind_of_spoiling_leaves_shape_and_padding() -> None:
-    batch = next(rates.corpus_of(0, 4).training_batches())
-    batch = replace(batch, labels=torch.where(torch.arange(batch.labels.shape[1]) < 3, batch.labels, -100))
-    for kind in long_run.KINDS:
-        made = long_run.spoiled(batch, kind, 7, 384)
-        again = long_run.spoiled(batch, kind, 7, 384)
-        assert made.labels is not None and batch.labels is not None and again.labels is not None
-        assert torch.equal(made.labels, again.labels) and torch.equal(made.input_ids, again.input_ids)
-        assert torch.equal(made.labels < 0, batch.labels < 0) and made.input_ids.shape == batch.input_ids.shape
-        changed = [torch.equal(made.labels, batch.labels), torch.equal(made.input_ids, batch.input_ids)]
-        assert changed == {"labels of other places": [False, True], "random ids": [False, False]}.get(
-            kind, [True, False]
-        )
-
-
-def test_the_last_step_of_a_log_is_that_of_its_last_whole_line(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    assert long_run.last_step(log) == -1
-    lines = "".join(json.dumps({"step": step, "pad": "x" * 100}) + "\n" for step in range(2000))
-    log.write_text(lines + '{"step": 2000, "pa')
-    assert long_run.last_step(log) == 1999
-
-
-def test_a_step_of_accumulated_batches_is_that_of_one_large_batch() -> None:
-    model = load(T5, torch.float32)
-    batches = [next(stream) for stream in [rates.corpus_of(0, 2).training_batches()] for _ in range(2)]
-    one, other = (rounding.Weights(model, torch.float32, "fp32 master", 1e-4) for _ in range(2))
-    one.step(*batches)
-    other.optimizer.zero_grad()
-    ((other.loss(batches[0]) + other.loss(batches[1])) / 2).backward()
-    for name, value in one.kept.items():
-        gradient = other.kept[name].grad
-        assert value.grad is not None and gradient is not None
-        assert torch.allclose(value.grad, gradient, rtol=1e-3, atol=1e-6 * float(gradient.abs().max())), name
-
-
 def test_feed_forwards_out_of_autocast_compute_in_fp32_and_a_copy_of_a_wrapped_model_is_wrapped_too() -> None:
     batch = next(rates.corpus_of(0, 2).training_batches())
     seen: dict[str, set[torch.dtype]] = {}
@@ -166,22 +124,6 @@ def test_feed_forwards_out_of_autocast_compute_in_fp32_and_a_copy_of_a_wrapped_m
             model(**batch.inputs())
         infinite[name] = any(found)
     assert infinite == {"clamped": False, "free": True}
-
-
-def test_the_late_pegasus_is_small_early_and_past_fp16_late_and_computes_nearly_what_the_demo_does(
-    tmp_path: Path,
-) -> None:
-    certified.make_late_pegasus(tmp_path / "late")
-    ids = torch.tensor(list(certified.HELD_OUT.read_bytes()[:256])).view(4, 64) + certified.FIRST_BYTE
-    logits, largest = [], list[float]()
-    for folder in (certified.PEGASUS, tmp_path / "late"):
-        model = load(folder, torch.float32)
-        for layer in model.model.encoder.layers:
-            layer.register_forward_hook(lambda layer, given, made: largest.append(float(given[0].abs().max())))
-        with torch.no_grad():
-            logits.append(model(input_ids=ids, decoder_input_ids=ids[:, :32]).logits.log_softmax(-1))
-    assert max(largest[4:6]) < 5 and largest[7] > 5e6
-    assert float((logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()) < 0.5
 
 
 def test_every_mutant_of_the_bounds_is_made_of_text_that_is_there() -> None:

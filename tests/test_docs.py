@@ -4,8 +4,6 @@
 anchor of them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -112,9 +110,6 @@ def test_a_broken_link_is_found(copied: Path) -> None:
     assert status == 0, said
     found = {link.rpartition(": ")[2].removeprefix("report.html") for link in broken_links(site)}
     assert found == {"nowhere.md", "#no-such-part", "#nor-this-part"}
-    page.write_text(whole + "\n[away](../nowhere/README.md)\n")
-    status, said, _ = build(copied)
-    assert status != 0 and "nowhere/README.md" in said
 
 
 def test_a_picture_that_the_site_has_a_copy_of_is_the_measured_one() -> None:
@@ -125,7 +120,6 @@ def test_a_picture_that_the_site_has_a_copy_of_is_the_measured_one() -> None:
 
 
 def relative_links(path: Path) -> Iterator[str]:
-    """Yield the links of a Markdown file that lead into the repository."""
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if not urlsplit(link).scheme:
@@ -220,11 +214,7 @@ def test_a_command_that_the_program_has_not_is_found(line: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "wanted"),
-    [
-        (["conv"], {"convert"}),
-        (["convert", "--target", "n"], {"norm-safe"}),
-        (["audit", "--tr"], {"--train-mode"}),
-    ],
+    [(["conv"], {"convert"}), (["convert", "--target", "n"], {"norm-safe"}), (["audit", "--tr"], {"--train-mode"})],
 )
 def test_the_line_for_bash_completes(words: list[str], wanted: set[str]) -> None:
     line = re.search(r"`(eval .*bash_source.*?)`", (ROOT / "docs/index.md").read_text(encoding="utf-8"))
@@ -283,30 +273,10 @@ def test_every_script_and_test_shown_exists() -> None:
     assert len(shown) > 5
 
 
-OFFLINE = [
-    ["convert", DEMO, "OUT", "--dry-run"],
-    ["certify", DEMO],
-    ["families"],
-    ["finetune", "--keys"],
-    ["audit", DEMO, "--regime", "half", "--html", "page.html"],
-]
-
-
-@pytest.mark.parametrize("words", OFFLINE, ids=lambda words: words[0])
-def test_a_command_of_the_pages_runs(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    # The shipped demo is unsafe as it is, which audit and certify say.
-    assert cli.main(words) == (1 if words[0] in ("audit", "certify") else 0)
-    assert capsys.readouterr().out.strip()
-
-
 # --- Python and YAML -------------------------------------------------------------------------------------------------
 
 
 def snippets() -> list[Any]:
-    """Return every Python block of the pages."""
     return [
         pytest.param(code, id=f"{path.stem}-{i}") for path in TEXTS for i, code in enumerate(blocks(path, "python"))
     ]
@@ -411,15 +381,6 @@ def test_the_recipe_keys_shown_are_keys() -> None:
             assert flat | {k for k, v in entries.items() if not isinstance(v, dict)} <= known
 
 
-def test_every_key_of_a_report_is_described(converted: Path) -> None:
-    import json
-
-    report = json.loads((converted / "flan-t5-base-fp16" / "fp16_report.json").read_text())
-    page = (ROOT / "docs" / "report.md").read_text()
-    rows = {name for cell in re.findall(r"^\| (`.+?`) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
-    assert set(report) - rows == set()
-
-
 # --- how the pages are written ---------------------------------------------------------------------------------------
 
 WIDTH = 120
@@ -436,8 +397,3 @@ def test_a_line_is_no_longer_than_120_characters(path: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     long = [line for line in prose.splitlines() if len(line) > WIDTH and not line.startswith(("|", "![", "http"))]
     assert long == []
-
-
-def test_what_the_pages_check_is_called_a_site() -> None:
-    words = re.compile(r"\b(tightest|unsafe|uncertified|every) (place|spot)s?\b|\bpure half\b")
-    assert [found for path in WRITTEN for found in words.findall(path.read_text(encoding="utf-8"))] == []

@@ -1,7 +1,5 @@
 """Every example runs as it stands, without a network, and does what it says."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -25,7 +23,6 @@ def run(name: str, folder: Path, python: Path) -> str:
 
 
 def headrooms(shown: str) -> list[float]:
-    """Return the bits of headroom of each step."""
     return [float(bits) for bits in re.findall(r"^step \d+: .*?headroom (-?[\d.]+) bits", shown, re.MULTILINE)]
 
 
@@ -46,6 +43,7 @@ def test_a_diffusion_encoder_in_pure_fp16(tmp_path: Path, warm_python: Path) -> 
     assert not errors["source in fp16"] < 1  # NaN, or far off where stock code clamps
 
 
+@pytest.mark.exhaustive
 def test_the_penalty_in_a_plain_loop_brings_headroom(tmp_path: Path, warm_python: Path) -> None:
     bits = headrooms(run("penalty_loop", tmp_path, warm_python))
     assert len(bits) == 8 and bits[-1] > bits[1]
@@ -63,10 +61,10 @@ def test_the_penalty_in_a_trainer_is_part_of_its_loss_and_its_log(tmp_path: Path
 
 
 def losses(shown: str) -> list[float]:
-    """Return the losses that a Trainer logged."""
     return [float(x) for x in re.findall(r"'loss': '?([\d.]+)", shown)]
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_finetunes_a_model_made_safe_and_it_is_undone(tmp_path: Path, warm_python: Path) -> None:
     shown = run("train_fp16_trainer", tmp_path, warm_python)
     assert "rescaled in memory: the residual stream by 2^-" in shown and "Certified for train" in shown
@@ -74,6 +72,7 @@ def test_a_trainer_finetunes_a_model_made_safe_and_it_is_undone(tmp_path: Path, 
     assert "undone, the same logits: True" in shown
 
 
+@pytest.mark.exhaustive
 def test_lora_on_a_converted_checkpoint_goes_to_the_original(tmp_path: Path, warm_python: Path) -> None:
     pytest.importorskip("peft")
     shown = run("lora_fp16", tmp_path, warm_python)

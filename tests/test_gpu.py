@@ -1,11 +1,11 @@
 """``make gpu`` without a card: every part but the finetune, which has tests of its own, on the CPU at tiny shapes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("scaler", "kernels", "audit", "attack", "fsdp", "optimizer", "penalty", "certificate", "half")
@@ -29,6 +29,7 @@ def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([python, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.exhaustive
 def test_every_part_runs_on_the_cpu_and_no_value_passes_its_bound(warm_python: Path, tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     done = run(warm_python, "benchmarks/gpu.py", "--device", "cpu", "--only", *PARTS, "--out", str(out))

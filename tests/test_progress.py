@@ -46,15 +46,7 @@ def test_a_step_without_a_known_total_counts_nothing() -> None:
 
 def test_a_time_is_said_in_the_unit_in_which_it_is_an_estimate() -> None:
     said = [roughly(seconds) for seconds in (3, 44, 100, 240, 5000, 5500, 20000)]
-    assert said == [
-        "about 10 s",
-        "about 40 s",
-        "about 2 min",
-        "about 4 min",
-        "about 83 min",
-        "about 2 h",
-        "about 6 h",
-    ]
+    assert said == ["about 10 s", "about 40 s", "about 2 min", "about 4 min", "about 83 min", "about 2 h", "about 6 h"]
 
 
 def test_what_is_to_be_said_once_is_not_said_again() -> None:

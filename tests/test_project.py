@@ -7,13 +7,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "bf16_to_fp16"
+from support import parsed
+from support.parsed import ROOT
 
 # Put together here, or this file would be the first one found.
 HOSTS = ["pypi" + ".org", "pythonhosted" + ".org", "download." + "pytorch.org", "--index" + "-url"]
@@ -21,53 +20,22 @@ PLACES = [f"/{top}/" for top in ("wor" + "k", "tm" + "p", "hom" + "e", "roo" + "
 FOREIGN = re.compile("|".join([*map(re.escape, HOSTS), *(rf"(?<![\w.~/}}-]){place}\w" for place in PLACES)]))
 
 
-def project_files() -> Iterator[Path]:
-    """Yield the text files that belong to the project: those that git tracks or would."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        path = ROOT / name
-        if path.is_file() and b"\0" not in path.read_bytes()[:8192]:
-            yield path
-
-
 def foreign_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if FOREIGN.search(line)]
 
 
-def public_modules() -> list[Path]:
-    return [p for p in sorted(PACKAGE.rglob("*.py")) if not re.fullmatch(r"_[a-z].*", p.name)]
-
-
 def test_no_file_names_a_place_on_one_machine_or_a_package_registry() -> None:
     found = {
-        str(path.relative_to(ROOT)): lines
-        for path in project_files()
-        if (lines := foreign_lines(path.read_text(errors="replace")))
+        str(path.relative_to(ROOT)): lines for path in parsed.tracked() if (lines := foreign_lines(parsed.text(path)))
     }
     assert found == {}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        f"open('{PLACES[0]}data.txt')",
-        f"cd {PLACES[1]}scratch",
-        f"pip install {HOSTS[3]} https://{HOSTS[2]}/whl/cpu torch",
-    ],
-)
-def test_a_line_that_names_such_a_place_is_found(line: str) -> None:
-    assert foreign_lines(f"first\n{line}\n") == [line]
-
-
-@pytest.mark.parametrize("line", ["tensors/tmp/x", "https://a.example/work/page", "home/user"])
-def test_a_relative_path_or_an_address_is_not_taken_for_one(line: str) -> None:
-    assert foreign_lines(line) == []
+def test_a_line_that_names_such_a_place_is_found_and_a_relative_path_or_an_address_is_not() -> None:
+    pip = f"pip install {HOSTS[3]} https://{HOSTS[2]}/whl/cpu torch"
+    found = [f"open('{PLACES[0]}data.txt')", f"cd {PLACES[1]}scratch", pip]
+    others = ["tensors/tmp/x", "https://a.example/work/page", "home/user"]
+    assert foreign_lines("\n".join([*others, *found])) == found
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "tests/compat/constraints.txt"])
@@ -86,9 +54,8 @@ def test_every_direct_requirement_is_pinned() -> None:
     assert {name for name in names if f"\n{name}==" not in pinned} == set()
 
 
-@pytest.mark.parametrize("path", public_modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_public_module_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_a_module_says_what_it_is_for() -> None:
+    assert [path for path in parsed.package() if not ast.get_docstring(parsed.nodes(path)[0])] == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("module", ["bf16_to_fp16", "bf16_to_fp16.cli"])
@@ -115,34 +82,24 @@ ANSWERED_AT_ONCE = [
 """Command lines by their status, that need no model: each is answered before torch is imported."""
 
 
-@pytest.mark.parametrize(("status", "lines"), ANSWERED_AT_ONCE)
-def test_what_needs_no_model_is_answered_before_torch_is_loaded(status: int, lines: tuple[str, ...]) -> None:
+def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": ')
+    broken = (f"certify {tmp_path}", f"audit {tmp_path}", f"convert {tmp_path} out")
+    wanted = [f"{line}: {status}: False" for status, lines in (*ANSWERED_AT_ONCE, (2, broken)) for line in lines]
     code = f"""
 import sys
 from bf16_to_fp16.cli import main
-for line in {lines}:
+for line in {[line.partition(": ")[0] for line in wanted]}:
     print(line, main(line.split()), "torch" in sys.modules, sep=": ", file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     answers = [line for line in done.stderr.splitlines() if not line.startswith("error: ")]
-    assert answers == [f"{line}: {status}: False" for line in lines], done.stderr
-
-
-@pytest.mark.parametrize("command", ["certify {0}", "audit {0}", "convert {0} out"])
-def test_a_broken_config_is_answered_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"a": ')
-    code = f"""
-import sys
-from bf16_to_fp16.cli import main
-print(main({command.format(tmp_path).split()}), "torch" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "2 False\n" and "config.json: the config is not valid JSON" in done.stderr
+    assert answers == wanted, done.stderr
+    assert done.stderr.count("config.json: the config is not valid JSON") == len(broken)
 
 
 def test_no_hint_needs_a_release_before_there_is_one() -> None:
-    for path in (ROOT / "bf16_to_fp16").rglob("*.py"):
-        assert "bf16_to_fp16[" not in path.read_text(encoding="utf-8"), path
+    assert [path for path in parsed.package() if "bf16_to_fp16[" in parsed.text(path)] == []
     assert "pip install ." in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -165,11 +122,10 @@ def test_a_gpu_test_is_deselected_where_there_is_no_gpu(tmp_path: Path, warm_pyt
 
 def test_no_test_file_imports_another() -> None:
     """What several share is in a helper."""
-    tests = Path(__file__).parent
     found = {
         (path.name, name)
-        for path in tests.rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in parsed.nodes(path)
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
         if name.rpartition(".")[2].startswith("test_")
@@ -180,23 +136,16 @@ def test_no_test_file_imports_another() -> None:
 MOST_LINES, MOST_PARAMETERS = 80, 8
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
-
-
-def size_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, int]:
-    """Lines from ``def`` to the last, and parameters; what a method is called on is none of them."""
-    given = function.args
-    named = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls")]
-    lines = (function.end_lineno or 0) - function.lineno + 1
-    return lines, len(named) + (given.vararg is not None) + (given.kwarg is not None)
-
-
-def too_large(text: str) -> list[str]:
+def too_large(text: str, nodes: Iterable[ast.AST]) -> list[str]:
     """The functions that are over a limit without a sentence, in docstring or comment, of so "many" of them."""
     found = []
-    for function in functions(ast.parse(text)):
-        lines, parameters = size_of(function)
+    for function in nodes:
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        given = function.args
+        named = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls")]
+        lines = (function.end_lineno or 0) - function.lineno + 1
+        parameters = len(named) + (given.vararg is not None) + (given.kwarg is not None)
         over = {"lines": lines > MOST_LINES, "parameters": parameters > MOST_PARAMETERS}
         if not any(over.values()):
             continue
@@ -209,8 +158,8 @@ def too_large(text: str) -> list[str]:
 
 
 def test_a_function_over_80_lines_or_8_parameters_says_why() -> None:
-    paths = [path for path in project_files() if path.suffix == ".py"]
-    found = {str(path.relative_to(ROOT)): large for path in paths if (large := too_large(path.read_text()))}
+    paths = [path for path in parsed.tracked() if path.suffix == ".py"]
+    found = {str(p.relative_to(ROOT)): large for p in paths if (large := too_large(parsed.text(p), parsed.nodes(p)))}
     assert found == {}
 
 
@@ -227,5 +176,5 @@ def test_a_function_over_80_lines_or_8_parameters_says_why() -> None:
     ],
 )
 def test_a_function_that_is_too_large_is_found(body: str, count: int, large: bool) -> None:
-    names = ", ".join(f"p{number}" for number in range(count))
-    assert bool(too_large(f"def f({names}):\n{body}")) == large
+    text = f"def f({', '.join(f'p{number}' for number in range(count))}):\n{body}"
+    assert bool(too_large(text, ast.walk(ast.parse(text)))) == large

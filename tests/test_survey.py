@@ -1,7 +1,5 @@
 """``recipes/survey.py``: every row is what a report says, a failure is one row, and a second run does what is left."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

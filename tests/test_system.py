@@ -1,7 +1,5 @@
 """What differs between operating systems: as Windows and macOS would have it, faked, since neither is at hand."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import json
@@ -17,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support import faults, forked, tiny
+from support import exhaustive, faults, forked, parsed, tiny
 from transformers import ByT5Tokenizer
 
 from bf16_to_fp16 import UserError, cli, system
@@ -53,10 +51,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 COMMANDS = (
-    ("certify", "{root}/source"),
-    ("convert", "{root}/source", "empty", "--no-audit"),
     ("convert", "{root}/source", "out", "--no-audit"),
-    ("convert", "{root}/source", "out", "--force"),
+    ("convert", "{root}/source", "out", "--force", "--no-audit"),
     ("certify", "out"),
     ("audit", "out", "--html", "page.html"),
     ("verify", "out"),
@@ -79,28 +75,10 @@ def here(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     return {made.name: faults.content(made) for made in place.iterdir() if made.is_dir()}
 
 
-@pytest.mark.parametrize("name", ["win32", "darwin"])
-def test_convert_certify_audit_verify_and_undo_work_elsewhere_and_write_the_same_bytes(
-    name: str, sources: Path, here: dict[str, dict[str, str]], tmp_path: Path
-) -> None:
-    """Every module of the package is imported, too."""
-    (tmp_path / "empty").mkdir()
-    commands = [[word.format(root=sources) for word in words] for words in COMMANDS]
-    done = elsewhere(name, "-m", "support.elsewhere", json.dumps(commands), cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall("^done: (.*)$", done.stdout, re.MULTILINE) == [words[0] for words in COMMANDS]
-    made = {path.name for path in tmp_path.iterdir()}
-    assert made == {*here, "one.safetensors", "page.html"}
-    assert {folder: faults.content(tmp_path / folder) for folder in here} == here
-    texts = [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".html", ".md", ".txt")]
-    assert texts and not [path for path in texts if b"\r" in path.read_bytes()]
-
-
 LOCKED_AND_HALF = """
 import os
 from pathlib import Path
 
-import support.elsewhere
 from bf16_to_fp16 import system
 from bf16_to_fp16.checkpoint import staging
 from bf16_to_fp16.checkpoint.disk import created
@@ -123,11 +101,32 @@ except KeyboardInterrupt:
 else:
     raise AssertionError
 """
+EMPTY_AND_ALL = """
+import json
+import os
+import sys
+
+os.mkdir("out")
+support.elsewhere.main(json.loads(sys.argv[1]))
+"""
 
 
-def test_on_windows_a_file_beside_a_folder_holds_it_and_no_half_of_a_file_stays(tmp_path: Path) -> None:
-    done = elsewhere("win32", "-c", LOCKED_AND_HALF, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("name", exhaustive.beyond(["win32"], ["win32", "darwin"]))
+def test_convert_certify_audit_verify_and_undo_work_elsewhere_and_write_the_same_bytes(
+    name: str, sources: Path, here: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    """Every module of the package is imported, too; on Windows a file beside a folder holds it and no half of a file
+    stays."""
+    commands = [[word.format(root=sources) for word in words] for words in COMMANDS]
+    script = f"import support.elsewhere\n{LOCKED_AND_HALF if name == 'win32' else ''}{EMPTY_AND_ALL}"
+    done = elsewhere(name, "-c", script, json.dumps(commands), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall("^done: (.*)$", done.stdout, re.MULTILINE) == [words[0] for words in COMMANDS]
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {*here, "one.safetensors", "page.html"}
+    assert {folder: faults.content(tmp_path / folder) for folder in here} == here
+    texts = [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".html", ".md", ".txt")]
+    assert texts and not [path for path in texts if b"\r" in path.read_bytes()]
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -265,19 +264,19 @@ OF_ONE_SYSTEM = re.compile(
 
 def test_one_module_alone_asks_what_the_system_has() -> None:
     found = {
-        path.relative_to(ROOT / "bf16_to_fp16").as_posix(): sorted({match[0] for match in OF_ONE_SYSTEM.finditer(text)})
-        for path in (ROOT / "bf16_to_fp16").rglob("*.py")
-        if OF_ONE_SYSTEM.search(text := path.read_text(encoding="utf-8"))
+        path.relative_to(parsed.PACKAGE).as_posix(): sorted({match[0] for match in OF_ONE_SYSTEM.finditer(text)})
+        for path in parsed.package()
+        if OF_ONE_SYSTEM.search(text := parsed.text(path))
     }
     assert set(found) == {"system.py"}, found
 
 
 def test_text_is_written_with_its_encoding_and_its_ends_of_lines() -> None:
-    wrong = []
-    for path in (ROOT / "bf16_to_fp16").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            if node.func.attr == "write_text" and {"encoding", "newline"} - {word.arg for word in node.keywords}:
-                wrong.append(f"{path.name}:{node.lineno}")
+    wrong = [
+        f"{path.name}:{node.lineno}"
+        for path in parsed.package()
+        for node in parsed.nodes(path)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "write_text"
+        if {"encoding", "newline"} - {word.arg for word in node.keywords}
+    ]
     assert not wrong

@@ -126,7 +126,6 @@ def test_nothing_to_compare_on_is_an_error() -> None:
 
 
 def apart(kl_bf16: float | None, kl_fp16: float) -> Fidelity:
-    """Return a measurement with these divergences."""
     return Fidelity("kl", kl_bf16, kl_fp16, 0.1, 0.1, 1.0, 1.0, positions=7)
 
 
@@ -142,13 +141,7 @@ def test_an_output_further_from_the_source_than_bf16_is_a_violation_by_half_the_
 
 @pytest.mark.parametrize(
     "measured",
-    [
-        apart(2.0**-8, 2.0**-8),
-        apart(2.0**-8, 2.0**-12),
-        apart(0.0, NOISE),
-        apart(None, 1.0),
-        apart(math.inf, 1.0),
-    ],
+    [apart(2.0**-8, 2.0**-8), apart(2.0**-8, 2.0**-12), apart(0.0, NOISE), apart(None, 1.0), apart(math.inf, 1.0)],
 )
 def test_an_output_no_further_than_bf16_or_than_the_noise_is_none(measured: Fidelity) -> None:
     assert too_inexact(measured) == []

@@ -1,7 +1,5 @@
 """Sums over blocks of positions, which LongT5's transient-global attention makes: their bounds hold and are reached."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,12 +1,10 @@
 """The certificate's bounds as functions with a gradient: how near they are to it, and that the gradient is theirs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from support import tiny
+from support import exhaustive, tiny
 from support.contract import layout_of
 from torch import Tensor
 
@@ -41,7 +39,9 @@ def test_every_bound_is_the_certificates_but_for_what_refines_the_stream(kind: s
         assert 0.97 * proven <= float(values.max()) <= most * proven, site
 
 
-@pytest.mark.parametrize("kind", ["gated", "t5", "pegasus", "mbart", "llama-biased"])
+@pytest.mark.parametrize(
+    "kind", exhaustive.beyond(["t5", "llama-biased"], ["gated", "t5", "pegasus", "mbart", "llama-biased"])
+)
 def test_gradients_are_finite_differences(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Along a random direction of all weights at once, site by site, at its largest row."""
     monkeypatch.setattr("bf16_to_fp16.bounds.differentiable.STEPS", 400)  # until they have converged

@@ -1,7 +1,5 @@
 """Masks are finite in fp16: what they must add has a bound, and below it masked positions have no weight."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What images bring into the stream: bounded whatever the tower gives, and some tower's outputs come near it."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,8 +1,6 @@
 """Bounds of queries and keys that are turned by rotary positions without a norm before: sound for every angle, and
 reached by some."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

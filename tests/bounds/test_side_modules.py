@@ -1,7 +1,5 @@
 """No sentence's vector passes the bounds of what stands behind an encoder, whatever modules and weights stand there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

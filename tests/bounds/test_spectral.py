@@ -1,7 +1,5 @@
 """Eigenvalues that are carried over from a source: sound for what was written, close to what its files alone give."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

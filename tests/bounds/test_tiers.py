@@ -1,7 +1,5 @@
 """Each tier's bounds hold in its arithmetic, which is emulated here, and not in the next stricter one."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from dataclasses import replace

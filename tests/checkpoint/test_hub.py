@@ -1,7 +1,5 @@
 """Reading from a Hub: convert, audit and verify take a Hub id, resume what broke, and say in a line what is wrong."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -54,7 +52,6 @@ def hub(server: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files below a folder."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
@@ -113,7 +110,8 @@ def test_a_passing_fault_is_waited_for(hub: HubServer) -> None:
 
 def test_what_cannot_be_read_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("them/secret", {}, private=True)
-    assert "org/none is neither a folder here nor a repository" in refused("org/none", hub)
+    none = refused("org/none", hub)
+    assert "org/none is neither a folder here nor a repository" in none and "check the name, or log in" in none
     assert "them/secret is neither a folder here nor a repository" in refused("them/secret", hub)
     assert "org/theirs has no revision 'v9'" in refused("org/theirs@v9", hub)
     commit = hub.repos["org/theirs"].branches["main"]
@@ -207,7 +205,6 @@ def test_a_disk_that_fills_up_is_one_line(hub: HubServer, monkeypatch: pytest.Mo
 
 @pytest.fixture(scope="module")
 def published(source: Path) -> dict[str, bytes]:
-    """The files of a converted checkpoint."""
     assert convert(source, source.parent / "out", run_model=False).safe
     return contents(source.parent / "out")
 

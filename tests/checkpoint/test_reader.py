@@ -1,7 +1,5 @@
 """Reading: what is stored is what comes back, and nothing damaged or foreign gets past the door."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -36,7 +34,6 @@ def tensors() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sound single-file checkpoint."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     save_file(tensors(), tmp_path / "model.safetensors", {"format": "pt"})
     return tmp_path
@@ -44,7 +41,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """A sound checkpoint of two shards."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b": torch.zeros(2)}, tmp_path / "model-00002-of-00002.safetensors")

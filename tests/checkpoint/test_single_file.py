@@ -1,7 +1,5 @@
 """One file of weights is a source like a folder: the config told from it, foreign names, prefixes, a tokenizer, fp8."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import tiny, tools
+from support import exhaustive, tiny, tools
 
 from bf16_to_fp16 import audit, certify, convert, undo
 from bf16_to_fp16.checkpoint.formats import TensorInfo
@@ -36,7 +34,6 @@ def encoder(kind: str = "t5-encoder", seed: int = 0, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a place for the module's files."""
     return tmp_path_factory.mktemp("single")
 
 
@@ -54,7 +51,6 @@ def umt5(folder: Path) -> Path:
 
 
 def same(one: Path, other: Any) -> None:
-    """Check that a folder's weights are a stock model's in bf16, bit for bit."""
     found, wanted = load_file(one / "model.safetensors"), tools.stored(other)
     assert set(found) == set(wanted)
     assert all(torch.equal(found[name].view(torch.int16), wanted[name].view(torch.int16)) for name in found)
@@ -63,9 +59,9 @@ def same(one: Path, other: Any) -> None:
 def test_a_file_converts_like_the_folder_of_the_same_weights_and_undo_gives_them_back(t5: Path, tmp_path: Path) -> None:
     result = convert(t5, tmp_path / "out")
     whole = tiny.save(encoder(), tmp_path / "folder")
-    beside = convert(whole, tmp_path / "beside")
+    convert(whole, tmp_path / "beside", run_model=False)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "beside/model.safetensors").read_bytes()
-    assert result.safe and beside.safe
+    assert result.safe
     source = result.report["source"]
     assert source["path"] == t5.name and list(source["sha256"]) == [t5.name]
     assert t5.name in result.report["command"] and t5.name in (tmp_path / "out/README.md").read_text()
@@ -76,24 +72,12 @@ def test_a_file_converts_like_the_folder_of_the_same_weights_and_undo_gives_them
     assert len(written) == 4 and not any("bf16-to-fp16-" in path.read_text() for path in written)
 
 
-def test_what_a_file_was_converted_to_is_verified_against_it(t5: Path, tmp_path: Path) -> None:
-    convert(t5, tmp_path / "out")
-    found = verify(tmp_path / "out", original=t5, run_model=False)
-    assert found["verified"] and found["checks"]["replay"] == "passed"
-    other = tools.write(tmp_path / "t5xxl_bf16.safetensors", tools.stored(encoder(seed=1)))
-    assert verify(tmp_path / "out", original=other, run_model=False)["checks"]["replay"] == "failed"
-
-
 def test_certify_and_audit_take_a_file_as_they_take_its_folder(t5: Path, tmp_path: Path) -> None:
     whole = tiny.save(encoder(), tmp_path / "folder")
     bounds = [certify(source)["certificate"] for source in (t5, whole)]
     assert bounds[0] == bounds[1] and not bounds[0]["holds"]
-    runs = [
-        audit(source, regimes=("half",), train_mode=train)["regimes"]
-        for source in (t5, whole)
-        for train in (False, True)
-    ]
-    assert runs[0] == runs[2] and runs[1] == runs[3]
+    one, other = (audit(source, regimes=("half",), train_mode=True)["regimes"] for source in (t5, whole))
+    assert one == other
 
 
 def test_stock_code_loads_a_file_as_it_loads_the_folder(umt5: Path, tmp_path: Path) -> None:
@@ -103,7 +87,10 @@ def test_stock_code_loads_a_file_as_it_loads_the_folder(umt5: Path, tmp_path: Pa
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["models_t5_umt5-xxl-enc-bf16.pth", "umt5-xxl-enc-bf16.safetensors"])
+WAN_NAMES = ["models_t5_umt5-xxl-enc-bf16.pth", "umt5-xxl-enc-bf16.safetensors"]
+
+
+@pytest.mark.parametrize("name", exhaustive.beyond(WAN_NAMES[:1], WAN_NAMES))
 def test_wans_own_names_are_the_same_model(name: str, tmp_path: Path) -> None:
     source = tools.write(tmp_path / name, tools.stored(tools.as_wan(encoder("umt5-encoder"))))
     assert convert(source, tmp_path / "out").safe
@@ -118,16 +105,6 @@ def test_the_names_of_wan_and_of_stock_code_are_each_others_inverse() -> None:
     assert {WAN.to_stock(name) for name in wan} == stock and {WAN.from_stock(name) for name in stock} == wan
     with pytest.raises(UserError, match=r"no tensor for lm_head\.weight"):
         WAN.from_stock("lm_head.weight")
-
-
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Bad:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "ran",))
-
-    torch.save({"token_embedding.weight": Bad()}, tmp_path / "models_t5_umt5-xxl-enc-bf16.pth")
-    assert main(["certify", str(tmp_path / "models_t5_umt5-xxl-enc-bf16.pth")]) == 2
-    assert "loading it could run code" in one_line(capsys) and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

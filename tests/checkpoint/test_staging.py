@@ -1,7 +1,5 @@
 """A folder that appears is on the disk: what a crash right after the rename would leave."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 
 from bf16_to_fp16 import UserError, system
+from bf16_to_fp16.checkpoint.folder import carry_over
 from bf16_to_fp16.checkpoint.staging import check_file, check_out, staged
 
 
@@ -127,3 +126,23 @@ def test_a_report_may_replace_a_file_and_go_to_a_device(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="choose another"):
             check_file(path, "choose another")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# --- what is carried over --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "README.md"])
+def test_what_lies_outside_is_not_carried_over_by_a_link(tmp_path: Path, name: str) -> None:
+    for folder in ("source", "out"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "source" / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"outside the folder") as raised:
+        carry_over(tmp_path / "source", tmp_path / "out")
+    assert name in str(raised.value) and list((tmp_path / "out").iterdir()) == []
+    (tmp_path / "source" / name).unlink()
+    (tmp_path / "source" / "blob").write_text("theirs")
+    (tmp_path / "source" / name).symlink_to("blob")
+    carry_over(tmp_path / "source", tmp_path / "out")
+    copied = tmp_path / "out" / name.replace("README", "SOURCE_README")
+    assert copied.read_text() == "theirs" and not copied.is_symlink()

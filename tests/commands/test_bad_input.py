@@ -15,11 +15,9 @@ import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -632,19 +630,6 @@ def test_a_config_or_an_index_that_is_too_long_is_refused_unread(good: Path, tmp
         status, peak = in_a_fork(lambda folder=folder: refused(folder))  # type: ignore[misc]
         assert status == 0
         assert peak < resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + (16 << 20)
-
-
-def test_a_hub_id_that_does_not_exist(
-    hub: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    hub.repo = {}  # type: ignore[attr-defined]
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    status = cli.main(["convert", "org/none", str(tmp_path / "out")])
-    assert_one_line(status, capfd.readouterr().err, "org/none", "check the name, or log in")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_under_the_names_of_another_class_it_is_refused_and_saved_again_it_resol
 
 
 def test_where_a_head_would_be_filled_at_random_the_class_without_one_is_named(tmp_path: Path) -> None:
-    source = tiny.save(tiny.llama("LlamaModel"), tmp_path / "source")
+    source = tiny.save(tiny.stock("LlamaModel", tiny.LLAMA_SHAPE)(), tmp_path / "source")
     file = source / "config.json"
     said = json.loads(file.read_text()) | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
     file.write_text(json.dumps(said))
@@ -66,7 +66,7 @@ def test_where_a_head_would_be_filled_at_random_the_class_without_one_is_named(t
 
 
 def test_a_missing_embedding_is_still_a_file_that_is_not_whole(tmp_path: Path) -> None:
-    source = tiny.save(tiny.llama("LlamaForCausalLM"), tmp_path / "source")
+    source = tiny.save(tiny.stock("LlamaForCausalLM", tiny.LLAMA_SHAPE)(), tmp_path / "source")
     weights = load_file(source / "model.safetensors")
     del weights["model.embed_tokens.weight"]
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})

@@ -33,11 +33,7 @@ class Outcome:
 @functools.cache
 def server(python: str) -> subprocess.Popen[str]:
     """Return the process of another environment that runs its scripts; it ends with this one."""
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     found = subprocess.Popen(
         [python, "-I", str(HERE / "serve.py")],
         env=environment,
@@ -69,7 +65,6 @@ def run_script(python: str | Path, script: str, *arguments: str | Path) -> str:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """Return a folder's config.json."""
     config: dict[str, object] = json.loads((folder / "config.json").read_text())
     return config
 
@@ -145,21 +140,3 @@ def relative_error(values: np.ndarray, reference: np.ndarray) -> float:
     if values.shape != reference.shape or not np.isfinite(values).all():
         return float("inf")
     return float(np.abs(values - reference).max() / np.abs(reference).max())
-
-
-def compare_logits(source: Path, converted: Path, python: str | Path) -> float:
-    """Return the relative error of a folder's fp32 logits to its source's, in one environment.
-
-    Infinite where stock code had to invent a tensor of the converted folder or dropped one, since a
-    small error would then be luck.
-    """
-    reference, outcome = compute_logits([source, converted], python)
-    if outcome.missing or outcome.unexpected:
-        return float("inf")
-    return relative_error(outcome.output, reference.output)
-
-
-def compare_scores(source: Path, converted: Path, python: str | Path) -> float:
-    """Return the relative error of a folder's CTranslate2 log-probabilities to its source's."""
-    reference, scores = compute_scores([source, converted], python)
-    return relative_error(scores, reference)

@@ -3,57 +3,30 @@
 The words are taken from the records themselves, so those of a new family are looked for as soon as it has an entry.
 """
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from functools import cache
-from pathlib import Path
 
-import pytest
-from support import tiny
+from support import parsed, tiny
 from support.contract import layout_of
 
 from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.families.types import Family, Topology
 
-PACKAGE = Path(__file__).parents[2] / "bf16_to_fp16"
-
 ROLES = {"encoder", "decoder", "model", "output", "weight", "bias"}
 """Parts of paths that every family shares, and that the package speaks of itself."""
 
 COMMON = {
-    "act",
-    "block",
-    "dropout",
-    "k",
-    "key",
-    "layer",
-    "layers",
-    "norm",
-    "o",
-    "q",
-    "query",
-    "self",
-    "shared",
-    "v",
-    "value",
+    *("act", "block", "dropout", "k", "key", "layer", "layers", "norm"),
+    *("o", "q", "query", "self", "shared", "v", "value"),
 }
 """Words of English or of mathematics as well: they give a family away inside a path only."""
 
 OF_TRANSFORMERS = {
-    "dropout",
-    "hidden_size",
-    "id2label",
-    "initializer_range",
-    "max_position_embeddings",
-    "num_hidden_layers",
-    "num_labels",
-    "text_config",
-    "tie_word_embeddings",
-    "vocab_size",
+    *("dropout", "hidden_size", "id2label", "initializer_range", "max_position_embeddings"),
+    *("num_hidden_layers", "num_labels", "text_config", "tie_word_embeddings", "vocab_size"),
 }
 """Config keys that mean the same in every family."""
 
@@ -94,7 +67,6 @@ def module_names() -> set[str]:
 
 
 def config_keys(family: Family) -> set[str]:
-    """Return the config keys that a family is declared with."""
     keys = {*family.defaults, *family.dropout.values(), family.initialisation.factor, family.output_scale_key}
     keys |= {*(stack.layers for stack in family.stacks), family.eps_key or ""}
     return keys | {factor for factors in family.sizes.values() for factor in factors if isinstance(factor, str)}
@@ -108,24 +80,23 @@ def words() -> set[str]:
     return (module_names() | keys | classes) - OF_TRANSFORMERS - OPERATIONS - {""}
 
 
-def constants(source: str) -> Iterator[str]:
+def constants(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Yield the string constants of a module, without its docstrings."""
-    tree = ast.parse(source)
-    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    said = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
             yield node.value
 
 
-def found_in(source: str, known: set[str]) -> set[str]:
-    """Return the known words and families' names that a module's text spells out, and the families it imports."""
+def found_in(nodes: Sequence[ast.AST], known: set[str]) -> set[str]:
+    """Return the known words and families' names that a module spells out, and the families it imports."""
     names = "|".join(re.escape(family.name) for family in FAMILIES)
     found = {
         node.module.rpartition(".")[2]
-        for node in ast.walk(ast.parse(source))
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and node.module and re.fullmatch(rf"(?i).*families\.({names})", node.module)
     }
-    for text in constants(source):
+    for text in constants(nodes):
         found |= {match.lower() for match in re.findall(rf"(?i)(?<![a-z0-9])(?:{names})(?![a-z0-9])", text)}
         found |= set(re.findall(r"\w+", text)) & (known - COMMON)
         if re.fullmatch(r"[\w.:#]*\.[\w.:#]*", text):
@@ -137,32 +108,30 @@ def test_only_the_families_spell_out_what_is_theirs() -> None:
     known = words()
     found = {
         (word, path.stem)
-        for path in PACKAGE.rglob("*.py")
-        if "families" not in path.relative_to(PACKAGE).parts and path.relative_to(PACKAGE).as_posix() not in FILES
-        for word in found_in(path.read_text(), known)
+        for path in parsed.package()
+        if not (inside := path.relative_to(parsed.PACKAGE).as_posix()).startswith("families/") and inside not in FILES
+        for word in found_in(parsed.nodes(path), known)
     }
     assert found == ALLOWED
 
 
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("scaled = family.name == 'umt5'", "umt5"),
-        ("rows = [('T5 (heads of 64)', 1)]", "t5"),
-        ("from .families.pegasus import PEGASUS", "pegasus"),
-        ("ends = name.endswith(('.wo', '.fc2'))", "wo"),
-        ("kept = ('wo',)", "wo"),
-        ("module = f'{path}.o'", "o"),
-        ("x = 'encoder.block.0.layer.1'", "block"),
-        ("bias = self.tensor('final_logits_bias')", "final_logits_bias"),
-        ("layers = getattr(config, 'num_decoder_layers', None)", "num_decoder_layers"),
-        ("stock = 'T5EncoderModel'", "T5EncoderModel"),
-    ],
-)
-def test_a_line_that_does_is_found(line: str, word: str) -> None:
-    assert word in found_in(line, words())
+LINES = [
+    ("scaled = family.name == 'umt5'", "umt5"),
+    ("rows = [('T5 (heads of 64)', 1)]", "t5"),
+    ("from .families.pegasus import PEGASUS", "pegasus"),
+    ("ends = name.endswith(('.wo', '.fc2'))", "wo"),
+    ("kept = ('wo',)", "wo"),
+    ("module = f'{path}.o'", "o"),
+    ("x = 'encoder.block.0.layer.1'", "block"),
+    ("bias = self.tensor('final_logits_bias')", "final_logits_bias"),
+    ("layers = getattr(config, 'num_decoder_layers', None)", "num_decoder_layers"),
+    ("stock = 'T5EncoderModel'", "T5EncoderModel"),
+]
+"""Lines that spell out what is a family's, and the word."""
 
 
-@pytest.mark.parametrize("line", ["'''Of T5's wo.'''", "x = 'a layer of dropout'", "x = '-shared'", "x = 'decoder'"])
-def test_docstrings_and_common_words_are_not(line: str) -> None:
-    assert found_in(line, words()) == set()
+def test_a_line_that_does_is_found_and_docstrings_and_common_words_are_not() -> None:
+    for line, word in LINES:
+        assert word in found_in([*ast.walk(ast.parse(line))], words()), line
+    for line in ("'''Of T5's wo.'''", "x = 'a layer of dropout'", "x = '-shared'", "x = 'decoder'"):
+        assert found_in([*ast.walk(ast.parse(line))], words()) == set(), line

@@ -3,8 +3,6 @@
 It is Llama with other records of the same weights, so that plan and bounds must be those of the matrices apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,9 +40,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
 FUSED = replace(
-    LLAMA,
-    sizes={**LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2), "qkv": ("qkv_rows",)},
-    encoder=layers(block),
+    LLAMA, sizes={**LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2), "qkv": ("qkv_rows",)}, encoder=layers(block)
 )
 
 

@@ -1,8 +1,6 @@
 """What Gemma 2 and the first Gemma have and no other family: caps that a config may leave out, a gate under an old
 name."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What Gemma 3 has and no other family: gains that are stored less 1, and configs that are refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -92,14 +90,6 @@ def test_a_cap_that_is_no_positive_number_is_refused(value: object) -> None:
     assert layout.head is not None
     with pytest.raises(UserError, match=r"final_logit_softcapping' is .*, not a positive number"):
         layout.cap(layout.head)
-
-
-def test_a_cap_of_null_is_none() -> None:
-    source = ModelTensors(tiny.build("gemma3-untied"))
-    for value, expected in ((30, 30.0), (None, None)):
-        source.config["final_logit_softcapping"] = value
-        layout = resolve(source)
-        assert layout.head is not None and layout.cap(layout.head) == expected
 
 
 def test_what_stock_code_makes_in_fp32_stays_so_where_all_weights_are_halved(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What GLM-4-0414 has and no other family: one matrix for gates and neurons, pairs of neighbouring channels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

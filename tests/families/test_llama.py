@@ -1,8 +1,6 @@
 """What Llama and its relatives have and no other family: exponents of rotary pairs, biases that a config asks for, and
 configs that leave sizes out or are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,39 +1,23 @@
 """Families: how they are chosen, how heads are tied, what is dropped, refused and never moved."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from support import tiny
-from support.contract import layout_of, outputs
+from support.contract import layout_of
 from transformers import CONFIG_MAPPING
 
 from bf16_to_fp16 import UserError
 from bf16_to_fp16.families.configs import config_value, looked_up
 from bf16_to_fp16.families.known import FAMILIES, family_of, stock_class
+from bf16_to_fp16.families.older import differences, with_older_keys
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import RESIDUAL, Family, Kind
 from bf16_to_fp16.rescaling.apply import apply, writes
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.interface import gives_probabilities
-
-
-def test_factors_that_are_not_powers_of_two_are_not_exact() -> None:
-    """The control of every bit-identity above: scaled by 0.3 the same coupling changes bits."""
-    model = tiny.build("gated")
-    before = outputs(model)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("wi_1.weight"):
-                weight.mul_(0.3)
-            if name.endswith("wo.weight"):
-                weight.div_(0.3)
-    after = outputs(model)
-    assert torch.allclose(before[0], after[0], rtol=1e-3, atol=1e-3)
-    assert not torch.equal(before[0], after[0])
 
 
 def test_an_unknown_model_type_lists_the_known_ones() -> None:
@@ -123,16 +107,6 @@ def test_a_plan_of_another_checkpoint_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=r"plan"):
             apply(tiny.build("gated"), layout, plan)
-
-
-def test_a_gain_correction_is_applied_to_its_norm_alone() -> None:
-    model = tiny.build("pegasus")
-    name = "model.encoder.layers.0.self_attn_layer_norm.weight"
-    before = {n: t.clone() for n, t in model.state_dict().items()}
-    apply(model, resolve(ModelTensors(model)), Plan(family="pegasus", gain_correction={name: 1.25}))
-    after = model.state_dict()
-    assert torch.equal(after[name], before[name] * 1.25)
-    assert all(torch.equal(after[n], before[n]) for n in before if n != name)
 
 
 def test_a_gain_correction_is_written_and_taken_back_by_the_inverse() -> None:
@@ -233,3 +207,28 @@ def test_what_a_config_leaves_out_is_stock_codes_default(family: Family) -> None
     assert taken == {key: taken[key] if value is ... else value for key, value in sized.items()}
     # What no config of stock code says is a number of labels, or a size that follows from others.
     assert {key for key, value in sized.items() if value is ...} <= {"num_labels", "classifier_dropout", "head_dim"}
+
+
+# --- what transformers 4.57 is told ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rotation", "told", "differs"),
+    [
+        ({"rope_type": "default", "rope_theta": 500.0}, {"rope_theta": 500.0}, False),
+        ({"rope_theta": 500.0, "partial_rotary_factor": 0.5}, {"rope_theta": 500.0}, False),
+        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 5.0}, {"rope_theta", "rope_scaling"}, False),
+        ({"rope_type": "longrope", "attention_factor": 1.0, "rope_theta": 5.0}, {"rope_theta"}, True),
+        ({"rope_type": "proportional", "rope_theta": 5.0}, {"rope_theta"}, True),
+        ({"full_attention": {"rope_type": "default", "rope_theta": 5.0}}, {}, True),
+    ],
+)
+def test_what_both_versions_read_is_written_and_what_they_do_not_is_said(
+    rotation: dict[str, Any], told: Any, differs: bool
+) -> None:
+    layout = resolve(ModelTensors(tiny.build("llama")))
+    config = {"rope_parameters": rotation}
+    written = with_older_keys(layout.family, config)
+    added = {key: value for key, value in written.items() if key not in config}
+    assert added == told if isinstance(told, dict) else set(added) == told
+    assert [("rotary" in note) for note in differences(layout, written)] == [True] * differs

@@ -1,7 +1,5 @@
 """What a path or the name of a site says of its place in a model."""
 
-from __future__ import annotations
-
 from support import tiny
 from support.contract import layout_of
 

@@ -1,7 +1,5 @@
 """Axes whose elements share channels: which element has which channel, and back."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -24,11 +22,7 @@ def channel(element: int, kind: str) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "spread"),
-    [
-        ("values", (HEADS, GROUP, SIZE)),
-        ("halves", (HEADS, 2, SIZE // 2)),
-        ("neighbours", (HEADS, 1, SIZE // 2, 2)),
-    ],
+    [("values", (HEADS, GROUP, SIZE)), ("halves", (HEADS, 2, SIZE // 2)), ("neighbours", (HEADS, 1, SIZE // 2, 2))],
 )
 def test_every_element_has_its_channel(kind: str, spread: Spread) -> None:
     elements = torch.arange(math.prod(spread))

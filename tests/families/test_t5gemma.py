@@ -1,7 +1,5 @@
 """What T5Gemma has and no other family: a config for each stack inside its config, and an embedding for each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.observed import Computes, model_of, padded, sites_in, sites_of
+from support.observed import model_of, padded, sites_in, sites_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -59,23 +59,6 @@ def test_observing_changes_no_fp32_logit(kind: str) -> None:
         plain = run_batch(model, padded(model)).logits
         with SiteObserver(model):
             assert torch.equal(run_batch(model, padded(model)).logits, plain)
-
-
-def test_an_overflow_that_the_clamp_hides_is_named() -> None:
-    model = model_of("t5").half()
-    with torch.no_grad():
-        model.encoder.block[1].layer[1].DenseReluDense.wo.weight[:2] *= 1e5
-    with torch.no_grad(), SiteObserver(model) as observer:
-        logits = run_batch(model, padded(model)).logits
-    assert bool(logits.isfinite().all())
-    broken = [site for site in observer.sites() if site.nonfinite]
-    first = min(broken, key=lambda site: site.order)
-    assert first.name == "encoder.block.1.layer.1.DenseReluDense.wo"
-    sites = {site.name: site for site in observer.sites()}
-    assert sites["encoder.block.1.layer.1:add"].nonfinite
-    clamped = sites["encoder.block.1:clamp#2"]
-    assert clamped.nonfinite == 0
-    assert clamped.saturated >= sites["encoder.block.1.layer.1:add"].nonfinite
 
 
 @pytest.mark.parametrize("kind", ["t5", "umt5", "pegasus"])
@@ -331,18 +314,6 @@ def test_nothing_stays_behind_after_an_exception() -> None:
         model.inner(torch.ones(1, 2))
     assert [site.name for site in observer.sites()] == ["inner"]
     assert observer.sites()[0].calls == 2
-
-
-def test_a_caught_exception_leaves_the_names_right() -> None:
-    def recovers(x: Tensor) -> Tensor:
-        try:
-            return failing(x)
-        except RuntimeError:
-            return x + 1
-
-    model, failing = Computes(recovers), Raises()
-    model.failing = failing
-    assert "model:add" in sites_in(model, torch.ones(1, 2))
 
 
 def test_generation_with_cache_and_beams_is_seen_and_its_own_bookkeeping_is_not() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import exhaustive
 from torch import Tensor, nn
 
 from bf16_to_fp16.errors import UserError
@@ -229,10 +230,14 @@ def steps_of(
     return [*params, *(optimizer.state[p][name] for p in params for name in sorted(optimizer.state[p]))]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "how", "moments", "kind"),
-    [(BF16, "stochastic", "bfloat16", AdamW), (FP16, "stochastic", "float32", Adam), (FP16, "kahan", "float32", AdamW)],
-)
+COMPILED = [
+    (BF16, "stochastic", "bfloat16", AdamW),
+    (FP16, "stochastic", "float32", Adam),
+    (FP16, "kahan", "float32", AdamW),
+]
+
+
+@pytest.mark.parametrize(("dtype", "how", "moments", "kind"), exhaustive.beyond(COMPILED[:1], COMPILED))
 @pytest.mark.filterwarnings("ignore:.*script_method.*", "ignore:.*mixed in the scheduler.*")
 @pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler")
 def test_the_compiled_step_gives_the_eager_bits(dtype: torch.dtype, how: str, moments: str, kind: type[AdamW]) -> None:
@@ -306,14 +311,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(dtype: torch.dtype, how: str,
     resumed.load_state_dict(saved["optimizer"])
     run(again, resumed, range(3, 6))
     assert same(everything(params, optimizer), everything(again, resumed))
-
-
-def test_an_empty_parameter_is_no_trouble() -> None:
-    params = parameters(BF16, [(0, 4), (3,)])
-    for foreach in (True, False):
-        before = params[1].detach().clone()
-        run(params, AdamW(params, foreach=foreach, compile=False), range(2))
-        assert bool((params[1] != before).all())
 
 
 def test_a_loaded_state_is_a_copy_and_other_seeds_differ() -> None:
@@ -401,8 +398,11 @@ if not alone:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
 results = {}
-for dtype in (torch.bfloat16, torch.float16):
-    for how, moments in (("stochastic", "float32"), ("stochastic", "bfloat16"), ("kahan", "float32")):
+for dtype, ways in (
+    (torch.bfloat16, (("stochastic", "bfloat16"), ("kahan", "float32"))),
+    (torch.float16, (("stochastic", "float32"),)),
+):
+    for how, moments in ways:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 1), nn.Linear(1, 1)).to(dtype)
         matrix = torch.randn(3, 6, 7).to(dtype)
@@ -451,7 +451,7 @@ def test_fsdp2_on_two_processes_gives_the_bits_of_one(warm_python: Path, tmp_pat
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors[-2000:]
     first, second, alone = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1, -1))
-    assert len(alone) == 6
+    assert len(alone) == 3
     for name, expected in alone.items():
         for got in (first[name], second[name]):
             assert all(map(torch.equal, got, expected)), name
@@ -524,17 +524,6 @@ def test_groups_have_options_of_their_own_and_can_be_added() -> None:
     assert "compensation" in optimizer.state[second] and "compensation" not in optimizer.state[first]
     assert optimizer.state[second]["exp_avg"].dtype == BF16
     assert torch.equal(kept, frozen) and frozen not in optimizer.state
-
-
-def test_a_learning_rate_scheduler_is_followed() -> None:
-    parameter = nn.Parameter(torch.ones(4, dtype=BF16))
-    optimizer = AdamW([parameter], lr=1.0, weight_decay=0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
-    for _ in range(2):
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        scheduler.step()
-    assert (parameter.abs() < 1e-6).all()  # a step of 1, then one of 0
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

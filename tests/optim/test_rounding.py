@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support import exhaustive
 from torch import Tensor
 
 from bf16_to_fp16.optim import rounding
@@ -48,7 +49,7 @@ def neighbours(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 def interesting(dtype: torch.dtype) -> Tensor:
     """Return fp32 values between those of a format, of both signs: all binades, their edges, odd fractions."""
     torch.manual_seed(0)
-    span = range(-14, 16) if dtype == FP16 else range(-126, 128, 23)
+    span = (*range(-14, 15, 3), 15) if dtype == FP16 else range(-126, 128, 23)
     edges = torch.tensor([2.0**e for e in span])
     inside = edges * (1 + torch.rand(len(edges)))
     below, above = (torch.nextafter(edges, torch.tensor(to)) for to in (0.0, math.inf))
@@ -217,11 +218,11 @@ def binades(dtype: torch.dtype) -> list[float]:
     return found
 
 
-def z_scores(round_: Round, dtype: torch.dtype, every: int = 1) -> list[float]:
-    """Return for a value in every binade (or every so many) how many standard deviations too often it rounds up."""
+def z_scores(round_: Round, dtype: torch.dtype, some: slice) -> list[float]:
+    """Return for a value in each of some binades how many standard deviations too often it rounds up."""
     counter = rounding.counters(rounding.CHUNK)
     scores = []
-    for index, value in enumerate(binades(dtype)[::every]):
+    for index, value in enumerate(binades(dtype)[some]):
         x = torch.full((rounding.CHUNK,), value)
         assert float(x[0]) == value
         down, up, probability = (float(t) for t in neighbours(x[:1], dtype))
@@ -235,43 +236,40 @@ def z_scores(round_: Round, dtype: torch.dtype, every: int = 1) -> list[float]:
     return scores
 
 
+@pytest.mark.parametrize("some", exhaustive.beyond([0], [0, 1, 2]))
 @DTYPES
-def test_draws_in_every_binade_round_up_as_often_as_they_should(dtype: torch.dtype) -> None:
-    scores = z_scores(lambda x, bits: rounding.stochastic(x, dtype, bits), dtype)
-    assert len(scores) == (40 if dtype == FP16 else 261)
+def test_draws_in_every_binade_round_up_as_often_as_they_should(dtype: torch.dtype, some: int) -> None:
+    """A third of the binades each."""
+    assert len(binades(dtype)) == (40 if dtype == FP16 else 261)
+    scores = z_scores(lambda x, bits: rounding.stochastic(x, dtype, bits), dtype, slice(some, None, 3))
     assert [score for score in scores if not abs(score) < 4] == []
-    assert sum(score**2 for score in scores) / len(scores) == pytest.approx(1, abs=0.6)  # neither too regular
+    assert sum(score**2 for score in scores) / len(scores) == pytest.approx(
+        1, abs=0.6 if dtype == BF16 else 1
+    )  # neither too regular
 
 
 @pytest.mark.parametrize("name", ["fp16 subnormals as normals", "fp16 subnormals as 0", "to nearest"])
 def test_draws_show_a_wrong_formula(name: str) -> None:
     mistake, dtype, _ = MISTAKES[name]
-    wrong = [not abs(score) < 4 for score in z_scores(mistake, dtype, 1 if dtype == FP16 else 40)]
+    wrong = [
+        not abs(score) < 4 for score in z_scores(mistake, dtype, slice(14) if dtype == FP16 else slice(0, None, 40))
+    ]
     assert any(wrong)
     if dtype == FP16:  # right in the normal binades, and seen where it is not
         assert sum(wrong) >= 9 and not any(wrong[10:])
 
 
-@DTYPES
-def test_every_finite_value_is_left_where_it_is(dtype: torch.dtype) -> None:
-    values = every_value(dtype)
-    values = values[values.isfinite()]
-    for seed in range(20):
-        kept = rounded(values, dtype, seed=seed)
-        assert torch.equal(kept.view(torch.int16), values.to(dtype).view(torch.int16))
-
-
 @pytest.mark.parametrize(("dtype", "start"), [(BF16, 1.0), (FP16, 1.0), (FP16, 2.0**-15), (FP16, 0.0)])
-def test_ten_thousand_tiny_updates_add_up_to_their_sum(dtype: torch.dtype, start: float) -> None:
+def test_two_thousand_tiny_updates_add_up_to_their_sum(dtype: torch.dtype, start: float) -> None:
     gap = float(torch.nextafter(torch.tensor(start, dtype=dtype), torch.tensor(9.0, dtype=dtype)).double() - start)
     gap = max(gap, 2.0**-24)
-    update, steps, count = gap / 2000, 10_000, 512  # in all five gaps, each update a thousandth of half a gap
+    update, steps, count = gap / 400, 2000, 512  # in all five gaps, each update a 200th of half a gap
     x = torch.full((count,), start, dtype=dtype)
     for step in range(steps):
         x = rounded(x.float() + update, dtype, seed=1, step=step)
     moved = x.double() - start
-    # Each element takes steps·p·(1 − p) gaps² of noise where p = 1/2000, and fewer where gaps have grown.
-    deviation = gap * math.sqrt(steps / 2000 / count)
+    # Each element takes steps·p·(1 − p) gaps² of noise where p = 1/400, and fewer where gaps have grown.
+    deviation = gap * math.sqrt(steps / 400 / count)
     assert abs(float(moved.mean()) - steps * update) < 4 * deviation
     assert torch.equal(rounding.nearest(torch.full((1,), 1.0) + 2.0**-12, BF16), torch.ones(1))  # nearest never moves
 
@@ -337,7 +335,6 @@ def chi_square(counts: Tensor) -> float:
 
 
 def joint(a: Tensor, b: Tensor) -> float:
-    """Return ``chi_square`` of two 8-bit tensors taken together."""
     return chi_square(torch.bincount((a & 0xFF) * 256 + (b & 0xFF), minlength=1 << 16).double())
 
 
@@ -393,26 +390,3 @@ def test_indices_beyond_a_block_have_bits_of_their_own() -> None:
     assert torch.equal(across[:32], rounded(x[:32], BF16, seed=0, offset=start, chunk=5))
     assert torch.equal(across[32:], rounded(x[32:], BF16, seed=0, offset=1 << 31))
     assert not torch.equal(across[32:], rounded(x[:32], BF16, seed=0))
-
-
-@DTYPES
-def test_the_mean_of_many_steps_is_unbiased(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x = torch.cat([torch.randn(500), torch.rand(500) * 2.0**-16]) * 3
-    down, up, probability = neighbours(x, dtype)
-    steps = 400
-    total = sum(rounded(x, dtype, seed=9, step=step).double() for step in range(steps))
-    error = (total / steps - x.double()) / (up - down)
-    spread = (probability * (1 - probability) / steps).sqrt()
-    assert (error.abs() <= 6 * spread + 1e-12).all()
-    assert abs(float(error.sum())) < 5 * float((spread**2).sum().sqrt())
-
-
-@DTYPES
-def test_special_values_pass_through(dtype: torch.dtype) -> None:
-    x = torch.cat([torch.tensor([0.0, -0.0, math.inf, -math.inf]), pattern(0x7FC00001, 0x7FFFFFFF, 0xFFFFFFFF)])
-    got = rounded(x, dtype, seed=0)
-    assert torch.equal(got[:4].view(torch.int16), x[:4].to(dtype).view(torch.int16))  # the sign of −0 included
-    assert got[4:].isnan().all()
-    tiny = torch.tensor([-1e-45])
-    assert torch.signbit(rounded(tiny, dtype, seed=0)).all()

@@ -1,7 +1,5 @@
 """The model card: front matter that invents nothing, a bad verdict in the first line, usage that runs."""
 
-from __future__ import annotations
-
 import email.message
 import re
 import tempfile
@@ -37,7 +35,6 @@ datasets: [c4]
 
 
 def write_card(path: Path, source: Checkpoint, report: dict[str, Any]) -> None:
-    """Write the card of a report that is given as JSON data."""
     place = {} if report.get("finetune") else {"revision": source.revision}
     place |= {} if source.revision is None else {"path": source.source}
     origin = report["source"] | place | {"card": cards.front_matter(source.folder)}
@@ -53,7 +50,6 @@ def checkpoint(folder: Path, *, readme: str | None = None, revision: str | None 
 
 
 def card(folder: Path, report: dict[str, Any], **options: Any) -> ModelCard:
-    """Return the written card, read back by the Hub's own class."""
     source = Path(tempfile.mkdtemp(dir=folder))
     write_card(folder / "README.md", checkpoint(source, **options), report)
     return ModelCard.load(folder / "README.md")
@@ -282,15 +278,6 @@ def test_no_figure_is_given_where_none_was_measured(tmp_path: Path) -> None:
     assert results is not None and [r.metric_type for r in results] == ["top1_agreement"]
 
 
-def test_an_encoders_figures_are_of_its_states(tmp_path: Path) -> None:
-    results = card(tmp_path, fakes.conversion(stacks=("encoder",))).data.get("eval_results")
-    assert results is not None
-    assert [(r.task_type, r.metric_type) for r in results] == [
-        ("feature-extraction", "relative_squared_error"),
-        ("feature-extraction", "max_error"),
-    ]
-
-
 def test_the_plan_stands_in_the_card_in_full(tmp_path: Path) -> None:
     report = fakes.conversion()
     shown = yaml.safe_load(card(tmp_path, report).text.split("```yaml\n")[1].split("```")[0])
@@ -341,12 +328,6 @@ def test_a_finetunes_card_says_that_the_weights_were_trained_and_how_far_they_we
     states = {"measure": "relative squared error", "kl_bf16": 1e-5, "kl_fp16": None}
     text = card(tmp_path, fakes.conversion() | {"finetune": {"fidelity": states}}).text
     assert "| relative squared error of the last states | 1.00×10⁻⁵ | ∞ |" in text
-
-
-def test_the_front_matter_survives_a_finetune(tmp_path: Path) -> None:
-    (tmp_path / "SOURCE_README.md").write_text(SOURCE_CARD)
-    write_card(tmp_path / "README.md", checkpoint(tmp_path), fakes.conversion())
-    assert ModelCard.load(tmp_path / "README.md").data.license == "other"
 
 
 def test_a_warning_is_put_first_and_once(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The page in a browser: it holds its shape, its table sorts and filters, and its script says what the page says."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

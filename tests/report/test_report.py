@@ -1,8 +1,6 @@
 """The report's types: what is written is what they declare, what is read stays as it was, and the published schema is
 theirs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -60,7 +58,6 @@ PACKAGE = ROOT / "bf16_to_fp16"
 
 
 def as_text(data: object) -> str:
-    """Return JSON data as the files have it."""
     return json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -156,7 +153,6 @@ def kinds(base: type[ReportObject] = ReportObject) -> set[type[ReportObject]]:
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, str]:
-    """Return the attribute behind each key that a type declares."""
     return {field.alias or name: name for name, field in model.model_fields.items()}
 
 

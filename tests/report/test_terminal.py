@@ -1,14 +1,12 @@
 """On a terminal tables, colours and bars with the time left; elsewhere plain lines; ``NO_COLOR`` is respected."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
 import re
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +18,9 @@ from support import fakes
 from bf16_to_fp16 import cli
 from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
+from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
+from bf16_to_fp16.report.screen import console, print_families
 from bf16_to_fp16.report.terminal import (
     brought_back,
     plain,
@@ -29,6 +29,7 @@ from bf16_to_fp16.report.terminal import (
     print_conversion,
     print_plan,
     print_planned,
+    print_verdict,
     source_line,
     tiers_line,
 )
@@ -41,65 +42,67 @@ UNPROVEN = [
     {"name": f"a.{i}", "bound": 7e4, "limit": 65504.0, "excess_bits": 0.1, "reason": "too wide", "remedy": "none"}
     for i in range(8)
 ]
-SCRIPT = """
-import time
-from bf16_to_fp16.report.schema import Report
-from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.report.screen import console, print_families
-from bf16_to_fp16.report.terminal import print_verdict
-with Progress().step("Working") as advance:
-    for done in range(12):
-        advance(done, 40)
-        time.sleep(0.12)
-print_verdict(console(), Report(verdict="safe", regimes={}))
-print_families([{"name": "t5", "model_type": "t5", "architectures": ["A"], "title": "T5"}])
-"""
 COLOUR = re.compile(r"\x1b\[[\d;]*\b(?:3[0-7]|9[0-7]|38;[\d;]+)m")
 FRAME = re.compile("[\u2500-\u257f]")
 
 
-def on_a_terminal(**variables: str) -> str:
-    """Return what ``SCRIPT`` shows on a terminal of 100 columns, control sequences included."""
-    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE")}
-    env |= {"TERM": "xterm-256color", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"} | variables
+def on_a_terminal(show: Callable[[], None], **variables: str) -> str:
+    """Return what ``show`` prints on a terminal of 100 columns, control sequences included."""
     ours, theirs = pty.openpty()
-    running = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            read = os.read(ours, 65536)
-        except OSError:  # how Linux says that the other side has closed
-            break
-        if not read:
-            break
-        shown += read
+    shown = bytearray()
+
+    def read() -> None:
+        with suppress(OSError):  # how Linux says that the other side has closed
+            while part := os.read(ours, 65536):
+                shown.extend(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with pytest.MonkeyPatch.context() as patch, os.fdopen(theirs, "w", encoding="utf-8") as terminal:
+        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+            patch.delenv(name, raising=False)
+        for name, value in ({"TERM": "xterm-256color", "COLUMNS": "100"} | variables).items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        show()
+    reader.join(60)
     os.close(ours)
-    assert running.wait(60) == 0, shown.decode()
     return shown.decode()
 
 
+def work(seconds: float = 0.0) -> None:
+    """Show a step of twelve parts that take so long each, a verdict and a table, as commands do."""
+    with Progress().step("Working") as advance:
+        for done in range(12):
+            advance(done, 40)
+            time.sleep(seconds)
+    print_verdict(console(), Report(verdict="safe", regimes={}))
+    print_families([{"name": "t5", "model_type": "t5", "architectures": ["A"], "title": "T5"}])
+
+
 def test_a_terminal_has_frames_colours_and_a_bar_with_the_time_left() -> None:
-    shown = on_a_terminal()
+    shown = on_a_terminal(lambda: work(0.12))
     assert COLOUR.search(shown) and FRAME.search(shown)
     assert "11/40" in shown and re.search(r"m0:00:0[1-9]\x1b", shown)
     assert "certificate; nothing was run" in shown
 
 
 def test_no_color_leaves_frames_and_bars_without_colours() -> None:
-    shown = on_a_terminal(NO_COLOR="1")
+    shown = on_a_terminal(lambda: work(0.02), NO_COLOR="1")
     assert not COLOUR.search(shown) and FRAME.search(shown) and "11/40" in shown
 
 
 def test_a_dumb_terminal_gets_no_control_sequences_that_move_about() -> None:
-    shown = on_a_terminal(TERM="dumb")
+    shown = on_a_terminal(work, TERM="dumb")
     assert not re.search(r"\x1b\[\d*[A-JKhl?]", shown) and "Working" in shown
 
 
-def test_elsewhere_a_step_is_a_line_and_a_row_is_a_line(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stderr == "Working\n"
-    lines = [line.split() for line in done.stdout.splitlines()]
+def test_elsewhere_a_step_is_a_line_and_a_row_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    work()
+    printed = capsys.readouterr()
+    assert printed.err == "Working\n"
+    lines = [line.split() for line in printed.out.splitlines()]
     assert lines[0] == ["safe:", "by", "its", "certificate;", "nothing", "was", "run"]
     assert lines[1:] == [["family", "model_type", "architectures", "covers"], ["t5", "t5", "A", "T5"]]
 
@@ -118,34 +121,15 @@ def test_a_long_name_is_neither_cut_nor_folded_nor_taken_for_markup(capsys: pyte
     assert first.split()[-1] == name
 
 
-def in_columns(width: int, show: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def in_columns(width: int, show: Callable[[], None]) -> list[str]:
     """Return the lines that ``show`` prints on a terminal of some columns, without control sequences."""
-    ours, theirs = pty.openpty()
-    shown = bytearray()
-
-    def read() -> None:
-        with suppress(OSError):  # how Linux says that the other side has closed
-            while part := os.read(ours, 65536):
-                shown.extend(part)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    with monkeypatch.context() as patch, os.fdopen(theirs, "w", encoding="utf-8") as terminal:
-        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
-            patch.delenv(name, raising=False)
-        patch.setenv("TERM", "xterm-256color")
-        patch.setenv("COLUMNS", str(width))
-        patch.setattr(sys, "stdout", terminal)
-        show()
-    reader.join(60)
-    os.close(ours)
-    return re.sub(r"\x1b\[[\d;]*m", "", shown.decode()).splitlines()
+    return re.sub(r"\x1b\[[\d;]*m", "", on_a_terminal(show, COLUMNS=str(width))).splitlines()
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_a_narrow_terminal_cuts_neither_a_number_nor_a_name(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_cuts_neither_a_number_nor_a_name(width: int) -> None:
     report = read(Report, fakes.audit())
-    lines = in_columns(width, lambda: print_audit(report), monkeypatch)
+    lines = in_columns(width, lambda: print_audit(report))
     assert max(map(len, lines)) <= width and "…" not in "".join(lines)
     text = "\n".join(lines)
     for site in report.regimes["half"].sites[:6]:
@@ -156,11 +140,11 @@ def test_a_narrow_terminal_cuts_neither_a_number_nor_a_name(width: int, monkeypa
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_the_families_are_listed_whole_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_families_are_listed_whole_at_any_width(width: int) -> None:
     def show() -> None:
         assert cli.main(["families"]) == 0
 
-    lines = in_columns(width, show, monkeypatch)
+    lines = in_columns(width, show)
     assert max(map(len, lines)) <= width and "…" not in "".join(lines)
     # A long word is folded, where nothing of it is lost.
     text = re.sub(r"[\s│]", "", "".join(lines))
@@ -297,7 +281,7 @@ def test_a_dry_run_says_once_which_exponents_are_over_a_limit(capsys: pytest.Cap
     print_plan(plan, Planned(plan, (), 0.0, costs))
     why = capsys.readouterr().out.partition("residual exponent")[2].splitlines()[1:]
     assert [line.split(maxsplit=1)[0] for line in why] == ["-13", "-12", "-11"] and why[2].split() == [
-        *("-11", "to", "0", "over", "a", "limit"),
+        *("-11", "to", "0", "over", "a", "limit")
     ]
 
 

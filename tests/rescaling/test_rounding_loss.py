@@ -1,19 +1,16 @@
 """The tables of what a power of two costs, each entry worked out by hand."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
+from bf16_to_fp16.bounds.factored import chunks
+from bf16_to_fp16.rescaling import apply
 from bf16_to_fp16.rescaling import rounding_loss as losses
-from bf16_to_fp16.rescaling.rounding_loss import (
-    GRID,
-    STEP_NOISE,
-    LossTable,
-    channel_energy,
-    loss_table,
-    signal_noise,
-)
+from bf16_to_fp16.rescaling.apply import through_fp16
+from bf16_to_fp16.rescaling.rounding_loss import GRID, STEP_NOISE, LossTable, channel_energy, loss_table, signal_noise
 
 
 def at(table: LossTable, exponent: int) -> list[float]:
@@ -33,24 +30,10 @@ def test_a_weight_that_vanishes_costs_all_its_energy() -> None:
     assert not table.lossy[1].any() and not table.error[1].any()
 
 
-def test_a_rounded_weight_costs_a_twelfth_of_a_step_squared() -> None:
-    table = loss_table(torch.tensor([[1 + 2.0**-7, 1.0]]), 0)
-    assert at(table, -17) == [0, 0]
-    assert at(table, -18) == pytest.approx([1, STEP_NOISE * 4.0**18], rel=1e-6, abs=0)
-
-
 def test_bits_that_fp16_has_at_no_exponent_are_no_loss() -> None:
     """Of 1 + 2⁻²³ fp16 keeps 11 bits: the last of them, 2⁻¹⁰, is on the grid down to −14."""
     table = loss_table(torch.tensor([[1 + 2.0**-23]]), 0)
     assert [at(table, e)[0] for e in (GRID, 0, -14, -15)] == [0, 0, 0, 1]
-
-
-def test_what_the_other_axis_does_is_in_energy_and_largest_weight() -> None:
-    weight = torch.tensor([[1.0, 2.0], [3.0, 0.5]])
-    other = torch.tensor([3, -2], dtype=torch.int32)
-    rows, columns = loss_table(weight, 0, other), loss_table(weight, 1, other)
-    assert rows.energy.tolist() == [8.0**2 + 0.5**2, 24.0**2 + 0.125**2] and rows.amax.tolist() == [8, 24]
-    assert columns.energy.tolist() == [8.0**2 + 0.75**2, 16.0**2 + 0.125**2] and columns.amax.tolist() == [8, 16]
 
 
 def test_a_table_does_not_depend_on_how_the_weight_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,3 +91,40 @@ def test_the_tables_are_their_definition_on_subnormals_zeros_and_huge_weights(dt
             torch.testing.assert_close(table.error[:, exponent + GRID], error.float(), rtol=2e-7, atol=1e-44)
             torch.testing.assert_close(table.energy, energy, rtol=1e-14, atol=0)
         torch.testing.assert_close(channel_energy(weight, axis, shift), energy, rtol=1e-14, atol=0)
+
+
+# --- a weight after fp16 ---------------------------------------------------------------------------------------------
+
+
+def at_once(weight: Tensor, exponents: Tensor, offset: float) -> Tensor:
+    """The formula on the whole weight: (w + offset)·2ᵉ − offset in fp16, and back."""
+    factor = torch.ldexp(torch.ones((), dtype=torch.float64), exponents.double())
+    if not offset:
+        return ((weight.double() * factor).half().double() / factor).float()
+    moved = bool((exponents != 0).any())
+    scaled = ((weight.double() + offset) * factor - offset if moved else weight.double()).half().double()
+    return ((scaled + offset) / factor - offset if moved else scaled).float()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(11, 5), (13,), (7, 3, 2)])
+@pytest.mark.parametrize("by", ["one", "rows", "columns"])
+def test_a_weight_comes_back_from_fp16_block_by_block_as_it_does_at_once(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], by: str, offset: float
+) -> None:
+    monkeypatch.setattr(apply, "chunks", partial(chunks, elements=12))
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator)
+    size = {"one": (1,) * len(shape), "rows": (shape[0], *(1,) * (len(shape) - 1)), "columns": (1, *shape[1:])}[by]
+    exponents = torch.randint(-9, 9, size, generator=generator, dtype=torch.int32)
+    found = through_fp16(weight, exponents, offset)
+    assert found.dtype == torch.float32 and torch.equal(found, at_once(weight, exponents, offset))
+    # fp16 cannot hold the most of it.
+    assert not torch.equal(found, weight)
+
+
+def test_rows_of_a_table_come_back_as_the_table_does() -> None:
+    """A walk reads of an embedding only the rows of its ids."""
+    table = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
+    exponents = torch.tensor([[3, -2, 0, 7]], dtype=torch.int32)
+    assert torch.equal(through_fp16(table[2:5], exponents), through_fp16(table, exponents)[2:5])

@@ -1,7 +1,5 @@
 """Causal language models are probed as they are used: from a start token, padded on the left, past their window."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

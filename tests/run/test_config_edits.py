@@ -3,8 +3,6 @@
 ``benchmarks/fuzz.py --config-edits 50000`` goes on with other values and pairs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -41,7 +39,6 @@ def test_some_edited_configs_of_each_kind_are_refused_or_not_certified_or_agree(
 
 
 def check(kind: str, number: int, seed: int, folder: Path) -> None:
-    """Judge so many edits of a kind's config."""
     case = config_edits.original(kind, folder)
     assert config_edits.judge(case, {}) == "agrees"
     outcomes = config_edits.run(case, number, seed)

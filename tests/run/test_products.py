@@ -1,6 +1,5 @@
 """Matrix products of 16-bit operands on a CPU are those of fp32 rounded once, forward and backward."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,23 +11,12 @@ from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.run.products import FastProducts
 
 
-def ulps(a: Tensor, b: Tensor) -> Tensor:
-    """Distance of fp16 values in representable numbers."""
-    bits = [x.view(torch.int16).int() for x in (a, b)]
-    ordered = [torch.where(x < 0, -(x & 0x7FFF), x) for x in bits]
-    return (ordered[0] - ordered[1]).abs()
-
-
 class Products(nn.Module):
     """The three matrix products a T5 or Pegasus forward consists of, in its layouts."""
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = x.view(4, -1, x.shape[-1])
-        return (
-            nn.functional.linear(x, w),
-            nn.functional.linear(x, w, b),
-            torch.matmul(heads, heads.transpose(1, 2)),
-        )
+        return (nn.functional.linear(x, w), nn.functional.linear(x, w, b), torch.matmul(heads, heads.transpose(1, 2)))
 
 
 def native_and_fast(x: Tensor, w: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -54,18 +42,6 @@ def test_fast_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> Non
     in_fp32 = Products()(x.float(), w.float(), b.float())
     for (_, fast), expected in zip(native_and_fast(x, w, b), in_fp32, strict=True):
         assert torch.equal(fast, expected.to(dtype))
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
-def test_fast_products_differ_from_native_ones_only_by_the_order_of_the_sum(scale: float) -> None:
-    torch.manual_seed(0)
-    x, w, b = torch.randn(64, 512) * scale, torch.randn(300, 512), torch.randn(300)
-    for native, fast in native_and_fast(x.half(), w.half(), b.half()):
-        differing = native != fast
-        assert float(differing.float().mean()) < 0.01
-        # Where terms cancel, the fp32 sums differ by up to 512 · 2⁻²⁴ of the terms, whatever fp16's grid there.
-        near = (native.float() - fast.float()).abs() <= 2**-15 * native.float().abs().max()
-        assert bool((near | (ulps(native, fast) <= 1)).all())
 
 
 def test_native_products_run_where_fast_ones_are_switched_off() -> None:
@@ -112,25 +88,6 @@ def test_fast_products_run_in_fp32_forward_and_backward_and_equal_native_ones(dt
     for a, c in zip(native, fast, strict=True):
         assert a.dtype == c.dtype == dtype
         assert torch.equal(a, c)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_fast_products_in_autocast_training_stay_within_a_rounding_of_native_ones(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 48))
-    x = torch.randn(32, 64)
-    results = []
-    for fast in (False, True):
-        with FastProducts() if fast else nullcontext(), torch.autocast("cpu", dtype):
-            y = model(x)
-            y.float().square().mean().backward()
-        assert y.dtype == dtype
-        results.append([y.detach(), *(p.grad for p in model.parameters())])
-        model.zero_grad()
-    for native, fast in zip(*results, strict=True):
-        assert native is not None
-        assert fast is not None
-        assert float((native.float() - fast.float()).abs().max()) <= 2**-7 * float(native.float().abs().max())
 
 
 def test_fast_products_leave_fp32_and_products_into_given_memory_alone() -> None:

@@ -1,7 +1,5 @@
 """What is said of a runtime's arithmetic is read off what it executed, and what it should give off stock code."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -25,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def kernel(name: str, *types: str) -> dict[str, Any]:
-    """An event of ONNX Runtime's profile."""
     return {"cat": "Node", "args": {"op_name": name, "input_type_shape": [{kind: [2, 3]} for kind in types]}}
 
 

@@ -4,8 +4,6 @@ The certificate claims nothing about which vectors can reach a norm, so any may:
 like most. Stock modules compute everything else, in fp32 or in real fp16 arithmetic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -72,7 +70,6 @@ def liked(state: Mapping[str, Tensor], layout: Layout, topology: Any, gain: Tens
 
 
 def top(matrix: Tensor) -> Tensor:
-    """Return the leading right singular vector as a row."""
     return torch.linalg.svd(matrix, full_matrices=False).Vh[:1]
 
 

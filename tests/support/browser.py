@@ -3,8 +3,6 @@
 Its ``--window-size`` is not what a page sees (390 gives an inner width of 500), so widths are set as device metrics.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -21,7 +19,6 @@ PATIENCE = 60.0  # seconds to wait for an answer
 
 
 def executable() -> str | None:
-    """Return the path of a Chromium or Chrome, None where there is none."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -131,15 +128,7 @@ class Browser:
         sent = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
         return [url for url in sent if not url.startswith(("file:", "data:"))]
 
-    def screenshot(self, path: Path, *, top: int = 0, most: int = 4000) -> None:
-        """Write a PNG of the page from ``top`` down, ``most`` pixels at most."""
-        width, height = self.run("[innerWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": top, "width": width, "height": min(most, height - top), "scale": 1}
-        shot = self.command("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
     def printed(self) -> bytes:
-        """Return the page as an A4 PDF."""
         pdf = self.command("Page.printToPDF", printBackground=True, paperWidth=8.27, paperHeight=11.69)
         return base64.b64decode(pdf["data"])
 

@@ -1,7 +1,5 @@
 """Tiny causal language models of stock classes, of families and of none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

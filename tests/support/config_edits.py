@@ -4,8 +4,6 @@ What must come of each: a refusal in one line, no certificate, or a stock model,
 under every bound on a run that hits them hard.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -37,52 +35,15 @@ from bf16_to_fp16.run.interface import config_of, takes_decoder_ids
 from bf16_to_fp16.run.stock import load
 
 LOADER = (
-    "_attn_implementation_internal",
-    "_commit_hash",
-    "_heterogeneity_spec",
-    "_name_or_path",
-    "attention_chunk_size",
-    "attn_implementation",
-    "attribute_map",
-    "auto_map",
-    "base_model_tp_plan",
-    "compression_config",
-    "decoder",
-    "dense_act_fn",
-    "device_map",
-    "distributed_config",
-    "dtype",
-    "encoder",
-    "experts_implementation",
-    "extra_files",
-    "fusion_config",
-    "generator",
-    "get_text_config",
-    "gradient_checkpointing",
-    "is_causal",
-    "is_gated_act",
-    "kv_sharing_modes",
-    "layer_types",
-    "layerdrop",
-    "name_or_path",
-    "num_kv_shared_layers",
-    "per_layer_config",
-    "quantization_config",
-    "rope_local_base_freq",
-    "rope_scaling",
-    "rope_theta",
-    "scale_decoder_outputs",
-    "sliding_window",
-    "sliding_window_pattern",
-    "sub_configs",
-    "text_config",
-    "tie_encoder_decoder",
-    "tie_word_embeddings",
-    "to_dict",
-    "torch_dtype",
-    "transformers_weights",
-    "use_bidirectional_attention",
-    "weight_mapping",
+    *("_attn_implementation_internal", "_commit_hash", "_heterogeneity_spec", "_name_or_path", "attention_chunk_size"),
+    *("attn_implementation", "attribute_map", "auto_map", "base_model_tp_plan", "compression_config", "decoder"),
+    *("dense_act_fn", "device_map", "distributed_config", "dtype", "encoder", "experts_implementation", "extra_files"),
+    *("fusion_config", "generator", "get_text_config", "gradient_checkpointing", "is_causal", "is_gated_act"),
+    *("kv_sharing_modes", "layer_types", "layerdrop", "name_or_path", "num_kv_shared_layers", "per_layer_config"),
+    *("quantization_config", "rope_local_base_freq", "rope_scaling", "rope_theta", "scale_decoder_outputs"),
+    *("sliding_window", "sliding_window_pattern", "sub_configs", "text_config", "tie_encoder_decoder"),
+    *("tie_word_embeddings", "to_dict", "torch_dtype", "transformers_weights", "use_bidirectional_attention"),
+    *("weight_mapping"),
 )
 """Names that the loader, masks, caches and classes look for besides the fields of the config class."""
 

@@ -4,8 +4,6 @@ Each promise is a function, so that ``benchmarks/mutate_*.py`` can show that a w
 it. ``test_family_contract.py`` runs them on every family that has an entry in ``tiny``.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -74,7 +72,6 @@ def architectures(draw: st.DrawFn, entry: tiny.Entry, factors: tuple[float, ...]
 
 
 def layout_of(model: Any) -> Layout:
-    """Return a model's layout."""
     return resolve(ModelTensors(model))
 
 

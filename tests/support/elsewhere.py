@@ -1,5 +1,4 @@
-"""Windows and macOS, as far as they can be faked on Linux: ``python -m support.elsewhere COMMANDS``, a JSON list of
-command lines, with the system's name in the environment (``FAKED_SYSTEM``).
+"""Windows and macOS, as far as they can be faked on Linux, by the system's name in the environment (``FAKED_SYSTEM``).
 
 What only Linux has is gone, and for Windows what POSIX alone has. What Windows refuses is refused: files are renamed
 and removed only while nobody has them open or mapped, a rename replaces nothing, folders are not opened, only what is
@@ -14,7 +13,6 @@ import builtins
 import ctypes
 import errno
 import fcntl
-import json
 import os
 import pathlib
 import shutil
@@ -198,7 +196,3 @@ def main(commands: list[list[str]]) -> None:
         status = program()
         assert status == 0, (words, status)
         print("done:", words[0], flush=True)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

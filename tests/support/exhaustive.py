@@ -1,7 +1,5 @@
 """What ``make test`` leaves to ``make test-all``: the rest of a table of cases of which some show the same."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -13,10 +11,9 @@ TODAY = datetime.date.today().toordinal()
 
 
 def beyond(few: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Return all cases as parameters, tuples of several, those that are not among the few marked ``exhaustive``."""
+    """Return all cases as parameters, a tuple as several, those that are not among the few marked ``exhaustive``."""
+    rest = pytest.mark.exhaustive
     return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=() if case in few else pytest.mark.exhaustive
-        )
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in few else rest)
         for case in cases
     ]

@@ -1,7 +1,5 @@
 """Reports built by hand, as large as those of real checkpoints, for the tests of what is made from them."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
@@ -25,7 +23,6 @@ FEED_FORWARD = (
 
 
 def site(name: str, amax: float, **changes: Any) -> dict[str, Any]:
-    """Return one site of a regime."""
     fields = {"nonfinite": 0, "saturated": 0, "benign": None, "dtype": "float16", "limit": 65504.0}
     kept = math.log2(65504 / amax) if amax else 39.999
     return {"name": name, "amax": amax, "headroom_bits": kept, **fields, **changes}

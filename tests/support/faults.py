@@ -5,8 +5,6 @@ Python's audit events announce the first three, and the calls that have none are
 its imports already starts at once, so that many moments can be tried.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import importlib
@@ -51,12 +49,10 @@ class Job:
     prepare: Callable[[Path], None] | None = None
 
     def words(self, root: Path) -> list[str]:
-        """Return the command's words in a folder."""
         return [word.format(root=root) for word in self.arguments]
 
 
 def replaced(root: Path) -> None:
-    """Put an older output in the way."""
     (root / "out").mkdir()
     (root / "out" / "older").write_text("older")
     digest = hashlib.sha256(b"older").hexdigest()
@@ -121,7 +117,6 @@ def make_inputs(root: Path) -> Path:
 
 
 def place(job: Job, inputs: Path) -> Path:
-    """Make a folder with a copy of what a job begins with."""
     root = Path(tempfile.mkdtemp(dir=inputs))
     for name in job.inputs:
         copy: Callable[[Path, Path], object] = shutil.copytree if (inputs / name).is_dir() else shutil.copyfile
@@ -135,7 +130,6 @@ def run(job: Job, root: Path, *, log: Path | None = None) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Run the command line with one thread a kind."""
     torch.set_num_threads(1)
     return cli.main(words)
 
@@ -230,17 +224,14 @@ def disturbed(job: Job, root: Path, at: int, what: Callable[[], None], log: Path
 
 
 def kill() -> None:
-    """End this process as ``kill -9`` does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def interrupt(number: int) -> Callable[[], None]:
-    """Return what sends a signal to this process."""
     return lambda: os.kill(os.getpid(), number)
 
 
 def fail(number: int) -> Callable[[], None]:
-    """Return what raises an error of the disk."""
 
     def raising() -> None:
         raise OSError(number, os.strerror(number))

@@ -1,7 +1,5 @@
 """Forging a converted folder as someone would who hides a change: hashes, card and page agree with what was changed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +11,6 @@ from bf16_to_fp16.verification.views import rendered
 
 
 def report_of(folder: Path) -> dict[str, Any]:
-    """Return the report of a folder as JSON data."""
     return dict(json.loads((folder / REPORT).read_text()))
 
 
@@ -57,7 +54,6 @@ def relist(folder: Path, report: dict[str, Any], *, new: bool = False) -> None:
 
 
 def flip(path: Path, at: int = -1) -> None:
-    """Flip one bit of one byte."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)

@@ -1,7 +1,5 @@
 """Running a function in a child of this process, which has its imports already: killed, limited and measured."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -3,8 +3,6 @@
 What stands in for an operation works on the memory of its result, so that an observer sees the operation and no other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

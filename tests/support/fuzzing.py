@@ -5,8 +5,6 @@ nodes exchanged), or its text, or raw bytes. Whatever it is, a command must end 
 ``error:`` line: no other exception, no hang, no memory that the input does not account for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

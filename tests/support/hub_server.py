@@ -107,7 +107,6 @@ class HubServer(http.server.ThreadingHTTPServer):
 
     @property
     def endpoint(self) -> str:
-        """Its address."""
         return f"http://127.0.0.1:{self.server_port}"
 
     def start(self) -> HubServer:
@@ -116,7 +115,6 @@ class HubServer(http.server.ThreadingHTTPServer):
         return self
 
     def stop(self) -> None:
-        """End serving."""
         self.shutdown()
         self.server_close()
 
@@ -144,7 +142,6 @@ class HubServer(http.server.ThreadingHTTPServer):
             time.sleep(0.001)
 
     def clear(self) -> None:
-        """Forget everything."""
         for memory in (self.repos, self.objects, self.faults, self.seen, self.leaks):
             memory.clear()
         self.ranges = 0
@@ -246,7 +243,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply(404, {"error": "Not found"})
 
     def hang_up(self) -> None:
-        """Break the connection."""
         self.close_connection = True
         self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -272,7 +268,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply(status, {"error": message}, headers)
 
     def json(self) -> Any:
-        """Return the request's JSON."""
         return json.loads(self.body)
 
     # --- who may do what ---------------------------------------------------------------------------------------------
@@ -482,7 +477,6 @@ class _Nowhere:
 
 
 def is_large(path: str) -> bool:
-    """Return whether a file is stored as a large one."""
     return path.endswith(LARGE)
 
 

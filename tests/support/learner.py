@@ -1,7 +1,5 @@
 """A tiny T5 of bytes that learns a sentence in a few steps, the sentence, and its trainer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -81,7 +79,6 @@ Damage = Callable[[int, TrainingBatch], TrainingBatch]  # what becomes of the ba
 
 
 def kept(step: int, batch: TrainingBatch) -> TrainingBatch:
-    """Return the batch as it is."""
     return batch
 
 
@@ -119,6 +116,5 @@ def trainer_of(recipe: Recipe, folder: Path, run: Path, model: Any, original: An
 
 
 def rows_of(run: Path, key: str = "step") -> list[dict[str, Any]]:
-    """Return the lines of a run's log that have a key."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     return [row for row in rows if key in row]

@@ -3,8 +3,6 @@
 It is a process of its own, since one that has run other tests would compute in what they have freed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import resource
 import sys

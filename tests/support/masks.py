@@ -1,7 +1,5 @@
 """Models whose scores span a given range, so that what stock masks add decides who is seen."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

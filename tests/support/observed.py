@@ -1,7 +1,5 @@
 """Tiny models as observers are shown them, and what they see."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,6 @@ def model_of(kind: str, attention: str = "eager") -> Any:
 
 
 def padded(model: Any) -> Batch:
-    """Return the probe's rows of mixed lengths."""
     return batches(model.config, None, None)[3]
 
 

@@ -1,7 +1,5 @@
 """Reports with a certificate, an attack or a finetune, and pages taken apart, for the tests of what is made of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -27,7 +25,6 @@ def render(report: dict[str, Any]) -> str:
 
 
 def text_of(report: dict[str, Any]) -> str:
-    """Return the text of that page."""
     return Page(render(report)).text
 
 
@@ -93,7 +90,6 @@ def table(html: str, name: str) -> list[list[str]]:
 
 
 def bound(name: str, kind: str, value: float, found: float | None = None, **changes: Any) -> dict[str, Any]:
-    """Return one site of a certificate."""
     entry: dict[str, Any] = {"name": name, "kind": kind, "bound": value, "partial": value, "limit": 65504.0}
     entry |= {"observed": found} | fakes.placed(name) | changes
     largest = max(entry["bound"], entry["partial"])

@@ -1,8 +1,6 @@
 """Small diffusion pipelines, with the file names of diffusers and transformers: T5 and CLIP encoders, a transformer
 large enough to be linked, a VAE, a scheduler and tokenizers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,5 +66,4 @@ def make(folder: Path, encoders: Mapping[str, Any], **others: Any) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file below a folder."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

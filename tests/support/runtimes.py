@@ -1,7 +1,5 @@
 """Torch in the place of another runtime, for tests of what is around it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

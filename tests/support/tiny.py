@@ -1,8 +1,6 @@
 """Tiny models of every family with odd shapes, whose activations pass fp16's range, and their folders as published
 ones are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,38 +93,45 @@ GEMMA3_SHAPE = {
 }
 
 
-def t5(**changes: Any) -> Any:
-    """Return a T5 v1.0: ReLU, tied head."""
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_SHAPE | changes))
+def stock(name: str, shape: Mapping[str, Any], **own: Any) -> Callable[..., Any]:
+    """Return a function that makes a model of a stock class from changes to a shape and to what is its own."""
+    kind: Any = getattr(transformers, name)
+    return lambda **changes: kind(kind.config_class(**{**shape, **own, **changes}))
+
+
+def of_t5(name: str, **own: Any) -> Callable[..., Any]:
+    return stock(name, T5_SHAPE, **own)
+
+
+def untied(model: Any) -> Any:
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(model.config.vocab_size, model.config.d_model))
+    return model
 
 
 def gated(projection: str = "gated-gelu", **changes: Any) -> Any:
     """Return a T5 v1.1: gated, untied, unscaled head."""
-    config = transformers.T5Config(
-        **T5_SHAPE | {"feed_forward_proj": projection, "tie_word_embeddings": False} | changes
-    )
-    return untied(transformers.T5ForConditionalGeneration(config))
+    own = {"feed_forward_proj": projection, "tie_word_embeddings": False}
+    return untied(of_t5("T5ForConditionalGeneration", **own)(**changes))
 
 
-def mt5(**changes: Any) -> Any:
-    """Return an mT5."""
-    return untied(transformers.MT5ForConditionalGeneration(transformers.MT5Config(**T5_SHAPE | changes)))
+t5 = of_t5("T5ForConditionalGeneration")  # v1.0: ReLU, tied head
+t5_encoder = of_t5("T5EncoderModel", feed_forward_proj="gated-gelu")
 
-
-def umt5(**changes: Any) -> Any:
-    """Return a UMT5."""
-    return untied(transformers.UMT5ForConditionalGeneration(transformers.UMT5Config(**T5_SHAPE | changes)))
-
-
-def pegasus(**changes: Any) -> Any:
-    """Return a Pegasus."""
-    return transformers.PegasusForConditionalGeneration(transformers.PegasusConfig(**PEGASUS_SHAPE | changes))
+pegasus = stock("PegasusForConditionalGeneration", PEGASUS_SHAPE)
+bigbird_pegasus = stock(  # of full attention, whose decoder starts with a token that has an embedding
+    "BigBirdPegasusForConditionalGeneration",
+    PEGASUS_SHAPE,
+    attention_type="original_full",
+    use_bias=True,
+    decoder_start_token_id=2,
+)
+gemma3 = stock("Gemma3ForCausalLM", GEMMA3_SHAPE)
 
 
 def longt5(kind: str = "LongT5ForConditionalGeneration", **changes: Any) -> Any:
     """Return a LongT5 with a gate and a head of its own, of transient-global attention unless asked for another."""
     shape = LONGT5_SHAPE | changes
-    model = of_class(kind, **shape)()
+    model = of_t5(kind, **shape)()
     return untied(model) if hasattr(model, "lm_head") and not shape["tie_word_embeddings"] else model
 
 
@@ -134,7 +139,7 @@ def switch(kind: str = "SwitchTransformersForConditionalGeneration", **changes: 
     """Return a Switch Transformer with experts in some blocks, too few places in each for every token, and a tied
     head unless asked for another."""
     shape = SWITCH_SHAPE | changes
-    model = of_class(kind, **shape)()
+    model = of_t5(kind, **shape)()
     for module in model.modules():
         if hasattr(module, "classifier"):
             # What is loudest would choose for all tokens.
@@ -146,47 +151,6 @@ def switch(kind: str = "SwitchTransformersForConditionalGeneration", **changes: 
         if hasattr(model, "lm_head"):
             untied(model)
     return model
-
-
-def mbart(name: str = "MBartForConditionalGeneration", **changes: Any) -> Any:
-    """Return an mBART of a stock class."""
-    return getattr(transformers, name)(transformers.MBartConfig(**PEGASUS_SHAPE | changes))
-
-
-def bigbird_pegasus(**changes: Any) -> Any:
-    """Return a BigBird-Pegasus of full attention and with biases, whose decoder starts with a token that has an
-    embedding."""
-    own = {"attention_type": "original_full", "use_bias": True, "decoder_start_token_id": 2}
-    shape = PEGASUS_SHAPE | own | changes
-    return transformers.BigBirdPegasusForConditionalGeneration(transformers.BigBirdPegasusConfig(**shape))
-
-
-def t5_encoder(**changes: Any) -> Any:
-    """Return a T5 encoder."""
-    shape = T5_SHAPE | {"feed_forward_proj": "gated-gelu"} | changes
-    return transformers.T5EncoderModel(transformers.T5Config(**shape))
-
-
-def mt5_encoder(**changes: Any) -> Any:
-    """Return an mT5 encoder."""
-    return transformers.MT5EncoderModel(transformers.MT5Config(**T5_SHAPE | changes))
-
-
-def umt5_encoder(**changes: Any) -> Any:
-    """Return a UMT5 encoder."""
-    return transformers.UMT5EncoderModel(transformers.UMT5Config(**T5_SHAPE | changes))
-
-
-def gemma3(**changes: Any) -> Any:
-    """Return a Gemma 3 whose embedding is its head."""
-    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**GEMMA3_SHAPE | changes))
-
-
-def gemma3_untied(**changes: Any) -> Any:
-    """Return a Gemma 3 with a head of its own, a soft cap on logits, and one head of keys and values for three of
-    queries."""
-    shape = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6, "tie_word_embeddings": False}
-    return gemma3(**shape | {"final_logit_softcapping": 30.0} | changes)
 
 
 VISION = {
@@ -212,24 +176,6 @@ def gemma3_images(**changes: Any) -> Any:
     return model
 
 
-def embedding_gemma(**changes: Any) -> Any:
-    """Return an EmbeddingGemma: states, of a stack whose positions see one another both ways."""
-    return transformers.Gemma3TextModel(
-        transformers.Gemma3TextConfig(**GEMMA3_SHAPE | {"use_bidirectional_attention": True} | changes)
-    )
-
-
-def gemma2(**changes: Any) -> Any:
-    """Return a Gemma 2 whose embedding is its head, with caps that scores and logits come near."""
-    own = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}
-    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GEMMA3_SHAPE | own | changes))
-
-
-def gemma(**changes: Any) -> Any:
-    """Return a Gemma with one head of keys and values for two of queries."""
-    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**GEMMA3_SHAPE | changes))
-
-
 LLAMA_SHAPE = {
     "eos_token_id": 2,
     "hidden_size": 24,
@@ -241,6 +187,14 @@ LLAMA_SHAPE = {
     "intermediate_size": 37,
     "initializer_range": 0.2,
 }
+UNTIED_GEMMA3: dict[str, Any] = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "tie_word_embeddings": False,
+    "final_logit_softcapping": 30.0,
+}
+CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}  # that scores and logits come near
 BIASED_LLAMA: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 SLIDING_QWEN2: dict[str, Any] = {
     "tie_word_embeddings": True,
@@ -248,12 +202,6 @@ SLIDING_QWEN2: dict[str, Any] = {
     "sliding_window": 6,
     "max_window_layers": 1,
 }
-
-
-def llama(kind: str, **changes: Any) -> Any:
-    """Return a model of this class, whose shape is Llama's."""
-    made: Any = getattr(transformers, kind)
-    return made(made.config_class(**LLAMA_SHAPE | changes))
 
 
 def t5gemma(**changes: Any) -> Any:
@@ -268,12 +216,6 @@ def t5gemma(**changes: Any) -> Any:
     vocabulary = changes.get("vocab_size", shape["vocab_size"])
     config = transformers.T5GemmaConfig(**stacks, vocab_size=vocabulary, **rates)
     return transformers.T5GemmaForConditionalGeneration(config)
-
-
-def of_class(name: str, **shape: Any) -> Callable[..., Any]:
-    """Return a function that makes a model of another stock class than those above."""
-    kind: Any = getattr(transformers, name)
-    return lambda **changes: kind(kind.config_class(**T5_SHAPE | shape | changes))
 
 
 @dataclass(frozen=True)
@@ -328,10 +270,10 @@ ENTRIES = (
             "gelu": lambda **changes: gated("gelu", **changes),
             "silu": lambda **changes: gated("gated-silu", **changes),
             "t5-encoder": t5_encoder,
-            "t5-states": of_class("T5Model"),
-            "t5-classifier": of_class("T5ForSequenceClassification", feed_forward_proj="gated-gelu"),
-            "t5-token-classifier": of_class("T5ForTokenClassification", num_labels=3),
-            "t5-spans": of_class("T5ForQuestionAnswering", feed_forward_proj="gated-gelu"),
+            "t5-states": of_t5("T5Model"),
+            "t5-classifier": of_t5("T5ForSequenceClassification", feed_forward_proj="gated-gelu"),
+            "t5-token-classifier": of_t5("T5ForTokenClassification", num_labels=3),
+            "t5-spans": of_t5("T5ForQuestionAnswering", feed_forward_proj="gated-gelu"),
         },
         shape=T5_DRAWN,
         # Plain feed-forwards give smaller products than gated ones.
@@ -340,15 +282,19 @@ ENTRIES = (
     ),
     Entry(
         kinds={
-            "mt5": mt5,
-            "mt5-encoder": mt5_encoder,
-            "mt5-classifier": of_class("MT5ForSequenceClassification", num_labels=3),
+            "mt5": lambda **changes: untied(of_t5("MT5ForConditionalGeneration")(**changes)),
+            "mt5-encoder": of_t5("MT5EncoderModel"),
+            "mt5-classifier": of_t5("MT5ForSequenceClassification", num_labels=3),
         },
         shape=T5_DRAWN,
         alike=("mt5", "mt5-encoder", "mt5-classifier"),
     ),
     Entry(
-        kinds={"umt5": umt5, "umt5-encoder": umt5_encoder, "umt5-spans": of_class("UMT5ForQuestionAnswering")},
+        kinds={
+            "umt5": lambda **changes: untied(of_t5("UMT5ForConditionalGeneration")(**changes)),
+            "umt5-encoder": of_t5("UMT5EncoderModel"),
+            "umt5-spans": of_t5("UMT5ForQuestionAnswering"),
+        },
         shape=T5_DRAWN,
         alike=("umt5-encoder",),
     ),
@@ -381,14 +327,12 @@ ENTRIES = (
         outliers=dict.fromkeys(("switch", "switch-untied", "switch-encoder", "switch-states"), 100.0),
         alike=("switch-encoder", "switch-states"),
     ),
+    Entry(kinds={"pegasus": pegasus}, shape=PEGASUS_DRAWN, outliers={"pegasus": 100.0}, wide=20.0),
     Entry(
-        kinds={"pegasus": pegasus},
-        shape=PEGASUS_DRAWN,
-        outliers={"pegasus": 100.0},
-        wide=20.0,
-    ),
-    Entry(
-        kinds={"mbart": mbart, "mbart-states": lambda **changes: mbart("MBartModel", **changes)},
+        kinds={
+            "mbart": stock("MBartForConditionalGeneration", PEGASUS_SHAPE),
+            "mbart-states": stock("MBartModel", PEGASUS_SHAPE),
+        },
         shape=PEGASUS_DRAWN,
         outliers={"mbart": 100.0, "mbart-states": 100.0},
         wide=20.0,
@@ -401,7 +345,11 @@ ENTRIES = (
         wide=20.0,
     ),
     Entry(
-        kinds={"gemma3": gemma3, "gemma3-untied": gemma3_untied, "embeddinggemma": embedding_gemma},
+        kinds={
+            "gemma3": gemma3,
+            "gemma3-untied": stock("Gemma3ForCausalLM", GEMMA3_SHAPE, **UNTIED_GEMMA3),
+            "embeddinggemma": stock("Gemma3TextModel", GEMMA3_SHAPE, use_bidirectional_attention=True),
+        },
         shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
         alike=("gemma3-untied",),
     ),
@@ -411,29 +359,24 @@ ENTRIES = (
         alike=("gemma3-images",),
     ),
     Entry(
-        kinds={"gemma2": gemma2},
+        kinds={"gemma2": stock("Gemma2ForCausalLM", GEMMA3_SHAPE, **CAPS)},
         shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64), "attn_logit_softcapping": (0.5, 50.0, None)},
     ),
-    Entry(kinds={"gemma": gemma}, shape=LLAMA_DRAWN),
+    Entry(kinds={"gemma": stock("GemmaForCausalLM", GEMMA3_SHAPE)}, shape=LLAMA_DRAWN),
     Entry(
         kinds={
-            "llama": lambda **changes: llama("LlamaForCausalLM", **changes),
-            "llama-biased": lambda **changes: llama("LlamaForCausalLM", **BIASED_LLAMA | changes),
+            "llama": stock("LlamaForCausalLM", LLAMA_SHAPE),
+            "llama-biased": stock("LlamaForCausalLM", LLAMA_SHAPE, **BIASED_LLAMA),
         },
         shape=LLAMA_DRAWN | {"attention_bias": (False, True), "mlp_bias": (False, True)},
     ),
     Entry(
-        kinds={"mistral": lambda **changes: llama("MistralModel", **{"sliding_window": 6} | changes)},
-        shape=LLAMA_DRAWN,
-        alike=("mistral",),
+        kinds={"mistral": stock("MistralModel", LLAMA_SHAPE, sliding_window=6)}, shape=LLAMA_DRAWN, alike=("mistral",)
     ),
+    Entry(kinds={"qwen2": stock("Qwen2ForCausalLM", LLAMA_SHAPE, **SLIDING_QWEN2)}, shape=LLAMA_DRAWN),
+    Entry(kinds={"qwen3": stock("Qwen3ForCausalLM", LLAMA_SHAPE)}, shape=LLAMA_DRAWN),
     Entry(
-        kinds={"qwen2": lambda **changes: llama("Qwen2ForCausalLM", **SLIDING_QWEN2 | changes)},
-        shape=LLAMA_DRAWN,
-    ),
-    Entry(kinds={"qwen3": lambda **changes: llama("Qwen3ForCausalLM", **changes)}, shape=LLAMA_DRAWN),
-    Entry(
-        kinds={"glm4": lambda **changes: llama("Glm4ForCausalLM", **{"pad_token_id": 0} | changes)},
+        kinds={"glm4": stock("Glm4ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},
         shape=LLAMA_DRAWN | {"head_dim": (4, 8, 10), "attention_bias": (False, True)},
     ),
     Entry(kinds={"t5gemma": t5gemma}, shape=LLAMA_DRAWN | {"attn_logit_softcapping": (0.5, None)}),
@@ -467,12 +410,6 @@ def few_layers(kind: str) -> dict[str, Any]:
     """Return the changes that leave a kind no more layers than differ, for what takes long in each."""
     entry = next(entry for entry in ENTRIES if kind in entry.kinds)
     return {key: number for key, number in FEW_LAYERS.items() if key in entry.shape}
-
-
-def untied(model: Any) -> Any:
-    """Give a model that stock code ties a head of its own."""
-    model.lm_head.weight = torch.nn.Parameter(torch.randn(model.config.vocab_size, model.config.d_model))
-    return model
 
 
 def build(
@@ -531,7 +468,6 @@ def small(kind: str, seed: int = 0, **options: Any) -> Any:
 
 
 def final_norm(layout: Layout) -> str:
-    """Return the path of the last norm."""
     return [w.norm for w in layout.topology if isinstance(w, StackEnds)][-1]
 
 

@@ -5,8 +5,6 @@ https://github.com/comfyanonymous/ComfyUI, and ``sd3_clip.py`` for what a bundle
 from what their parameters are called and what they compute; nothing here comes from the package under test.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +26,6 @@ class Gain(nn.Module):
         self.weight, self.wide = nn.Parameter(torch.ones(width)), wide
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalised input times the gain."""
         y = x.float() if self.wide else x
         return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + WAN_EPS)).to(self.weight.dtype)
 
@@ -63,7 +60,6 @@ class WanBlock(nn.Module):
         self.pos_embedding: Any = nn.ModuleDict({"embedding": nn.Embedding(32, heads)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the stream after the block."""
         bias = self.pos_embedding["embedding"](buckets(x.shape[1])).permute(2, 0, 1)
         h = self.norm1(x)
         q, k, v = (self.attn[n](h) for n in "qkv")
@@ -84,7 +80,6 @@ class Wan(nn.Module):
         self.norm = Gain(c.d_model, wide=True)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the last states."""
         x = self.token_embedding(ids)
         for block in self.blocks:
             x = block(x)
@@ -130,7 +125,6 @@ class Comfy(nn.Module):
             self.encoder.block.append(block)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the last states."""
         x, bias = self.shared(ids), torch.zeros(())
         for block in self.encoder.block:
             first, second = block.layer
@@ -181,7 +175,6 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
 
 
 def spiece() -> torch.Tensor:
-    """Return the tensor in which ComfyUI keeps a tokenizer."""
     return torch.tensor(list(SPIECE), dtype=torch.uint8)
 
 

@@ -7,8 +7,6 @@ read while importing, and the seed of hashes. ``python -m support.warm FOLDER OW
 until the process OWNER ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import gc
@@ -190,7 +188,6 @@ def serve(listener: socket.socket, owner: int) -> None:
 
 
 def kill(number: int) -> None:
-    """kill -9 for a child and what it has started."""
     process = psutil.Process(number)  # ours still, even where it has ended
     for each in (*process.children(recursive=True), process):
         with suppress(psutil.NoSuchProcess):

@@ -1,7 +1,5 @@
 """Short texts, and a folder of a tiny model with a tokenizer of their words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support import tiny
