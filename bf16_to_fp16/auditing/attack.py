@@ -250,10 +250,8 @@ class _Adversary:
         return tuple(self.best_words(side, table, nearest=True)[1] for side, table in sides)
 
     def best_words(self, x: Tensor, table: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
-        """Return for every position the largest x·row of a table and its id, a few thousand rows at a time.
-
-        nearest: the largest x·row − ‖row‖²/2, which is that of the row with the least ‖x − row‖.
-        """
+        """Return for every position the largest x·row of a table and its id, a few thousand rows at a time. nearest:
+        the largest x·row − ‖row‖²/2, which is that of the row with the least ‖x − row‖."""
         best = torch.full(x.shape[:2], -math.inf, device=x.device)
         word = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
         for start in range(0, len(table), 4096):
@@ -267,11 +265,8 @@ class _Adversary:
         return best, word
 
     def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
-        """Return the largest |x| of every operation on all inputs, ids or embeddings.
-
-        The first row of each comes again with as many positions masked as fp16 asks for, so that the mask's operations
-        run.
-        """
+        """Return the largest |x| of every operation on all inputs, ids or embeddings. The first row of each comes again
+        with as many positions masked as fp16 asks for, so that the mask's operations run."""
         spare = spare_padding(model.config.to_dict()) or 1
         last = int(spare) if spare < self.length else 0
         observer = SiteObserver(model)
@@ -429,11 +424,8 @@ def worst_ids(
     model: Any, layout: Layout, sites: Sequence[str], *, steps: int, seed: int = 0, length: int = LENGTH
 ) -> list[tuple[list[int], list[int]]]:
     """Return the encoder's and the decoder's ids (none for an encoder) that a search finds worst for each of ``sites``,
-    each input once, as further inputs of a training.
-
-    A site that the search has no way to is left out; where it has one to none, it goes after all that it knows. Other
-    arguments are those of ``attack``.
-    """
+    each input once, as further inputs of a training. A site that the search has no way to is left out; where it has one
+    to none, it goes after all that it knows. Other arguments are those of ``attack``."""
     search = search_of(model, layout, certified(model, layout), sites, length, seed)
     search.run(steps)
     different = {repr(ids): ids for ids in map(search.worst_ids, dict.fromkeys(search.sites))}

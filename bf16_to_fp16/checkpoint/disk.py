@@ -16,10 +16,8 @@ FREE_SPACE_REMEDY = "free some space or choose another output path"
 
 
 def check_free_space(what: str, nbytes: int, folder: Path, *, of: str = "the cache", variable: str = "HF_HOME") -> None:
-    """Raise UserError where the disk of a folder has no room for so many bytes.
-
-    what: needs them. of: what the folder is called; variable: of the environment, that chooses another one.
-    """
+    """Raise UserError where the disk of a folder has no room for so many bytes. what: needs them. of: what the folder
+    is called; variable: of the environment, that chooses another one."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

@@ -49,11 +49,9 @@ def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
     """Copy the files that belong to a checkpoint besides its weights; return the names carried over and left out.
-
     ``tokenizer``: a folder beside the source that holds the tokenizer (diffusers layouts). A folder that
     ``modules.json`` names is carried over whole. Code is left out. The source's model card becomes
-    ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind.
-    """
+    ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind."""
     carried, left_out = [], []
     modules = side_modules(source)
     for entry in sorted(source.iterdir()):

@@ -246,11 +246,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return where every tensor of a safetensors file lies, and the file's own metadata.
-
-    any_dtype: take tensors of dtypes that cannot be read, too. Raises UserError unless the header is well formed, its
-    ranges cover the data exactly once, and no dtype is one in which weights are only codes.
-    """
+    """Return where every tensor of a safetensors file lies, and the file's own metadata. any_dtype: take tensors of
+    dtypes that cannot be read, too. Raises UserError unless the header is well formed, its ranges cover the data
+    exactly once, and no dtype is one in which weights are only codes."""
     with reading(file) as source:
         size = size_of(source)
         if size < 8:
@@ -332,12 +330,10 @@ def header_of(entries: Mapping[str, object]) -> bytes:
 
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
-    """Return where every tensor of a ``torch.save`` file lies; tensors that share storage share bytes.
-
-    torch reads the pickle with ``weights_only``, which runs no code, onto the meta device, which holds no data; the
-    offset of each storage is then looked up in the zip directory. Raises UserError for anything but a dict of
-    contiguous tensors in an uncompressed zip file.
-    """
+    """Return where every tensor of a ``torch.save`` file lies; tensors that share storage share bytes. torch reads the
+    pickle with ``weights_only``, which runs no code, onto the meta device, which holds no data; the offset of each
+    storage is then looked up in the zip directory. Raises UserError for anything but a dict of contiguous tensors in an
+    uncompressed zip file."""
     resave = "load it with torch and save it with safetensors"
     with reading(file):
         records = zip_records(file)

@@ -40,10 +40,8 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float6
 
 
 def inferred_config(tensors: Mapping[str, TensorInfo], where: str) -> dict[str, Any]:
-    """Return the stock config of the model that these tensors, by their stock names, are.
-
-    where: what messages call it. Raises UserError, with the way out, where names and shapes leave it open.
-    """
+    """Return the stock config of the model that these tensors, by their stock names, are. where: what messages call it.
+    Raises UserError, with the way out, where names and shapes leave it open."""
 
     def sizes(name: str) -> tuple[int, int]:
         info = tensors.get(name)

@@ -15,12 +15,10 @@ FOLDER_LAYOUT = "hf"  # a folder of stock names, the only layout that is not one
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A layout of one file: how its tensors are named, and who reads it, as a card says.
-
-    ``tool``: the tool that has a T5 of its own for it. ``eps``: of that tool's norms, which no file can change.
-    ``models``: the model types, with their titles, that it has a class for; None for all. ``tokenizers``: those whose
-    tokenizer it takes from the file of weights.
-    """
+    """A layout of one file: how its tensors are named, and who reads it, as a card says. ``tool``: the tool that has a
+    T5 of its own for it. ``eps``: of that tool's norms, which no file can change. ``models``: the model types, with
+    their titles, that it has a class for; None for all. ``tokenizers``: those whose tokenizer it takes from the file of
+    weights."""
 
     name: str
     naming: Naming

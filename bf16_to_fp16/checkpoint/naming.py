@@ -38,9 +38,7 @@ TOKENIZER_WITH_WEIGHTS = ("umt5",)  # model types of which ComfyUI takes the tok
 @dataclass(frozen=True)
 class Naming:
     """A way to name the tensors of a T5: ``pairs`` of the stock name and this one's, none where all are stock.
-
-    ``anchors``: names that a file in this naming has, whatever its size.
-    """
+    ``anchors``: names that a file in this naming has, whatever its size."""
 
     title: str
     anchors: tuple[str, ...]

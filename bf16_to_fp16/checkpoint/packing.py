@@ -79,10 +79,8 @@ def pack(
     weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str], tokenizer: tuple[str, Path] | None = None
 ) -> None:
     """Write the tensors of a safetensors file to a new one under the names of ``naming``, a few MB at a time.
-
     tokenizer: a name, and the file whose bytes it is to stand for. Raises UserError where a tensor has no name there,
-    and for a full disk.
-    """
+    and for a full disk."""
     tensors = sorted(read_whole_header(weights)[0].values(), key=lambda info: info.offset)
     running = hashlib.sha256()
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata, TENSORS: running.hexdigest()}}

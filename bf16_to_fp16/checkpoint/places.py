@@ -85,10 +85,8 @@ def subfolder_of(folder: Path, name: str) -> Path:
 
 
 def contained(folder: Path, name: str) -> Path:
-    """Return the path of a folder's file; raise UserError where the name or a link leads out of the folder.
-
-    The Hub's cache links ``snapshots/<commit>/…`` to ``blobs/…`` of the same repository, which counts as inside.
-    """
+    """Return the path of a folder's file; raise UserError where the name or a link leads out of the folder. The Hub's
+    cache links ``snapshots/<commit>/…`` to ``blobs/…`` of the same repository, which counts as inside."""
     path = Path(name)
     if leaves(name) or not path.parts or "\0" in name:
         raise UserError(f"{folder}: file name {shown(name)} leaves the folder; {RESTORE}")

@@ -48,12 +48,10 @@ SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")  # patterns of what a 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: its config and where each tensor lies; the weights stay on the disk.
-
-    ``source``: what the user typed. ``revision``: the commit that a Hub id stood for. ``tensors``: by name, sorted.
-    ``weight_files``: in shard order. ``index``: the parsed index of shards. ``notes``: what was assumed of a source
-    that is one file, for its user. ``stored_names``: the names in files of tensors that modules call otherwise.
-    """
+    """An opened checkpoint: its config and where each tensor lies; the weights stay on the disk. ``source``: what the
+    user typed. ``revision``: the commit that a Hub id stood for. ``tensors``: by name, sorted. ``weight_files``: in
+    shard order. ``index``: the parsed index of shards. ``notes``: what was assumed of a source that is one file, for
+    its user. ``stored_names``: the names in files of tensors that modules call otherwise."""
 
     folder: Path
     source: str

@@ -190,11 +190,8 @@ def read_tensors(place: Path) -> dict[str, Tensor]:
 
 def write_in_fp16(folder: Path, out: Path, back: Mapping[str, str] | None = None) -> dict[str, str]:
     """Write the floating tensors of the side modules of ``folder`` in fp16 below ``out``, where their other files are,
-    and return the dtypes that they had, in safetensors' spelling, by sub-folder and name.
-
-    back: dtypes as returned here, in which to write those of a converted folder. Raises UserError for a tensor that
-    fp16 cannot hold.
-    """
+    and return the dtypes that they had, in safetensors' spelling, by sub-folder and name. back: dtypes as returned
+    here, in which to write those of a converted folder. Raises UserError for a tensor that fp16 cannot hold."""
     changed: dict[str, str] = {}
     for module in read_side_modules(folder):
         tensors = {}

@@ -64,11 +64,9 @@ class SingleFile:
 
 
 def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str, Any] | None) -> SingleFile:
-    """Open one file of weights; raise UserError where it cannot be read, or holds no T5 or several.
-
-    prefix: of the names of the tensors that are meant, where several would do. config: what describes them, or its
-    file, instead of what is inferred.
-    """
+    """Open one file of weights; raise UserError where it cannot be read, or holds no T5 or several. prefix: of the
+    names of the tensors that are meant, where several would do. config: what describes them, or its file, instead of
+    what is inferred."""
     state = state_of(file)
     every = read_any(file)
     before, naming = the_encoder(file, every, prefix)
@@ -159,10 +157,8 @@ def scale_of(name: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
 
 
 def dequantised(target: Path, narrow: list[TensorInfo], scales: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Write fp8 tensors, times their scales, in bf16 to a new file, one at a time, and return where they lie.
-
-    scales: by the tensor's name, one number or one for each row. Raises UserError for another, and for a full disk.
-    """
+    """Write fp8 tensors, times their scales, in bf16 to a new file, one at a time, and return where they lie. scales:
+    by the tensor's name, one number or one for each row. Raises UserError for another, and for a full disk."""
     nbytes, widened = sum(2 * info.nbytes for info in narrow), {}
     what = f"{narrow[0].file}: the dequantised copy"
     check_free_space(what, nbytes, target.parent, of="temporary files", variable="TMPDIR")

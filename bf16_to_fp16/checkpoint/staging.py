@@ -35,11 +35,8 @@ ELSEWHERE = "choose another output path"
 def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = False) -> None:
     """Raise UserError unless a folder can be made at ``out``: absent or empty (or, under ``force``, one that this
     program wrote and that holds nothing else), writable, and apart from the ``sources`` that are here and from what
-    they were made from.
-
-    back: the folder is brought back by ``undo``; one without a record is then compared with it before it is replaced.
-    Tried by making a folder beside it, as a file system may refuse what permissions promise.
-    """
+    they were made from. back: the folder is brought back by ``undo``; one without a record is then compared with it
+    before it is replaced. Tried by making a folder beside it, as a file system may refuse what permissions promise."""
     with writing(out, ELSEWHERE):
         if len(out.parts) > MOST_FOLDERS:
             raise UserError(f"{shortened(out)} lies in more than {MOST_FOLDERS} folders; {ELSEWHERE}")
@@ -165,11 +162,9 @@ def nearest_parent(path: Path) -> Path:
 
 @contextmanager
 def scratch(out: Path, kind: str = "partial") -> Iterator[Path]:
-    """Yield an empty folder beside ``out`` that is removed at the end, unless it was renamed.
-
-    It is locked meanwhile, and the system drops the lock of a process that is killed: so the next one can tell what
-    was left behind, which it removes, from what another one is working in. Raises UserError where it cannot be made.
-    """
+    """Yield an empty folder beside ``out`` that is removed at the end, unless it was renamed. It is locked meanwhile,
+    and the system drops the lock of a process that is killed: so the next one can tell what was left behind, which it
+    removes, from what another one is working in. Raises UserError where it cannot be made."""
     out = out.absolute()
     with writing(out.parent, ELSEWHERE):
         out.parent.mkdir(parents=True, exist_ok=True)

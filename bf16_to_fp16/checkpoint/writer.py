@@ -44,12 +44,10 @@ Chunk = tuple[Callable[[], object], memoryview]
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What became of a tensor's elements, counted while it was written.
-
-    ``lossless``: written value equal to the scaled one, finite. ``normal``: finite and not below the smallest normal
-    number. ``flushed_to_zero``: zero, though the source was not. ``nonfinite``: inf or NaN as written. ``amax``:
-    largest magnitude written, NaN where there is a NaN. ``nonzero``: in the source.
-    """
+    """What became of a tensor's elements, counted while it was written. ``lossless``: written value equal to the scaled
+    one, finite. ``normal``: finite and not below the smallest normal number. ``flushed_to_zero``: zero, though the
+    source was not. ``nonfinite``: inf or NaN as written. ``amax``: largest magnitude written, NaN where there is a NaN.
+    ``nonzero``: in the source."""
 
     elements: int
     lossless: int

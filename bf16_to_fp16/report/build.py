@@ -69,11 +69,9 @@ def build(
     inputs: Mapping[str, Any] | None = None,
     others: Sequence[Mapping[str, Any]] = (),
 ) -> schema.Report:
-    """Return the report of a conversion of ``checkpoint`` from what its steps found.
-
-    command: that does the same again. inputs: what was run on, as ``run.batch.describe_batches`` returns it. others:
-    records of the files in the output besides its weights, as ``checkpoint.folder.records`` returns them.
-    """
+    """Return the report of a conversion of ``checkpoint`` from what its steps found. command: that does the same again.
+    inputs: what was run on, as ``run.batch.describe_batches`` returns it. others: records of the files in the output
+    besides its weights, as ``checkpoint.folder.records`` returns them."""
     layout, planned, ranges, written = decided.layout, decided.planned, decided.ranges, rewritten.written
     plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
     over, close = passed_limits(planned, regimes, plan, certificate)
@@ -140,9 +138,7 @@ def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeResult], plan: Plan, certificate: Certificate
 ) -> tuple[list[schema.UnsafeEntry], list[schema.UnsafeEntry]]:
     """Return the limits that no exponent holds: those that are passed, and those where only the margin is missing.
-
-    Without regimes nothing was audited, and the certificate decides.
-    """
+    Without regimes nothing was audited, and the certificate decides."""
     entries = [passed_limit(violation) for violation in (planned.violations if planned else ())]
     margin = plan.margin_bits or 0.0
     past = [entry.excess_bits > margin if regimes else not certificate.holds for entry in entries]
@@ -165,10 +161,8 @@ def conclude(
 def tiers_of(
     layout: Layout, certified: Mapping[str, bool], regimes: Mapping[str, RegimeResult]
 ) -> dict[str, schema.TierEntry]:
-    """Return for each tier whether it holds, and by what: by its bounds, or on what was run.
-
-    Whether squares in fp16 vanish only ``half`` shows: without it no tier holds that makes them.
-    """
+    """Return for each tier whether it holds, and by what: by its bounds, or on what was run. Whether squares in fp16
+    vanish only ``half`` shows: without it no tier holds that makes them."""
     clean = "half" in regimes and verdict(regimes) == "safe"
     squares = squares_of(layout, regimes["half"].norms) if "half" in regimes else None
     # No run shows what sums in fp16 would come to, nor what squares of a sentence's vector would.
@@ -216,10 +210,8 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
 
 
 def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.PrecisionEntry]:
-    """Return how many significant bits the residual stream keeps where each norm reads it.
-
-    fp16 has 11. A channel that falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square.
-    """
+    """Return how many significant bits the residual stream keeps where each norm reads it. fp16 has 11. A channel that
+    falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square."""
     rows, place = [], places(layout)
     for path, stream in layout.streams_read.items():
         module = ranges.get(path)
@@ -243,8 +235,7 @@ def too_inexact(
     fidelity: Fidelity | schema.FidelityEntry, *, exact: bool = False, ran: bool = True
 ) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the fp32 source than bf16 is, since too much has become too small, or if
-    the output of an ``exact`` plan is another function in fp32.
-    """
+    the output of an ``exact`` plan is another function in fp32."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
@@ -312,10 +303,8 @@ def weight_counts(layout: Layout, written: Written) -> schema.WeightsEntry:
 
 
 def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.SignalEntry]:
-    """Return for every observed signal what it reached in the source and what it reaches after the plan.
-
-    Scores and logits, which no plan moves, are among them.
-    """
+    """Return for every observed signal what it reached in the source and what it reaches after the plan. Scores and
+    logits, which no plan moves, are among them."""
     rows, place = [], places(layout)
     for signal in layout.signals.values():
         exponent = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)

@@ -78,11 +78,9 @@ def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
 
 
 def render_card(report: Report, config: Mapping[str, Any]) -> str:
-    """Return the model card of a conversion, front matter and Markdown, which depends on nothing else.
-
-    report: what ``build.build`` returns. config: the checkpoint's, which names its class. An unsafe verdict is the
-    first line of the text.
-    """
+    """Return the model card of a conversion, front matter and Markdown, which depends on nothing else. report: what
+    ``build.build`` returns. config: the checkpoint's, which names its class. An unsafe verdict is the first line of the
+    text."""
     inherited: dict[str, Any] = dict(report.source.card)
     architecture = next(iter(architectures(config)), "")
     results = eval_results(report, class_named(architecture), inherited.get("pipeline_tag"))
@@ -162,9 +160,7 @@ def task_of(stock: StockClass | None) -> str:
 
 def eval_results(report: Report, stock: StockClass | None, task: str | None) -> list[EvalResult]:
     """Return the fidelity figures as the Hub's ``model-index`` takes them; none where nothing finite was measured.
-
-    stock: the class of the checkpoint, None for one that is not known. task: what its own card says that it does.
-    """
+    stock: the class of the checkpoint, None for one that is not known. task: what its own card says that it does."""
     close = report.fidelity
     if close is None:
         return []
@@ -225,10 +221,8 @@ def runs(channels: Sequence[int]) -> str:
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """Return licence, languages, tags and task from the card of a source folder, without what is absent or not text.
-
-    A model inside a diffusers pipeline has its card one folder up, beside ``model_index.json``.
-    """
+    """Return licence, languages, tags and task from the card of a source folder, without what is absent or not text. A
+    model inside a diffusers pipeline has its card one folder up, beside ``model_index.json``."""
     card = folder / "README.md"
     if not card.is_file() and (folder / "SOURCE_README.md").is_file():
         card = folder / "SOURCE_README.md"

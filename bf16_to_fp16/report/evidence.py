@@ -19,11 +19,9 @@ from ..rescaling.planner import Planned
 
 @dataclass(frozen=True)
 class Decided:
-    """What will be done: the plan, for a layout with its head tied or apart, and what it was chosen from.
-
-    target: that the plan holds, never "auto". planned: None where a stored plan is replayed. ranges: what was observed,
-    None where nothing was. reference: the source's outputs, where it was run.
-    """
+    """What will be done: the plan, for a layout with its head tied or apart, and what it was chosen from. target: that
+    the plan holds, never "auto". planned: None where a stored plan is replayed. ranges: what was observed, None where
+    nothing was. reference: the source's outputs, where it was run."""
 
     layout: Layout
     plan: Plan
@@ -36,9 +34,7 @@ class Decided:
 @dataclass(frozen=True)
 class Rewritten:
     """What was written: the weights, and the names of the other files of the source, carried over or left out.
-
-    side_dtypes: what the tensors of a sentence encoder's other modules were in.
-    """
+    side_dtypes: what the tensors of a sentence encoder's other modules were in."""
 
     written: Written
     carried: list[str]
@@ -49,11 +45,9 @@ class Rewritten:
 @dataclass(frozen=True)
 class Measured:
     """What the written files are: bounded, run in every regime, and compared with the source (where anything runs).
-
     plan: with the drift's predicted and measured figures. tiers: by name whether the certificate of each holds. half:
     the outputs of the written model in fp16. environment: what it was all made with. attack: what a search found, where
-    one was made.
-    """
+    one was made."""
 
     certificate: Certificate
     plan: Plan

@@ -97,10 +97,8 @@ def pictures(signals: Sequence[SignalEntry]) -> list[Picture]:
 
 
 def points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return the points of one stack, spread evenly within their block, and the logits behind the last.
-
-    Of experts, which stand side by side, the largest counts. Zeros and infinite values have no place on a log axis.
-    """
+    """Return the points of one stack, spread evenly within their block, and the logits behind the last. Of experts,
+    which stand side by side, the largest counts. Zeros and infinite values have no place on a log axis."""
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
     reads = [s for s in mine if s.block is not None and signal_series(s) is STREAM]
     norms = {s.module for s in reads}
@@ -168,10 +166,8 @@ def draw_before_after(
 
 @contextmanager
 def drawn(into: list[Picture], stack: str, ends: tuple[int, int], words: str, *, wide: bool = False) -> Iterator[Any]:
-    """Give the axes of one stack's picture with their limit line and grid; on leaving, it is added to ``into``.
-
-    x: blocks from the bottom of the stack. y: log2 of the largest |x|, between ``ends``.
-    """
+    """Give the axes of one stack's picture with their limit line and grid; on leaving, it is added to ``into``. x:
+    blocks from the bottom of the stack. y: log2 of the largest |x|, between ``ends``."""
     from matplotlib.ticker import MaxNLocator, MultipleLocator
 
     low, high = ends
@@ -192,11 +188,9 @@ def drawn(into: list[Picture], stack: str, ends: tuple[int, int], words: str, *,
 def styled(
     into: list[Picture], name: str, inches: tuple[float, float], words: str, *, wide: bool = False, title: str = ""
 ) -> Iterator[Any]:
-    """Give the axes of a picture of a size in inches in the common style; on leaving, it is added to ``into``.
-
-    name: what the ids inside the SVG are made from, so that the same picture has the same bytes, and the picture's
-    unless it has a ``title``.
-    """
+    """Give the axes of a picture of a size in inches in the common style; on leaving, it is added to ``into``. name:
+    what the ids inside the SVG are made from, so that the same picture has the same bytes, and the picture's unless it
+    has a ``title``."""
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure as Canvas
 
@@ -236,9 +230,7 @@ def themed(svg: str, words: str) -> Markup:
 
 def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
     """Return a picture of each column of blocks that a regime ran: the largest |x| per block and kind of operation.
-
-    What broke is drawn as large as in fp32, at the limit where that is not known; what is so by design is left out.
-    """
+    What broke is drawn as large as in fp32, at the limit where that is not known; what is so by design is left out."""
     largest: dict[str, dict[Series, dict[int, SiteEntry]]] = {}
     for site in sites:
         series = BLOCKS.get(site.role or "")
@@ -280,9 +272,7 @@ WIDE_FROM = 16  # last block from which a picture of brackets takes the page's w
 @dataclass(frozen=True)
 class Bracket:
     """The largest of one kind of signal in one block: the worst value found, the bound, the bound of partial sums.
-
-    ``found``: None where nothing was run, infinite for an overflow. ``block``: None for the logits.
-    """
+    ``found``: None where nothing was run, infinite for an overflow. ``block``: None for the logits."""
 
     series: Series
     block: int | None
@@ -350,10 +340,8 @@ def bracket_in_words(shown: Sequence[Bracket], stack: str, sites: Sequence[Bound
 
 
 def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, ends: tuple[int, int], words: str) -> None:
-    """Draw one stack's brackets: a marker at the worst found, a bar at the bound, a line between them.
-
-    What is beyond the picture stands at its edge. A cross is an overflow that the bound allows.
-    """
+    """Draw one stack's brackets: a marker at the worst found, a bar at the bound, a line between them. What is beyond
+    the picture stands at its edge. A cross is an overflow that the bound allows."""
     end, (low, high) = 1 + max((b.block for b in shown if b.block is not None), default=-1), ends
     wide = end > WIDE_FROM
     size = min(6.0, max(2.4, (500 if wide else 230) / ((end + 1) * len(BRACKETS))))
@@ -394,10 +382,8 @@ Curve = list[tuple[float, float]]  # (step, value) wherever a value is finite
 
 
 def curve_pictures(run: FinetuneEntry) -> list[Picture]:
-    """Return the curves of a finetune over its steps: losses in nats per target token, headroom in bits, loss scale.
-
-    A dotted line is the headroom that was asked for; crosses are steps that were skipped.
-    """
+    """Return the curves of a finetune over its steps: losses in nats per target token, headroom in bits, loss scale. A
+    dotted line is the headroom that was asked for; crosses are steps that were skipped."""
     penalty, end = run.recipe.get("penalty"), float(max(1, run.steps))
     target = penalty.get("headroom_bits") if isinstance(penalty, Mapping) else None
 

@@ -67,10 +67,8 @@ class Screen(Output):
             super().print(self.fitted(each) if isinstance(each, Table) else each, **options)
 
     def fitted(self, table: Table) -> Table:
-        """Return a table without empty columns, in which those of numbers keep their width.
-
-        Where the others would have no room beside them, the cells of a row stand below one another.
-        """
+        """Return a table without empty columns, in which those of numbers keep their width. Where the others would have
+        no room beside them, the cells of a row stand below one another."""
         drop_empty_columns(table)
         for column in table.columns:
             number = column.justify == "right"

@@ -86,10 +86,8 @@ CHECK_NAMES = {
 
 
 def print_conversion(report: Report, out: Path, *, then: str = "", verbose: bool = False) -> None:
-    """Print what the source did in fp16, whether the output is safe, and how to load it or go on.
-
-    then: how to go on with paths as they were given, instead of the report's ``next``. verbose: tables first.
-    """
+    """Print what the source did in fp16, whether the output is safe, and how to load it or go on. then: how to go on
+    with paths as they were given, instead of the report's ``next``. verbose: tables first."""
     screen = console()
     if verbose:
         print_certified(screen, report)
@@ -592,10 +590,8 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
 
 
 def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, aside: bool = False) -> None:
-    """Print what would be uploaded: who will see it, files, and the card; ``whole``: all of it but folded lines.
-
-    aside: on standard error, where standard output is for data.
-    """
+    """Print what would be uploaded: who will see it, files, and the card; ``whole``: all of it but folded lines. aside:
+    on standard error, where standard output is for data."""
     screen = console(stderr=aside)
     seen = "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
     screen.say(seen)

@@ -134,12 +134,9 @@ def chosen(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Step:
-    """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each.
-
-    ``sublayer``: None for the first and the final norm of a stack. ``stream``: what the norm reads. ``made``: its
-    output, a router's logits, then what the linears give (of the expert that takes a token), with the neurons before
-    the last.
-    """
+    """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each. ``sublayer``:
+    None for the first and the final norm of a stack. ``stream``: what the norm reads. ``made``: its output, a router's
+    logits, then what the linears give (of the expert that takes a token), with the neurons before the last."""
 
     stack: ResolvedStack
     norm: str
@@ -175,12 +172,9 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
 
 @dataclass
 class Slopes:
-    """How steep norms and neurons are for a typical token.
-
-    ``norms``: one over the length that a norm divides by, by its path. ``neurons``: by feed-forward, [neurons] each,
-    what the output gains with each linear's, the gate's first; of an expert times the probability that it takes a
-    token.
-    """
+    """How steep norms and neurons are for a typical token. ``norms``: one over the length that a norm divides by, by
+    its path. ``neurons``: by feed-forward, [neurons] each, what the output gains with each linear's, the gate's first;
+    of an expert times the probability that it takes a token."""
 
     norms: dict[str, float] = field(default_factory=dict)
     neurons: dict[str, list[Tensor]] = field(default_factory=dict)

@@ -164,10 +164,8 @@ def describe_batches(
 
 def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
     """Run ``model`` on ``batch`` and return the stock output object (None for a batch that generates or has no head).
-
     The batch is moved to the model's device. With ``labels`` the output carries the stock loss. Raises UserError where
-    stock code fails, as it does for impossible settings that it did not look at before.
-    """
+    stock code fails, as it does for impossible settings that it did not look at before."""
     try:
         return _run(model, batch, labels)
     except (MemoryError, torch.OutOfMemoryError):

@@ -141,12 +141,10 @@ class _Extremes:
 
 
 def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Return which directions of an embedding drive what can become large, fp32 [rows, width], which rows belong to
-    one linear, and which are gates and the linears that they multiply.
-
-    They are the longest rows of the attention that reads a stack's embedding first and each feed-forward's strongest
-    neurons, pulled back to the embedding; none where each stack has an embedding of its own.
-    """
+    """Return which directions of an embedding drive what can become large, fp32 [rows, width], which rows belong to one
+    linear, and which are gates and the linears that they multiply. They are the longest rows of the attention that
+    reads a stack's embedding first and each feed-forward's strongest neurons, pulled back to the embedding; none where
+    each stack has an embedding of its own."""
     if not weights.layout.shares_table:
         return torch.empty(0, weights.width), [], []
     sublayers = [

@@ -114,11 +114,8 @@ def audit_batches(
 ) -> list[Batch]:
     """Return what an audit runs on: the built-in probe, its ids chosen by the weights in ``folder`` unless they are
     given or all are wanted, and ``data`` where given; without a generation that would take more than
-    ``GENERATION_SHARE`` of the memory at hand.
-
-    opened: the checkpoint in ``folder`` and its layout, where the caller has them. progress: says what is left out.
-    Other arguments and errors are those of ``batches``.
-    """
+    ``GENERATION_SHARE`` of the memory at hand. opened: the checkpoint in ``folder`` and its layout, where the caller
+    has them. progress: says what is left out. Other arguments and errors are those of ``batches``."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
@@ -136,11 +133,9 @@ def audit_batches(
 
 
 def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
-    """Return rows of every batch but a generation's as one batch, for what is built for one shape.
-
-    Rows are taken from each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length``
-    positions and filled up with padding; the decoder's begin with the start token.
-    """
+    """Return rows of every batch but a generation's as one batch, for what is built for one shape. Rows are taken from
+    each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length`` positions and filled up
+    with padding; the decoder's begin with the start token."""
     each = [list(_rows(batch)) for batch in inputs if not (batch.generate or batch.has_image)]
     turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
     positions = length if interface.is_causal(config) else decoder_length
@@ -289,10 +284,8 @@ def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
 
 def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
     """Return 16 rows of random ids whose lengths are log-uniform from 1 to 64, in the decoder from 1 to 16: half of
-    them framed as a text is, one in four with a special token among them.
-
-    left: the encoder's are filled up on the left.
-    """
+    them framed as a text is, one in four with a special token among them. left: the encoder's are filled up on the
+    left."""
     generator, vocabulary = seeded(seed), vocabulary_of(config)
     most, special = interface.longest_sequence(config), interface.special_ids(config)
 

@@ -63,10 +63,7 @@ def product_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
 
 class Widened:
     """fp32 copies of 16-bit weights (transposed, as a linear multiplies them), made at first use and kept until
-    ``clear``.
-
-    A copy whose values are those of an fp32 weight that was ``offer``ed is that weight.
-    """
+    ``clear``. A copy whose values are those of an fp32 weight that was ``offer``ed is that weight."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
