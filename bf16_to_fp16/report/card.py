@@ -37,7 +37,7 @@ from .page import (
     source_name,
     weight_rows,
 )
-from .rows import (
+from .facts import (
     coverage,
     least_precise,
     moved_by,

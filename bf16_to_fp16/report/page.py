@@ -43,7 +43,7 @@ from ..wording import (
 )
 from .figures import BLOCKS, BRACKETS, SERIES, audit_pictures, bracket_pictures, curve_pictures, pictures
 from .remedies import unsafe_sites
-from .rows import (
+from .facts import (
     BF16_BITS,
     MOST_UNCERTIFIED,
     STANDINGS,

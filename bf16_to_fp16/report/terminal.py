@@ -37,7 +37,7 @@ from ..wording import (
     times,
 )
 from .remedies import passed_limit
-from .rows import (
+from .facts import (
     broken_by_search,
     by_design,
     carried_over,
