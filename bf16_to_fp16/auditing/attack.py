@@ -48,9 +48,7 @@ TOKEN_SHARE, FREE_SHARE = 4, 4
 START_WEIGHT = 0.7  # weight of its starting point in a row's first mixture
 WORDS = 512  # rows of the table that the hull is searched over; with a larger vocabulary a random choice of them
 INVERSE_SIGMA = "1/σ"  # the operation under which a norm's own goal is named
-
 MIXTURE_RATE, FREE_RATE = 0.3, 0.1  # learning rates of mixtures and of free embeddings
-
 FLIPS = 4  # best changes tried at each token step
 
 Inputs = tuple[Tensor, ...]
@@ -98,7 +96,6 @@ class Attack:
 
     @property
     def worst(self) -> dict[str, float]:
-        """The worst value found at every site."""
         return {f.name: f.worst for f in self.found}
 
     def to_json(self) -> dict[str, Any]:
@@ -472,7 +469,6 @@ class _AttackSearch:
         self.tokens, self.mixtures, self.free = _Elite(), _Elite(), _Elite()
 
     def run(self, steps: int, advance: Callable[[int, int], None] | None = None) -> None:
-        """Search with as many steps for each group of rows, in rounds."""
         goals = self.sites + [g for g in self.adversary.narrow if g not in self.sites]
         rows = len(goals)
         free, changes = steps // FREE_SHARE, max(1, steps // TOKEN_SHARE)
@@ -530,5 +526,4 @@ class _AttackSearch:
         return ids[0][0].tolist(), ids[1][0].tolist() if len(ids) > 1 else []
 
     def best(self, elite: _Elite, sites: Sequence[str]) -> list[Inputs]:
-        """Return the best input of each site, in groups."""
         return [elite.starts(sites[i : i + GROUP]) for i in range(0, len(sites), GROUP)]

@@ -128,7 +128,6 @@ class RegimeResult:
 
     @property
     def safe(self) -> bool:
-        """Whether nothing was non-finite or saturated except by design."""
         return self.nonfinite == 0 and self.saturated == 0
 
     def to_json(self) -> dict[str, Any]:
@@ -166,12 +165,10 @@ def audit_folder(
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
     """Return what each regime shows on the checkpoint in ``folder``, on ``inputs``, by default the built-in probe.
-
     ``half`` runs on all inputs under the first attention; other attentions, ``stock`` and ``amp`` on fewer, unless
     ``half`` breaks: ``RegimeResult.runs`` says what ran. A forward runs in a walk over the files, in the memory of a
     block; ``train_mode`` loads the model and runs all inputs in every way. An attention that the class has not is left
-    out. device: by default the CPU. Raises ``UserError`` for a folder that cannot be used.
-    """
+    out. device: by default the CPU. Raises ``UserError`` for a folder that cannot be used."""
     check_names(regimes, attention)
     place = device or torch.device("cpu")
     config = load_config(folder)
@@ -327,7 +324,6 @@ class _Seen:
         self._norms: dict[str, NormMeter] = {}
 
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
-        """Add a run of each input to a walk."""
         dtype, half = _weights(self.regime)
         for batch in inputs:
             lane = walk.add(partial(self._run, batch), dtype, half=half, attention=self.attention, again=batch.generate)

@@ -14,15 +14,12 @@ import shutil
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UserError
 from ..json_text import loads
 from .places import contained, leaves
 from .staging import FULL_OR_FAILING
-
-if TYPE_CHECKING:
-    from .reader import Checkpoint
 
 OTHER_WEIGHTS = (
     *(".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".onnx", ".pt"),
@@ -187,11 +184,11 @@ def finite(data: object) -> object:
     return data
 
 
-def tokenizer_beside(checkpoint: Checkpoint, subfolder: str | None) -> Path | None:
+def tokenizer_beside(folder: Path, subfolder: str | None) -> Path | None:
     """Return the tokenizer's folder of a diffusers layout: ``text_encoder_2`` has ``tokenizer_2`` beside it."""
     if subfolder is None or "text_encoder" not in subfolder:
         return None
-    return checkpoint.folder.parent / checkpoint.folder.name.replace("text_encoder", "tokenizer")
+    return folder.parent / folder.name.replace("text_encoder", "tokenizer")
 
 
 def is_converted(folder: Path) -> bool:

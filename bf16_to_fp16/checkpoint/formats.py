@@ -48,7 +48,6 @@ SAFETENSORS_DTYPES = {
 """Dtypes that can be read, by their names in safetensors files."""
 
 FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")  # names of the dtypes that weights may have
-
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
@@ -136,7 +135,6 @@ class RunningHash:
     """The SHA-256 of an open file, fed with what passes by in order; what did not pass by is read from the file."""
 
     def __init__(self, source: FileIO) -> None:
-        """Start at the beginning."""
         self.digest, self.position, self.source = hashlib.sha256(), 0, source
 
     def feed(self, data: memoryview, offset: int) -> None:
@@ -147,7 +145,6 @@ class RunningHash:
             self.position = offset + len(data)
 
     def whole(self) -> str:
-        """Return the hash of the whole file in hexadecimal."""
         self.catch_up(size_of(self.source))
         return self.digest.hexdigest()
 

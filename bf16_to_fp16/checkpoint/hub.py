@@ -18,7 +18,6 @@ from ..errors import UserError
 from ..progress import Progress
 
 T = TypeVar("T")
-
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try, where the server names none
 LONGEST_WAIT = 600  # seconds that a server may ask to wait; beyond that the run ends and says so
 PASSING = (408, 429, 500, 502, 503, 504)  # Statuses that may be gone a moment later
@@ -170,9 +169,7 @@ NOT_THERE = (
 )
 
 NOT_SEEN = "{repo} is not a repository on {host} that this token may see; check the name and the token's permissions"
-
 NOT_REACHED = "{repo} is not a folder here, and the Hub cannot be reached; check the name and the network"
-
 NO_REVISION = "{repo} has no revision {revision!r}; name a branch, a tag or a commit"
 
 FAILURES: tuple[tuple[Condition, *tuple[str | None, ...]], ...] = (

@@ -33,9 +33,7 @@ SILU = {(4096, 16_384)}
 """Widths of stream and feed-forward of the published models whose gate is SiLU's (UL2); all others have GELU's."""
 
 ATTENTION, FEED_FORWARD = "encoder.block.0.layer.0.SelfAttention", "encoder.block.0.layer.1.DenseReluDense"
-
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 

@@ -30,7 +30,6 @@ PICTURE_MARKS = (b"Software\0bf16-to-fp16", b"<dc:title>bf16-to-fp16</dc:title>"
 """How a picture's own metadata name this program, in PNG, SVG and PDF."""
 
 LARGEST_REPORT = 1 << 28  # bytes of a report that may be replaced
-
 _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 

@@ -25,7 +25,6 @@ from .reader import SMALL_FILES, fetched, hub_files
 from .shards import INDEX, WEIGHTS
 
 MODEL_INDEX = "model_index.json"
-
 PIPELINE = "fp16_pipeline.json"  # what a converted pipeline has of its own: which sub-folders were converted, from what
 LINKED_FROM = 1 << 20  # size in bytes from which on a file is linked and not copied
 

@@ -10,9 +10,7 @@ from ..errors import UserError, shortened
 from ..json_text import loads
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
 RESTORE = "fetch the file again from the original checkpoint"
-
 CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 
 SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")

@@ -39,7 +39,6 @@ class Write:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the tensor takes in the output."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def as_dtype(self, name: str) -> Write:

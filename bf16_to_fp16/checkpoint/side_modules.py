@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from .folder import MODULES, listed_modules
-from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, nested_value, read_json
-from .reader import collect, read_range, weight_files
+from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, nested_value, read_json, read_range
+from .reader import collect, weight_files
 from .shards import WEIGHTS
 
 DENSE, DROPOUT, LAYER_NORM, NORMALIZE, POOLING = "Dense", "Dropout", "LayerNorm", "Normalize", "Pooling"
@@ -86,7 +86,6 @@ class SideModule:
 
     @property
     def includes_prompt(self) -> bool:
-        """Whether a pooling pools the tokens of a prompt with the others."""
         return self.config.get("include_prompt", True) is True
 
     @property

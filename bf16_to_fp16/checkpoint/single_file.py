@@ -16,27 +16,15 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from . import formats
 from .disk import FREE_SPACE_REMEDY, check_free_space, writing
 from .folder import write_json
-from .formats import (
-    FP8_DTYPES,
-    FileState,
-    TensorInfo,
-    bytes_of,
-    check_not_quantised,
-    read_pickle,
-    read_range,
-    read_whole_header,
-    shown,
-    state_of,
-)
 from .inference import CLASSES, DTYPES, described, given_config, inferred_config
 from .naming import Naming, found_in
 from .packing import way_back_of
 from .places import RESTORE
 
 TOKENIZER = "spiece_model"  # under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights
-
 TOKENIZER_FILE = "spiece.model"
 
 SCALES = (".scale_weight", ".weight_scale")
@@ -46,7 +34,6 @@ ASIDE = (*SCALES, ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", 
 """Endings of the names of what lies beside weights and is none."""
 
 SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
-
 SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # the folders of this process, removed when it ends
 
 
@@ -58,8 +45,8 @@ class SingleFile:
     file: Path
     folder: Path
     config: dict[str, Any]
-    tensors: dict[str, TensorInfo]
-    states: dict[Path, FileState]
+    tensors: dict[str, formats.TensorInfo]
+    states: dict[Path, formats.FileState]
     notes: tuple[str, ...]
 
 
@@ -67,7 +54,7 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     """Open one file of weights; raise UserError where it cannot be read, or holds no T5 or several. prefix: of the
     names of the tensors that are meant, where several would do. config: what describes them, or its file, instead of
     what is inferred."""
-    state = state_of(file)
+    state = formats.state_of(file)
     every = read_any(file)
     before, naming = the_encoder(file, every, prefix)
     mine = {name.removeprefix(before): info for name, info in every.items() if name.startswith(before)}
@@ -82,19 +69,19 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     SCRATCH.append(tempfile.TemporaryDirectory(prefix="bf16-to-fp16-"))
     folder = Path(SCRATCH[-1].name).resolve()
     states = {file: state}
-    narrow = [info for info in tensors.values() if info.dtype in FP8_DTYPES]
+    narrow = [info for info in tensors.values() if info.dtype in formats.FP8_DTYPES]
     if narrow:
         stock = {naming.to_stock(name): scale for name in mine if (scale := scale_of(name, mine)) is not None}
         widened = dequantised(folder / "dequantised", narrow, stock)
         tensors |= widened
-        states[folder / "dequantised"] = state_of(folder / "dequantised")
+        states[folder / "dequantised"] = formats.state_of(folder / "dequantised")
         scaled = f"{len(stock)} of them with scales" if stock else "none of them with a scale"
         notes.append(
             f"{file.name}: {len(narrow)} tensors are fp8, {scaled}; they are dequantised, and keep fp8's precision of 3"
             " or 4 significant bits"
         )
     for name, info in tensors.items():
-        check_not_quantised(info.dtype, name, file)
+        formats.check_not_quantised(info.dtype, name, file)
     dtypes = [info.dtype for info in tensors.values()]
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
     with writing(folder, SCRATCH_REMEDY):
@@ -103,19 +90,19 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     return SingleFile(file, folder, settled, tensors, states, tuple(notes))
 
 
-def read_any(file: Path) -> dict[str, TensorInfo]:
+def read_any(file: Path) -> dict[str, formats.TensorInfo]:
     """Return where every tensor of a file lies, in safetensors or as torch.save writes it; raise UserError for other
     formats, and where it holds nothing."""
     if file.suffix == ".gguf":
         raise UserError(f"{file}: GGUF holds quantised weights; give the file in bf16 or fp32 that it was made from")
     safetensors = file.suffix in (".safetensors", ".sft")
-    found = read_whole_header(file, any_dtype=True)[0] if safetensors else read_pickle(file)
+    found = formats.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
     if not found:
         raise UserError(f"{file}: no tensors in it; {RESTORE}")
     return found
 
 
-def the_encoder(file: Path, tensors: Mapping[str, TensorInfo], prefix: str | None) -> tuple[str, Naming]:
+def the_encoder(file: Path, tensors: Mapping[str, formats.TensorInfo], prefix: str | None) -> tuple[str, Naming]:
     """Return the prefix of the T5 in a file and how it is named; raise UserError where there is none or several."""
     found = found_in(tensors)
     if prefix is not None:
@@ -126,8 +113,8 @@ def the_encoder(file: Path, tensors: Mapping[str, TensorInfo], prefix: str | Non
     if found:
         names = " or ".join((before.rstrip(".") or "''") for before, _ in found)
         raise UserError(f"{file}: holds {len(found)} T5 models; name one with --subfolder: {names}")
-    under = "" if prefix is None else f" under {shown(prefix)}"
-    some = shown(min(tensors))
+    under = "" if prefix is None else f" under {formats.shown(prefix)}"
+    some = formats.shown(min(tensors))
     raise UserError(
         f"{file}: no T5 in it{under}, by its stock names or Wan's (its first tensor is {some});"
         " give the file of the text encoder, or a checkpoint's folder"
@@ -135,7 +122,7 @@ def the_encoder(file: Path, tensors: Mapping[str, TensorInfo], prefix: str | Non
 
 
 def settled_config(
-    file: Path, tensors: Mapping[str, TensorInfo], config: Path | Mapping[str, Any] | None
+    file: Path, tensors: Mapping[str, formats.TensorInfo], config: Path | Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a file's tensors, given or inferred, and what is said of it."""
     if config is not None:
@@ -148,7 +135,7 @@ def settled_config(
     return found, [f"{file.name}: {described(found)}, told from names and shapes (--config FILE overrides it)"]
 
 
-def scale_of(name: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
+def scale_of(name: str, tensors: Mapping[str, formats.TensorInfo]) -> formats.TensorInfo | None:
     """Return the scale that lies beside a matrix, None where there is none."""
     if not name.endswith(".weight"):
         return None
@@ -156,7 +143,9 @@ def scale_of(name: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
     return next((tensors[stem + ending] for ending in SCALES if stem + ending in tensors), None)
 
 
-def dequantised(target: Path, narrow: list[TensorInfo], scales: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def dequantised(
+    target: Path, narrow: list[formats.TensorInfo], scales: Mapping[str, formats.TensorInfo]
+) -> dict[str, formats.TensorInfo]:
     """Write fp8 tensors, times their scales, in bf16 to a new file, one at a time, and return where they lie. scales:
     by the tensor's name, one number or one for each row. Raises UserError for another, and for a full disk."""
     nbytes, widened = sum(2 * info.nbytes for info in narrow), {}
@@ -164,30 +153,30 @@ def dequantised(target: Path, narrow: list[TensorInfo], scales: Mapping[str, Ten
     check_free_space(what, nbytes, target.parent, of="temporary files", variable="TMPDIR")
     with writing(target.parent, SCRATCH_REMEDY), target.open("wb") as out:
         for info in narrow:
-            values = read_range(info, info.shape, 0).float()
+            values = formats.read_range(info, info.shape, 0).float()
             if (scale := scales.get(info.name)) is not None:
                 values *= scale_values(scale, info)
-            widened[info.name] = TensorInfo(info.name, "BF16", info.shape, target, out.tell(), 2 * info.nbytes)
-            out.write(bytes_of(values.bfloat16()))
+            widened[info.name] = formats.TensorInfo(info.name, "BF16", info.shape, target, out.tell(), 2 * info.nbytes)
+            out.write(formats.bytes_of(values.bfloat16()))
     return widened
 
 
-def scale_values(scale: TensorInfo, weight: TensorInfo) -> torch.Tensor:
+def scale_values(scale: formats.TensorInfo, weight: formats.TensorInfo) -> torch.Tensor:
     """Return a scale in fp32, so shaped that it multiplies a matrix; raise UserError for one by blocks."""
     if scale.dtype in ("F32", "F16", "BF16"):
-        values = read_range(scale, scale.shape, 0).float()
+        values = formats.read_range(scale, scale.shape, 0).float()
         if values.numel() == 1:
             return values.reshape(())
         if weight.shape and scale.shape in ((weight.shape[0],), (weight.shape[0], 1)):
             return values.reshape(-1, *[1] * (len(weight.shape) - 1))
     raise UserError(
-        f"{scale.file}: tensor {shown(scale.name)} is no scale that is known here ({scale.dtype}"
+        f"{scale.file}: tensor {formats.shown(scale.name)} is no scale that is known here ({scale.dtype}"
         f" {list(scale.shape)}); give the checkpoint it was quantised from"
     )
 
 
-def keep_tokenizer(tensors: Mapping[str, TensorInfo], folder: Path) -> None:
+def keep_tokenizer(tensors: Mapping[str, formats.TensorInfo], folder: Path) -> None:
     """Write the SentencePiece model that a file of weights holds, if any, byte for byte as a stock folder has it."""
     found = [i for name, i in tensors.items() if name.split(".")[-1] == TOKENIZER and i.dtype == "U8"]
     if len(found) == 1:
-        (folder / TOKENIZER_FILE).write_bytes(bytes_of(read_range(found[0], found[0].shape, 0)))
+        (folder / TOKENIZER_FILE).write_bytes(formats.bytes_of(formats.read_range(found[0], found[0].shape, 0)))

@@ -28,7 +28,6 @@ FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ERO
 """Errors of the disk that is written to."""
 
 MOST_FOLDERS = 200  # folders in each other that an output may lie in; Python makes some 1,000
-
 ELSEWHERE = "choose another output path"
 
 

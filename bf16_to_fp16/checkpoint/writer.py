@@ -58,7 +58,6 @@ class TensorStats:
     nonzero: int
 
     def plus(self, other: TensorStats) -> TensorStats:
-        """Return the stats of two chunks together."""
         amax = math.nan if math.isnan(self.amax + other.amax) else max(self.amax, other.amax)
         sums = map(add, astuple(self), astuple(other))
         return replace(TensorStats(*sums), amax=amax)
@@ -86,13 +85,10 @@ def write_fp16(
     advance: Callable[[int, int], None] | None = None,
 ) -> Written:
     """Write tensors as safetensors into ``folder``: ``model.safetensors``, or shards and their index, under the names
-    that the source's files have for them.
-
-    max_shard_size: bytes of tensors in a shard, else a tensor goes to the shard that its source came from and one
-    without source to the last. advance: called with bytes done and in all. Nothing is clamped: what is beyond fp16
-    becomes inf and is counted. Raises UserError for a full disk (before any work where the file system can reserve
-    space) and errors of a disk; what was written is then removed.
-    """
+    that the source's files have for them. max_shard_size: bytes of tensors in a shard, else a tensor goes to the shard
+    that its source came from and one without source to the last. advance: called with bytes done and in all. Nothing is
+    clamped: what is beyond fp16 becomes inf and is counted. Raises UserError for a full disk (before any work where the
+    file system can reserve space) and errors of a disk; what was written is then removed."""
     if len({write.name for write in writes}) != len(writes):
         raise ValueError("two tensors to write have the same name")
     for write in writes:

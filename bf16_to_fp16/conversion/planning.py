@@ -26,7 +26,7 @@ from ..families.resolve import check_norms, resolve
 from ..observe.meter import RangeObserver
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
-from ..report.evidence import Decided
+from ..report.build import Decided
 from ..rescaling.apply import through_fp16
 from ..rescaling.plan import Plan, check_plan_fits, exponents_of
 from ..rescaling.planner import PROOF_FIRST, PROOF_MARGIN_BITS, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
@@ -202,7 +202,7 @@ def checkpoint_batches(
     """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
     given."""
     config, opened, folder = load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
-    beside = tokenizer_beside(checkpoint, checkpoint.subfolder)  # where pipelines have it
+    beside = tokenizer_beside(checkpoint.folder, checkpoint.subfolder)  # where pipelines have it
     if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):
         folder = beside
     return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress)

@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..families.layout import Layout
 from ..numerics import FP16_MAX
 from ..progress import Progress
-from ..report.evidence import Decided, Rewritten
+from ..report.build import Decided, Rewritten
 from ..rescaling.apply import edited_config, writes
 from ..run.tokenizer import has_tokenizer
 from .options import Options
@@ -35,7 +35,9 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
         )
     check_finite(written, checkpoint, layout)
     write_json(work / "config.json", edited_config(layout, decided.plan))
-    carried, left_out = carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, options.subfolder))
+    carried, left_out = carry_over(
+        checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint.folder, options.subfolder)
+    )
     there = [path.name for path in checkpoint.folder.iterdir()]
     if options.layout == FOLDER_LAYOUT and (options.variant or has_variant(there)):
         name_variants(work)  # for from_pretrained(variant="fp16")

@@ -181,7 +181,7 @@ def train(
         )
     folder = run_folder(recipe)
     check_run_folder(folder, recipe)
-    tokenizer = tokenizer_beside(checkpoint, recipe.subfolder)
+    tokenizer = tokenizer_beside(checkpoint.folder, recipe.subfolder)
     corpus = open_corpus(
         recipe.data,
         tokenizer if tokenizer is not None and tokenizer.is_dir() else checkpoint.folder,
@@ -435,7 +435,7 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
         config = edited_config(layout, plan)
         set_dtype(config, "float32")
         write_json(work / "config.json", config)
-        carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint, recipe.subfolder))
+        carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint.folder, recipe.subfolder))
 
 
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:

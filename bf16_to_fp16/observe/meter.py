@@ -109,7 +109,6 @@ class _Totals:
         self.scratch = torch.empty(0)
 
     def of(self, x: Tensor) -> _Total:
-        """Return what a tensor adds up to."""
         total: _Total | None = getattr(x, self.NAME, None)
         if total is None or total.version != x._version:
             flat = x.reshape(-1, x.shape[-1]).float()

@@ -24,29 +24,7 @@ from ..families.types import StockClass
 from ..rescaling.plan import Plan
 from ..run.tokenizer import TOKENIZER_FILES
 from ..wording import bound_magnitude, bytes_in_words, significant_bits
-from .page import (
-    TIER_COLUMNS,
-    UNPROVEN_COLUMNS,
-    fidelity_table,
-    figures,
-    histograms,
-    is_exact,
-    plan_rows,
-    regime_rows,
-    remedies_of,
-    source_name,
-    weight_rows,
-)
-from .facts import (
-    coverage,
-    least_precise,
-    moved_by,
-    standing,
-    tier_rows,
-    tower_of,
-    uncertified_rows,
-    verdict_sentence,
-)
+from . import facts, page
 from .schema import FinetuneEntry, Report, dump
 from .tables import Column, Table, names, numbers
 
@@ -88,7 +66,7 @@ def render_card(report: Report, config: Mapping[str, Any]) -> str:
         base_model=origin(report)[0],
         library_name="transformers",
         tags=[*(tag for tag in inherited.pop("tags", ()) if tag.lower() not in OTHER_FORMATS), *TAGS],
-        model_name=f"{source_name(report)} in fp16" if results else None,
+        model_name=f"{page.source_name(report)} in fp16" if results else None,
         eval_results=results or None,
         **inherited,
     )
@@ -100,7 +78,7 @@ def warned(card: str, report: Report) -> str:
     """Return a card whose text begins with the unsafe verdict of ``report``: as it is if it does so already."""
     front = FRONT_MATTER.match(card)
     head, body = (card[: front.end()], card[front.end() :]) if front else ("", card)
-    if body.lstrip().startswith(NOTICES[standing(report)]):
+    if body.lstrip().startswith(NOTICES[facts.standing(report)]):
         return card
     return f"{head}\n> {notice(report)} What is said below otherwise was measured before.\n\n{body.lstrip()}"
 
@@ -133,7 +111,7 @@ def markdown(table: Table) -> str:
 
 def notice(report: Report) -> str:
     """Return the first line of a card that is not simply safe, as Markdown: the verdict and how to go on."""
-    head, _, rest = verdict_sentence(report).partition(": ")
+    head, _, rest = facts.verdict_sentence(report).partition(": ")
     verdict = f"**{prose(head)}.** {prose(rest[:1].upper() + rest[1:])}"
     words, colon, command = report.next.partition(": ")
     return f"{verdict} Next: {prose(words)}{colon}{span(command) if colon else ''}" if report.next else verdict
@@ -260,8 +238,8 @@ def card_template() -> Template:
 
 def card_text(report: Report, architecture: str, *, licensed: bool, languages: bool = True) -> str:
     """Return the Markdown of the card of a checkpoint of the class ``architecture``."""
-    covers, leaves = coverage(report)
-    stock, unproven = class_named(architecture), uncertified_rows(report)
+    covers, leaves = facts.coverage(report)
+    stock, unproven = class_named(architecture), facts.uncertified_rows(report)
     hub_id, revision = origin(report)
     run, plan, close = report.finetune, report.plan, report.fidelity
     reference = "finetuned weights in fp32" if run or close is None else close.reference
@@ -271,9 +249,9 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
         report=report,
         run=run,
         losses=losses(run) if run is not None else (),
-        moved=moved_by(run) if run is not None else "",
+        moved=facts.moved_by(run) if run is not None else "",
         address=project_url(),
-        name=source_name(report),
+        name=page.source_name(report),
         hub_id=hub_id,
         revision=revision,
         licensed=licensed,
@@ -281,26 +259,26 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
         plan=plan_in_full(plan),
         recipe=yaml.safe_dump(recipe, sort_keys=False, width=120, allow_unicode=True) if recipe else "",
         safe=report.safe,
-        sentence=verdict_sentence(report),
+        sentence=facts.verdict_sentence(report),
         notice=notice(report),
-        figures=figures(report),
-        regimes=Table(REGIME_COLUMNS, regime_rows(report.regimes)),
+        figures=page.figures(report),
+        regimes=Table(REGIME_COLUMNS, page.regime_rows(report.regimes)),
         proven=report.proven,
         covers=covers,
-        tower=tower_of(report.family),
+        tower=facts.tower_of(report.family),
         leaves=leaves,
-        tiers=Table(TIER_COLUMNS, tier_rows(report)),
-        unproven=Table(UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED_ON_CARD]),
+        tiers=Table(page.TIER_COLUMNS, facts.tier_rows(report)),
+        unproven=Table(page.UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED_ON_CARD]),
         unproven_count=len(unproven),
         hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED_ON_CARD),
-        remedies=remedies_of(report, unproven),
-        least_precise=least_precise(report),
+        remedies=page.remedies_of(report, unproven),
+        least_precise=facts.least_precise(report),
         fidelity=close
-        and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16", "this in fp16"),
-        weights=weight_rows(report.weights, dtype=report.source.dtype),
-        moves=plan_rows(report),
-        exact=is_exact(plan),
-        histograms=histograms(plan.exponents),
+        and page.fidelity_table(close, reference, "the same in bf16" if run else "source in bf16", "this in fp16"),
+        weights=page.weight_rows(report.weights, dtype=report.source.dtype),
+        moves=page.plan_rows(report),
+        exact=page.is_exact(plan),
+        histograms=page.histograms(plan.exponents),
         model_class=loading_class(architecture),
         outside=sum(why.startswith(architecture) for why in report.source.dropped.values()),
         architecture=architecture,
@@ -308,7 +286,8 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
         stock=stock,
         goes_on=stock is not None and stock.is_language_model and not stock.takes_decoder_ids,
         tokenizer=any(name in TOKENIZER_FILES for name in report.source.carried_over),
-        reads_images=bool(tower_of(report.family)) and not set(PROCESSOR_FILES).isdisjoint(report.source.carried_over),
+        reads_images=bool(facts.tower_of(report.family))
+        and not set(PROCESSOR_FILES).isdisjoint(report.source.carried_over),
         half="half" not in report.broken_regimes,
         kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
         made_in_fp32=family is not None and family.made_in_fp32,

@@ -41,30 +41,9 @@ from ..wording import (
     tightness,
     times,
 )
+from . import facts
 from .figures import BLOCKS, BRACKETS, SERIES, audit_pictures, bracket_pictures, curve_pictures, pictures
 from .remedies import unsafe_sites
-from .facts import (
-    BF16_BITS,
-    MOST_UNCERTIFIED,
-    STANDINGS,
-    UNCERTIFIED_SHOWN,
-    bound_rows,
-    carried_over,
-    coverage,
-    distances,
-    distinct,
-    first_broken,
-    for_target,
-    found_by,
-    kept_bits_tables,
-    least_precise,
-    moved_by,
-    standing,
-    tier_rows,
-    uncertified_rows,
-    underflow_rows,
-    verdict_sentence,
-)
 from .schema import FidelityEntry, FinetuneEntry, RegimeEntry, Report, UnprovenEntry, WeightsEntry, dump
 from .site_table import site_table
 from .tables import Column, Table, names, numbers
@@ -91,10 +70,10 @@ def write_page(path: Path, report: Report) -> None:
 def render(report: Report) -> str:
     """Return the page; parts that the report lacks (an audit has no plan, a replayed plan no signals) are left out."""
     plan, regimes, certificate, run = report.plan, report.regimes, report.certificate, report.finetune
-    covers, leaves = coverage(report)
+    covers, leaves = facts.coverage(report)
     # Where the most is fp16.
     widest = "half" if "half" in regimes else next(iter(regimes), "")
-    sunk, close = underflow_rows(regimes), report.fidelity
+    sunk, close = facts.underflow_rows(regimes), report.fidelity
     reference = "finetuned model in fp32" if run or close is None else close.reference
     parts: dict[str, Any] = {
         "certificate": certificate,
@@ -117,7 +96,7 @@ def render(report: Report) -> str:
         }
     if run is not None:
         parts |= {
-            "moved": moved_by(run),
+            "moved": facts.moved_by(run),
             "curves": curve_pictures(run),
             "run_rows": run_rows(run),
             "evaluations": evaluation_table(run.evaluations),
@@ -128,9 +107,9 @@ def render(report: Report) -> str:
         report=report,
         title=source_name(report),
         safe=report.safe,
-        standing=STANDINGS[standing(report)],
+        standing=facts.STANDINGS[facts.standing(report)],
         proven=report.proven,
-        sentence=verdict_sentence(report),
+        sentence=facts.verdict_sentence(report),
         figures=figures(report),
         pictures=pictures(report.signals),
         series=SERIES,
@@ -141,10 +120,10 @@ def render(report: Report) -> str:
         attentions=attentions_run(report),
         covers=covers,
         leaves=leaves,
-        tiers=Table(TIER_COLUMNS, tier_rows(report), "In which runtimes it holds", "tiers"),
-        precision=kept_bits_tables(report),
-        least_precise=least_precise(report),
-        bf16_bits=BF16_BITS,
+        tiers=Table(TIER_COLUMNS, facts.tier_rows(report), "In which runtimes it holds", "tiers"),
+        precision=facts.kept_bits_tables(report),
+        least_precise=facts.least_precise(report),
+        bf16_bits=facts.BF16_BITS,
         sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
         hidden_sunk=max(0, len(sunk) - MOST_SUNK),
         regimes=regime_rows(regimes),
@@ -164,7 +143,7 @@ def certificate_parts(report: Report) -> dict[str, Any]:
     """Return what the template needs of a report's certificate."""
     certificate = report.certificate
     assert certificate is not None  # for which this is called
-    unproven, found = uncertified_rows(report), found_by(report)
+    unproven, found = facts.uncertified_rows(report), facts.found_by(report)
     one_reason = len({site.reason for site in unproven}) == 1
     columns = UNPROVEN_COLUMNS[: -1 if one_reason else None]
     return {
@@ -174,10 +153,10 @@ def certificate_parts(report: Report) -> dict[str, Any]:
         "bounds": bound_table(report, measured=bool(found)),
         "found_by": found,
         "overflowed": any(site.observed is not None and not site.observed <= FP16_MAX for site in certificate.sites),
-        "unproven": Table(columns, unproven[:UNCERTIFIED_SHOWN], id="unproven"),
-        "more_unproven": Table(columns, unproven[UNCERTIFIED_SHOWN:MOST_UNCERTIFIED]),
+        "unproven": Table(columns, unproven[: facts.UNCERTIFIED_SHOWN], id="unproven"),
+        "more_unproven": Table(columns, unproven[facts.UNCERTIFIED_SHOWN : facts.MOST_UNCERTIFIED]),
         "unproven_count": len(unproven),
-        "hidden_unproven": max(0, len(unproven) - MOST_UNCERTIFIED),
+        "hidden_unproven": max(0, len(unproven) - facts.MOST_UNCERTIFIED),
         "one_reason": one_reason,
         "remedies": remedies_of(report, unproven),
     }
@@ -248,7 +227,7 @@ def figures(report: Report) -> list[Figure]:
         name = "half" if "half" in regimes else min(regimes, key=lambda n: regimes[n].headroom_bits)
         regime = regimes[name]
         value = headroom_or_excess(regime.headroom_bits, regime.reached)
-        site = first_broken(regime) or regime.tightest
+        site = facts.first_broken(regime) or regime.tightest
         said = reached(regime.reached)
         said = said if said == "overflow" else f"max |x| {said} of 65,504"
         ran = "pure fp16" if name == "half" else name
@@ -261,15 +240,15 @@ def figures(report: Report) -> list[Figure]:
         result.append(Figure("headroom under attack", kept, note))
     if certificate is not None and certificate.holds:
         sites = counted(len(certificate.sites), "site")
-        note = f"of up to {counted(certificate.max_length, 'position')}, by bounds at {sites}{for_target(report)}"
+        note = f"of up to {counted(certificate.max_length, 'position')}, by bounds at {sites}{facts.for_target(report)}"
         result.append(Figure("headroom for any input", headroom(certificate.headroom_bits), note))
     elif certificate is not None:
-        unproven = uncertified_rows(report)
-        of = f"of {len(certificate.sites):,}{for_target(report)}"
+        unproven = facts.uncertified_rows(report)
+        of = f"of {len(certificate.sites):,}{facts.for_target(report)}"
         note = f"{of}, the furthest over its limit: {unproven[0].name}" if unproven else of
         result.append(Figure("not proven for every input", counted(len(unproven), "site"), note))
     close, weights, run = report.fidelity, report.weights, report.finetune
-    if run is not None and (moved := distances(run))[2]:
+    if run is not None and (moved := facts.distances(run))[2]:
         what, unit, ((first, where), *others) = moved
         note = f"{unit} on {where}".lstrip()
         note += "".join(f"; {scientific(value)} on {on}" for value, on in others)
@@ -330,7 +309,7 @@ LARGEST_COLUMNS = (
 
 def largest_signals(report: Report) -> Table:
     """Return the table of the signals that were largest before."""
-    ranked = sorted(distinct(report.signals), key=lambda s: -math.inf if math.isnan(s.before) else -s.before)
+    ranked = sorted(facts.distinct(report.signals), key=lambda s: -math.inf if math.isnan(s.before) else -s.before)
     whose = "finetuned weights" if report.finetune is not None else "source"
     title = f"The largest, seen in fp32 on the {whose}; after: what the plan makes of them"
     return Table(LARGEST_COLUMNS, ranked[:LARGEST], title)
@@ -340,7 +319,7 @@ def bound_table(report: Report, *, measured: bool) -> Table:
     """Return the table of the tightest bounds; measured: beside the worst values found."""
     certificate = report.certificate
     assert certificate is not None  # for which this is called
-    title = f"The least headroom by their bounds{for_target(report)}"
+    title = f"The least headroom by their bounds{facts.for_target(report)}"
     if certificate.holds and certificate.cost_bits is not None:
         cost = f" {_over2(certificate.cost_bits)} bits of" if certificate.cost_bits else " no"
         title += f"; proving them cost{cost} precision"
@@ -356,7 +335,7 @@ def bound_table(report: Report, *, measured: bool) -> Table:
     ]
     if not measured:
         columns = [column for column in columns if "worst found" not in column.title]
-    return Table(columns, bound_rows(certificate), title, "bounds")
+    return Table(columns, facts.bound_rows(certificate), title, "bounds")
 
 
 REGIME_MEANINGS = {
@@ -377,7 +356,7 @@ def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
             "saturated": regime.saturated,
             "amax": reached(regime.reached),
             "bits": headroom_or_excess(regime.headroom_bits, regime.reached),
-            "tightest": first_broken(regime) or regime.tightest or "–",
+            "tightest": facts.first_broken(regime) or regime.tightest or "–",
         }
         for name, regime in regimes.items()
     ]
@@ -595,7 +574,7 @@ def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str 
         return []
     return [
         ("finetuned fp32 weights" if whose == "finetuned" else f"weights of the {whose}", f"{weights.elements:,}"),
-        ("carried over bit for bit", carried_over(weights, dtype)),
+        ("carried over bit for bit", facts.carried_over(weights, dtype)),
         ("normal in fp16 (of those not 0)", percent(weights.normal_fraction)),
         ("rounded to zero", f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"),
         ("not finite", f"{weights.nonfinite:,}"),

@@ -68,7 +68,6 @@ class SiteRow(NamedTuple):
 
     @property
     def broken(self) -> bool:
-        """Whether anything of it is not finite or saturated."""
         return bool(self.nonfinite or self.saturated)
 
     @property

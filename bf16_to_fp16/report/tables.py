@@ -23,7 +23,6 @@ class Column:
     over: Callable[[Any], bool] = _never
 
     def text(self, row: Any) -> str:
-        """Return the text of its cell in a row."""
         if callable(self.of):
             return self.write(self.of(row))
         return self.write(row[self.of] if isinstance(self.of, int) else getattr(row, self.of))
@@ -56,6 +55,5 @@ class Table:
     cards: bool = True
 
     def lines(self) -> Iterator[list[str]]:
-        """Yield the texts of each row."""
         for row in self.rows:
             yield [column.text(row) for column in self.columns]

@@ -46,7 +46,6 @@ LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
 """Attributes that say what a classifier's outputs mean; how many there are, the loader compares with the weights."""
 
 MOST_POSITIONS = 2.0**31  # what a frequency of rotary positions is multiplied with at most
-
 _ABSENT = object()
 
 

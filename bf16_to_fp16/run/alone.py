@@ -30,7 +30,6 @@ class Weights:
         self.table, (self.vocabulary, self.width) = str(table.source), table.shape
 
     def read(self, name: str) -> Tensor | None:
-        """Return a tensor of the layout, None where it has none of that name."""
         tensor = self.layout.tensors.get(name)
         return None if tensor is None else unscaled(self.source, tensor).float()
 
@@ -46,7 +45,6 @@ class Weights:
         return [self.matrix(module) for module in (sublayer.gate, sublayer.linear) if module]
 
     def into_values(self, sublayer: Attention) -> Tensor:
-        """Return the matrix whose outputs are an attention's values."""
         matrix = self.matrix(sublayer.value)
         return matrix.split(sublayer.fused)[2] if sublayer.fused else matrix
 
@@ -57,7 +55,6 @@ class Weights:
         return [self.linear(sublayer.query, x), *(self.linear(path, read) for path in (sublayer.key, sublayer.value))]
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows of the embedding table."""
         return self.source.read_rows(self.table, start, stop).float()
 
     def looked_up(self, stack: ResolvedStack, ids: Sequence[int]) -> Tensor:

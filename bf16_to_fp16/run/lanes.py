@@ -32,7 +32,6 @@ Change = Callable[[str, Tensor], Tensor]
 """Gives the weight that a run is to have in place of the stored one: of its name and values, in the run's dtype."""
 
 _STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited
-
 _COLLECTIONS = (dict, OrderedDict, set)
 
 

@@ -73,12 +73,10 @@ def batches(
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
     """Return the batches of ``data`` tokenised with the tokenizer in ``source``, or the built-in probe without data.
-
     config: the model's transformers configuration. source: folder of the checkpoint, read only with ``data``. data: as
     ``texts`` takes it. examples, length: caps, in examples and tokens. sweep: run every id of the vocabulary. chosen:
     the ids by reason that the probe runs instead, by default random ones. Raises ``UserError`` for unusable data or
-    tokenizer.
-    """
+    tokenizer."""
     length = min(length, interface.longest_sequence(config))
     if data is None:
         made = _probe(config, seed, length, sweep, chosen)

@@ -23,7 +23,6 @@ from .interface import config_of, is_causal
 from .stock import load
 
 FP16 = "float16"
-
 FLOATS = ("float16", "bfloat16", "float32", "float64")  # how formats are called here, whatever a runtime calls them
 
 

@@ -20,8 +20,7 @@ from ..families.known import stock_class
 from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..progress import Progress
-from ..report.build import source_of, weight_counts
-from ..report.evidence import Rewritten
+from ..report.build import Rewritten, source_of, weight_counts
 from ..report.remedies import RIGHT_REVISION
 from ..report.schema import Source, WeightsEntry, dump
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
@@ -171,7 +170,7 @@ def check_carried(
     """
     problems, unchecked = list[Problem](), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
-        brought = carry_over(original.folder, Path(scratch), tokenizer=tokenizer_beside(original, subfolder))
+        brought = carry_over(original.folder, Path(scratch), tokenizer=tokenizer_beside(original.folder, subfolder))
         side = write_in_fp16(original.folder, Path(scratch))
         ours = {name: Path(scratch, name) for name in present_files(Path(scratch)) if name != "SOURCE_README.md"}
         for name in beside_weights(folder):
