@@ -103,7 +103,7 @@ from pathlib import Path
 import support.elsewhere
 from bf16_to_fp16 import system
 from bf16_to_fp16.checkpoint import staging
-from bf16_to_fp16.checkpoint.disk import created
+from bf16_to_fp16.checkpoint.staging import created
 
 assert system.fcntl is None
 dead, out = Path(".out.partial-0123456789abcdef"), Path("out")

@@ -23,11 +23,9 @@ from .. import system
 from ..errors import UserError
 from ..system import write_all
 from . import formats
-from .disk import created, writing
-from .layouts import LAYOUTS
-from .naming import STOCK, Naming
+from .naming import LAYOUTS, STOCK, Naming
 from .ownership import is_kept
-from .staging import ELSEWHERE, check_apart, check_file, umask
+from .staging import ELSEWHERE, check_apart, check_file, created, umask, writing
 
 SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
 """Keys of a file's metadata: what it is, as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""

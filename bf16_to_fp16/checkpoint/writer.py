@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from ..system import write_all
-from .disk import created, writing
 from .formats import RunningHash, bytes_of, read_exactly, reading
 from .reader import Checkpoint
 from .shards import FileRecord, Write, check_write, dtype_of, lay_out, reach_of, shards
+from .staging import created, writing
 
 ELEMENTS = 1 << 18  # elements in a chunk: 512 kB of bf16
 FLUSHED = 1 << 26  # bytes after which the disk is given what has been written, so that it works at the same time

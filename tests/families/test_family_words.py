@@ -65,7 +65,6 @@ ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}
 
 FILES = {
     "advise/configs.py",
-    "checkpoint/inference.py",
     "checkpoint/naming.py",
     "checkpoint/side_modules.py",
     "checkpoint/single_file.py",
