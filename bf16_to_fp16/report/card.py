@@ -25,7 +25,7 @@ from ..rescaling.plan import Plan
 from ..run.tokenizer import TOKENIZER_FILES
 from ..wording import bound_magnitude, bytes_in_words, significant_bits
 from . import facts, page
-from .schema import FinetuneEntry, Report, dump
+from .schema import Report, dump
 from .tables import Column, Table, names, numbers
 
 TAGS = ("fp16", "bf16-to-fp16")
@@ -233,71 +233,46 @@ def card_template() -> Template:
     )
     made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
     made.filters |= {"bound": bound_magnitude, "significant": significant_bits}
+    made.globals |= {"facts": facts, "page": page, "notice": notice}
     return made.get_template("card.md.jinja")
 
 
 def card_text(report: Report, architecture: str, *, licensed: bool, languages: bool = True) -> str:
     """Return the Markdown of the card of a checkpoint of the class ``architecture``."""
-    covers, leaves = facts.coverage(report)
-    stock, unproven = class_named(architecture), facts.uncertified_rows(report)
     hub_id, revision = origin(report)
-    run, plan, close = report.finetune, report.plan, report.fidelity
+    run, plan, close, carried = report.finetune, report.plan, report.fidelity, report.source.carried_over
     reference = "finetuned weights in fp32" if run or close is None else close.reference
+    evaluated = (each.get("held_out_loss") for each in run.evaluations) if run is not None else ()
+    unproven = facts.uncertified_rows(report)
     assert plan is not None  # a card is of a conversion
-    recipe = run.recipe if run is not None else None
     return card_template().render(
         report=report,
-        run=run,
-        losses=losses(run) if run is not None else (),
-        moved=facts.moved_by(run) if run is not None else "",
+        losses=[loss for loss in evaluated if isinstance(loss, (int, float))],
         address=project_url(),
-        name=page.source_name(report),
         hub_id=hub_id,
         revision=revision,
         licensed=licensed,
         languages=languages,
         plan=plan_in_full(plan),
-        recipe=yaml.safe_dump(recipe, sort_keys=False, width=120, allow_unicode=True) if recipe else "",
-        safe=report.safe,
-        sentence=facts.verdict_sentence(report),
-        notice=notice(report),
-        figures=page.figures(report),
+        recipe=yaml.safe_dump(run.recipe, sort_keys=False, width=120, allow_unicode=True) if run and run.recipe else "",
         regimes=Table(REGIME_COLUMNS, page.regime_rows(report.regimes)),
-        proven=report.proven,
-        covers=covers,
-        tower=facts.tower_of(report.family),
-        leaves=leaves,
         tiers=Table(page.TIER_COLUMNS, facts.tier_rows(report)),
         unproven=Table(page.UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED_ON_CARD]),
         unproven_count=len(unproven),
         hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED_ON_CARD),
         remedies=page.remedies_of(report, unproven),
-        least_precise=facts.least_precise(report),
         fidelity=close
         and page.fidelity_table(close, reference, "the same in bf16" if run else "source in bf16", "this in fp16"),
-        weights=page.weight_rows(report.weights, dtype=report.source.dtype),
-        moves=page.plan_rows(report),
-        exact=page.is_exact(plan),
-        histograms=page.histograms(plan.exponents),
         model_class=loading_class(architecture),
         outside=sum(why.startswith(architecture) for why in report.source.dropped.values()),
         architecture=architecture,
-        sentences=MODULES in report.source.carried_over,
-        stock=stock,
-        goes_on=stock is not None and stock.is_language_model and not stock.takes_decoder_ids,
-        tokenizer=any(name in TOKENIZER_FILES for name in report.source.carried_over),
-        reads_images=bool(facts.tower_of(report.family))
-        and not set(PROCESSOR_FILES).isdisjoint(report.source.carried_over),
-        half="half" not in report.broken_regimes,
+        sentences=MODULES in carried,
+        stock=class_named(architecture),
+        tokenizer=any(name in TOKENIZER_FILES for name in carried),
+        reads_images=bool(facts.tower_of(report.family)) and not set(PROCESSOR_FILES).isdisjoint(carried),
         kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
         made_in_fp32=family is not None and family.made_in_fp32,
     )
-
-
-def losses(run: FinetuneEntry) -> list[float]:
-    """Return the losses on held-out data of a finetune, in order."""
-    found = (evaluation.get("held_out_loss") for evaluation in run.evaluations)
-    return [loss for loss in found if isinstance(loss, (int, float))]
 
 
 def oneline(value: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +42,7 @@ from ..wording import (
     tightness,
     times,
 )
-from . import facts
-from .figures import BLOCKS, BRACKETS, SERIES, audit_pictures, bracket_pictures, curve_pictures, pictures
+from . import facts, figures
 from .remedies import unsafe_sites
 from .schema import FidelityEntry, FinetuneEntry, RegimeEntry, Report, UnprovenEntry, WeightsEntry, dump
 from .site_table import site_table
@@ -69,73 +69,31 @@ def write_page(path: Path, report: Report) -> None:
 
 def render(report: Report) -> str:
     """Return the page; parts that the report lacks (an audit has no plan, a replayed plan no signals) are left out."""
-    plan, regimes, certificate, run = report.plan, report.regimes, report.certificate, report.finetune
-    covers, leaves = facts.coverage(report)
+    regimes, run, close = report.regimes, report.finetune, report.fidelity
     # Where the most is fp16.
     widest = "half" if "half" in regimes else next(iter(regimes), "")
-    sunk, close = facts.underflow_rows(regimes), report.fidelity
+    seen = bool(widest) and not report.signals and report.certificate is None
+    sunk, left_out = facts.underflow_rows(regimes), report.source.left_out
     reference = "finetuned model in fp32" if run or close is None else close.reference
-    parts: dict[str, Any] = {
-        "certificate": certificate,
-        "curves": (),
-        "evaluations": None,
-        "exponents": Table((), ()),
-        "unproven": Table((), ()),
-        "plan": plan,
-        "run": run,
-    }
-    if certificate is not None:
-        parts |= certificate_parts(report)
-    if plan is not None:
-        parts |= {
-            "moves": plan_rows(report),
-            "exact": is_exact(plan),
-            "histograms": histograms(plan.exponents),
-            "exponents": exponent_table(plan.exponents),
-            "hidden_exponents": max(0, len(plan.exponents) - MOST_EXPONENTS),
-        }
-    if run is not None:
-        parts |= {
-            "moved": facts.moved_by(run),
-            "curves": curve_pictures(run),
-            "run_rows": run_rows(run),
-            "evaluations": evaluation_table(run.evaluations),
-            "kept": run.fidelity and fidelity_table(run.fidelity, "original in fp32", "original in bf16"),
-        }
-    template = jinja_environment().get_template("report.html.jinja")
-    return template.render(
-        report=report,
-        title=source_name(report),
-        safe=report.safe,
-        standing=facts.STANDINGS[facts.standing(report)],
-        proven=report.proven,
-        sentence=facts.verdict_sentence(report),
-        figures=figures(report),
-        pictures=pictures(report.signals),
-        series=SERIES,
-        largest=largest_signals(report),
-        audited=audit_pictures(regimes[widest].sites) if widest and not report.signals and not certificate else (),
-        audited_regime=widest,
-        audit_series=BLOCKS.values(),
-        attentions=attentions_run(report),
-        covers=covers,
-        leaves=leaves,
-        tiers=Table(TIER_COLUMNS, facts.tier_rows(report), "In which runtimes it holds", "tiers"),
-        precision=facts.kept_bits_tables(report),
-        least_precise=facts.least_precise(report),
-        bf16_bits=facts.BF16_BITS,
-        sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
-        hidden_sunk=max(0, len(sunk) - MOST_SUNK),
-        regimes=regime_rows(regimes),
-        unsafe=unsafe_tables(report),
-        fidelity=close and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16"),
-        weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
-        sites=site_table(report),
-        machine=machine_rows(report),
-        replaced=[name for name in report.source.left_out if not name.endswith("/")],
-        folders=[name for name in report.source.left_out if name.endswith("/")],
-        hashes=hash_rows(report),
-        **parts,
+    return (
+        jinja_environment()
+        .get_template("report.html.jinja")
+        .render(
+            report=report,
+            audited=figures.audit_pictures(regimes[widest].sites) if seen else (),
+            audited_regime=widest,
+            tiers=Table(TIER_COLUMNS, facts.tier_rows(report), "In which runtimes it holds", "tiers"),
+            sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
+            hidden_sunk=max(0, len(sunk) - MOST_SUNK),
+            fidelity=close and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16"),
+            weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
+            sites=site_table(report),
+            replaced=[name for name in left_out if not name.endswith("/")],
+            folders=[name for name in left_out if name.endswith("/")],
+            hashes=[("source", name, digest) for name, digest in report.source.sha256.items()]
+            + [("output", file.name, file.sha256 or "not computed") for file in report.output.files],
+            **(certificate_parts(report) if report.certificate is not None else {}),
+        )
     )
 
 
@@ -147,8 +105,7 @@ def certificate_parts(report: Report) -> dict[str, Any]:
     one_reason = len({site.reason for site in unproven}) == 1
     columns = UNPROVEN_COLUMNS[: -1 if one_reason else None]
     return {
-        "brackets": bracket_pictures(certificate),
-        "bracket_series": BRACKETS,
+        "brackets": figures.bracket_pictures(certificate),
         "partial_sums": any(site.partial > 1.1 * site.bound for site in certificate.sites),
         "bounds": bound_table(report, measured=bool(found)),
         "found_by": found,
@@ -185,6 +142,7 @@ def jinja_environment() -> Environment:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"significant": significant_bits, "breakable": breakable, "with_command": with_command}
+    environment.globals |= {"facts": facts, "figures": figures, "page": sys.modules[__name__]}
     return environment
 
 
@@ -219,7 +177,7 @@ def source_name(report: Report) -> str:
     return f"{name}/{inside}" if inside else name
 
 
-def figures(report: Report) -> list[Figure]:
+def headline(report: Report) -> list[Figure]:
     """Return the figures of the headline, up to four, fewer where the report lacks them."""
     regimes: Mapping[str, RegimeEntry] = report.regimes
     result: list[Figure] = []
@@ -580,9 +538,3 @@ def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str 
         ("not finite", f"{weights.nonfinite:,}"),
         ("largest |w|", f"{magnitude(weights.amax)} of 65,504"),
     ]
-
-
-def hash_rows(report: Report) -> list[tuple[str, str, str]]:
-    """Return (whose, file, SHA-256) of every weight file that the report knows."""
-    rows = [("source", name, digest) for name, digest in report.source.sha256.items()]
-    return rows + [("output", file.name, file.sha256 or "not computed") for file in report.output.files]

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def _never(row: Any) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Column:
     """``of``: the value of a row, by its attribute or number, or computed. ``write``: its text. ``css``: "site" for
@@ -20,7 +16,7 @@ class Column:
     of: str | int | Callable[[Any], Any]
     write: Callable[[Any], str] = str
     css: str = ""
-    over: Callable[[Any], bool] = _never
+    over: Callable[[Any], bool] = lambda row: False
 
     def text(self, row: Any) -> str:
         if callable(self.of):
@@ -37,7 +33,7 @@ def numbers(
     title: str,
     of: str | int | Callable[[Any], Any],
     write: Callable[[Any], str] = "{:,}".format,
-    over: Callable[[Any], bool] = _never,
+    over: Callable[[Any], bool] = lambda row: False,
 ) -> Column:
     """Return a column of numbers."""
     return Column(title, of, write, "n", over)

@@ -380,20 +380,12 @@ def regime_table(regimes: Mapping[str, schema.RegimeEntry]) -> Table:
     return Table(columns, list(regimes.items()))
 
 
-def headroom_of(site: schema.SiteEntry) -> str:
-    """Return the headroom of a site of a regime."""
-    return "-" if site.limit is None else wording.headroom_or_excess(site.headroom_bits, site.reached, site.limit)
-
-
-def reached_at(site: schema.SiteEntry) -> str:
-    """Return the largest |x| of a site of a regime."""
-    return wording.reached(site.reached) if site.limit is not None or site.nonfinite else plain(site.amax)
-
-
 SITE_COLUMNS = (
     names("site"),
-    numbers("max |x|", reached_at, str),
-    numbers("headroom", headroom_of, str),
+    numbers("max |x|", lambda s: wording.reached(s.reached) if s.limit or s.nonfinite else plain(s.amax), str),
+    numbers(
+        "headroom", lambda s: wording.headroom_or_excess(s.headroom_bits, s.reached, s.limit) if s.limit else "-", str
+    ),
     numbers("non-finite", "nonfinite"),
     numbers("saturated", "saturated"),
     Column("by design", facts.by_design),
