@@ -57,7 +57,7 @@ from bf16_to_fp16.wording import (
 
 def figures(report: dict[str, Any]) -> list[page.Figure]:
     """Return the figures of a report's headline."""
-    return page.figures(read(Report, report))
+    return page.headline(read(Report, report))
 
 
 def verdict_sentence(report: dict[str, Any]) -> str:
