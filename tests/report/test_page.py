@@ -38,7 +38,7 @@ from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.finetuning.trainer import Outcome
-from bf16_to_fp16.report import card, page, terminal
+from bf16_to_fp16.report import card, facts, page, terminal
 from bf16_to_fp16.report import figures as pictures
 from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, FinetuneEntry, Report, SignalEntry, dump, read
 from bf16_to_fp16.wording import (
@@ -62,7 +62,7 @@ def figures(report: dict[str, Any]) -> list[page.Figure]:
 
 def verdict_sentence(report: dict[str, Any]) -> str:
     """Return its verdict in a sentence."""
-    return page.verdict_sentence(read(Report, report))
+    return facts.verdict_sentence(read(Report, report))
 
 
 def brackets(sites: list[dict[str, Any]], stack: str) -> list[pictures.Bracket]:
