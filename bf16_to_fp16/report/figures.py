@@ -91,8 +91,16 @@ def pictures(signals: Sequence[SignalEntry]) -> list[Picture]:
     shown = [v for ps in stacks.values() for p in ps for v in (p.before, p.after)]
     result: list[Picture] = []
     for name, ps in stacks.items():
-        if ps:
-            draw_before_after(result, ps, name, axis(shown), before_after_in_words(ps, name, signals))
+        if not ps:
+            continue
+        with drawn(result, name, axis(shown), before_after_in_words(ps, name, signals)) as axes:
+            for series in SERIES:
+                mine = [p for p in ps if p.series is series]
+                x = [p.x for p in mine]
+                size = 3.6 if len(mine) < 20 else 2.4
+                look: dict[str, Any] = {"color": series.placeholder, "marker": series.marker, "markersize": size}
+                axes.plot(x, [math.log2(p.before) for p in mine], "--", linewidth=0.9, markerfacecolor=_PAPER, **look)
+                axes.plot(x, [math.log2(p.after) for p in mine], "-", linewidth=1.5, **look)
     return result
 
 
@@ -148,20 +156,6 @@ def before_after_in_words(shown: Iterable[Point], stack: str, signals: Iterable[
     if most is None or most.before <= before:
         return words
     return f"{words}; not drawn: {most.module}, {magnitude(most.before)} before and {magnitude(most.after)} after"
-
-
-def draw_before_after(
-    into: list[Picture], shown: Sequence[Point], stack: str, ends: tuple[int, int], words: str
-) -> None:
-    """Draw one stack before and after."""
-    with drawn(into, stack, ends, words) as axes:
-        for series in SERIES:
-            mine = [p for p in shown if p.series is series]
-            x = [p.x for p in mine]
-            size = 3.6 if len(mine) < 20 else 2.4
-            look: dict[str, Any] = {"color": series.placeholder, "marker": series.marker, "markersize": size}
-            axes.plot(x, [math.log2(p.before) for p in mine], "--", linewidth=0.9, markerfacecolor=_PAPER, **look)
-            axes.plot(x, [math.log2(p.after) for p in mine], "-", linewidth=1.5, **look)
 
 
 @contextmanager
@@ -230,7 +224,7 @@ def themed(svg: str, words: str) -> Markup:
 
 def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
     """Return a picture of each column of blocks that a regime ran: the largest |x| per block and kind of operation.
-    What broke is drawn as large as in fp32, at the limit where that is not known; what is so by design is left out."""
+    What broke is drawn as large as in fp32, at the limit where that is not known; what is so by design is left out. A cross: over the limit."""
     largest: dict[str, dict[Series, dict[int, SiteEntry]]] = {}
     for site in sites:
         series = BLOCKS.get(site.role or "")
@@ -246,21 +240,14 @@ def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
     for stack, lines in largest.items():
         top = max((site for blocks in lines.values() for site in blocks.values()), key=lambda site: site.reached)
         words = f"{stack}: the largest value is {magnitude(top.reached)}, at {top.name}; the limit is 65,504"
-        draw_audit(result, lines, stack, axis(shown), words)
+        with drawn(result, stack, axis(shown), words) as axes:
+            for series, blocks in lines.items():
+                y = {block: math.log2(site.reached) for block, site in sorted(blocks.items()) if site.reached > 0}
+                look: dict[str, Any] = {"color": series.placeholder, "markersize": 3.6 if len(y) < 20 else 2.4}
+                axes.plot(list(y), list(y.values()), "-", marker=series.marker, linewidth=1.3, **look)
+                over = [block for block, bits in y.items() if bits > math.log2(FP16_MAX)]
+                axes.plot(over, [y[block] for block in over], "x", color=_LIMIT, markersize=7, markeredgewidth=1.4)
     return result
-
-
-def draw_audit(
-    into: list[Picture], lines: Mapping[Series, Mapping[int, SiteEntry]], stack: str, ends: tuple[int, int], words: str
-) -> None:
-    """Draw one column of blocks; a cross is what is over the limit."""
-    with drawn(into, stack, ends, words) as axes:
-        for series, blocks in lines.items():
-            y = {block: math.log2(site.reached) for block, site in sorted(blocks.items()) if site.reached > 0}
-            look: dict[str, Any] = {"color": series.placeholder, "markersize": 3.6 if len(y) < 20 else 2.4}
-            axes.plot(list(y), list(y.values()), "-", marker=series.marker, linewidth=1.3, **look)
-            over = [block for block, bits in y.items() if bits > math.log2(FP16_MAX)]
-            axes.plot(over, [y[block] for block in over], "x", color=_LIMIT, markersize=7, markeredgewidth=1.4)
 
 
 # --- the bracket -----------------------------------------------------------------------------------------------------
@@ -323,9 +310,8 @@ def bracket_pictures(certificate: CertificateEntry) -> list[Picture]:
     result: list[Picture] = []
     for name, mine in stacks.items():
         if mine:
-            draw_brackets(
-                result, mine, name, (max(-14, low), min(64, high)), bracket_in_words(mine, name, certificate.sites)
-            )
+            words = bracket_in_words(mine, name, certificate.sites)
+            draw_brackets(result, mine, name, (max(-14, low), min(64, high)), words)
     return result
 
 
