@@ -355,28 +355,26 @@ def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) ->
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
     made: list[Batch] = []
     for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
-        full = len(ids) // columns * columns
-        for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1)):
-            if rows.numel():
-                name, reasons = f"chosen ids in rows of {rows.shape[1]}", {} if made else by_reason
-                made.append(_unpadded(config, CHOSEN, name, rows, rows.flip(1), chosen=reasons))
+        for rows in _in_rows(ids, columns):
+            name, reasons = f"chosen ids in rows of {rows.shape[1]}", {} if made else by_reason
+            made.append(_unpadded(config, CHOSEN, name, rows, rows.flip(1), chosen=reasons))
     return made
+
+
+def _in_rows(ids: Tensor, columns: int) -> list[Tensor]:
+    """Ids as rows of so many, and what is left over as one more."""
+    full = len(ids) // columns * columns
+    return [rows for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1)) if rows.numel()]
 
 
 def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
     """Every id once in the encoder and, in reverse order, once in the decoder, in chunks of eight sequences."""
     rows = max(1, min(8, LOGIT_BUDGET // (length * vocabulary)))
-    chunk = rows * length
     made = []
-    for first in range(0, vocabulary, chunk):
-        ids = torch.arange(first, min(first + chunk, vocabulary))
-        columns = min(length, len(ids))
-        full = len(ids) // columns * columns
-        for part in (ids[:full], ids[full:]):
-            if len(part):
-                encoder = part.view(-1, min(columns, len(part)))
-                name = f"vocabulary {int(part[0])} to {int(part[-1])}"
-                made.append(_unpadded(config, SWEEP, name, encoder, vocabulary - 1 - encoder))
+    for ids in torch.arange(vocabulary).split(rows * length):
+        for part in _in_rows(ids, min(length, len(ids))):
+            name = f"vocabulary {int(part[0, 0])} to {int(part[-1, -1])}"
+            made.append(_unpadded(config, SWEEP, name, part, vocabulary - 1 - part))
     return made
 
 
