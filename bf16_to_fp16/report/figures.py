@@ -223,9 +223,9 @@ def themed(svg: str, words: str) -> Markup:
 
 
 def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
-    """Return a picture of each column of blocks that a regime ran: the largest |x| per block and kind of operation. What
-    broke is drawn as large as in fp32, at the limit where that is not known, with a cross over the limit; what is so by
-    design is left out."""
+    """Return a picture of each column of blocks that a regime ran: the largest |x| per block and kind of operation.
+    What broke is drawn as large as in fp32, at the limit where that is not known, a cross over it; what is so by design
+    is left out."""
     largest: dict[str, dict[Series, dict[int, SiteEntry]]] = {}
     for site in sites:
         series = BLOCKS.get(site.role or "")

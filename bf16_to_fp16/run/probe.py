@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import system
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError
 from ..families.known import of_model_type, spare_padding
 from ..families.layout import Layout, TensorSource
 from ..families.resolve import resolve
 from ..progress import Progress
-from . import choice, interface, memory
+from . import choice, interface
 from .batch import (
     CHOSEN,
     GENERATE,
@@ -122,7 +123,7 @@ def audit_batches(
     inputs = batches(config, None, None, seed=seed, sweep=sweep, chosen=chosen)
     if data is not None:
         inputs += batches(config, folder, data, seed=seed)
-    if generation_bytes(opened[1]) <= GENERATION_SHARE * memory.available():
+    if generation_bytes(opened[1]) <= GENERATION_SHARE * system.available_memory():
         return inputs
     inputs = [batch for batch in inputs if not batch.generate]
     if progress is not None:
