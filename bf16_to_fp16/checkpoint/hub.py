@@ -99,14 +99,6 @@ def no_space(error: BaseException) -> bool:
     return any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in chain(error))
 
 
-def clients_errors() -> tuple[type[BaseException], ...]:
-    """Return the kinds of exceptions by which the client says that a request went wrong: its transfers of large files
-    raise RuntimeError and ValueError."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return (HfHubHTTPError.__mro__[1], OSError, RuntimeError, ValueError)
-
-
 def redacted(text: object, token: str | None) -> str:
     """Return text in one line, with the token cut out."""
     line = " ".join(str(text).split())
@@ -130,7 +122,11 @@ def explained(repo: str, *, endpoint: str | None = None, revision: str | None = 
     except UserError:
         raise
     except Exception as error:
-        if not isinstance(error, clients_errors()) and not is_nonsense(error):
+        from huggingface_hub.errors import HfHubHTTPError
+
+        # The client's transfers of large files raise RuntimeError and ValueError.
+        kinds = (HfHubHTTPError.__mro__[1], OSError, RuntimeError, ValueError)
+        if not isinstance(error, kinds) and not is_nonsense(error):
             raise
         message = explain(error, repo, endpoint, revision, token, writing=writing)
         # Its request has headers, and they have the token.

@@ -129,9 +129,6 @@ def files_below(folder: Path) -> tuple[list[str], list[str]]:
     return [path.relative_to(folder).as_posix() for path in found], hidden
 
 
-# --- names of weights ------------------------------------------------------------------------------------------------
-
-
 def variant_of(name: str) -> str | None:
     """Return the variant that a file of weights or an index is of, such as fp16; None for the default one."""
     pieces = re.sub(r"-\d+-of-\d+", "", name).split(".")[1:]
@@ -173,9 +170,6 @@ def used(sizes: Iterable[str], parts: Sequence[str]) -> list[str]:
                 kept += [f"{folder}/{name}" for name in chosen]
                 break
     return sorted(kept)
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

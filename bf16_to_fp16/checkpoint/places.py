@@ -19,11 +19,6 @@ SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")
 CONVERTED = "a converted folder or a Hub id like org/name"
 
 
-def looks_like_repo_id(source: str) -> bool:
-    """Return whether ``source`` is spelled like ``name[@revision]`` or ``org/name[@revision]``."""
-    return REPO_ID.fullmatch(source.partition("@")[0]) is not None
-
-
 def own_name(path: str | Path) -> str:
     """Return the last part of a local path, which says nothing of the machine that it lies on."""
     return os.path.basename(os.path.abspath(os.path.expanduser(path))) or "checkpoint"
@@ -35,7 +30,7 @@ def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool 
     folder = Path(source).expanduser()
     if folder.is_dir() or (or_file and folder.exists()):
         return folder
-    if folder.exists() or not looks_like_repo_id(str(source)):
+    if folder.exists() or REPO_ID.fullmatch(str(source).partition("@")[0]) is None:
         raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}; give {wanted}")
     return None
 

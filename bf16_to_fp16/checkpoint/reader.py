@@ -177,9 +177,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-# --- which files ---------------------------------------------------------------------------------------------------
-
-
 def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]:
     """Return the weight files that stock code would read from a folder, and their index (None for a single file)."""
     found = next((name for name in SINGLE_OR_SHARDED if (folder / name).exists()), None)
@@ -234,9 +231,6 @@ def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Pa
                     " fetch the index from the original checkpoint"
                 )
     return dict(sorted(tensors.items()))
-
-
-# --- Hub -----------------------------------------------------------------------------------------------------------
 
 
 def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:

@@ -86,7 +86,9 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
     with writing(folder, SCRATCH_REMEDY):
         write_json(folder / "config.json", settled)
-        keep_tokenizer(every, folder)
+        models = [i for name, i in every.items() if name.split(".")[-1] == TOKENIZER and i.dtype == "U8"]
+        if len(models) == 1:  # as a stock folder has it, byte for byte
+            (folder / TOKENIZER_FILE).write_bytes(formats.bytes_of(formats.read_range(models[0], models[0].shape, 0)))
     return SingleFile(file, folder, settled, tensors, states, tuple(notes))
 
 
@@ -173,13 +175,6 @@ def scale_values(scale: formats.TensorInfo, weight: formats.TensorInfo) -> torch
         f"{scale.file}: tensor {formats.shown(scale.name)} is no scale that is known here ({scale.dtype}"
         f" {list(scale.shape)}); give the checkpoint it was quantised from"
     )
-
-
-def keep_tokenizer(tensors: Mapping[str, formats.TensorInfo], folder: Path) -> None:
-    """Write the SentencePiece model that a file of weights holds, if any, byte for byte as a stock folder has it."""
-    found = [i for name, i in tensors.items() if name.split(".")[-1] == TOKENIZER and i.dtype == "U8"]
-    if len(found) == 1:
-        (folder / TOKENIZER_FILE).write_bytes(formats.bytes_of(formats.read_range(found[0], found[0].shape, 0)))
 
 
 # --- its config ------------------------------------------------------------------------------------------------------

@@ -313,9 +313,6 @@ def sync_tree(folder: Path) -> None:
         system.sync_folder(Path(root))
 
 
-# --- new files -------------------------------------------------------------------------------------------------------
-
-
 def check_free_space(what: str, nbytes: int, folder: Path, *, of: str = "the cache", variable: str = "HF_HOME") -> None:
     """Raise UserError where the disk of a folder has no room for so many bytes. what: needs them. of: what the folder
     is called; variable: of the environment, that chooses another one."""

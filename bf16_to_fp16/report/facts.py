@@ -212,8 +212,6 @@ def coverage(report: schema.Report) -> tuple[list[str], list[tuple[str, str]]]:
     return covers, leaves
 
 
-# --- the verdict ---------------------------------------------------------------------------------------------------
-
 STANDINGS = {"safe": "safe", "short": "safe, but short", "unsafe": "unsafe"}
 """What the verdict is called: unsafe is divided into what is, and what is only short of what a recipe asked for."""
 
@@ -293,9 +291,6 @@ def first_broken(regime: schema.RegimeEntry) -> str | None:
     return next((site.name for site in regime.broken_sites), None)
 
 
-# --- tiers ---------------------------------------------------------------------------------------------------------
-
-
 def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
     """Return of every tier its name, its meaning, whether the checkpoint holds in it, and its runtimes."""
     rows = []
@@ -306,9 +301,6 @@ def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
             said = how[entry.proof] + (f": {entry.reason}" if entry.reason else "")
             rows.append((tier.name, tier.words, said, ", ".join(entry.runtimes)))
     return rows
-
-
-# --- precision -------------------------------------------------------------------------------------------------------
 
 
 def kept_bits_tables(report: schema.Report) -> list[Table]:

@@ -219,9 +219,6 @@ def themed(svg: str, words: str) -> Markup:
     return Markup(svg.replace("%s", str(label), 1))
 
 
-# --- an audit --------------------------------------------------------------------------------------------------------
-
-
 def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
     """Return a picture of each column of blocks that a regime ran: the largest |x| per block and kind of operation.
     What broke is drawn as large as in fp32, at the limit where that is not known, a cross over it; what is so by design
@@ -249,9 +246,6 @@ def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
                 over = [block for block, bits in y.items() if bits > math.log2(FP16_MAX)]
                 axes.plot(over, [y[block] for block in over], "x", color=_LIMIT, markersize=7, markeredgewidth=1.4)
     return result
-
-
-# --- the bracket -----------------------------------------------------------------------------------------------------
 
 
 WIDE_FROM = 16  # last block from which a picture of brackets takes the page's width
@@ -361,8 +355,6 @@ def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, end
         axes.set_xticks([*ticks, *([end] if head else [])], [*map(str, ticks), *(["head"] if head else [])])
         axes.set_xlim(-0.6, end - 0.4 + head * 0.7)
 
-
-# --- the finetune ----------------------------------------------------------------------------------------------------
 
 _CURVE = (3.6, 2.5)
 Curve = list[tuple[float, float]]  # (step, value) wherever a value is finite

@@ -157,9 +157,6 @@ def with_command(said: str) -> Markup:
     return Markup("{}: <code>{}</code>").format(words, command) if colon else escape(said)
 
 
-# --- verdict and figures -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Figure:
     """One figure of the headline: what it is, its value, and what it was measured on."""
@@ -244,8 +241,6 @@ def closeness(close: FidelityEntry, *, finetuned: bool = False) -> tuple[str, st
     closer, further = bf16 / fp16, fp16 / max(bf16, 1e-300)
     return (f"{about(closer)} closer" if closer >= 1 else f"{about(further)} further off"), note
 
-
-# --- tables ----------------------------------------------------------------------------------------------------------
 
 TIER_COLUMNS = (names("tier", 0), Column("arithmetic", 1), Column("this checkpoint", 2), Column("stands for", 3))
 UNPROVEN_COLUMNS = (

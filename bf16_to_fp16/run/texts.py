@@ -29,9 +29,6 @@ HUB_TIMEOUT = 10.0  # seconds that the Hub has to answer
 _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may be larger than the disk
 
 
-# ---- one pass over the rows ------------------------------------------------------------------------------------------
-
-
 def texts(data: str) -> Iterator[tuple[str, str | None]]:
     """Yield text and target (None where there is none) of every row of ``data``. data: a path ending in .jsonl, .json,
     .csv, .parquet or .txt (.gz too), else the id of a dataset on the Hub, of which the first 4096 rows are read. Raises
@@ -88,9 +85,6 @@ def text_pairs(
 
 def _listed(names: Iterable[Any]) -> str:
     return ", ".join(map(str, names)) or "none"
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def file_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -201,9 +195,6 @@ def _ending(path: Path) -> str:
     return (Path(path.stem) if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 
-# ---- datasets of the Hub ---------------------------------------------------------------------------------------------
-
-
 def hub_rows(name: str) -> Iterator[dict[str, Any]]:
     """Yield the first 4096 rows of the first split of a dataset of the Hub; raise UserError where it cannot be read."""
     import datasets
@@ -254,9 +245,6 @@ def asking_the_hub(name: str) -> Iterator[None]:
                 place.HF_HUB_OFFLINE = value
         return
     yield
-
-
-# ---- tables and streams ----------------------------------------------------------------------------------------------
 
 
 def open_texts(
