@@ -322,14 +322,12 @@ def kept_bits_tables(report: schema.Report) -> list[Table]:
 
 def kept_bits(role: str) -> Column:
     """Return the column of the bits that norms of a role read, by block."""
-
-    def bits(row: tuple[str, Mapping[str, float]]) -> float:
-        return row[1].get(role, math.nan)
-
-    def write(kept: float) -> str:
-        return "" if math.isnan(kept) else significant_bits(kept)
-
-    return numbers(role, bits, write, over=lambda row: bits(row) < BF16_BITS)
+    return numbers(
+        role,
+        lambda row: row[1].get(role, math.nan),
+        lambda kept: "" if math.isnan(kept) else significant_bits(kept),
+        over=lambda row: row[1].get(role, math.nan) < BF16_BITS,
+    )
 
 
 def least_precise(report: schema.Report) -> schema.PrecisionEntry | None:
