@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -107,7 +107,7 @@ def certificate_parts(report: Report) -> dict[str, Any]:
     return {
         "brackets": figures.bracket_pictures(certificate),
         "partial_sums": any(site.partial > 1.1 * site.bound for site in certificate.sites),
-        "bounds": bound_table(report, measured=bool(found)),
+        "bounds": bound_table(report),
         "found_by": found,
         "overflowed": any(site.observed is not None and not site.observed <= FP16_MAX for site in certificate.sites),
         "unproven": Table(columns, unproven[: facts.UNCERTIFIED_SHOWN], id="unproven"),
@@ -268,8 +268,8 @@ def largest_signals(report: Report) -> Table:
     return Table(LARGEST_COLUMNS, ranked[:LARGEST], title)
 
 
-def bound_table(report: Report, *, measured: bool) -> Table:
-    """Return the table of the tightest bounds; measured: beside the worst values found."""
+def bound_table(report: Report) -> Table:
+    """Return the table of the tightest bounds, beside the worst values found where anything was run."""
     certificate = report.certificate
     assert certificate is not None  # for which this is called
     title = f"The least headroom by their bounds{facts.for_target(report)}"
@@ -286,7 +286,7 @@ def bound_table(report: Report, *, measured: bool) -> Table:
         numbers("limit", "limit", magnitude),
         numbers("headroom", "headroom_bits", headroom_by_bound),
     ]
-    if not measured:
+    if not facts.found_by(report):
         columns = [column for column in columns if "worst found" not in column.title]
     return Table(columns, facts.bound_rows(certificate), title, "bounds")
 
@@ -458,15 +458,16 @@ def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
     return rows
 
 
-_EVALUATED = {
-    "step": "step",
-    "held_out_loss": "held-out loss",
-    "held_out_divergence": "divergence from the original",
-    "bounds_over": "bounds over",
-    "bound_excess_bits": "most by (bits)",
-    "worst_headroom_bits": "headroom",
-    "worst_site": "tightest",
+_EVALUATED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "step": ("step", "{:,}".format),
+    "held_out_loss": ("held-out loss", "{:.4g}".format),
+    "held_out_divergence": ("divergence from the original", scientific),
+    "bounds_over": ("bounds over", "{:.4g}".format),
+    "bound_excess_bits": ("most by (bits)", "{:.4g}".format),
+    "worst_headroom_bits": ("headroom", headroom),
+    "worst_site": ("tightest", str),
 }
+"""What evaluations of a finetune have by name, and how it is called and written."""
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Table | None:
@@ -475,31 +476,19 @@ def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Table | None:
         return None
     shown = {name for evaluation in evaluations for name, value in evaluation.items() if value is not None}
     extra = sorted({k for e in evaluations for k, v in e.items() if isinstance(v, (int, float))} - set(_EVALUATED))
-    order = [*list(_EVALUATED)[:-1], *extra, "worst_site"]
-    columns = [
-        Column(
-            _EVALUATED.get(name, name.replace("_", " ")),
-            partial(evaluated_cell, name=name),
-            str,
-            "site" if name == "worst_site" else "n",
-        )
-        for name in order
-        if name in shown
-    ]
+    order = [name for name in (*list(_EVALUATED)[:-1], *extra, "worst_site") if name in shown]
     stride = -(-len(evaluations) // MOST_EVALUATIONS)
-    return Table(columns, evaluations[::-1][::stride][::-1], id="evaluations")
+    return Table(list(map(evaluated, order)), evaluations[::-1][::stride][::-1], id="evaluations")
 
 
-def evaluated_cell(evaluation: Mapping[str, Any], name: str) -> str:
-    """Return one figure of an evaluation as text."""
-    value = evaluation.get(name)
-    if value is None or isinstance(value, str):
-        return value or "–"
-    if name == "step":
-        return f"{value:,}"
-    if name == "worst_headroom_bits":
-        return headroom(value)
-    return scientific(value) if name == "held_out_divergence" else f"{value:.4g}"
+def evaluated(name: str) -> Column:
+    """Return the column of one figure of evaluations."""
+    title, write = _EVALUATED.get(name, (name.replace("_", " "), "{:.4g}".format))
+
+    def text(value: Any) -> str:
+        return value or "–" if value is None or isinstance(value, str) else write(value)
+
+    return Column(title, lambda evaluation: evaluation.get(name), text, "site" if name == "worst_site" else "n")
 
 
 def fidelity_table(close: FidelityEntry, reference: str, bf16: str, fp16: str = "output in fp16") -> Table:
