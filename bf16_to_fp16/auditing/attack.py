@@ -1,14 +1,11 @@
 """The adversary: a gradient search for the inputs that bring each site nearest to its limit.
 
-Every row of a batch goes after a goal of its own: over input embeddings, as convex combinations of rows of the
-embedding table (the hull that the certificate covers), and over token ids, changing one position at a time to what the
-gradient prefers and keeping what improves (HotFlip, Ebrahimi et al. 2018). A goal is a site, or 1/σ of what a norm
-reads. After each round every input found is tried on every goal, and the next rows go to the goals whose bound lies
-farthest above the best found. What is found is measured again in fp32 and in real fp16 arithmetic. The pair of the
-worst found and the certificate's bound says how near a model can come.
-
-The certificate knows of an embedding only how large each channel and how long the whole can be. A second search moves
-embeddings as freely as that. What it alone reaches is out of reach of the vocabulary, so the two are kept apart.
+Every row of a batch goes after a goal of its own, a site or 1/σ of what a norm reads: over convex combinations of rows
+of the embedding table (the hull that the certificate covers), and over token ids, changing one position at a time to
+what the gradient prefers and keeping what improves (HotFlip, Ebrahimi et al. 2018). After each round every input found
+is tried on every goal, and the next rows go to the goals whose bound lies farthest above the best found. What is found
+is measured again in fp32 and in real fp16 arithmetic. A second search moves embeddings as freely as the certificate
+knows them; what it alone reaches is out of reach of the vocabulary, so the two are kept apart.
 """
 
 from __future__ import annotations

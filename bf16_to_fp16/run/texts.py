@@ -1,13 +1,9 @@
 """Rows of text from JSONL, CSV, Parquet and text files, and from datasets of the Hub: all of them are opened here.
 
-``texts`` reads data once from the first row to the last, as the probe does; ``open_texts`` makes a table or a stream of
-``datasets`` of them, which the training corpus reads again and again. Both have the same readers of files and one rule
-for which columns hold the text and its target. The Hub is asked once instead of for half a minute where it does not
-answer.
-
-``datasets`` has readers of JSON, CSV and text of its own. They are not used, because they change what they read: a text
-2020-01-01 becomes a time, the cell NA nothing, a list on a line a row of text; what is broken they name by the place in
-a block of the file, if at all. Without them a file is probed without the second that importing ``datasets`` takes.
+``texts`` reads data once, as the probe does; ``open_texts`` makes a table or a stream of ``datasets`` of them, which
+the training corpus reads again and again; both with the same readers of files and one rule for the columns. The Hub is
+asked once instead of for half a minute where it does not answer. The readers of ``datasets`` are not used: they change
+what they read (a text 2020-01-01 becomes a time, the cell NA nothing), and take a second to import.
 """
 
 from __future__ import annotations
