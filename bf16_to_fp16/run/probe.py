@@ -26,24 +26,9 @@ from ..families.known import of_model_type, spare_padding
 from ..families.layout import Layout, TensorSource
 from ..families.resolve import resolve
 from ..progress import Progress
+from . import batch as kinds
 from . import choice, interface
-from .batch import (
-    CHOSEN,
-    GENERATE,
-    GENERATED_TOKENS,
-    IMAGE,
-    LOGIT_BUDGET,
-    LONG,
-    PADDED,
-    RANDOM,
-    REPEATED,
-    SHORT,
-    SWEEP,
-    Batch,
-    ended,
-    seeded,
-    stack,
-)
+from .batch import GENERATED_TOKENS, LOGIT_BUDGET, Batch, ended, seeded, stack
 from .padding import bearable, bearable_as_one, is_blind, padded, padded_left
 from .stock import setting, vocabulary_of
 from .tokenizer import tokenised
@@ -212,16 +197,16 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 
     repeated = ids(2, 1).repeat(1, min(64, length))
     made = [
-        batch(RANDOM, "random ids", _begun(config, ids(4, 64)), ids(4, 32)),
-        batch(LONG, f"one sequence of {length} tokens", _begun(config, ids(1, length)), ids(1, min(length, 128))),
-        batch(REPEATED, "one token repeated", repeated, repeated[:, :32]),
+        batch(kinds.RANDOM, "random ids", _begun(config, ids(4, 64)), ids(4, 32)),
+        batch(kinds.LONG, f"one sequence of {length} tokens", _begun(config, ids(1, length)), ids(1, min(length, 128))),
+        batch(kinds.REPEATED, "one token repeated", repeated, repeated[:, :32]),
         padded(config, [_begun(config, ids(1, n)[0]) for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
     ]
     if interface.is_causal(config):
         made.append(padded_left(config, made[-1]))
     if past := _past_window(config, length):
         row = _begun(config, torch.randint(0, vocabulary, (1, past), generator=generator))
-        made.append(_unpadded(config, LONG, f"one sequence of {past} tokens", row, row))
+        made.append(_unpadded(config, kinds.LONG, f"one sequence of {past} tokens", row, row))
     made += [*_short(config, min(length, _SHORT), generator), *images(config)]
     if sweep or is_small(config):
         made += _sweep(config, vocabulary, min(length, 128))
@@ -231,7 +216,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
     if not interface.predicts_tokens(config):
         return made
     made = _within_budget(made, vocabulary)
-    return [*made, generation(config, next(batch for batch in made if batch.kind == PADDED))]
+    return [*made, generation(config, next(batch for batch in made if batch.kind == kinds.PADDED))]
 
 
 def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder: Tensor, **options: Any) -> Batch:
@@ -264,14 +249,14 @@ def images(config: Any) -> list[Batch]:
     ids = torch.cat([before, torch.full((1, tokens), token), after], 1)
     marks = torch.cat([torch.zeros_like(before), torch.ones(1, tokens, dtype=torch.int64), torch.zeros_like(after)], 1)
     pixels = torch.rand(1, channels, size, size, generator=generator) * 2 - 1
-    return [Batch("an image", ids, torch.ones_like(ids), kind=IMAGE, pixels=pixels, image_tokens=marks)]
+    return [Batch("an image", ids, torch.ones_like(ids), kind=kinds.IMAGE, pixels=pixels, image_tokens=marks)]
 
 
 def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
     """The batches with logits as far as the budget suffices, random ids and the first short rows in any case."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
-    unseen = {RANDOM, SHORT}
+    unseen = {kinds.RANDOM, kinds.SHORT}
     for batch in made:
         positions = (batch.input_ids if batch.decoder_input_ids is None else batch.decoder_input_ids).numel()
         kept = batch.head and (positions <= left or batch.kind in unseen)
@@ -299,7 +284,7 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
 
     encoder = [drawn(64, framed=row % 2 == 1) for row in range(16)]
     decoder = [drawn(16, framed=False) for _ in range(16)]
-    right = padded(config, encoder, decoder, "random ids of all lengths", RANDOM)
+    right = padded(config, encoder, decoder, "random ids of all lengths", kinds.RANDOM)
     if spare_padding(config.to_dict()):
         return _readable(config, bearable_as_one(config, right))
     return _readable(config, padded_left(config, right) if left else right)
@@ -347,7 +332,7 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
         framed = _framed(config, ids, longest)
         rows += [ids] if framed == ids else [ids, framed]
     encoder = [torch.tensor(row) for row in rows]
-    right = padded(config, encoder, [row[-_SHORT_DECODER:] for row in reversed(encoder)], "short rows", SHORT)
+    right = padded(config, encoder, [row[-_SHORT_DECODER:] for row in reversed(encoder)], "short rows", kinds.SHORT)
     return [right, padded_left(config, right)]
 
 
@@ -358,7 +343,7 @@ def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) ->
     for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
         for rows in _in_rows(ids, columns):
             name, reasons = f"chosen ids in rows of {rows.shape[1]}", {} if made else by_reason
-            made.append(_unpadded(config, CHOSEN, name, rows, rows.flip(1), chosen=reasons))
+            made.append(_unpadded(config, kinds.CHOSEN, name, rows, rows.flip(1), chosen=reasons))
     return made
 
 
@@ -375,7 +360,7 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
     for ids in torch.arange(vocabulary).split(rows * length):
         for part in _in_rows(ids, min(length, len(ids))):
             name = f"vocabulary {int(part[0, 0])} to {int(part[-1, -1])}"
-            made.append(_unpadded(config, SWEEP, name, part, vocabulary - 1 - part))
+            made.append(_unpadded(config, kinds.SWEEP, name, part, vocabulary - 1 - part))
     return made
 
 
@@ -387,4 +372,4 @@ def generation(config: Any, batch: Batch) -> Batch:
         batch = padded_left(config, batch)
         batch = replace(batch, input_ids=batch.input_ids[:, kept], attention_mask=batch.attention_mask[:, kept])
     ids, mask = batch.input_ids[:2], batch.attention_mask[:2]
-    return Batch("generate with cache and beams", ids, mask, generate=True, kind=GENERATE)
+    return Batch("generate with cache and beams", ids, mask, generate=True, kind=kinds.GENERATE)
