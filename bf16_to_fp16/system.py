@@ -11,9 +11,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+
+import psutil
 
 try:
     import fcntl
@@ -30,6 +32,7 @@ RENAME_EXCHANGE = 2  # flag of Linux's renameat2 and macOS's renameatx_np: two n
 PATIENCE = (0.1, 0.3, 1.0)
 """Seconds between attempts to rename what another program, such as a virus scanner on Windows, has just opened."""
 
+CGROUP = Path("/sys/fs/cgroup")  # where Linux says what the group of this process may use and does
 M_ARENA_MAX = -8  # glibc's mallopt option: how many arenas threads allocate in, 0 for its own choice
 
 
@@ -138,6 +141,24 @@ def cores() -> int:
     """Return how many cores this process may run on."""
     allowed = getattr(os, "sched_getaffinity", None)
     return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+
+
+def available_memory() -> float:
+    """Return the bytes that this process may still take: what is free, less where a cgroup or a limit leaves less."""
+    found = [float(psutil.virtual_memory().available)]
+    process = psutil.Process()
+    if hasattr(process, "rlimit"):
+        used = process.memory_info()
+        for limit, taken in ((psutil.RLIMIT_AS, used.vms), (psutil.RLIMIT_DATA, used.data)):
+            most, _ = process.rlimit(limit)
+            if most != psutil.RLIM_INFINITY:
+                found.append(most - taken)
+    with suppress(OSError, ValueError, KeyError):  # no such file, or "max"
+        most = int((CGROUP / "memory.max").read_text(encoding="ascii"))
+        # Of what a group has, page cache can be taken back.
+        used_by_group = dict(map(str.split, (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()))
+        found.append(most - int(used_by_group["anon"]))
+    return max(0.0, min(found))
 
 
 def _patiently(move: Callable[[Path, Path], None], old: Path, new: Path) -> None:

@@ -29,9 +29,9 @@ def test_arrows_go_down_and_make_no_circle() -> None:
     [
         ("bounds/linear.py", "from ..commands import convert", "bounds.linear -> bf16_to_fp16.commands"),
         (
-            "checkpoint/disk.py",
+            "checkpoint/staging.py",
             "def late() -> None:\n    from ..report import page",
-            "checkpoint.disk -> bf16_to_fp16.report",
+            "checkpoint.staging -> bf16_to_fp16.report",
         ),
         ("bounds/spectral.py", "from .certificate import bound", "No cycles are allowed in bf16_to_fp16.bounds"),
     ],

@@ -24,7 +24,6 @@ from bf16_to_fp16.checkpoint import places, reader
 from bf16_to_fp16.checkpoint.staging import check_out
 from bf16_to_fp16.finetuning import run as finetuning
 from bf16_to_fp16.finetuning.recipe import Recipe
-from bf16_to_fp16.run import memory
 
 ROOT = Path(__file__).parents[1]
 SMALL: dict[str, Any] = {"num_layers": 1, "vocab_size": 384, "dropout_rate": 0.0}
@@ -81,7 +80,7 @@ from pathlib import Path
 
 from bf16_to_fp16 import system
 from bf16_to_fp16.checkpoint import staging
-from bf16_to_fp16.checkpoint.disk import created
+from bf16_to_fp16.checkpoint.staging import created
 
 assert system.fcntl is None
 dead, out = Path(".out.partial-0123456789abcdef"), Path("out")
@@ -215,14 +214,14 @@ def test_the_source_by_a_name_in_other_letters_is_not_replaced(tmp_path: Path, m
 def test_the_memory_at_hand_is_what_is_free_or_what_a_limit_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(system, "CGROUP", tmp_path)
     free = psutil.virtual_memory().available
-    assert 0.8 * free < memory.available() < 1.2 * free
+    assert 0.8 * free < system.available_memory() < 1.2 * free
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.stat").write_text("anon 3000000\nfile 9000000\ninactive_anon 1\n")
-    assert memory.available() > 0.8 * free
+    assert system.available_memory() > 0.8 * free
     (tmp_path / "memory.max").write_text("10000000\n")
-    assert memory.available() == 7_000_000
+    assert system.available_memory() == 7_000_000
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
@@ -232,10 +231,10 @@ def test_a_limit_on_the_process_counts_where_there_are_such(kind: int, tmp_path:
     def limited() -> None:
         used = psutil.Process().memory_info()
         resource.setrlimit(kind, ((used.vms if kind == resource.RLIMIT_AS else used.data) + room,) * 2)
-        assert room - (1 << 26) < memory.available() <= room
+        assert room - (1 << 26) < system.available_memory() <= room
         changed: Any = psutil.Process
         del changed.rlimit  # as on macOS and Windows
-        assert memory.available() > 2 * room
+        assert system.available_memory() > 2 * room
 
     assert forked.in_a_fork(limited, tmp_path / "log")[0] == 0, (tmp_path / "log").read_text()
 

@@ -37,10 +37,8 @@ class AnyModel:
     generates: bool
 
     def load(self, dtype: torch.dtype, *, half: bool = False) -> Any:
-        """Return the model in eval mode on the CPU; ``half``: every weight cast to fp16.
-
-        Raises UserError where stock code cannot load it, or finds a tensor missing that it would draw at random.
-        """
+        """Return the model in eval mode on the CPU; ``half``: every weight cast to fp16. Raises UserError where stock
+        code cannot load it, or finds a tensor missing that it would draw at random."""
         model, missing = from_files(self.folder, self.name, dtype, self.attention[0])
         if missing:
             raise UserError(
@@ -52,10 +50,8 @@ class AnyModel:
 
 def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:
     """Return the checkpoint in ``folder`` ready to be audited; an attention that its class lacks is left out, and said.
-
     Raises UserError for a class that transformers does not have (code in the folder is never run), one without a
-    vocabulary, and where no attention is left.
-    """
+    vocabulary, and where no attention is left."""
     import transformers
 
     config = any_config(folder)
@@ -85,9 +81,7 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
 
 def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = False) -> list[Batch]:
     """Return the probe and the user's text as inputs of a model, all with a head, and a generation where the class can.
-
-    Raises UserError for data that cannot be used.
-    """
+    Raises UserError for data that cannot be used."""
     made = probe.batches(model.config, None, None, seed=seed, sweep=sweep)
     if data is not None:
         made += probe.batches(model.config, model.folder, data, seed=seed)
@@ -104,10 +98,8 @@ def audit_any(
     advance: Advance | None = None,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
-    """Return what each regime shows on ``inputs``, as ``audit_folder`` does, with every regime on all of them.
-
-    Raises UserError where stock code cannot load or run the model.
-    """
+    """Return what each regime shows on ``inputs``, as ``audit_folder`` does, with every regime on all of them. Raises
+    UserError where stock code cannot load or run the model."""
     check_names(regimes, model.attention)
     place = device or torch.device("cpu")
     lost: dict[str, list[SiteResult]] = {}

@@ -1,14 +1,11 @@
 """The adversary: a gradient search for the inputs that bring each site nearest to its limit.
 
-Every row of a batch goes after a goal of its own: over input embeddings, as convex combinations of rows of the
-embedding table (the hull that the certificate covers), and over token ids, changing one position at a time to what the
-gradient prefers and keeping what improves (HotFlip, Ebrahimi et al. 2018). A goal is a site, or 1/σ of what a norm
-reads. After each round every input found is tried on every goal, and the next rows go to the goals whose bound lies
-farthest above the best found. What is found is measured again in fp32 and in real fp16 arithmetic. The pair of the
-worst found and the certificate's bound says how near a model can come.
-
-The certificate knows of an embedding only how large each channel and how long the whole can be. A second search moves
-embeddings as freely as that. What it alone reaches is out of reach of the vocabulary, so the two are kept apart.
+Every row of a batch goes after a goal of its own, a site or 1/σ of what a norm reads: over convex combinations of rows
+of the embedding table (the hull that the certificate covers), and over token ids, changing one position at a time to
+what the gradient prefers and keeping what improves (HotFlip, Ebrahimi et al. 2018). After each round every input found
+is tried on every goal, and the next rows go to the goals whose bound lies farthest above the best found. What is found
+is measured again in fp32 and in real fp16 arithmetic. A second search moves embeddings as freely as the certificate
+knows them; what it alone reaches is out of reach of the vocabulary, so the two are kept apart.
 """
 
 from __future__ import annotations
@@ -48,9 +45,7 @@ TOKEN_SHARE, FREE_SHARE = 4, 4
 START_WEIGHT = 0.7  # weight of its starting point in a row's first mixture
 WORDS = 512  # rows of the table that the hull is searched over; with a larger vocabulary a random choice of them
 INVERSE_SIGMA = "1/σ"  # the operation under which a norm's own goal is named
-
 MIXTURE_RATE, FREE_RATE = 0.3, 0.1  # learning rates of mixtures and of free embeddings
-
 FLIPS = 4  # best changes tried at each token step
 
 Inputs = tuple[Tensor, ...]
@@ -98,7 +93,6 @@ class Attack:
 
     @property
     def worst(self) -> dict[str, float]:
-        """The worst value found at every site."""
         return {f.name: f.worst for f in self.found}
 
     def to_json(self) -> dict[str, Any]:
@@ -250,10 +244,8 @@ class _Adversary:
         return tuple(self.best_words(side, table, nearest=True)[1] for side, table in sides)
 
     def best_words(self, x: Tensor, table: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
-        """Return for every position the largest x·row of a table and its id, a few thousand rows at a time.
-
-        nearest: the largest x·row − ‖row‖²/2, which is that of the row with the least ‖x − row‖.
-        """
+        """Return for every position the largest x·row of a table and its id, a few thousand rows at a time. nearest:
+        the largest x·row − ‖row‖²/2, which is that of the row with the least ‖x − row‖."""
         best = torch.full(x.shape[:2], -math.inf, device=x.device)
         word = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
         for start in range(0, len(table), 4096):
@@ -267,11 +259,8 @@ class _Adversary:
         return best, word
 
     def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
-        """Return the largest |x| of every operation on all inputs, ids or embeddings.
-
-        The first row of each comes again with as many positions masked as fp16 asks for, so that the mask's operations
-        run.
-        """
+        """Return the largest |x| of every operation on all inputs, ids or embeddings. The first row of each comes again
+        with as many positions masked as fp16 asks for, so that the mask's operations run."""
         spare = spare_padding(model.config.to_dict()) or 1
         last = int(spare) if spare < self.length else 0
         observer = SiteObserver(model)
@@ -429,11 +418,8 @@ def worst_ids(
     model: Any, layout: Layout, sites: Sequence[str], *, steps: int, seed: int = 0, length: int = LENGTH
 ) -> list[tuple[list[int], list[int]]]:
     """Return the encoder's and the decoder's ids (none for an encoder) that a search finds worst for each of ``sites``,
-    each input once, as further inputs of a training.
-
-    A site that the search has no way to is left out; where it has one to none, it goes after all that it knows. Other
-    arguments are those of ``attack``.
-    """
+    each input once, as further inputs of a training. A site that the search has no way to is left out; where it has one
+    to none, it goes after all that it knows. Other arguments are those of ``attack``."""
     search = search_of(model, layout, certified(model, layout), sites, length, seed)
     search.run(steps)
     different = {repr(ids): ids for ids in map(search.worst_ids, dict.fromkeys(search.sites))}
@@ -480,7 +466,6 @@ class _AttackSearch:
         self.tokens, self.mixtures, self.free = _Elite(), _Elite(), _Elite()
 
     def run(self, steps: int, advance: Callable[[int, int], None] | None = None) -> None:
-        """Search with as many steps for each group of rows, in rounds."""
         goals = self.sites + [g for g in self.adversary.narrow if g not in self.sites]
         rows = len(goals)
         free, changes = steps // FREE_SHARE, max(1, steps // TOKEN_SHARE)
@@ -538,5 +523,4 @@ class _AttackSearch:
         return ids[0][0].tolist(), ids[1][0].tolist() if len(ids) > 1 else []
 
     def best(self, elite: _Elite, sites: Sequence[str]) -> list[Inputs]:
-        """Return the best input of each site, in groups."""
         return [elite.starts(sites[i : i + GROUP]) for i in range(0, len(sites), GROUP)]

@@ -135,10 +135,8 @@ class _Difference:
 
 @torch.no_grad()
 def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabilities: bool) -> Fidelity:
-    """Return how far ``bf16`` and ``fp16`` are from ``reference``, all on the same batches.
-
-    probabilities: whether they are logits. Raises ``ValueError`` where there are no batches.
-    """
+    """Return how far ``bf16`` and ``fp16`` are from ``reference``, all on the same batches. probabilities: whether they
+    are logits. Raises ``ValueError`` where there are no batches."""
     from_bf16, from_fp16 = _Difference(), _Difference()
     for i, expected in enumerate(reference):
         for start in range(0, len(expected), _POSITIONS_AT_A_TIME):

@@ -128,15 +128,12 @@ class RegimeResult:
 
     @property
     def safe(self) -> bool:
-        """Whether nothing was non-finite or saturated except by design."""
         return self.nonfinite == 0 and self.saturated == 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``regimes`` entry of the report, in finite numbers.
-
-        JSON has no infinity: an overflowed amax is written as 65536, which it at least was, and a headroom
-        without end as the 40 bits between fp16's last subnormal and its limit.
-        """
+        """Return the ``regimes`` entry of the report, in finite numbers. JSON has no infinity: an overflowed amax is
+        written as 65536, which it at least was, and a headroom without end as the 40 bits between fp16's last subnormal
+        and its limit."""
         places = places_by_name(site.name for site in self.sites)
         return {
             "nonfinite": self.nonfinite,
@@ -168,12 +165,10 @@ def audit_folder(
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
     """Return what each regime shows on the checkpoint in ``folder``, on ``inputs``, by default the built-in probe.
-
     ``half`` runs on all inputs under the first attention; other attentions, ``stock`` and ``amp`` on fewer, unless
     ``half`` breaks: ``RegimeResult.runs`` says what ran. A forward runs in a walk over the files, in the memory of a
     block; ``train_mode`` loads the model and runs all inputs in every way. An attention that the class has not is left
-    out. device: by default the CPU. Raises ``UserError`` for a folder that cannot be used.
-    """
+    out. device: by default the CPU. Raises ``UserError`` for a folder that cannot be used."""
     check_names(regimes, attention)
     place = device or torch.device("cpu")
     config = load_config(folder)
@@ -239,10 +234,8 @@ def run_regimes(
     advance: Advance | None = None,
 ) -> Audited:
     """Run a checkpoint in ``regimes`` in one walk over its files and return what they show, as ``audit_folder`` does.
-
     Where stock's fp16 loading leaves nothing in fp32, ``stock`` is ``half`` and is not run beside it. fp32: what it is
-    run on in fp32 as well, unmeasured, for its outputs.
-    """
+    run on in fp32 as well, unmeasured, for its outputs."""
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
     ran = [regime for regime in regimes if regime != "stock" or not alike]
@@ -305,11 +298,8 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
 
 def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
     """What a regime runs on under an attention. Where it need not run on all: the first batch, those with padding and
-    those that use a cache.
-
-    all_regimes: whether it stands for the others: what is fp16 in stock or amp is so in half as well, with the same
-    values but for rounding; and a second attention differs from the first in one function.
-    """
+    those that use a cache. all_regimes: whether it stands for the others: what is fp16 in stock or amp is so in half as
+    well, with the same values but for rounding; and a second attention differs from the first in one function."""
 
     def own(batch: Batch) -> bool:
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
@@ -320,11 +310,9 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
 
 
 class _Seen:
-    """What a regime shows under one attention: its lanes, which have all their sites in common.
-
-    keeps: whether the lanes keep outputs to compare and what enters norms. modules: those behind a sentence encoder,
-    which run in ``half`` alone.
-    """
+    """What a regime shows under one attention: its lanes, which have all their sites in common. keeps: whether the
+    lanes keep outputs to compare and what enters norms. modules: those behind a sentence encoder, which run in ``half``
+    alone."""
 
     def __init__(self, regime: str, attention: str, *, keeps: bool = False, modules: Sequence[SideModule] = ()) -> None:
         self.regime, self.attention, self.keeps = regime, attention, keeps
@@ -336,7 +324,6 @@ class _Seen:
         self._norms: dict[str, NormMeter] = {}
 
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
-        """Add a run of each input to a walk."""
         dtype, half = _weights(self.regime)
         for batch in inputs:
             lane = walk.add(partial(self._run, batch), dtype, half=half, attention=self.attention, again=batch.generate)
@@ -392,10 +379,8 @@ def beside_fp32(
     results: dict[str, RegimeResult], within: Collection[str], run: Callable[[], Mapping[str, float]]
 ) -> dict[str, RegimeResult]:
     """Return the results with what fp32 shows of them: how large the values are that broke, and which of the signals
-    that are zero throughout are not so there.
-
-    within: as ``insides_of`` gives them. run: gives the largest |x| of every site in fp32; called only where needed.
-    """
+    that are zero throughout are not so there. within: as ``insides_of`` gives them. run: gives the largest |x| of every
+    site in fp32; called only where needed."""
     silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
     if not silent and all(result.safe for result in results.values()):
         return results
@@ -420,11 +405,9 @@ def audit_model(
     advance: Advance | None = None,
     seed: int = 0,
 ) -> RegimeResult:
-    """Return what ``model``, already in the dtypes of ``regime``, shows on ``batches`` under each attention.
-
-    For ``amp`` the model is in fp32 and runs under autocast. ``train_mode``: with dropout (seeded), and the backward of
-    the loss times ``LOSS_SCALE``. The model's mode, attention and gradients are left as they were.
-    """
+    """Return what ``model``, already in the dtypes of ``regime``, shows on ``batches`` under each attention. For
+    ``amp`` the model is in fp32 and runs under autocast. ``train_mode``: with dropout (seeded), and the backward of the
+    loss times ``LOSS_SCALE``. The model's mode, attention and gradients are left as they were."""
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})

@@ -46,11 +46,9 @@ def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
     """Copy the files that belong to a checkpoint besides its weights; return the names carried over and left out.
-
     ``tokenizer``: a folder beside the source that holds the tokenizer (diffusers layouts). A folder that
     ``modules.json`` names is carried over whole. Code is left out. The source's model card becomes
-    ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind.
-    """
+    ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind."""
     carried, left_out = [], []
     modules = side_modules(source)
     for entry in sorted(source.iterdir()):
@@ -187,7 +185,7 @@ def finite(data: object) -> object:
 
 
 def tokenizer_beside(folder: Path, subfolder: str | None) -> Path | None:
-    """Return a pipeline's folder of the tokenizer for folder: ``text_encoder_2`` has ``tokenizer_2`` beside it."""
+    """Return the tokenizer's folder of a diffusers layout: ``text_encoder_2`` has ``tokenizer_2`` beside it."""
     if subfolder is None or "text_encoder" not in subfolder:
         return None
     return folder.parent / folder.name.replace("text_encoder", "tokenizer")

@@ -48,7 +48,6 @@ SAFETENSORS_DTYPES = {
 """Dtypes that can be read, by their names in safetensors files."""
 
 FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")  # names of the dtypes that weights may have
-
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
@@ -136,7 +135,6 @@ class RunningHash:
     """The SHA-256 of an open file, fed with what passes by in order; what did not pass by is read from the file."""
 
     def __init__(self, source: FileIO) -> None:
-        """Start at the beginning."""
         self.digest, self.position, self.source = hashlib.sha256(), 0, source
 
     def feed(self, data: memoryview, offset: int) -> None:
@@ -147,7 +145,6 @@ class RunningHash:
             self.position = offset + len(data)
 
     def whole(self) -> str:
-        """Return the hash of the whole file in hexadecimal."""
         self.catch_up(size_of(self.source))
         return self.digest.hexdigest()
 
@@ -246,11 +243,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return where every tensor of a safetensors file lies, and the file's own metadata.
-
-    any_dtype: take tensors of dtypes that cannot be read, too. Raises UserError unless the header is well formed, its
-    ranges cover the data exactly once, and no dtype is one in which weights are only codes.
-    """
+    """Return where every tensor of a safetensors file lies, and the file's own metadata. any_dtype: take tensors of
+    dtypes that cannot be read, too. Raises UserError unless the header is well formed, its ranges cover the data
+    exactly once, and no dtype is one in which weights are only codes."""
     with reading(file) as source:
         size = size_of(source)
         if size < 8:
@@ -332,12 +327,10 @@ def header_of(entries: Mapping[str, object]) -> bytes:
 
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
-    """Return where every tensor of a ``torch.save`` file lies; tensors that share storage share bytes.
-
-    torch reads the pickle with ``weights_only``, which runs no code, onto the meta device, which holds no data; the
-    offset of each storage is then looked up in the zip directory. Raises UserError for anything but a dict of
-    contiguous tensors in an uncompressed zip file.
-    """
+    """Return where every tensor of a ``torch.save`` file lies; tensors that share storage share bytes. torch reads the
+    pickle with ``weights_only``, which runs no code, onto the meta device, which holds no data; the offset of each
+    storage is then looked up in the zip directory. Raises UserError for anything but a dict of contiguous tensors in an
+    uncompressed zip file."""
     resave = "load it with torch and save it with safetensors"
     with reading(file):
         records = zip_records(file)

@@ -18,7 +18,6 @@ from ..errors import UserError
 from ..progress import Progress
 
 T = TypeVar("T")
-
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try, where the server names none
 LONGEST_WAIT = 600  # seconds that a server may ask to wait; beyond that the run ends and says so
 PASSING = (408, 429, 500, 502, 503, 504)  # Statuses that may be gone a moment later
@@ -100,14 +99,6 @@ def no_space(error: BaseException) -> bool:
     return any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in chain(error))
 
 
-def clients_errors() -> tuple[type[BaseException], ...]:
-    """Return the kinds of exceptions by which the client says that a request went wrong: its transfers of large files
-    raise RuntimeError and ValueError."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return (HfHubHTTPError.__mro__[1], OSError, RuntimeError, ValueError)
-
-
 def redacted(text: object, token: str | None) -> str:
     """Return text in one line, with the token cut out."""
     line = " ".join(str(text).split())
@@ -131,7 +122,11 @@ def explained(repo: str, *, endpoint: str | None = None, revision: str | None = 
     except UserError:
         raise
     except Exception as error:
-        if not isinstance(error, clients_errors()) and not is_nonsense(error):
+        from huggingface_hub.errors import HfHubHTTPError
+
+        # The client's transfers of large files raise RuntimeError and ValueError.
+        kinds = (HfHubHTTPError.__mro__[1], OSError, RuntimeError, ValueError)
+        if not isinstance(error, kinds) and not is_nonsense(error):
             raise
         message = explain(error, repo, endpoint, revision, token, writing=writing)
         # Its request has headers, and they have the token.
@@ -170,9 +165,7 @@ NOT_THERE = (
 )
 
 NOT_SEEN = "{repo} is not a repository on {host} that this token may see; check the name and the token's permissions"
-
 NOT_REACHED = "{repo} is not a folder here, and the Hub cannot be reached; check the name and the network"
-
 NO_REVISION = "{repo} has no revision {revision!r}; name a branch, a tag or a commit"
 
 FAILURES: tuple[tuple[Condition, *tuple[str | None, ...]], ...] = (

@@ -1,14 +1,15 @@
 """What tensors are called: those of a T5 encoder in stock code and in Wan's, and those of a stock class with images in
-its modules and in its files.
+its modules and in its files; and the layouts that ``convert`` writes, of which one is a folder and the others files.
 
 ComfyUI, Forge, SD3's and Flux's files have the stock names, in a bundle behind a prefix. Wan's own T5
-(``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1) names the same tensors otherwise, one by one.
+(``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1) names the same tensors otherwise, one by one. The
+command line reads the layouts before anything heavy is imported, so nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -38,9 +39,7 @@ TOKENIZER_WITH_WEIGHTS = ("umt5",)  # model types of which ComfyUI takes the tok
 @dataclass(frozen=True)
 class Naming:
     """A way to name the tensors of a T5: ``pairs`` of the stock name and this one's, none where all are stock.
-
-    ``anchors``: names that a file in this naming has, whatever its size.
-    """
+    ``anchors``: names that a file in this naming has, whatever its size."""
 
     title: str
     anchors: tuple[str, ...]
@@ -59,10 +58,39 @@ class Naming:
 
 
 STOCK = Naming("stock code", ("encoder.block.0.layer.0.SelfAttention.q.weight", "encoder.final_layer_norm.weight"))
-
 WAN = Naming("Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.weight", "norm.weight"), WAN_NAMES)
-
 NAMINGS = (STOCK, WAN)
+
+FOLDER_LAYOUT = "hf"  # a folder of stock names, the only layout that is not one file
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A layout of one file: how its tensors are named, and who reads it, as a card says. ``tool``: the tool that has a
+    T5 of its own for it. ``eps``: of that tool's norms, which no file can change. ``models``: the model types, with
+    their titles, that it has a class for; None for all. ``tokenizers``: those whose tokenizer it takes from the file of
+    weights."""
+
+    name: str
+    naming: Naming
+    readers: str
+    tool: str | None = None
+    eps: float | None = None
+    models: Mapping[str, str] | None = None
+    tokenizers: tuple[str, ...] = ()
+
+
+LAYOUTS: Mapping[str, FileLayout] = {
+    layout.name: layout
+    for layout in (
+        FileLayout("comfy", STOCK, "ComfyUI, Forge", "ComfyUI", 1e-6, tokenizers=TOKENIZER_WITH_WEIGHTS),
+        FileLayout("wan", WAN, "Wan's tools", "Wan", 1e-6, models=WAN_MODELS),
+        FileLayout("single", STOCK, "any tool, stock names"),
+    )
+}
+"""The layouts of one file, by the names that ``--layout`` has for them."""
+
+LAYOUT_NAMES = (FOLDER_LAYOUT, *LAYOUTS)  # what ``--layout`` takes
 
 WITH_IMAGES = (
     ("language_model.lm_head.", "lm_head."),

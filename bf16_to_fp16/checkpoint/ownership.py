@@ -30,7 +30,6 @@ PICTURE_MARKS = (b"Software\0bf16-to-fp16", b"<dc:title>bf16-to-fp16</dc:title>"
 """How a picture's own metadata name this program, in PNG, SVG and PDF."""
 
 LARGEST_REPORT = 1 << 28  # bytes of a report that may be replaced
-
 _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 
@@ -123,10 +122,8 @@ def is_made_from(folder: Path, other: Path) -> bool:
 
 
 def is_report(file: Path) -> bool:
-    """Return whether an earlier run wrote a file as a report: JSON, page or picture, or nothing yet.
-
-    A file in the folder of a checkpoint is none: there ``fp16_report.json`` holds the way back.
-    """
+    """Return whether an earlier run wrote a file as a report: JSON, page or picture, or nothing yet. A file in the
+    folder of a checkpoint is none: there ``fp16_report.json`` holds the way back."""
     if any((file.parent / name).exists() for name in BELONGING):
         return False
     if file.stat().st_size > LARGEST_REPORT:

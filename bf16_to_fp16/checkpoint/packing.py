@@ -22,21 +22,10 @@ from typing import Any
 from .. import system
 from ..errors import UserError
 from ..system import write_all
-from .disk import created, writing
-from .formats import (
-    LONGEST_HEADER,
-    TensorInfo,
-    entry_of,
-    header_of,
-    parse_json,
-    read_exactly,
-    read_whole_header,
-    reading,
-)
-from .layouts import LAYOUTS
-from .naming import STOCK, Naming
+from . import formats
+from .naming import LAYOUTS, STOCK, Naming
 from .ownership import is_kept
-from .staging import ELSEWHERE, check_apart, check_file, umask
+from .staging import ELSEWHERE, check_apart, check_file, created, umask, writing
 
 SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
 """Keys of a file's metadata: what it is, as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""
@@ -79,26 +68,24 @@ def pack(
     weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str], tokenizer: tuple[str, Path] | None = None
 ) -> None:
     """Write the tensors of a safetensors file to a new one under the names of ``naming``, a few MB at a time.
-
     tokenizer: a name, and the file whose bytes it is to stand for. Raises UserError where a tensor has no name there,
-    and for a full disk.
-    """
-    tensors = sorted(read_whole_header(weights)[0].values(), key=lambda info: info.offset)
+    and for a full disk."""
+    tensors = sorted(formats.read_whole_header(weights)[0].values(), key=lambda info: info.offset)
     running = hashlib.sha256()
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata, TENSORS: running.hexdigest()}}
     end = 0
     for info in tensors:
-        entries[naming.from_stock(info.name)] = entry_of(info.dtype, info.shape, end, info.nbytes)
+        entries[naming.from_stock(info.name)] = formats.entry_of(info.dtype, info.shape, end, info.nbytes)
         end += info.nbytes
     extra = b""
     if tokenizer is not None:
         name, file = tokenizer
         extra = file.read_bytes()
-        entries[name] = entry_of("U8", (len(extra),), end, len(extra))
-    header = header_of(entries)
-    if len(header) > LONGEST_HEADER:
+        entries[name] = formats.entry_of("U8", (len(extra),), end, len(extra))
+    header = formats.header_of(entries)
+    if len(header) > formats.LONGEST_HEADER:
         raise UserError(f"{target.name}: its header would have {len(header):,} bytes; leave out --layout")
-    with created(target, len(header) + end + len(extra)) as out, reading(weights) as source, writing(target):
+    with created(target, len(header) + end + len(extra)) as out, formats.reading(weights) as source, writing(target):
         write_all(out, memoryview(header))
         for part in hashing(source, tensors, running, naming):
             write_all(out, part)
@@ -108,12 +95,12 @@ def pack(
         # Again, since it holds the hash of what follows it; a digest is as long as another.
         entries["__metadata__"] = {"format": "pt", **metadata, TENSORS: running.hexdigest()}
         os.lseek(out, 0, os.SEEK_SET)
-        write_all(out, memoryview(header_of(entries)))
+        write_all(out, memoryview(formats.header_of(entries)))
         os.fsync(out)
 
 
 def hashing(
-    source: FileIO, tensors: Iterable[TensorInfo], running: Any, naming: Naming = STOCK
+    source: FileIO, tensors: Iterable[formats.TensorInfo], running: Any, naming: Naming = STOCK
 ) -> Iterator[memoryview]:
     """Yield the bytes of tensors of an open file, part by part, and add them to the hash ``running``, each tensor
     behind its description under the name that ``naming`` has for it."""
@@ -122,7 +109,7 @@ def hashing(
         running.update(described(naming.from_stock(info.name), info.dtype, info.shape))
         for done in range(0, info.nbytes, COPIED_BYTES):
             part = buffer[: info.nbytes - done]
-            read_exactly(source, part, info.offset + done)
+            formats.read_exactly(source, part, info.offset + done)
             running.update(part)
             yield part
 
@@ -135,8 +122,8 @@ def described(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
 def tensors_sha256(file: Path) -> str:
     """Return the SHA-256 of a file's tensors, as ``TENSORS`` records it; raise UserError where it cannot be read."""
     running = hashlib.sha256()
-    tensors = sorted(read_whole_header(file, any_dtype=True)[0].values(), key=lambda info: info.offset)
-    with reading(file) as source:
+    tensors = sorted(formats.read_whole_header(file, any_dtype=True)[0].values(), key=lambda info: info.offset)
+    with formats.reading(file) as source:
         for _ in hashing(source, tensors, running):
             pass
     return running.hexdigest()
@@ -144,7 +131,7 @@ def tensors_sha256(file: Path) -> str:
 
 def metadata_in(file: Path) -> dict[str, str]:
     """Return a file's own metadata, none where it is no safetensors file; raise UserError where it is damaged."""
-    return read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
+    return formats.read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
 
 
 def recorded_sha256(file: Path) -> str | None:
@@ -159,7 +146,7 @@ def summary_of(file: Path) -> dict[str, Any] | None:
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
     if (said := metadata_in(file).get(SUMMARY)) is None:
         return None
-    found = parse_json(said.encode(), file, "metadata")
+    found = formats.parse_json(said.encode(), file, "metadata")
     if not all(isinstance(found.get(key), str) for key in ("layout", "verdict", "proof", "target", "command")):
         raise UserError(f"{file}: its metadata are damaged; convert the source again")
     return found
@@ -197,8 +184,8 @@ def way_back_of(file: Path) -> dict[str, Any] | None:
             raise ValueError("cut short or too long")
     except (ValueError, binascii.Error, zlib.error) as error:
         raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again") from error
-    found = parse_json(data, file, WAY_BACK)
-    summary = parse_json(metadata.get(SUMMARY, "{}").encode(), file, SUMMARY)
+    found = formats.parse_json(data, file, WAY_BACK)
+    summary = formats.parse_json(metadata.get(SUMMARY, "{}").encode(), file, SUMMARY)
     parts = (found.get("plan"), found.get("config"), found.get("source"), found.get("weights"))
     if not all(isinstance(part, dict) for part in parts) or summary.get("layout") not in LAYOUTS:
         raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again")

@@ -25,7 +25,6 @@ from .reader import SMALL_FILES, fetched, hub_files
 from .shards import INDEX, WEIGHTS
 
 MODEL_INDEX = "model_index.json"
-
 PIPELINE = "fp16_pipeline.json"  # what a converted pipeline has of its own: which sub-folders were converted, from what
 LINKED_FROM = 1 << 20  # size in bytes from which on a file is linked and not copied
 
@@ -60,10 +59,8 @@ def open_pipeline(
     source: str | Path, wanted: Callable[[Mapping[str, Any]], bool], endpoint: str | None = None
 ) -> Pipeline | None:
     """Return the pipeline that a source (folder or Hub id, of which only small files are fetched here) is, else None.
-
     wanted: says by a component's config.json whether it is to be converted. Raises UserError for a pipeline that holds
-    nothing to convert, or was converted already.
-    """
+    nothing to convert, or was converted already."""
     folder, revision = local_source(source), None
     if folder is not None and not (folder.is_dir() and is_pipeline(folder)):
         return None
@@ -132,9 +129,6 @@ def files_below(folder: Path) -> tuple[list[str], list[str]]:
     return [path.relative_to(folder).as_posix() for path in found], hidden
 
 
-# --- names of weights ------------------------------------------------------------------------------------------------
-
-
 def variant_of(name: str) -> str | None:
     """Return the variant that a file of weights or an index is of, such as fp16; None for the default one."""
     pieces = re.sub(r"-\d+-of-\d+", "", name).split(".")[1:]
@@ -176,9 +170,6 @@ def used(sizes: Iterable[str], parts: Sequence[str]) -> list[str]:
                 kept += [f"{folder}/{name}" for name in chosen]
                 break
     return sorted(kept)
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,13 @@ from ..errors import UserError, shortened
 from ..json_text import loads
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
 RESTORE = "fetch the file again from the original checkpoint"
-
 CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 
 SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")
 """Endings of a file that may be a source by itself, as the tools for diffusion models keep text encoders."""
 
 CONVERTED = "a converted folder or a Hub id like org/name"
-
-
-def looks_like_repo_id(source: str) -> bool:
-    """Return whether ``source`` is spelled like ``name[@revision]`` or ``org/name[@revision]``."""
-    return REPO_ID.fullmatch(source.partition("@")[0]) is not None
 
 
 def own_name(path: str | Path) -> str:
@@ -37,7 +30,7 @@ def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool 
     folder = Path(source).expanduser()
     if folder.is_dir() or (or_file and folder.exists()):
         return folder
-    if folder.exists() or not looks_like_repo_id(str(source)):
+    if folder.exists() or REPO_ID.fullmatch(str(source).partition("@")[0]) is None:
         raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}; give {wanted}")
     return None
 
@@ -85,10 +78,8 @@ def subfolder_of(folder: Path, name: str) -> Path:
 
 
 def contained(folder: Path, name: str) -> Path:
-    """Return the path of a folder's file; raise UserError where the name or a link leads out of the folder.
-
-    The Hub's cache links ``snapshots/<commit>/…`` to ``blobs/…`` of the same repository, which counts as inside.
-    """
+    """Return the path of a folder's file; raise UserError where the name or a link leads out of the folder. The Hub's
+    cache links ``snapshots/<commit>/…`` to ``blobs/…`` of the same repository, which counts as inside."""
     path = Path(name)
     if leaves(name) or not path.parts or "\0" in name:
         raise UserError(f"{folder}: file name {shown(name)} leaves the folder; {RESTORE}")

@@ -18,21 +18,7 @@ import torch
 
 from ..errors import UserError, shortened
 from ..json_text import loads
-from .formats import (
-    SAFETENSORS_DTYPES,
-    FileState,
-    RunningHash,
-    TensorInfo,
-    bytes_of,
-    check_not_quantised,
-    read_exactly,
-    read_header,
-    read_json,
-    read_pickle,
-    read_range,
-    reading,
-    state_of,
-)
+from . import formats
 from .hub import reading_from
 from .naming import names_in_files
 from .places import RESTORE, contained, local_source, own_name, shown, subfolder_of
@@ -48,21 +34,19 @@ SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")  # patterns of what a 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: its config and where each tensor lies; the weights stay on the disk.
-
-    ``source``: what the user typed. ``revision``: the commit that a Hub id stood for. ``tensors``: by name, sorted.
-    ``weight_files``: in shard order. ``index``: the parsed index of shards. ``notes``: what was assumed of a source
-    that is one file, for its user. ``stored_names``: the names in files of tensors that modules call otherwise.
-    """
+    """An opened checkpoint: its config and where each tensor lies; the weights stay on the disk. ``source``: what the
+    user typed. ``revision``: the commit that a Hub id stood for. ``tensors``: by name, sorted. ``weight_files``: in
+    shard order. ``index``: the parsed index of shards. ``notes``: what was assumed of a source that is one file, for
+    its user. ``stored_names``: the names in files of tensors that modules call otherwise."""
 
     folder: Path
     source: str
     revision: str | None
     config: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, formats.TensorInfo]
     weight_files: tuple[Path, ...]
     index: dict[str, Any] | None
-    states: Mapping[Path, FileState] = field(default_factory=dict)
+    states: Mapping[Path, formats.FileState] = field(default_factory=dict)
     subfolder: str | None = None
     notes: tuple[str, ...] = ()
     stored_names: Mapping[str, str] = field(default_factory=dict)
@@ -70,7 +54,7 @@ class Checkpoint:
     def check_unchanged(self) -> None:
         """Raise UserError for a weight file whose inode, size or times are not as when the checkpoint was opened."""
         for file, before in self.states.items():
-            if state_of(file) != before:
+            if formats.state_of(file) != before:
                 raise UserError(f"{file} changed while it was read; wait until nothing writes to it and start again")
 
     @property
@@ -87,7 +71,7 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor in its own dtype; raise UserError where the file cannot be read or became shorter."""
         info = self.tensors[name]
-        return read_range(info, info.shape, 0)
+        return formats.read_range(info, info.shape, 0)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return rows ``start`` to ``stop`` (exclusive) of a tensor, reading only their bytes; raise IndexError for
@@ -96,24 +80,23 @@ class Checkpoint:
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
             raise IndexError(f"{name} has shape {info.shape}, not rows {start} to {stop}")
         row = info.nbytes // info.shape[0] if info.shape[0] else 0
-        return read_range(info, (stop - start, *info.shape[1:]), start * row)
+        return formats.read_range(info, (stop - start, *info.shape[1:]), start * row)
 
     def read_some_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
         """Return the rows of these numbers of a tensor, reading only their bytes; raises as ``read_rows`` does."""
         info = self.tensors[name]
         if not info.shape or not all(0 <= row < info.shape[0] for row in rows):
             raise IndexError(f"{name} has shape {info.shape}, and not all of the rows {min(rows)} to {max(rows)}")
-        values = torch.empty((len(rows), *info.shape[1:]), dtype=SAFETENSORS_DTYPES[info.dtype])
+        values = torch.empty((len(rows), *info.shape[1:]), dtype=formats.SAFETENSORS_DTYPES[info.dtype])
         size = info.nbytes // info.shape[0]
-        with reading(info.file) as source:
+        with formats.reading(info.file) as source:
             for row, place in zip(rows, values, strict=True):
-                read_exactly(source, bytes_of(place), info.offset + row * size)
+                formats.read_exactly(source, formats.bytes_of(place), info.offset + row * size)
         return values
 
     def sha256(self, file: Path) -> str:
-        """Return the SHA-256 of a file in hexadecimal, read in pieces of 1 MB."""
-        with reading(file) as source:
-            return RunningHash(source).whole()
+        with formats.reading(file) as source:
+            return formats.RunningHash(source).whole()
 
 
 VIEWS: dict[Path, Checkpoint] = {}
@@ -129,13 +112,10 @@ def open_checkpoint(
     endpoint: str | None = None,
 ) -> Checkpoint:
     """Open the checkpoint in a local folder, in one file of weights or, where neither exists, under a Hub id
-    ``org/name[@revision]``.
-
-    subfolder: the model's folder below it, as in diffusers layouts, or in a file the prefix of its tensors' names.
-    config: the config.json, or what it holds, that describes one file of weights, instead of the one inferred.
-    endpoint: the Hub's address, by default the environment's. Raises UserError for anything that is not a complete
-    checkpoint with plain weights.
-    """
+    ``org/name[@revision]``. subfolder: the model's folder below it, as in diffusers layouts, or in a file the prefix of
+    its tensors' names. config: the config.json, or what it holds, that describes one file of weights, instead of the
+    one inferred. endpoint: the Hub's address, by default the environment's. Raises UserError for anything that is not a
+    complete checkpoint with plain weights."""
     folder, revision = local_source(source), None
     if folder in VIEWS and subfolder is None:
         return VIEWS[folder]
@@ -153,10 +133,10 @@ def open_checkpoint(
         folder = subfolder_of(folder, subfolder)
     found = read_config(folder)
     files, index = weight_files(folder)
-    states = {file: state_of(file) for file in files}
+    states = {file: formats.state_of(file) for file in files}
     tensors = collect(files, index, folder)
     for info in tensors.values():
-        check_not_quantised(info.dtype, info.name, info.file)
+        formats.check_not_quantised(info.dtype, info.name, info.file)
     stored = names_in_files(tensors, str(source))
     modules = {name: module for module, name in stored.items()}
     tensors = dict(sorted((modules.get(name, name), info) for name, info in tensors.items()))
@@ -179,7 +159,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             names = " or ".join([name for name in models if "text_encoder" in name] or models) or "its folder"
             raise UserError(f"{folder} is a pipeline of several models; name one with --subfolder: {names}")
         raise UserError(f"{folder}: no config.json; give the folder of a checkpoint, or --subfolder for one below it")
-    config = read_json(contained(folder, "config.json"), "config")
+    config = formats.read_json(contained(folder, "config.json"), "config")
     if config.get("quantization_config"):
         raise UserError(
             f"{file}: the checkpoint is quantised (quantization_config); give the one it was quantised from"
@@ -197,9 +177,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-# --- which files ---------------------------------------------------------------------------------------------------
-
-
 def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]:
     """Return the weight files that stock code would read from a folder, and their index (None for a single file)."""
     found = next((name for name in SINGLE_OR_SHARDED if (folder / name).exists()), None)
@@ -215,7 +192,7 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
         )
     if not found.endswith(".index.json"):
         return (contained(folder, found),), None
-    index = read_json(contained(folder, found), "index")
+    index = formats.read_json(contained(folder, found), "index")
     placed = index.get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise UserError(f"{folder / found}: no weight_map; {RESTORE}")
@@ -230,11 +207,11 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
     return files, index
 
 
-def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Path) -> dict[str, TensorInfo]:
+def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Path) -> dict[str, formats.TensorInfo]:
     """Return where every tensor of ``files`` lies, sorted by name; raise UserError where files and index disagree."""
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, formats.TensorInfo] = {}
     for file in files:
-        for name, info in (read_header if file.suffix == ".safetensors" else read_pickle)(file).items():
+        for name, info in (formats.read_header if file.suffix == ".safetensors" else formats.read_pickle)(file).items():
             if name in tensors:
                 raise UserError(f"{file}: tensor {shown(name)} is in {tensors[name].file.name} too; {RESTORE}")
             tensors[name] = info
@@ -256,9 +233,6 @@ def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Pa
     return dict(sorted(tensors.items()))
 
 
-# --- Hub -----------------------------------------------------------------------------------------------------------
-
-
 def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:
     """Fetch a Hub repository's small files and the weights that stock code would use; return the snapshot's folder
     and its commit. Raises UserError as ``reading_from`` does."""
@@ -270,7 +244,7 @@ def download(source: str, subfolder: str | None, endpoint: str | None = None) ->
             index = folder / inside / name
             if not index.exists():
                 continue
-            placed = read_json(index, "index").get("weight_map")
+            placed = formats.read_json(index, "index").get("weight_map")
             names = [inside + str(shard) for shard in set(placed.values())] if isinstance(placed, dict) else names
         folder, _ = fetched(source, (*SMALL_FILES, *modules, *names), endpoint, commit)
         if (folder / names[0]).exists():

@@ -21,12 +21,10 @@ LARGEST_EXPONENT = 500  # exponents beyond it are refused; fp64 has room for twi
 
 @dataclass(frozen=True)
 class Write:
-    """One tensor to write: ``source`` (a tensor of the checkpoint) or ``data``, times ``gain`` and powers of two.
-
-    The power's exponent is ``exponent`` + ``row_exponents[i]`` + ``column_exponents[j]`` (integer tensors over the
-    first and the second axis). ``gain`` is applied in fp64 and rounded to fp32 before the exponents. ``offset`` is
-    added before all that and taken off after it, in fp64. ``dtype``: what to store.
-    """
+    """One tensor to write: ``source`` (a tensor of the checkpoint) or ``data``, times ``gain`` and powers of two. The
+    power's exponent is ``exponent`` + ``row_exponents[i]`` + ``column_exponents[j]`` (integer tensors over the first
+    and the second axis). ``gain`` is applied in fp64 and rounded to fp32 before the exponents. ``offset`` is added
+    before all that and taken off after it, in fp64. ``dtype``: what to store."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +39,6 @@ class Write:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the tensor takes in the output."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def as_dtype(self, name: str) -> Write:
@@ -104,11 +101,9 @@ def check_write(write: Write, checkpoint: Checkpoint) -> None:
 
 
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
-    """Divide tensors into the files they go to; no file is empty unless there is nothing to write.
-
-    By source file, in the checkpoint's order; or greedily in order of names, where a tensor of more than
-    ``max_shard_size`` bytes has a file to itself.
-    """
+    """Divide tensors into the files they go to; no file is empty unless there is nothing to write. By source file, in
+    the checkpoint's order; or greedily in order of names, where a tensor of more than ``max_shard_size`` bytes has a
+    file to itself."""
     ordered = sorted(writes, key=lambda w: w.name)
     if max_shard_size is None:
         groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]

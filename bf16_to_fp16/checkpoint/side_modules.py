@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from .folder import MODULES, listed_modules
-from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, nested_value, read_json
-from .reader import collect, read_range, weight_files
+from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, nested_value, read_json, read_range
+from .reader import collect, weight_files
 from .shards import WEIGHTS
 
 DENSE, DROPOUT, LAYER_NORM, NORMALIZE, POOLING = "Dense", "Dropout", "LayerNorm", "Normalize", "Pooling"
@@ -86,7 +86,6 @@ class SideModule:
 
     @property
     def includes_prompt(self) -> bool:
-        """Whether a pooling pools the tokens of a prompt with the others."""
         return self.config.get("include_prompt", True) is True
 
     @property
@@ -190,11 +189,8 @@ def read_tensors(place: Path) -> dict[str, Tensor]:
 
 def write_in_fp16(folder: Path, out: Path, back: Mapping[str, str] | None = None) -> dict[str, str]:
     """Write the floating tensors of the side modules of ``folder`` in fp16 below ``out``, where their other files are,
-    and return the dtypes that they had, in safetensors' spelling, by sub-folder and name.
-
-    back: dtypes as returned here, in which to write those of a converted folder. Raises UserError for a tensor that
-    fp16 cannot hold.
-    """
+    and return the dtypes that they had, in safetensors' spelling, by sub-folder and name. back: dtypes as returned
+    here, in which to write those of a converted folder. Raises UserError for a tensor that fp16 cannot hold."""
     changed: dict[str, str] = {}
     for module in read_side_modules(folder):
         tensors = {}

@@ -7,6 +7,7 @@ where they are; only fp8 values are written there, times their scales, in bf16, 
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,28 +16,15 @@ from typing import Any
 
 import torch
 
-from ..errors import UserError
-from .disk import FREE_SPACE_REMEDY, check_free_space, writing
+from ..errors import UserError, shortened
+from . import formats
 from .folder import write_json
-from .formats import (
-    FP8_DTYPES,
-    FileState,
-    TensorInfo,
-    bytes_of,
-    check_not_quantised,
-    read_pickle,
-    read_range,
-    read_whole_header,
-    shown,
-    state_of,
-)
-from .inference import CLASSES, DTYPES, described, given_config, inferred_config
 from .naming import Naming, found_in
 from .packing import way_back_of
 from .places import RESTORE
+from .staging import FREE_SPACE_REMEDY, check_free_space, writing
 
 TOKENIZER = "spiece_model"  # under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights
-
 TOKENIZER_FILE = "spiece.model"
 
 SCALES = (".scale_weight", ".weight_scale")
@@ -46,7 +34,6 @@ ASIDE = (*SCALES, ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", 
 """Endings of the names of what lies beside weights and is none."""
 
 SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
-
 SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # the folders of this process, removed when it ends
 
 
@@ -58,18 +45,16 @@ class SingleFile:
     file: Path
     folder: Path
     config: dict[str, Any]
-    tensors: dict[str, TensorInfo]
-    states: dict[Path, FileState]
+    tensors: dict[str, formats.TensorInfo]
+    states: dict[Path, formats.FileState]
     notes: tuple[str, ...]
 
 
 def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str, Any] | None) -> SingleFile:
-    """Open one file of weights; raise UserError where it cannot be read, or holds no T5 or several.
-
-    prefix: of the names of the tensors that are meant, where several would do. config: what describes them, or its
-    file, instead of what is inferred.
-    """
-    state = state_of(file)
+    """Open one file of weights; raise UserError where it cannot be read, or holds no T5 or several. prefix: of the
+    names of the tensors that are meant, where several would do. config: what describes them, or its file, instead of
+    what is inferred."""
+    state = formats.state_of(file)
     every = read_any(file)
     before, naming = the_encoder(file, every, prefix)
     mine = {name.removeprefix(before): info for name, info in every.items() if name.startswith(before)}
@@ -84,40 +69,42 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     SCRATCH.append(tempfile.TemporaryDirectory(prefix="bf16-to-fp16-"))
     folder = Path(SCRATCH[-1].name).resolve()
     states = {file: state}
-    narrow = [info for info in tensors.values() if info.dtype in FP8_DTYPES]
+    narrow = [info for info in tensors.values() if info.dtype in formats.FP8_DTYPES]
     if narrow:
         stock = {naming.to_stock(name): scale for name in mine if (scale := scale_of(name, mine)) is not None}
         widened = dequantised(folder / "dequantised", narrow, stock)
         tensors |= widened
-        states[folder / "dequantised"] = state_of(folder / "dequantised")
+        states[folder / "dequantised"] = formats.state_of(folder / "dequantised")
         scaled = f"{len(stock)} of them with scales" if stock else "none of them with a scale"
         notes.append(
             f"{file.name}: {len(narrow)} tensors are fp8, {scaled}; they are dequantised, and keep fp8's precision of 3"
             " or 4 significant bits"
         )
     for name, info in tensors.items():
-        check_not_quantised(info.dtype, name, file)
+        formats.check_not_quantised(info.dtype, name, file)
     dtypes = [info.dtype for info in tensors.values()]
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
     with writing(folder, SCRATCH_REMEDY):
         write_json(folder / "config.json", settled)
-        keep_tokenizer(every, folder)
+        models = [i for name, i in every.items() if name.split(".")[-1] == TOKENIZER and i.dtype == "U8"]
+        if len(models) == 1:  # as a stock folder has it, byte for byte
+            (folder / TOKENIZER_FILE).write_bytes(formats.bytes_of(formats.read_range(models[0], models[0].shape, 0)))
     return SingleFile(file, folder, settled, tensors, states, tuple(notes))
 
 
-def read_any(file: Path) -> dict[str, TensorInfo]:
+def read_any(file: Path) -> dict[str, formats.TensorInfo]:
     """Return where every tensor of a file lies, in safetensors or as torch.save writes it; raise UserError for other
     formats, and where it holds nothing."""
     if file.suffix == ".gguf":
         raise UserError(f"{file}: GGUF holds quantised weights; give the file in bf16 or fp32 that it was made from")
     safetensors = file.suffix in (".safetensors", ".sft")
-    found = read_whole_header(file, any_dtype=True)[0] if safetensors else read_pickle(file)
+    found = formats.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
     if not found:
         raise UserError(f"{file}: no tensors in it; {RESTORE}")
     return found
 
 
-def the_encoder(file: Path, tensors: Mapping[str, TensorInfo], prefix: str | None) -> tuple[str, Naming]:
+def the_encoder(file: Path, tensors: Mapping[str, formats.TensorInfo], prefix: str | None) -> tuple[str, Naming]:
     """Return the prefix of the T5 in a file and how it is named; raise UserError where there is none or several."""
     found = found_in(tensors)
     if prefix is not None:
@@ -128,8 +115,8 @@ def the_encoder(file: Path, tensors: Mapping[str, TensorInfo], prefix: str | Non
     if found:
         names = " or ".join((before.rstrip(".") or "''") for before, _ in found)
         raise UserError(f"{file}: holds {len(found)} T5 models; name one with --subfolder: {names}")
-    under = "" if prefix is None else f" under {shown(prefix)}"
-    some = shown(min(tensors))
+    under = "" if prefix is None else f" under {formats.shown(prefix)}"
+    some = formats.shown(min(tensors))
     raise UserError(
         f"{file}: no T5 in it{under}, by its stock names or Wan's (its first tensor is {some});"
         " give the file of the text encoder, or a checkpoint's folder"
@@ -137,7 +124,7 @@ def the_encoder(file: Path, tensors: Mapping[str, TensorInfo], prefix: str | Non
 
 
 def settled_config(
-    file: Path, tensors: Mapping[str, TensorInfo], config: Path | Mapping[str, Any] | None
+    file: Path, tensors: Mapping[str, formats.TensorInfo], config: Path | Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a file's tensors, given or inferred, and what is said of it."""
     if config is not None:
@@ -150,7 +137,7 @@ def settled_config(
     return found, [f"{file.name}: {described(found)}, told from names and shapes (--config FILE overrides it)"]
 
 
-def scale_of(name: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
+def scale_of(name: str, tensors: Mapping[str, formats.TensorInfo]) -> formats.TensorInfo | None:
     """Return the scale that lies beside a matrix, None where there is none."""
     if not name.endswith(".weight"):
         return None
@@ -158,40 +145,159 @@ def scale_of(name: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
     return next((tensors[stem + ending] for ending in SCALES if stem + ending in tensors), None)
 
 
-def dequantised(target: Path, narrow: list[TensorInfo], scales: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Write fp8 tensors, times their scales, in bf16 to a new file, one at a time, and return where they lie.
-
-    scales: by the tensor's name, one number or one for each row. Raises UserError for another, and for a full disk.
-    """
+def dequantised(
+    target: Path, narrow: list[formats.TensorInfo], scales: Mapping[str, formats.TensorInfo]
+) -> dict[str, formats.TensorInfo]:
+    """Write fp8 tensors, times their scales, in bf16 to a new file, one at a time, and return where they lie. scales:
+    by the tensor's name, one number or one for each row. Raises UserError for another, and for a full disk."""
     nbytes, widened = sum(2 * info.nbytes for info in narrow), {}
     what = f"{narrow[0].file}: the dequantised copy"
     check_free_space(what, nbytes, target.parent, of="temporary files", variable="TMPDIR")
     with writing(target.parent, SCRATCH_REMEDY), target.open("wb") as out:
         for info in narrow:
-            values = read_range(info, info.shape, 0).float()
+            values = formats.read_range(info, info.shape, 0).float()
             if (scale := scales.get(info.name)) is not None:
                 values *= scale_values(scale, info)
-            widened[info.name] = TensorInfo(info.name, "BF16", info.shape, target, out.tell(), 2 * info.nbytes)
-            out.write(bytes_of(values.bfloat16()))
+            widened[info.name] = formats.TensorInfo(info.name, "BF16", info.shape, target, out.tell(), 2 * info.nbytes)
+            out.write(formats.bytes_of(values.bfloat16()))
     return widened
 
 
-def scale_values(scale: TensorInfo, weight: TensorInfo) -> torch.Tensor:
+def scale_values(scale: formats.TensorInfo, weight: formats.TensorInfo) -> torch.Tensor:
     """Return a scale in fp32, so shaped that it multiplies a matrix; raise UserError for one by blocks."""
     if scale.dtype in ("F32", "F16", "BF16"):
-        values = read_range(scale, scale.shape, 0).float()
+        values = formats.read_range(scale, scale.shape, 0).float()
         if values.numel() == 1:
             return values.reshape(())
         if weight.shape and scale.shape in ((weight.shape[0],), (weight.shape[0], 1)):
             return values.reshape(-1, *[1] * (len(weight.shape) - 1))
     raise UserError(
-        f"{scale.file}: tensor {shown(scale.name)} is no scale that is known here ({scale.dtype}"
+        f"{scale.file}: tensor {formats.shown(scale.name)} is no scale that is known here ({scale.dtype}"
         f" {list(scale.shape)}); give the checkpoint it was quantised from"
     )
 
 
-def keep_tokenizer(tensors: Mapping[str, TensorInfo], folder: Path) -> None:
-    """Write the SentencePiece model that a file of weights holds, if any, byte for byte as a stock folder has it."""
-    found = [i for name, i in tensors.items() if name.split(".")[-1] == TOKENIZER and i.dtype == "U8"]
-    if len(found) == 1:
-        (folder / TOKENIZER_FILE).write_bytes(bytes_of(read_range(found[0], found[0].shape, 0)))
+# --- its config ------------------------------------------------------------------------------------------------------
+
+# Nearly all of a T5's config can be read off names and shapes: the bias table has a column for each head, gates have
+# two matrices, UMT5 has a bias table in every block. What cannot be seen (the activation, the ids of pads and ends, the
+# largest distance of the buckets, eps) is that of the published models.
+GIVE = "give its config.json with --config FILE"
+
+CLASSES = {
+    "t5": ("T5EncoderModel", "T5ForConditionalGeneration"),
+    "mt5": ("MT5EncoderModel", "MT5ForConditionalGeneration"),
+    "umt5": ("UMT5EncoderModel", "UMT5ForConditionalGeneration"),
+}
+"""Stock classes by model type: of an encoder alone, and of a whole model."""
+
+TITLES = {"t5": "T5", "mt5": "mT5", "umt5": "UMT5"}
+
+VOCABULARIES = {32_128: "t5", 384: "t5", 250_112: "mt5", 256_384: "umt5"}
+"""Model types by the vocabularies of the published models: T5 and Flan-T5, ByT5, mT5, UMT5."""
+
+SILU = {(4096, 16_384)}
+"""Widths of stream and feed-forward of the published models whose gate is SiLU's (UL2); all others have GELU's."""
+
+ATTENTION, FEED_FORWARD = "encoder.block.0.layer.0.SelfAttention", "encoder.block.0.layer.1.DenseReluDense"
+EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
+
+def inferred_config(tensors: Mapping[str, formats.TensorInfo], where: str) -> dict[str, Any]:
+    """Return the stock config of the model that these tensors, by their stock names, are. where: what messages call it.
+    Raises UserError, with the way out, where names and shapes leave it open."""
+
+    def sizes(name: str) -> tuple[int, int]:
+        info = tensors.get(name)
+        if info is None or len(info.shape) != 2:
+            raise UserError(f"{where}: no matrix {name}, from which its config could be told; {GIVE}")
+        return info.shape[0], info.shape[1]
+
+    embedding = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
+    vocabulary, width = sizes(embedding)
+    buckets, heads = sizes(f"{ATTENTION}.relative_attention_bias.weight")
+    inner, _ = sizes(f"{ATTENTION}.q.weight")
+    if not heads or inner % heads:
+        raise UserError(f"{where}: {inner} rows of queries are not those of {heads} heads; {GIVE}")
+    gated = f"{FEED_FORWARD}.wi_0.weight" in tensors
+    hidden, _ = sizes(f"{FEED_FORWARD}.{'wi_0' if gated else 'wi'}.weight")
+    layers, decoder_layers = number_of_blocks(tensors, "encoder", where), number_of_blocks(tensors, "decoder", where)
+    model_type = type_of(tensors, vocabulary, layers, where)
+    silu = gated and (width, hidden) in SILU
+    config = {
+        "model_type": model_type,
+        "d_model": width,
+        "d_kv": inner // heads,
+        "d_ff": hidden,
+        "num_heads": heads,
+        "num_layers": layers,
+        "num_decoder_layers": decoder_layers or layers,
+        "vocab_size": vocabulary,
+        "feed_forward_proj": "gated-silu" if silu else "gated-gelu" if gated else "relu",
+        "relative_attention_num_buckets": buckets,
+        "relative_attention_max_distance": 128,
+        "layer_norm_epsilon": 1e-6,
+        "dropout_rate": 0.1,
+        "initializer_factor": 1.0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+        "is_encoder_decoder": bool(decoder_layers),
+        "use_cache": bool(decoder_layers),
+    }
+    if decoder_layers:
+        config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    return config
+
+
+def number_of_blocks(tensors: Mapping[str, formats.TensorInfo], stack: str, where: str) -> int:
+    """Return the number of blocks of a stack; raise UserError where one of them is missing."""
+    found = {int(m[1]) for name in tensors if (m := re.match(rf"{stack}\.block\.(\d{{1,6}})\.", name))}
+    if found and max(found) != len(found) - 1:
+        missing = min(set(range(len(found))) - found)
+        raise UserError(f"{where}: block {missing} of the {stack} is missing; fetch the whole file again")
+    return len(found)
+
+
+def type_of(tensors: Mapping[str, formats.TensorInfo], vocabulary: int, layers: int, where: str) -> str:
+    """Return the model type, by which blocks have a bias table, and by the vocabulary where that leaves it open."""
+    ending = "SelfAttention.relative_attention_bias.weight"
+    tables = sum(name.startswith("encoder.block.") and name.endswith(ending) for name in tensors)
+    known = VOCABULARIES.get(vocabulary, "t5")
+    if layers == 1:
+        return known
+    if tables not in (1, layers):
+        raise UserError(
+            f"{where}: {tables} of {layers} blocks have a bias table, where T5 has one and UMT5 one in every block;"
+            f" fetch the whole file again, or {GIVE}"
+        )
+    if (tables == 1) == (known == "umt5"):
+        if tables == 1:
+            raise UserError(
+                f"{where}: its vocabulary of {vocabulary} is UMT5's, but only one block has a bias table; {GIVE}"
+            )
+        return "umt5"
+    return known
+
+
+def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, formats.TensorInfo]) -> dict[str, Any]:
+    """Return a config that was given for these tensors, by its file or as what that holds, with the class that suits
+    them: an encoder's where there is no decoder."""
+    read = formats.read_json(config, "config") if isinstance(config, Path) else dict(config)
+    model_type = str(read.get("model_type"))
+    if model_type in CLASSES:
+        whole = any(name.startswith("decoder.block.") for name in tensors)
+        read["architectures"] = [CLASSES[model_type][whole]]
+    return read
+
+
+def described(config: Mapping[str, Any]) -> str:
+    """Return a config in a few words."""
+    title = TITLES.get(str(config.get("model_type")), shortened(str(config.get("model_type"))))
+    whole = "" if config["is_encoder_decoder"] else " encoder"
+    return (
+        f"{title}{whole}, {config['num_layers']} layers of width {config['d_model']:,}, {config['num_heads']} heads of"
+        f" {config['d_kv']}, {config['feed_forward_proj']} feed-forward of {config['d_ff']:,}, vocabulary of"
+        f" {config['vocab_size']:,}"
+    )

@@ -21,25 +21,22 @@ from typing import Any
 
 from .. import system
 from ..errors import UserError, shortened
-from .disk import FREE_SPACE_REMEDY, writing
+from ..wording import bytes_in_words
 from .ownership import files_of, has_record, is_made_from, is_report, is_whole, strange_file
 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 """Errors of the disk that is written to."""
 
 MOST_FOLDERS = 200  # folders in each other that an output may lie in; Python makes some 1,000
-
 ELSEWHERE = "choose another output path"
+FREE_SPACE_REMEDY = "free some space or choose another output path"
 
 
 def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = False) -> None:
     """Raise UserError unless a folder can be made at ``out``: absent or empty (or, under ``force``, one that this
     program wrote and that holds nothing else), writable, and apart from the ``sources`` that are here and from what
-    they were made from.
-
-    back: the folder is brought back by ``undo``; one without a record is then compared with it before it is replaced.
-    Tried by making a folder beside it, as a file system may refuse what permissions promise.
-    """
+    they were made from. back: the folder is brought back by ``undo``; one without a record is then compared with it
+    before it is replaced. Tried by making a folder beside it, as a file system may refuse what permissions promise."""
     with writing(out, ELSEWHERE):
         if len(out.parts) > MOST_FOLDERS:
             raise UserError(f"{shortened(out)} lies in more than {MOST_FOLDERS} folders; {ELSEWHERE}")
@@ -165,11 +162,9 @@ def nearest_parent(path: Path) -> Path:
 
 @contextmanager
 def scratch(out: Path, kind: str = "partial") -> Iterator[Path]:
-    """Yield an empty folder beside ``out`` that is removed at the end, unless it was renamed.
-
-    It is locked meanwhile, and the system drops the lock of a process that is killed: so the next one can tell what
-    was left behind, which it removes, from what another one is working in. Raises UserError where it cannot be made.
-    """
+    """Yield an empty folder beside ``out`` that is removed at the end, unless it was renamed. It is locked meanwhile,
+    and the system drops the lock of a process that is killed: so the next one can tell what was left behind, which it
+    removes, from what another one is working in. Raises UserError where it cannot be made."""
     out = out.absolute()
     with writing(out.parent, ELSEWHERE):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -316,3 +311,41 @@ def sync_tree(folder: Path) -> None:
         for name in files:
             system.sync_file(Path(root) / name)
         system.sync_folder(Path(root))
+
+
+def check_free_space(what: str, nbytes: int, folder: Path, *, of: str = "the cache", variable: str = "HF_HOME") -> None:
+    """Raise UserError where the disk of a folder has no room for so many bytes. what: needs them. of: what the folder
+    is called; variable: of the environment, that chooses another one."""
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise UserError(
+            f"{what} needs {bytes_in_words(nbytes)} and the disk of {of} has {bytes_in_words(free)};"
+            f" free some space, or set {variable} to a folder on another disk"
+        )
+
+
+@contextmanager
+def writing(path: Path, remedy: str = FREE_SPACE_REMEDY) -> Iterator[None]:
+    """Turn an error of the disk into a UserError that names the output file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; {remedy}") from error
+
+
+@contextmanager
+def created(path: Path, size: int) -> Iterator[int]:
+    """Yield a descriptor of a new file, its space reserved where possible; the file is removed if the block fails."""
+    with writing(path):
+        descriptor = system.open_new(path)
+    try:
+        with writing(path):
+            system.reserve(descriptor, size)
+        yield descriptor
+    except BaseException:
+        os.close(descriptor)  # first: Windows removes no open file
+        path.unlink(missing_ok=True)
+        raise
+    os.close(descriptor)

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from ..system import write_all
-from .disk import created, writing
 from .formats import RunningHash, bytes_of, read_exactly, reading
 from .reader import Checkpoint
 from .shards import FileRecord, Write, check_write, dtype_of, lay_out, reach_of, shards
+from .staging import created, writing
 
 ELEMENTS = 1 << 18  # elements in a chunk: 512 kB of bf16
 FLUSHED = 1 << 26  # bytes after which the disk is given what has been written, so that it works at the same time
@@ -44,12 +44,10 @@ Chunk = tuple[Callable[[], object], memoryview]
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What became of a tensor's elements, counted while it was written.
-
-    ``lossless``: written value equal to the scaled one, finite. ``normal``: finite and not below the smallest normal
-    number. ``flushed_to_zero``: zero, though the source was not. ``nonfinite``: inf or NaN as written. ``amax``:
-    largest magnitude written, NaN where there is a NaN. ``nonzero``: in the source.
-    """
+    """What became of a tensor's elements, counted while it was written. ``lossless``: written value equal to the scaled
+    one, finite. ``normal``: finite and not below the smallest normal number. ``flushed_to_zero``: zero, though the
+    source was not. ``nonfinite``: inf or NaN as written. ``amax``: largest magnitude written, NaN where there is a NaN.
+    ``nonzero``: in the source."""
 
     elements: int
     lossless: int
@@ -60,7 +58,6 @@ class TensorStats:
     nonzero: int
 
     def plus(self, other: TensorStats) -> TensorStats:
-        """Return the stats of two chunks together."""
         amax = math.nan if math.isnan(self.amax + other.amax) else max(self.amax, other.amax)
         sums = map(add, astuple(self), astuple(other))
         return replace(TensorStats(*sums), amax=amax)
@@ -88,13 +85,10 @@ def write_fp16(
     advance: Callable[[int, int], None] | None = None,
 ) -> Written:
     """Write tensors as safetensors into ``folder``: ``model.safetensors``, or shards and their index, under the names
-    that the source's files have for them.
-
-    max_shard_size: bytes of tensors in a shard, else a tensor goes to the shard that its source came from and one
-    without source to the last. advance: called with bytes done and in all. Nothing is clamped: what is beyond fp16
-    becomes inf and is counted. Raises UserError for a full disk (before any work where the file system can reserve
-    space) and errors of a disk; what was written is then removed.
-    """
+    that the source's files have for them. max_shard_size: bytes of tensors in a shard, else a tensor goes to the shard
+    that its source came from and one without source to the last. advance: called with bytes done and in all. Nothing is
+    clamped: what is beyond fp16 becomes inf and is counted. Raises UserError for a full disk (before any work where the
+    file system can reserve space) and errors of a disk; what was written is then removed."""
     if len({write.name for write in writes}) != len(writes):
         raise ValueError("two tensors to write have the same name")
     for write in writes:

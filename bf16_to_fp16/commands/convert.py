@@ -18,7 +18,7 @@ from typing import Any, Unpack
 
 from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
 from ..checkpoint.formats import read_json
-from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
+from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUTS, FileLayout
 from ..checkpoint.packing import (
     check_out_file,
     metadata_of,

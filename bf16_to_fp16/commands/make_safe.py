@@ -26,7 +26,7 @@ from ..families.layout import Layout, TensorReader
 from ..families.resolve import effective, resolve, stored
 from ..progress import Progress
 from ..quiet import quiet
-from ..report.rows import tower_of
+from ..report.facts import tower_of
 from ..rescaling.apply import apply, scale
 from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.plan import Plan, exponents_of, inverse

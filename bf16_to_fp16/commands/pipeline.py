@@ -16,14 +16,13 @@ from typing import Any, Unpack
 
 from pydantic import ValidationError
 
-from ..checkpoint.disk import check_free_space
 from ..checkpoint.folder import is_weights, records, write_json
 from ..checkpoint.formats import read_json
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
 from ..checkpoint.places import own_name, written_folder
 from ..checkpoint.reader import contained, fetched, hub_files
 from ..checkpoint.shards import INDEX
-from ..checkpoint.staging import check_out, staged
+from ..checkpoint.staging import check_free_space, check_out, staged
 from ..conversion.options import Destination, GivenOptions, Options
 from ..environment import SCHEMA
 from ..errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import carry_over, write_json
-from ..checkpoint.layouts import LAYOUTS
+from ..checkpoint.naming import LAYOUTS
 from ..checkpoint.packing import (
     check_out_file,
     pack,

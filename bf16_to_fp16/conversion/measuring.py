@@ -27,7 +27,7 @@ from ..devices import Device, products_on
 from ..families.layout import Layout, TensorReader
 from ..families.resolve import resolve
 from ..progress import Progress
-from ..report.evidence import Decided, Measured
+from ..report.build import Decided, Measured
 from ..report.schema import FidelityEntry
 from ..rescaling.plan import Drift, Plan
 from ..run import probe

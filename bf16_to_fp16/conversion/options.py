@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS
+from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS
 from ..checkpoint.places import own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError

@@ -26,7 +26,7 @@ from ..families.resolve import check_norms, resolve
 from ..observe.meter import RangeObserver
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
-from ..report.evidence import Decided
+from ..report.build import Decided
 from ..rescaling.apply import through_fp16
 from ..rescaling.plan import Plan, check_plan_fits, exponents_of
 from ..rescaling.planner import PROOF_FIRST, PROOF_MARGIN_BITS, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan

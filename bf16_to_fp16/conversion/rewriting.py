@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
-from ..checkpoint.layouts import FOLDER_LAYOUT
+from ..checkpoint.naming import FOLDER_LAYOUT
 from ..checkpoint.pipeline import has_variant, name_variants
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.side_modules import write_in_fp16
@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..families.layout import Layout
 from ..numerics import FP16_MAX
 from ..progress import Progress
-from ..report.evidence import Decided, Rewritten
+from ..report.build import Decided, Rewritten
 from ..rescaling.apply import edited_config, writes
 from ..run.tokenizer import has_tokenizer
 from .options import Options

@@ -21,11 +21,9 @@ _STEPS_IN_A_BINADE = 8
 
 class RangeObserver:
     """Context manager that meters the inputs and outputs of every linear, embedding, norm and attention of an fp32
-    ``model``, by channel: the planner's ranges.
-
-    Every position counts, padding too: fp16 must hold it. Scores are seen only under ``attn_implementation="eager"``.
-    beside: the observer of another run by a copy of the model, to whose ranges this run adds.
-    """
+    ``model``, by channel: the planner's ranges. Every position counts, padding too: fp16 must hold it. Scores are seen
+    only under ``attn_implementation="eager"``. beside: the observer of another run by a copy of the model, to whose
+    ranges this run adds."""
 
     def __init__(self, model: nn.Module, beside: RangeObserver | None = None) -> None:
         self.model = model
@@ -56,10 +54,8 @@ class RangeObserver:
 
 @contextmanager
 def metering_norms(model: nn.Module, norms: dict[str, NormMeter]) -> Iterator[None]:
-    """Meter what enters every norm of a ``model``, of any format, token by token.
-
-    norms: the meters, by path, also those of runs by copies of the model, to which this run adds.
-    """
+    """Meter what enters every norm of a ``model``, of any format, token by token. norms: the meters, by path, also
+    those of runs by copies of the model, to which this run adds."""
     with ExitStack() as hooks:
         for path, module in model.named_modules():
             if is_norm(module):
@@ -113,7 +109,6 @@ class _Totals:
         self.scratch = torch.empty(0)
 
     def of(self, x: Tensor) -> _Total:
-        """Return what a tensor adds up to."""
         total: _Total | None = getattr(x, self.NAME, None)
         if total is None or total.version != x._version:
             flat = x.reshape(-1, x.shape[-1]).float()

@@ -48,12 +48,9 @@ _ORIGIN = "_bf16_to_fp16_origin"
 
 @dataclass(slots=True)
 class Origin:
-    """Where a tensor comes from, kept as an attribute on it.
-
-    ``constant``: no activation or parameter entered it. ``masked``: bool, the positions that stem from a mask.
-    ``cube``: the sites on the way from x³ to it. ``least``: of a constant, the least number that entered it, known
-    without a sync.
-    """
+    """Where a tensor comes from, kept as an attribute on it. ``constant``: no activation or parameter entered it.
+    ``masked``: bool, the positions that stem from a mask. ``cube``: the sites on the way from x³ to it. ``least``: of a
+    constant, the least number that entered it, known without a sync."""
 
     constant: bool = False
     masked: Tensor | None = None
@@ -172,9 +169,7 @@ def sees_nothing(scores: Tensor) -> bool:
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
     """Return what a mask must add at least for masked positions to have no weight, by row of attention: fp32 [...,
     queries], 0 where nothing is masked, where everything is, and where a score is NaN, which its own site shows.
-
-    scores: [..., queries, keys], before the mask. masked: bool, broadcastable to it.
-    """
+    scores: [..., queries, keys], before the mask. masked: bool, broadcastable to it."""
     cap = ceiling(masked, -math.inf, scores.dtype)
     hidden, seen = (torch.minimum(scores, most).amax(-1).float() for most in (-cap, cap))
     return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)

@@ -43,10 +43,8 @@ def points_of(w: FeedForward) -> list[_Point]:
 def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     """Yield a dictionary that each forward fills with differentiable values of the sites that can overflow, by the
     audit's names: linears, scores, context, gated products, the residual stream before each norm, norms' outputs.
-
     Scores are recomputed from queries and keys, [rows, heads, queries, keys], where every query meets every key, else
-    taken as they are, [rows, ..., keys]; everything else has the channels last.
-    """
+    taken as they are, [rows, ..., keys]; everything else has the channels last."""
     values: dict[str, Tensor] = {}  # without what a sequence too short for any sum leaves empty
     taken: dict[str, Tensor] = {}
     local = [w.at for w in layout.topology if isinstance(w, Attention) and w.radius]

@@ -45,9 +45,7 @@ _BELOW = {
 }
 
 _WRAPPING = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-
 _SET_GRAD_ENABLED = torch._C._set_grad_enabled
-
 _COMPILED = "a compiled model hides its operations; use the model without torch.compile"
 
 
@@ -294,7 +292,6 @@ class Tap:
             self._hand_over(full, scores, partial(origins.masked_span, masked=masked))
 
     def _wanted(self, call: _Call, name: str, count: int) -> str | None:
-        """The full name of a site that is wanted."""
         try:
             return call.names[name, count]
         except KeyError:

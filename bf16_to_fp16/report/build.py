@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from ..auditing.fidelity import Fidelity
+from ..auditing.attack import Attack
+from ..auditing.fidelity import Fidelity, Outputs, Reference
 from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.findings import Certificate
 from ..bounds.kinds import SiteKind
@@ -36,27 +37,56 @@ from ..rescaling.planner import ROUNDING, Planned
 from ..rescaling.rounding_loss import STEP_NOISE
 from ..rescaling.squares import squares_of
 from ..targets import SQUARING, TIERS
-from . import schema
+from . import remedies, schema
 from .card import front_matter
-from .evidence import Decided, Measured, Rewritten
-from .remedies import (
-    OVER,
-    SQUARES_UNSEEN,
-    THIN,
-    inexact,
-    overflowing,
-    passed_limit,
-    sinks,
-    unproven,
-    unsafe_sites,
-    why_unproven,
-)
 
 NOISE = 1e-9  # divergences under it are the noise of fp32 logits
 FP16_RANGE_BITS = 40.0  # bits between fp16's last subnormal and its limit: what a model loses that gives inf or NaN
 ONE_ROUNDING = 0.541 * 2.0**-20 / 12
 """Mean squared relative error of rounding to 11 significant bits: (2⁻¹⁰)²/12 times the mean of 1/x² over x in [1, 2),
 log-uniform."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What will be done: the plan, for a layout with its head tied or apart, and what it was chosen from. target: that
+    the plan holds, never "auto". planned: None where a stored plan is replayed. ranges: what was observed, None where
+    nothing was. reference: the source's outputs, where it was run."""
+
+    layout: Layout
+    plan: Plan
+    target: str
+    planned: Planned | None = None
+    ranges: Mapping[str, ModuleRange] | None = None
+    reference: Reference | None = None
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What was written: the weights, and the names of the other files of the source, carried over or left out.
+    side_dtypes: what the tensors of a sentence encoder's other modules were in."""
+
+    written: Written
+    carried: list[str]
+    left_out: list[str]
+    side_dtypes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the written files are: bounded, run in every regime, and compared with the source (where anything runs).
+    plan: with the drift's predicted and measured figures. tiers: by name whether the certificate of each holds. half:
+    the outputs of the written model in fp16. environment: what it was all made with. attack: what a search found, where
+    one was made."""
+
+    certificate: Certificate
+    plan: Plan
+    tiers: Mapping[str, bool] = field(default_factory=dict)
+    regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
+    fidelity: Fidelity | None = None
+    half: Outputs = ()
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    attack: Attack | None = None
 
 
 def build(
@@ -69,11 +99,9 @@ def build(
     inputs: Mapping[str, Any] | None = None,
     others: Sequence[Mapping[str, Any]] = (),
 ) -> schema.Report:
-    """Return the report of a conversion of ``checkpoint`` from what its steps found.
-
-    command: that does the same again. inputs: what was run on, as ``run.batch.describe_batches`` returns it. others:
-    records of the files in the output besides its weights, as ``checkpoint.folder.records`` returns them.
-    """
+    """Return the report of a conversion of ``checkpoint`` from what its steps found. command: that does the same again.
+    inputs: what was run on, as ``run.batch.describe_batches`` returns it. others: records of the files in the output
+    besides its weights, as ``checkpoint.folder.records`` returns them."""
     layout, planned, ranges, written = decided.layout, decided.planned, decided.ranges, rewritten.written
     plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
     over, close = passed_limits(planned, regimes, plan, certificate)
@@ -85,7 +113,7 @@ def build(
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
     described = schema.regimes_of(regimes)
     attack = None if measured.attack is None else schema.AttackEntry.model_validate(measured.attack.to_json())
-    broken = overflowing(attack) if attack is not None else []
+    broken = remedies.overflowing(attack) if attack is not None else []
     for site in attack.sites if attack is not None else ():
         seen[site.name] = max(seen.get(site.name, 0.0), site.worst)
     return schema.Report(
@@ -110,7 +138,7 @@ def build(
         plan=Plan.model_validate(describe_plan(plan)),
         signals=signals_of(layout, plan, ranges) if ranges is not None else [],
         precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
-        unsafe=[*over, *unsafe_sites(described, converted=True), *broken],
+        unsafe=[*over, *remedies.unsafe_sites(described, converted=True), *broken],
         close=close,
         command=command,
         environment=schema.Environment.model_validate(measured.environment),
@@ -140,16 +168,14 @@ def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeResult], plan: Plan, certificate: Certificate
 ) -> tuple[list[schema.UnsafeEntry], list[schema.UnsafeEntry]]:
     """Return the limits that no exponent holds: those that are passed, and those where only the margin is missing.
-
-    Without regimes nothing was audited, and the certificate decides.
-    """
-    entries = [passed_limit(violation) for violation in (planned.violations if planned else ())]
-    margin = plan.margin_bits or 0.0
-    past = [entry.excess_bits > margin if regimes else not certificate.holds for entry in entries]
-    over = [entry for entry, is_past in zip(entries, past, strict=True) if is_past]
-    close = [
-        entry.model_copy(update={"reason": THIN}) for entry, is_past in zip(entries, past, strict=True) if not is_past
-    ]
+    Without regimes nothing was audited, and the certificate decides."""
+    over: list[schema.UnsafeEntry] = []
+    close: list[schema.UnsafeEntry] = []
+    for entry in map(remedies.passed_limit, planned.violations if planned else ()):
+        if entry.excess_bits > (plan.margin_bits or 0.0) if regimes else not certificate.holds:
+            over.append(entry)
+        else:
+            close.append(entry.model_copy(update={"reason": remedies.THIN}))
     return over, close
 
 
@@ -165,10 +191,8 @@ def conclude(
 def tiers_of(
     layout: Layout, certified: Mapping[str, bool], regimes: Mapping[str, RegimeResult]
 ) -> dict[str, schema.TierEntry]:
-    """Return for each tier whether it holds, and by what: by its bounds, or on what was run.
-
-    Whether squares in fp16 vanish only ``half`` shows: without it no tier holds that makes them.
-    """
+    """Return for each tier whether it holds, and by what: by its bounds, or on what was run. Whether squares in fp16
+    vanish only ``half`` shows: without it no tier holds that makes them."""
     clean = "half" in regimes and verdict(regimes) == "safe"
     squares = squares_of(layout, regimes["half"].norms) if "half" in regimes else None
     # No run shows what sums in fp16 would come to, nor what squares of a sentence's vector would.
@@ -177,11 +201,11 @@ def tiers_of(
     rows: dict[str, schema.TierEntry] = {}
     for tier in TIERS:
         proof: Literal["certified", "observed"] | None
-        proof, reason = ("certified", "") if certified[tier.name] else (None, OVER)
+        proof, reason = ("certified", "") if certified[tier.name] else (None, remedies.OVER)
         if tier.target in SQUARING and squares is not None and squares.least < NORM_FLOOR:
-            proof, reason = None, sinks(squares.least)
+            proof, reason = None, remedies.sinks(squares.least)
         elif tier.target in SQUARING and squares is None and proof is not None:
-            proof, reason = None, SQUARES_UNSEEN
+            proof, reason = None, remedies.SQUARES_UNSEEN
         elif proof is None and clean and tier.target in seen:
             proof, reason = "observed", ""
         runtimes = list(tier.runtimes)
@@ -210,16 +234,14 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
             continue
         name = of_module.get(site.name.partition(":")[0], "")
         name = streams.get(site.name, RESIDUAL) if site.kind in (SiteKind.RESIDUAL, SiteKind.SQUARES) else name
-        reason, remedy = why_unproven(site.kind, fallbacks.get(name))
-        rows.append(unproven(site, reason, remedy))
+        reason, remedy = remedies.why_unproven(site.kind, fallbacks.get(name))
+        rows.append(remedies.unproven(site, reason, remedy))
     return rows
 
 
 def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.PrecisionEntry]:
-    """Return how many significant bits the residual stream keeps where each norm reads it.
-
-    fp16 has 11. A channel that falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square.
-    """
+    """Return how many significant bits the residual stream keeps where each norm reads it. fp16 has 11. A channel that
+    falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square."""
     rows, place = [], places(layout)
     for path, stream in layout.streams_read.items():
         module = ranges.get(path)
@@ -243,15 +265,14 @@ def too_inexact(
     fidelity: Fidelity | schema.FidelityEntry, *, exact: bool = False, ran: bool = True
 ) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the fp32 source than bf16 is, since too much has become too small, or if
-    the output of an ``exact`` plan is another function in fp32.
-    """
+    the output of an ``exact`` plan is another function in fp32."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
-        return [inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
+        return [remedies.inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
     if bf16 is None or not math.isfinite(bf16) or fp16 <= max(bf16, NOISE):
         return []
-    return [inexact(bits_between(fp16, max(bf16, NOISE)), finite=math.isfinite(fp16), ran=ran)]
+    return [remedies.inexact(bits_between(fp16, max(bf16, NOISE)), finite=math.isfinite(fp16), ran=ran)]
 
 
 def bits_between(error: float, other: float) -> float:
@@ -312,10 +333,8 @@ def weight_counts(layout: Layout, written: Written) -> schema.WeightsEntry:
 
 
 def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.SignalEntry]:
-    """Return for every observed signal what it reached in the source and what it reaches after the plan.
-
-    Scores and logits, which no plan moves, are among them.
-    """
+    """Return for every observed signal what it reached in the source and what it reaches after the plan. Scores and
+    logits, which no plan moves, are among them."""
     rows, place = [], places(layout)
     for signal in layout.signals.values():
         exponent = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)

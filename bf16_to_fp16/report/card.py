@@ -17,37 +17,15 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..checkpoint.folder import MODULES
-from ..checkpoint.layouts import LAYOUTS
+from ..checkpoint.naming import LAYOUTS
 from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass
 from ..rescaling.plan import Plan
 from ..run.tokenizer import TOKENIZER_FILES
 from ..wording import bound_magnitude, bytes_in_words, significant_bits
-from .page import (
-    TIER_COLUMNS,
-    UNPROVEN_COLUMNS,
-    fidelity_table,
-    figures,
-    histograms,
-    is_exact,
-    plan_rows,
-    regime_rows,
-    remedies_of,
-    source_name,
-    weight_rows,
-)
-from .rows import (
-    coverage,
-    least_precise,
-    moved_by,
-    standing,
-    tier_rows,
-    tower_of,
-    uncertified_rows,
-    verdict_sentence,
-)
-from .schema import FinetuneEntry, Report, dump
+from . import facts, page
+from .schema import Report, dump
 from .tables import Column, Table, names, numbers
 
 TAGS = ("fp16", "bf16-to-fp16")
@@ -78,11 +56,9 @@ def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
 
 
 def render_card(report: Report, config: Mapping[str, Any]) -> str:
-    """Return the model card of a conversion, front matter and Markdown, which depends on nothing else.
-
-    report: what ``build.build`` returns. config: the checkpoint's, which names its class. An unsafe verdict is the
-    first line of the text.
-    """
+    """Return the model card of a conversion, front matter and Markdown, which depends on nothing else. report: what
+    ``build.build`` returns. config: the checkpoint's, which names its class. An unsafe verdict is the first line of the
+    text."""
     inherited: dict[str, Any] = dict(report.source.card)
     architecture = next(iter(architectures(config)), "")
     results = eval_results(report, class_named(architecture), inherited.get("pipeline_tag"))
@@ -90,7 +66,7 @@ def render_card(report: Report, config: Mapping[str, Any]) -> str:
         base_model=origin(report)[0],
         library_name="transformers",
         tags=[*(tag for tag in inherited.pop("tags", ()) if tag.lower() not in OTHER_FORMATS), *TAGS],
-        model_name=f"{source_name(report)} in fp16" if results else None,
+        model_name=f"{page.source_name(report)} in fp16" if results else None,
         eval_results=results or None,
         **inherited,
     )
@@ -102,7 +78,7 @@ def warned(card: str, report: Report) -> str:
     """Return a card whose text begins with the unsafe verdict of ``report``: as it is if it does so already."""
     front = FRONT_MATTER.match(card)
     head, body = (card[: front.end()], card[front.end() :]) if front else ("", card)
-    if body.lstrip().startswith(NOTICES[standing(report)]):
+    if body.lstrip().startswith(NOTICES[facts.standing(report)]):
         return card
     return f"{head}\n> {notice(report)} What is said below otherwise was measured before.\n\n{body.lstrip()}"
 
@@ -135,7 +111,7 @@ def markdown(table: Table) -> str:
 
 def notice(report: Report) -> str:
     """Return the first line of a card that is not simply safe, as Markdown: the verdict and how to go on."""
-    head, _, rest = verdict_sentence(report).partition(": ")
+    head, _, rest = facts.verdict_sentence(report).partition(": ")
     verdict = f"**{prose(head)}.** {prose(rest[:1].upper() + rest[1:])}"
     words, colon, command = report.next.partition(": ")
     return f"{verdict} Next: {prose(words)}{colon}{span(command) if colon else ''}" if report.next else verdict
@@ -162,9 +138,7 @@ def task_of(stock: StockClass | None) -> str:
 
 def eval_results(report: Report, stock: StockClass | None, task: str | None) -> list[EvalResult]:
     """Return the fidelity figures as the Hub's ``model-index`` takes them; none where nothing finite was measured.
-
-    stock: the class of the checkpoint, None for one that is not known. task: what its own card says that it does.
-    """
+    stock: the class of the checkpoint, None for one that is not known. task: what its own card says that it does."""
     close = report.fidelity
     if close is None:
         return []
@@ -225,10 +199,8 @@ def runs(channels: Sequence[int]) -> str:
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """Return licence, languages, tags and task from the card of a source folder, without what is absent or not text.
-
-    A model inside a diffusers pipeline has its card one folder up, beside ``model_index.json``.
-    """
+    """Return licence, languages, tags and task from the card of a source folder, without what is absent or not text. A
+    model inside a diffusers pipeline has its card one folder up, beside ``model_index.json``."""
     card = folder / "README.md"
     if not card.is_file() and (folder / "SOURCE_README.md").is_file():
         card = folder / "SOURCE_README.md"
@@ -261,70 +233,46 @@ def card_template() -> Template:
     )
     made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
     made.filters |= {"bound": bound_magnitude, "significant": significant_bits}
+    made.globals |= {"facts": facts, "page": page, "notice": notice}
     return made.get_template("card.md.jinja")
 
 
 def card_text(report: Report, architecture: str, *, licensed: bool, languages: bool = True) -> str:
     """Return the Markdown of the card of a checkpoint of the class ``architecture``."""
-    covers, leaves = coverage(report)
-    stock, unproven = class_named(architecture), uncertified_rows(report)
     hub_id, revision = origin(report)
-    run, plan, close = report.finetune, report.plan, report.fidelity
+    run, plan, close, carried = report.finetune, report.plan, report.fidelity, report.source.carried_over
     reference = "finetuned weights in fp32" if run or close is None else close.reference
+    evaluated = (each.get("held_out_loss") for each in run.evaluations) if run is not None else ()
+    unproven = facts.uncertified_rows(report)
     assert plan is not None  # a card is of a conversion
-    recipe = run.recipe if run is not None else None
     return card_template().render(
         report=report,
-        run=run,
-        losses=losses(run) if run is not None else (),
-        moved=moved_by(run) if run is not None else "",
+        losses=[loss for loss in evaluated if isinstance(loss, (int, float))],
         address=project_url(),
-        name=source_name(report),
         hub_id=hub_id,
         revision=revision,
         licensed=licensed,
         languages=languages,
         plan=plan_in_full(plan),
-        recipe=yaml.safe_dump(recipe, sort_keys=False, width=120, allow_unicode=True) if recipe else "",
-        safe=report.safe,
-        sentence=verdict_sentence(report),
-        notice=notice(report),
-        figures=figures(report),
-        regimes=Table(REGIME_COLUMNS, regime_rows(report.regimes)),
-        proven=report.proven,
-        covers=covers,
-        tower=tower_of(report.family),
-        leaves=leaves,
-        tiers=Table(TIER_COLUMNS, tier_rows(report)),
-        unproven=Table(UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED_ON_CARD]),
+        recipe=yaml.safe_dump(run.recipe, sort_keys=False, width=120, allow_unicode=True) if run and run.recipe else "",
+        regimes=Table(REGIME_COLUMNS, page.regime_rows(report.regimes)),
+        tiers=Table(page.TIER_COLUMNS, facts.tier_rows(report)),
+        unproven=Table(page.UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED_ON_CARD]),
         unproven_count=len(unproven),
         hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED_ON_CARD),
-        remedies=remedies_of(report, unproven),
-        least_precise=least_precise(report),
+        remedies=page.remedies_of(report, unproven),
         fidelity=close
-        and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16", "this in fp16"),
-        weights=weight_rows(report.weights, dtype=report.source.dtype),
-        moves=plan_rows(report),
-        exact=is_exact(plan),
-        histograms=histograms(plan.exponents),
+        and page.fidelity_table(close, reference, "the same in bf16" if run else "source in bf16", "this in fp16"),
         model_class=loading_class(architecture),
         outside=sum(why.startswith(architecture) for why in report.source.dropped.values()),
         architecture=architecture,
-        sentences=MODULES in report.source.carried_over,
-        stock=stock,
-        goes_on=stock is not None and stock.is_language_model and not stock.takes_decoder_ids,
-        tokenizer=any(name in TOKENIZER_FILES for name in report.source.carried_over),
-        reads_images=bool(tower_of(report.family)) and not set(PROCESSOR_FILES).isdisjoint(report.source.carried_over),
-        half="half" not in report.broken_regimes,
+        sentences=MODULES in carried,
+        stock=class_named(architecture),
+        tokenizer=any(name in TOKENIZER_FILES for name in carried),
+        reads_images=bool(facts.tower_of(report.family)) and not set(PROCESSOR_FILES).isdisjoint(carried),
         kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
         made_in_fp32=family is not None and family.made_in_fp32,
     )
-
-
-def losses(run: FinetuneEntry) -> list[float]:
-    """Return the losses on held-out data of a finetune, in order."""
-    found = (evaluation.get("held_out_loss") for evaluation in run.evaluations)
-    return [loss for loss in found if isinstance(loss, (int, float))]
 
 
 def oneline(value: str) -> str:

@@ -91,16 +91,22 @@ def pictures(signals: Sequence[SignalEntry]) -> list[Picture]:
     shown = [v for ps in stacks.values() for p in ps for v in (p.before, p.after)]
     result: list[Picture] = []
     for name, ps in stacks.items():
-        if ps:
-            draw_before_after(result, ps, name, axis(shown), before_after_in_words(ps, name, signals))
+        if not ps:
+            continue
+        with drawn(result, name, axis(shown), before_after_in_words(ps, name, signals)) as axes:
+            for series in SERIES:
+                mine = [p for p in ps if p.series is series]
+                x = [p.x for p in mine]
+                size = 3.6 if len(mine) < 20 else 2.4
+                look: dict[str, Any] = {"color": series.placeholder, "marker": series.marker, "markersize": size}
+                axes.plot(x, [math.log2(p.before) for p in mine], "--", linewidth=0.9, markerfacecolor=_PAPER, **look)
+                axes.plot(x, [math.log2(p.after) for p in mine], "-", linewidth=1.5, **look)
     return result
 
 
 def points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return the points of one stack, spread evenly within their block, and the logits behind the last.
-
-    Of experts, which stand side by side, the largest counts. Zeros and infinite values have no place on a log axis.
-    """
+    """Return the points of one stack, spread evenly within their block, and the logits behind the last. Of experts,
+    which stand side by side, the largest counts. Zeros and infinite values have no place on a log axis."""
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
     reads = [s for s in mine if s.block is not None and signal_series(s) is STREAM]
     norms = {s.module for s in reads}
@@ -152,26 +158,10 @@ def before_after_in_words(shown: Iterable[Point], stack: str, signals: Iterable[
     return f"{words}; not drawn: {most.module}, {magnitude(most.before)} before and {magnitude(most.after)} after"
 
 
-def draw_before_after(
-    into: list[Picture], shown: Sequence[Point], stack: str, ends: tuple[int, int], words: str
-) -> None:
-    """Draw one stack before and after."""
-    with drawn(into, stack, ends, words) as axes:
-        for series in SERIES:
-            mine = [p for p in shown if p.series is series]
-            x = [p.x for p in mine]
-            size = 3.6 if len(mine) < 20 else 2.4
-            look: dict[str, Any] = {"color": series.placeholder, "marker": series.marker, "markersize": size}
-            axes.plot(x, [math.log2(p.before) for p in mine], "--", linewidth=0.9, markerfacecolor=_PAPER, **look)
-            axes.plot(x, [math.log2(p.after) for p in mine], "-", linewidth=1.5, **look)
-
-
 @contextmanager
 def drawn(into: list[Picture], stack: str, ends: tuple[int, int], words: str, *, wide: bool = False) -> Iterator[Any]:
-    """Give the axes of one stack's picture with their limit line and grid; on leaving, it is added to ``into``.
-
-    x: blocks from the bottom of the stack. y: log2 of the largest |x|, between ``ends``.
-    """
+    """Give the axes of one stack's picture with their limit line and grid; on leaving, it is added to ``into``. x:
+    blocks from the bottom of the stack. y: log2 of the largest |x|, between ``ends``."""
     from matplotlib.ticker import MaxNLocator, MultipleLocator
 
     low, high = ends
@@ -192,11 +182,9 @@ def drawn(into: list[Picture], stack: str, ends: tuple[int, int], words: str, *,
 def styled(
     into: list[Picture], name: str, inches: tuple[float, float], words: str, *, wide: bool = False, title: str = ""
 ) -> Iterator[Any]:
-    """Give the axes of a picture of a size in inches in the common style; on leaving, it is added to ``into``.
-
-    name: what the ids inside the SVG are made from, so that the same picture has the same bytes, and the picture's
-    unless it has a ``title``.
-    """
+    """Give the axes of a picture of a size in inches in the common style; on leaving, it is added to ``into``. name:
+    what the ids inside the SVG are made from, so that the same picture has the same bytes, and the picture's unless it
+    has a ``title``."""
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure as Canvas
 
@@ -231,14 +219,10 @@ def themed(svg: str, words: str) -> Markup:
     return Markup(svg.replace("%s", str(label), 1))
 
 
-# --- an audit --------------------------------------------------------------------------------------------------------
-
-
 def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
     """Return a picture of each column of blocks that a regime ran: the largest |x| per block and kind of operation.
-
-    What broke is drawn as large as in fp32, at the limit where that is not known; what is so by design is left out.
-    """
+    What broke is drawn as large as in fp32, at the limit where that is not known, a cross over it; what is so by design
+    is left out."""
     largest: dict[str, dict[Series, dict[int, SiteEntry]]] = {}
     for site in sites:
         series = BLOCKS.get(site.role or "")
@@ -254,24 +238,14 @@ def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
     for stack, lines in largest.items():
         top = max((site for blocks in lines.values() for site in blocks.values()), key=lambda site: site.reached)
         words = f"{stack}: the largest value is {magnitude(top.reached)}, at {top.name}; the limit is 65,504"
-        draw_audit(result, lines, stack, axis(shown), words)
+        with drawn(result, stack, axis(shown), words) as axes:
+            for series, blocks in lines.items():
+                y = {block: math.log2(site.reached) for block, site in sorted(blocks.items()) if site.reached > 0}
+                look: dict[str, Any] = {"color": series.placeholder, "markersize": 3.6 if len(y) < 20 else 2.4}
+                axes.plot(list(y), list(y.values()), "-", marker=series.marker, linewidth=1.3, **look)
+                over = [block for block, bits in y.items() if bits > math.log2(FP16_MAX)]
+                axes.plot(over, [y[block] for block in over], "x", color=_LIMIT, markersize=7, markeredgewidth=1.4)
     return result
-
-
-def draw_audit(
-    into: list[Picture], lines: Mapping[Series, Mapping[int, SiteEntry]], stack: str, ends: tuple[int, int], words: str
-) -> None:
-    """Draw one column of blocks; a cross is what is over the limit."""
-    with drawn(into, stack, ends, words) as axes:
-        for series, blocks in lines.items():
-            y = {block: math.log2(site.reached) for block, site in sorted(blocks.items()) if site.reached > 0}
-            look: dict[str, Any] = {"color": series.placeholder, "markersize": 3.6 if len(y) < 20 else 2.4}
-            axes.plot(list(y), list(y.values()), "-", marker=series.marker, linewidth=1.3, **look)
-            over = [block for block, bits in y.items() if bits > math.log2(FP16_MAX)]
-            axes.plot(over, [y[block] for block in over], "x", color=_LIMIT, markersize=7, markeredgewidth=1.4)
-
-
-# --- the bracket -----------------------------------------------------------------------------------------------------
 
 
 WIDE_FROM = 16  # last block from which a picture of brackets takes the page's width
@@ -280,9 +254,7 @@ WIDE_FROM = 16  # last block from which a picture of brackets takes the page's w
 @dataclass(frozen=True)
 class Bracket:
     """The largest of one kind of signal in one block: the worst value found, the bound, the bound of partial sums.
-
-    ``found``: None where nothing was run, infinite for an overflow. ``block``: None for the logits.
-    """
+    ``found``: None where nothing was run, infinite for an overflow. ``block``: None for the logits."""
 
     series: Series
     block: int | None
@@ -333,9 +305,8 @@ def bracket_pictures(certificate: CertificateEntry) -> list[Picture]:
     result: list[Picture] = []
     for name, mine in stacks.items():
         if mine:
-            draw_brackets(
-                result, mine, name, (max(-14, low), min(64, high)), bracket_in_words(mine, name, certificate.sites)
-            )
+            words = bracket_in_words(mine, name, certificate.sites)
+            draw_brackets(result, mine, name, (max(-14, low), min(64, high)), words)
     return result
 
 
@@ -350,10 +321,8 @@ def bracket_in_words(shown: Sequence[Bracket], stack: str, sites: Sequence[Bound
 
 
 def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, ends: tuple[int, int], words: str) -> None:
-    """Draw one stack's brackets: a marker at the worst found, a bar at the bound, a line between them.
-
-    What is beyond the picture stands at its edge. A cross is an overflow that the bound allows.
-    """
+    """Draw one stack's brackets: a marker at the worst found, a bar at the bound, a line between them. What is beyond
+    the picture stands at its edge. A cross is an overflow that the bound allows."""
     end, (low, high) = 1 + max((b.block for b in shown if b.block is not None), default=-1), ends
     wide = end > WIDE_FROM
     size = min(6.0, max(2.4, (500 if wide else 230) / ((end + 1) * len(BRACKETS))))
@@ -387,17 +356,13 @@ def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, end
         axes.set_xlim(-0.6, end - 0.4 + head * 0.7)
 
 
-# --- the finetune ----------------------------------------------------------------------------------------------------
-
 _CURVE = (3.6, 2.5)
 Curve = list[tuple[float, float]]  # (step, value) wherever a value is finite
 
 
 def curve_pictures(run: FinetuneEntry) -> list[Picture]:
-    """Return the curves of a finetune over its steps: losses in nats per target token, headroom in bits, loss scale.
-
-    A dotted line is the headroom that was asked for; crosses are steps that were skipped.
-    """
+    """Return the curves of a finetune over its steps: losses in nats per target token, headroom in bits, loss scale. A
+    dotted line is the headroom that was asked for; crosses are steps that were skipped."""
     penalty, end = run.recipe.get("penalty"), float(max(1, run.steps))
     target = penalty.get("headroom_bits") if isinstance(penalty, Mapping) else None
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -41,30 +42,8 @@ from ..wording import (
     tightness,
     times,
 )
-from .figures import BLOCKS, BRACKETS, SERIES, audit_pictures, bracket_pictures, curve_pictures, pictures
+from . import facts, figures
 from .remedies import unsafe_sites
-from .rows import (
-    BF16_BITS,
-    MOST_UNCERTIFIED,
-    STANDINGS,
-    UNCERTIFIED_SHOWN,
-    bound_rows,
-    carried_over,
-    coverage,
-    distances,
-    distinct,
-    first_broken,
-    for_target,
-    found_by,
-    kept_bits_tables,
-    least_precise,
-    moved_by,
-    standing,
-    tier_rows,
-    uncertified_rows,
-    underflow_rows,
-    verdict_sentence,
-)
 from .schema import FidelityEntry, FinetuneEntry, RegimeEntry, Report, UnprovenEntry, WeightsEntry, dump
 from .site_table import site_table
 from .tables import Column, Table, names, numbers
@@ -90,73 +69,31 @@ def write_page(path: Path, report: Report) -> None:
 
 def render(report: Report) -> str:
     """Return the page; parts that the report lacks (an audit has no plan, a replayed plan no signals) are left out."""
-    plan, regimes, certificate, run = report.plan, report.regimes, report.certificate, report.finetune
-    covers, leaves = coverage(report)
+    regimes, run, close = report.regimes, report.finetune, report.fidelity
     # Where the most is fp16.
     widest = "half" if "half" in regimes else next(iter(regimes), "")
-    sunk, close = underflow_rows(regimes), report.fidelity
+    seen = bool(widest) and not report.signals and report.certificate is None
+    sunk, left_out = facts.underflow_rows(regimes), report.source.left_out
     reference = "finetuned model in fp32" if run or close is None else close.reference
-    parts: dict[str, Any] = {
-        "certificate": certificate,
-        "curves": (),
-        "evaluations": None,
-        "exponents": Table((), ()),
-        "unproven": Table((), ()),
-        "plan": plan,
-        "run": run,
-    }
-    if certificate is not None:
-        parts |= certificate_parts(report)
-    if plan is not None:
-        parts |= {
-            "moves": plan_rows(report),
-            "exact": is_exact(plan),
-            "histograms": histograms(plan.exponents),
-            "exponents": exponent_table(plan.exponents),
-            "hidden_exponents": max(0, len(plan.exponents) - MOST_EXPONENTS),
-        }
-    if run is not None:
-        parts |= {
-            "moved": moved_by(run),
-            "curves": curve_pictures(run),
-            "run_rows": run_rows(run),
-            "evaluations": evaluation_table(run.evaluations),
-            "kept": run.fidelity and fidelity_table(run.fidelity, "original in fp32", "original in bf16"),
-        }
-    template = jinja_environment().get_template("report.html.jinja")
-    return template.render(
-        report=report,
-        title=source_name(report),
-        safe=report.safe,
-        standing=STANDINGS[standing(report)],
-        proven=report.proven,
-        sentence=verdict_sentence(report),
-        figures=figures(report),
-        pictures=pictures(report.signals),
-        series=SERIES,
-        largest=largest_signals(report),
-        audited=audit_pictures(regimes[widest].sites) if widest and not report.signals and not certificate else (),
-        audited_regime=widest,
-        audit_series=BLOCKS.values(),
-        attentions=attentions_run(report),
-        covers=covers,
-        leaves=leaves,
-        tiers=Table(TIER_COLUMNS, tier_rows(report), "In which runtimes it holds", "tiers"),
-        precision=kept_bits_tables(report),
-        least_precise=least_precise(report),
-        bf16_bits=BF16_BITS,
-        sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
-        hidden_sunk=max(0, len(sunk) - MOST_SUNK),
-        regimes=regime_rows(regimes),
-        unsafe=unsafe_tables(report),
-        fidelity=close and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16"),
-        weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
-        sites=site_table(report),
-        machine=machine_rows(report),
-        replaced=[name for name in report.source.left_out if not name.endswith("/")],
-        folders=[name for name in report.source.left_out if name.endswith("/")],
-        hashes=hash_rows(report),
-        **parts,
+    return (
+        jinja_environment()
+        .get_template("report.html.jinja")
+        .render(
+            report=report,
+            audited=figures.audit_pictures(regimes[widest].sites) if seen else (),
+            audited_regime=widest,
+            tiers=Table(TIER_COLUMNS, facts.tier_rows(report), "In which runtimes it holds", "tiers"),
+            sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
+            hidden_sunk=max(0, len(sunk) - MOST_SUNK),
+            fidelity=close and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16"),
+            weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
+            sites=site_table(report),
+            replaced=[name for name in left_out if not name.endswith("/")],
+            folders=[name for name in left_out if name.endswith("/")],
+            hashes=[("source", name, digest) for name, digest in report.source.sha256.items()]
+            + [("output", file.name, file.sha256 or "not computed") for file in report.output.files],
+            **(certificate_parts(report) if report.certificate is not None else {}),
+        )
     )
 
 
@@ -164,20 +101,19 @@ def certificate_parts(report: Report) -> dict[str, Any]:
     """Return what the template needs of a report's certificate."""
     certificate = report.certificate
     assert certificate is not None  # for which this is called
-    unproven, found = uncertified_rows(report), found_by(report)
+    unproven, found = facts.uncertified_rows(report), facts.found_by(report)
     one_reason = len({site.reason for site in unproven}) == 1
     columns = UNPROVEN_COLUMNS[: -1 if one_reason else None]
     return {
-        "brackets": bracket_pictures(certificate),
-        "bracket_series": BRACKETS,
+        "brackets": figures.bracket_pictures(certificate),
         "partial_sums": any(site.partial > 1.1 * site.bound for site in certificate.sites),
-        "bounds": bound_table(report, measured=bool(found)),
+        "bounds": bound_table(report),
         "found_by": found,
         "overflowed": any(site.observed is not None and not site.observed <= FP16_MAX for site in certificate.sites),
-        "unproven": Table(columns, unproven[:UNCERTIFIED_SHOWN], id="unproven"),
-        "more_unproven": Table(columns, unproven[UNCERTIFIED_SHOWN:MOST_UNCERTIFIED]),
+        "unproven": Table(columns, unproven[: facts.UNCERTIFIED_SHOWN], id="unproven"),
+        "more_unproven": Table(columns, unproven[facts.UNCERTIFIED_SHOWN : facts.MOST_UNCERTIFIED]),
         "unproven_count": len(unproven),
-        "hidden_unproven": max(0, len(unproven) - MOST_UNCERTIFIED),
+        "hidden_unproven": max(0, len(unproven) - facts.MOST_UNCERTIFIED),
         "one_reason": one_reason,
         "remedies": remedies_of(report, unproven),
     }
@@ -206,6 +142,7 @@ def jinja_environment() -> Environment:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"significant": significant_bits, "breakable": breakable, "with_command": with_command}
+    environment.globals |= {"facts": facts, "figures": figures, "page": sys.modules[__name__]}
     return environment
 
 
@@ -218,9 +155,6 @@ def with_command(said: str) -> Markup:
     """Return a sentence, escaped, in which a command behind its last words, "…: ", stands as code."""
     words, colon, command = said.partition(": ")
     return Markup("{}: <code>{}</code>").format(words, command) if colon else escape(said)
-
-
-# --- verdict and figures -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -240,7 +174,7 @@ def source_name(report: Report) -> str:
     return f"{name}/{inside}" if inside else name
 
 
-def figures(report: Report) -> list[Figure]:
+def headline(report: Report) -> list[Figure]:
     """Return the figures of the headline, up to four, fewer where the report lacks them."""
     regimes: Mapping[str, RegimeEntry] = report.regimes
     result: list[Figure] = []
@@ -248,7 +182,7 @@ def figures(report: Report) -> list[Figure]:
         name = "half" if "half" in regimes else min(regimes, key=lambda n: regimes[n].headroom_bits)
         regime = regimes[name]
         value = headroom_or_excess(regime.headroom_bits, regime.reached)
-        site = first_broken(regime) or regime.tightest
+        site = facts.first_broken(regime) or regime.tightest
         said = reached(regime.reached)
         said = said if said == "overflow" else f"max |x| {said} of 65,504"
         ran = "pure fp16" if name == "half" else name
@@ -261,15 +195,15 @@ def figures(report: Report) -> list[Figure]:
         result.append(Figure("headroom under attack", kept, note))
     if certificate is not None and certificate.holds:
         sites = counted(len(certificate.sites), "site")
-        note = f"of up to {counted(certificate.max_length, 'position')}, by bounds at {sites}{for_target(report)}"
+        note = f"of up to {counted(certificate.max_length, 'position')}, by bounds at {sites}{facts.for_target(report)}"
         result.append(Figure("headroom for any input", headroom(certificate.headroom_bits), note))
     elif certificate is not None:
-        unproven = uncertified_rows(report)
-        of = f"of {len(certificate.sites):,}{for_target(report)}"
+        unproven = facts.uncertified_rows(report)
+        of = f"of {len(certificate.sites):,}{facts.for_target(report)}"
         note = f"{of}, the furthest over its limit: {unproven[0].name}" if unproven else of
         result.append(Figure("not proven for every input", counted(len(unproven), "site"), note))
     close, weights, run = report.fidelity, report.weights, report.finetune
-    if run is not None and (moved := distances(run))[2]:
+    if run is not None and (moved := facts.distances(run))[2]:
         what, unit, ((first, where), *others) = moved
         note = f"{unit} on {where}".lstrip()
         note += "".join(f"; {scientific(value)} on {on}" for value, on in others)
@@ -308,8 +242,6 @@ def closeness(close: FidelityEntry, *, finetuned: bool = False) -> tuple[str, st
     return (f"{about(closer)} closer" if closer >= 1 else f"{about(further)} further off"), note
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
-
 TIER_COLUMNS = (names("tier", 0), Column("arithmetic", 1), Column("this checkpoint", 2), Column("stands for", 3))
 UNPROVEN_COLUMNS = (
     names("site"),
@@ -330,17 +262,17 @@ LARGEST_COLUMNS = (
 
 def largest_signals(report: Report) -> Table:
     """Return the table of the signals that were largest before."""
-    ranked = sorted(distinct(report.signals), key=lambda s: -math.inf if math.isnan(s.before) else -s.before)
+    ranked = sorted(facts.distinct(report.signals), key=lambda s: -math.inf if math.isnan(s.before) else -s.before)
     whose = "finetuned weights" if report.finetune is not None else "source"
     title = f"The largest, seen in fp32 on the {whose}; after: what the plan makes of them"
     return Table(LARGEST_COLUMNS, ranked[:LARGEST], title)
 
 
-def bound_table(report: Report, *, measured: bool) -> Table:
-    """Return the table of the tightest bounds; measured: beside the worst values found."""
+def bound_table(report: Report) -> Table:
+    """Return the table of the tightest bounds, beside the worst values found where anything was run."""
     certificate = report.certificate
     assert certificate is not None  # for which this is called
-    title = f"The least headroom by their bounds{for_target(report)}"
+    title = f"The least headroom by their bounds{facts.for_target(report)}"
     if certificate.holds and certificate.cost_bits is not None:
         cost = f" {_over2(certificate.cost_bits)} bits of" if certificate.cost_bits else " no"
         title += f"; proving them cost{cost} precision"
@@ -354,9 +286,9 @@ def bound_table(report: Report, *, measured: bool) -> Table:
         numbers("limit", "limit", magnitude),
         numbers("headroom", "headroom_bits", headroom_by_bound),
     ]
-    if not measured:
+    if not facts.found_by(report):
         columns = [column for column in columns if "worst found" not in column.title]
-    return Table(columns, bound_rows(certificate), title, "bounds")
+    return Table(columns, facts.bound_rows(certificate), title, "bounds")
 
 
 REGIME_MEANINGS = {
@@ -377,7 +309,7 @@ def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
             "saturated": regime.saturated,
             "amax": reached(regime.reached),
             "bits": headroom_or_excess(regime.headroom_bits, regime.reached),
-            "tightest": first_broken(regime) or regime.tightest or "–",
+            "tightest": facts.first_broken(regime) or regime.tightest or "–",
         }
         for name, regime in regimes.items()
     ]
@@ -526,15 +458,16 @@ def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
     return rows
 
 
-_EVALUATED = {
-    "step": "step",
-    "held_out_loss": "held-out loss",
-    "held_out_divergence": "divergence from the original",
-    "bounds_over": "bounds over",
-    "bound_excess_bits": "most by (bits)",
-    "worst_headroom_bits": "headroom",
-    "worst_site": "tightest",
+_EVALUATED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "step": ("step", "{:,}".format),
+    "held_out_loss": ("held-out loss", "{:.4g}".format),
+    "held_out_divergence": ("divergence from the original", scientific),
+    "bounds_over": ("bounds over", "{:.4g}".format),
+    "bound_excess_bits": ("most by (bits)", "{:.4g}".format),
+    "worst_headroom_bits": ("headroom", headroom),
+    "worst_site": ("tightest", str),
 }
+"""What evaluations of a finetune have by name, and how it is called and written."""
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Table | None:
@@ -543,31 +476,19 @@ def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Table | None:
         return None
     shown = {name for evaluation in evaluations for name, value in evaluation.items() if value is not None}
     extra = sorted({k for e in evaluations for k, v in e.items() if isinstance(v, (int, float))} - set(_EVALUATED))
-    order = [*list(_EVALUATED)[:-1], *extra, "worst_site"]
-    columns = [
-        Column(
-            _EVALUATED.get(name, name.replace("_", " ")),
-            partial(evaluated_cell, name=name),
-            str,
-            "site" if name == "worst_site" else "n",
-        )
-        for name in order
-        if name in shown
-    ]
+    order = [name for name in (*list(_EVALUATED)[:-1], *extra, "worst_site") if name in shown]
     stride = -(-len(evaluations) // MOST_EVALUATIONS)
-    return Table(columns, evaluations[::-1][::stride][::-1], id="evaluations")
+    return Table(list(map(evaluated, order)), evaluations[::-1][::stride][::-1], id="evaluations")
 
 
-def evaluated_cell(evaluation: Mapping[str, Any], name: str) -> str:
-    """Return one figure of an evaluation as text."""
-    value = evaluation.get(name)
-    if value is None or isinstance(value, str):
-        return value or "–"
-    if name == "step":
-        return f"{value:,}"
-    if name == "worst_headroom_bits":
-        return headroom(value)
-    return scientific(value) if name == "held_out_divergence" else f"{value:.4g}"
+def evaluated(name: str) -> Column:
+    """Return the column of one figure of evaluations."""
+    title, write = _EVALUATED.get(name, (name.replace("_", " "), "{:.4g}".format))
+
+    def text(value: Any) -> str:
+        return value or "–" if value is None or isinstance(value, str) else write(value)
+
+    return Column(title, lambda evaluation: evaluation.get(name), text, "site" if name == "worst_site" else "n")
 
 
 def fidelity_table(close: FidelityEntry, reference: str, bf16: str, fp16: str = "output in fp16") -> Table:
@@ -595,15 +516,9 @@ def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str 
         return []
     return [
         ("finetuned fp32 weights" if whose == "finetuned" else f"weights of the {whose}", f"{weights.elements:,}"),
-        ("carried over bit for bit", carried_over(weights, dtype)),
+        ("carried over bit for bit", facts.carried_over(weights, dtype)),
         ("normal in fp16 (of those not 0)", percent(weights.normal_fraction)),
         ("rounded to zero", f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"),
         ("not finite", f"{weights.nonfinite:,}"),
         ("largest |w|", f"{magnitude(weights.amax)} of 65,504"),
     ]
-
-
-def hash_rows(report: Report) -> list[tuple[str, str, str]]:
-    """Return (whose, file, SHA-256) of every weight file that the report knows."""
-    rows = [("source", name, digest) for name, digest in report.source.sha256.items()]
-    return rows + [("output", file.name, file.sha256 or "not computed") for file in report.output.files]

@@ -82,9 +82,7 @@ def unsafe_sites(
     regimes: Mapping[str, RegimeEntry], *, converted: bool = False, convertible: bool = True
 ) -> list[UnsafeEntry]:
     """Return the sites that broke, in that order, each with its regimes, the counts of the worst, reason and remedy.
-
-    converted: whether rescaling has been tried on these weights already; convertible: whether it can be.
-    """
+    converted: whether rescaling has been tried on these weights already; convertible: whether it can be."""
     broken = {name: {site.name: site for site in regime.broken_sites} for name, regime in regimes.items()}
     clean = " or ".join(name for name, sites in broken.items() if not sites)
     remedy = NO_FAMILY if not convertible else CONVERTED if converted else NOT_CONVERTED
@@ -120,10 +118,8 @@ def unsafe_sites(
 
 
 def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
-    """Return the sites that a search drove past their limits, the worst first, each with what it reached.
-
-    What only overflows in fp16, after something else has, is left out beside it. converted: as in ``unsafe_sites``.
-    """
+    """Return the sites that a search drove past their limits, the worst first, each with what it reached. What only
+    overflows in fp16, after something else has, is left out beside it. converted: as in ``unsafe_sites``."""
     past = [site for site in attack.sites if site.headroom_bits < 0]
     first = [site for site in past if site.fp32 > site.limit]
     steps = counted(attack.steps, "gradient step")
@@ -219,9 +215,7 @@ def finetuning_of(
     source: str, out: str, clean: Sequence[str] = (), *, certify: bool = False, **others: str | None
 ) -> str:
     """Return how to go on with a conversion that was not enough: the command that writes and runs the shortest recipe.
-
-    source, out, others: keys of the recipe. clean: regimes in which nothing broke. certify: for a certificate.
-    """
+    source, out, others: keys of the recipe. clean: regimes in which nothing broke. certify: for a certificate."""
     recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
     recipe |= {key: value for key, value in others.items() if value is not None}
     if certify:

@@ -203,7 +203,6 @@ class CountedEntry(ReportObject):
 
     @property
     def broken(self) -> bool:
-        """Whether anything of it is non-finite or saturated other than by design."""
         return bool(self.nonfinite or self.saturated)
 
 
@@ -308,7 +307,6 @@ class BoundEntry(PlacedEntry):
 
     @property
     def largest(self) -> float:
-        """The larger of bound and partial sum."""
         return max(self.bound, self.partial)
 
 
@@ -547,7 +545,6 @@ class Report(Versioned):
 
     @property
     def safe(self) -> bool:
-        """Whether the verdict is safe."""
         return self.verdict == "safe"
 
     @property
@@ -562,7 +559,6 @@ class Report(Versioned):
 
     @property
     def broken_regimes(self) -> list[str]:
-        """The names of the regimes with values that are not finite or saturated."""
         return [name for name, regime in self.regimes.items() if regime.broken]
 
 

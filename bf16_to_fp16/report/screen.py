@@ -26,7 +26,6 @@ class Name:
         self.parts = re.findall(r"[^.:]*[.:]?", name)[:-1] or [""]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Yield the lines."""
         line = ""
         for part in self.parts:
             if line and len(line) + len(part) > options.max_width:
@@ -48,7 +47,6 @@ class Output(VisibleConsole):
         self.print(Text(text), soft_wrap=True)
 
     def table(self, table: tables.Table) -> None:
-        """Print a table."""
         result = Table(title=table.title or None, title_justify="left")
         for column in table.columns:
             result.add_column(column.title, justify="right" if column.css == "n" else "left")
@@ -62,15 +60,12 @@ class Screen(Output):
     """A console for a terminal, in whose tables no number is cut: where they do not fit, each row is a list."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does."""
         for each in objects:
             super().print(self.fitted(each) if isinstance(each, Table) else each, **options)
 
     def fitted(self, table: Table) -> Table:
-        """Return a table without empty columns, in which those of numbers keep their width.
-
-        Where the others would have no room beside them, the cells of a row stand below one another.
-        """
+        """Return a table without empty columns, in which those of numbers keep their width. Where the others would have
+        no room beside them, the cells of a row stand below one another."""
         drop_empty_columns(table)
         for column in table.columns:
             number = column.justify == "right"
@@ -99,7 +94,6 @@ class Plain(Output):
     """A console for files and pipes: a line of text for a row of a table, without frames, colours or wrapping."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does, tables as columns of plain text."""
         for each in objects:
             if isinstance(each, Table):
                 drop_empty_columns(each)

@@ -22,7 +22,7 @@ from ..wording import (
     rounded_up,
     shown_bound,
 )
-from .rows import bound_rows, bounds_by_name, by_design
+from .facts import bound_rows, bounds_by_name, by_design
 from .schema import Report, SiteEntry
 from .tables import Column, names, numbers
 
@@ -68,7 +68,6 @@ class SiteRow(NamedTuple):
 
     @property
     def broken(self) -> bool:
-        """Whether anything of it is not finite or saturated."""
         return bool(self.nonfinite or self.saturated)
 
     @property

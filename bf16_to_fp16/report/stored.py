@@ -22,10 +22,8 @@ def read_plan(path: Path) -> Plan:
 
 
 def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, str]:
-    """Return the plan that a report holds, and the target that it was made for.
-
-    Raises UserError for a file without one, or with one that was made for another ``target``.
-    """
+    """Return the plan that a report holds, and the target that it was made for. Raises UserError for a file without
+    one, or with one that was made for another ``target``."""
     path = path / REPORT if path.is_dir() else path
     if not path.exists():
         raise UserError(f"{path}: No such file or directory; give an {REPORT} or a converted folder")

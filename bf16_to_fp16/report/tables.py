@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def _never(row: Any) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Column:
     """``of``: the value of a row, by its attribute or number, or computed. ``write``: its text. ``css``: "site" for
@@ -20,10 +16,9 @@ class Column:
     of: str | int | Callable[[Any], Any]
     write: Callable[[Any], str] = str
     css: str = ""
-    over: Callable[[Any], bool] = _never
+    over: Callable[[Any], bool] = lambda row: False
 
     def text(self, row: Any) -> str:
-        """Return the text of its cell in a row."""
         if callable(self.of):
             return self.write(self.of(row))
         return self.write(row[self.of] if isinstance(self.of, int) else getattr(row, self.of))
@@ -38,7 +33,7 @@ def numbers(
     title: str,
     of: str | int | Callable[[Any], Any],
     write: Callable[[Any], str] = "{:,}".format,
-    over: Callable[[Any], bool] = _never,
+    over: Callable[[Any], bool] = lambda row: False,
 ) -> Column:
     """Return a column of numbers."""
     return Column(title, of, write, "n", over)
@@ -56,6 +51,5 @@ class Table:
     cards: bool = True
 
     def lines(self) -> Iterator[list[str]]:
-        """Yield the texts of each row."""
         for row in self.rows:
             yield [column.text(row) for column in self.columns]

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
+from .. import wording
 from ..checkpoint.folder import MODULES
 from ..families.known import half_call, loading_class, named
 from ..families.types import RESIDUAL
@@ -18,54 +19,8 @@ from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..targets import TIERS
-from ..wording import (
-    about,
-    below_limit,
-    bytes_in_words,
-    counted,
-    excess,
-    headroom_by_bound,
-    headroom_or_excess,
-    infinite,
-    listed,
-    over_limit,
-    reached,
-    rounded_up,
-    scientific,
-    significant_bits,
-    tightness,
-    times,
-)
+from . import facts, schema
 from .remedies import passed_limit
-from .rows import (
-    broken_by_search,
-    by_design,
-    carried_over,
-    claim_end,
-    distinct,
-    every_input,
-    for_target,
-    least_precise,
-    missed,
-    moved_by,
-    padding_advice,
-    passed,
-    tier_rows,
-    tower_advice,
-)
-from .schema import (
-    PAGE,
-    REPORT,
-    AttackEntry,
-    CertificateEntry,
-    RegimeEntry,
-    Report,
-    RuntimeCheck,
-    SiteEntry,
-    Verification,
-    WeightsEntry,
-    read_report,
-)
 from .screen import Output, bad, console, good
 from .tables import Column, Table, names, numbers
 
@@ -85,11 +40,9 @@ CHECK_NAMES = {
 }
 
 
-def print_conversion(report: Report, out: Path, *, then: str = "", verbose: bool = False) -> None:
-    """Print what the source did in fp16, whether the output is safe, and how to load it or go on.
-
-    then: how to go on with paths as they were given, instead of the report's ``next``. verbose: tables first.
-    """
+def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbose: bool = False) -> None:
+    """Print what the source did in fp16, whether the output is safe, and how to load it or go on. then: how to go on
+    with paths as they were given, instead of the report's ``next``. verbose: tables first."""
     screen = console()
     if verbose:
         print_certified(screen, report)
@@ -104,11 +57,11 @@ def print_conversion(report: Report, out: Path, *, then: str = "", verbose: bool
     if report.tiers:
         screen.say(tiers_line(report))
     if report.finetune is not None:
-        screen.print(Text(f"finetune: {moved_by(report.finetune)}"))
+        screen.print(Text(f"finetune: {facts.moved_by(report.finetune)}"))
     if report.safe or report.short:
         screen.say(load_line(out))
     print_next(screen, then or report.next)
-    screen.say(f"report: {out / PAGE}")
+    screen.say(f"report: {out / schema.PAGE}")
 
 
 def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
@@ -116,21 +69,21 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     screen, encoders = console(), [entry["subfolder"] for entry in report["encoders"]]
     print_title(out.name)
     rest, how = report["linked"] + report["copied"], [f"{report[kind]:,} {kind}" for kind in ("linked", "copied")]
-    size = bytes_in_words(report["nbytes"])
-    screen.say(f"the rest: {counted(rest, 'file')}, {size}, byte for byte ({', '.join(how)})")
+    size = wording.bytes_in_words(report["nbytes"])
+    screen.say(f"the rest: {wording.counted(rest, 'file')}, {size}, byte for byte ({', '.join(how)})")
     if report["linked"]:
         screen.say("a linked file is the source's own: to write to one later, convert with --copy")
     if report["left_out"]:
         screen.say(f"left out: {', '.join(report['left_out'])}")
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
-        screen.print(bad("pipeline: unsafe", f"{listed(unsafe)} can overflow in fp16, as said above"))
+        screen.print(bad("pipeline: unsafe", f"{wording.listed(unsafe)} can overflow in fp16, as said above"))
         return
-    screen.print(good("pipeline: safe", f"{listed(encoders)} in fp16; of other components nothing is claimed"))
+    screen.print(good("pipeline: safe", f"{wording.listed(encoders)} in fp16; of other components nothing is claimed"))
     screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype=torch.float16)')
 
 
-def print_file(report: Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
+def print_file(report: schema.Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
     """Print of a conversion to one file what ``print_conversion`` does of a folder, and ``notes``."""
     screen = console()
     print_outcome(screen, report)
@@ -140,7 +93,7 @@ def print_file(report: Report, out: Path, notes: Sequence[str], *, then: str = "
     screen.say(f"written: {out}")
 
 
-def print_outcome(screen: Output, report: Report) -> None:
+def print_outcome(screen: Output, report: schema.Report) -> None:
     """Print what the source did in fp16, whether the output is safe, and what is to be known of it."""
     if report.signals:
         screen.print(source_line(report))
@@ -148,45 +101,45 @@ def print_outcome(screen: Output, report: Report) -> None:
     print_advice(screen, report)
 
 
-def print_advice(screen: Output, report: Report) -> None:
+def print_advice(screen: Output, report: schema.Report) -> None:
     """Print what an older transformers makes of it, what padding does in fp16, and what is not covered."""
-    _, inside = tower_advice(report)
+    _, inside = facts.tower_advice(report)
     older = "; ".join(report.older)
-    for what, advice in (("older versions", older), ("padding", padding_advice(report)), ("not covered", inside)):
+    for what, advice in (("older versions", older), ("padding", facts.padding_advice(report)), ("not covered", inside)):
         if advice:
             screen.say(f"{what}: {advice}")
 
 
-def source_line(report: Report) -> Text:
+def source_line(report: schema.Report) -> Text:
     """Return what the source, or what was trained from it, reached in fp32 on what was run, against fp16's limit."""
     signals, name = (
-        distinct(report.signals),
+        facts.distinct(report.signals),
         "source" if report.finetune is None else "trained weights, before rescaling",
     )
     largest = max(signals, key=lambda signal: signal.before)
     over = sum(signal.before > FP16_MAX for signal in signals)
     if not over:
-        kept = below_limit(math.log2(FP16_MAX / largest.before)) if largest.before else "nothing but zeros"
+        kept = wording.below_limit(math.log2(FP16_MAX / largest.before)) if largest.before else "nothing but zeros"
         return good(name, f"never overflowed on what was run; its largest value, {plain(largest.before)}, is {kept}")
     where = f"{'entering' if largest.side == 'input' else 'at'} {largest.module}"
-    worst = f"{plain(largest.before)} {where}, {over_limit(largest.before)}"
+    worst = f"{plain(largest.before)} {where}, {wording.over_limit(largest.before)}"
     return bad(name, f"overflows fp16 at {over:,} of {len(signals):,} sites that the plan watches, at worst {worst}")
 
 
-def tiers_line(report: Report) -> str:
+def tiers_line(report: schema.Report) -> str:
     """Return the tiers in which a checkpoint holds, and those in which it is not shown to; why for the target's."""
     held = [f"{name} ({entry.proof})" for name, entry in report.tiers.items() if entry.holds]
     other = {name: entry.reason for name, entry in report.tiers.items() if not entry.holds}
     wanted = next((tier.name for tier in TIERS if tier.target == report.target), "")
     return (
         "tiers: "
-        + (f"holds in {listed(held)}" if held else "none")
-        + (f"; not in {listed([*other], 'or')}" if other else "")
+        + (f"holds in {wording.listed(held)}" if held else "none")
+        + (f"; not in {wording.listed([*other], 'or')}" if other else "")
         + (f"; {wanted}: {other[wanted]}" if other.get(wanted) else "")
     )
 
 
-def output_line(report: Report) -> Text:
+def output_line(report: schema.Report) -> Text:
     """Return whether an output is safe, what that rests on, and how near the limit it came."""
     certificate, regimes = report.certificate, report.regimes
     if not report.safe and not report.short:
@@ -194,23 +147,21 @@ def output_line(report: Report) -> Text:
         if first is not None:
             where = f"overflows in {', '.join(report.broken_regimes)}, first at {first.name}"
         else:
-            where = broken_by_search(report) or passed(report)
+            where = facts.broken_by_search(report) or facts.passed(report)
         return bad("output: unsafe", where)
     said = "nothing overflowed on what was run"
     if certificate is not None and certificate.holds:
-        said = f"proven for {every_input(report, length=True)}{for_target(report)}"
+        said = f"proven for {facts.every_input(report, length=True)}{facts.for_target(report)}"
     elif certificate is not None:
-        said += (
-            f"; not proven at {len(certificate.over)} of {counted(len(certificate.sites), 'site')}{for_target(report)}"
-        )
+        sites = wording.counted(len(certificate.sites), "site")
+        said += f"; not proven at {len(certificate.over)} of {sites}{facts.for_target(report)}"
     tightest = min(regimes.values(), key=lambda regime: regime.headroom_bits, default=None)
-    kept = (
-        "nothing was audited"
-        if tightest is None
-        else f"the largest value run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}"
-    )
+    kept = "nothing was audited"
+    if tightest is not None:
+        most, below = wording.reached(tightest.amax), wording.below_limit(tightest.headroom_bits)
+        kept = f"the largest value run, {most}, is {below}"
     if report.short:
-        return bad("output: safe, but short of what was asked", f"{missed(report)}; {said}; {kept}")
+        return bad("output: safe, but short of what was asked", f"{facts.missed(report)}; {said}; {kept}")
     return good("output: safe", f"{said}; {kept}")
 
 
@@ -239,7 +190,7 @@ def print_title(title: str) -> None:
     console().print(Text(f"\n{title}", "bold"))
 
 
-def print_audit(report: Report, then: str = "", page: Path | None = None) -> None:
+def print_audit(report: schema.Report, then: str = "", page: Path | None = None) -> None:
     """Print an audit's verdict, its regimes and the tightest sites of each; page: where it was written as one."""
     screen = console()
     print_verdict(screen, report)
@@ -253,7 +204,7 @@ def print_audit(report: Report, then: str = "", page: Path | None = None) -> Non
     screen.table(regime_table(report.regimes))
     print_underflow(screen, report.regimes)
     for name, regime in report.regimes.items():
-        title = f"{name}: the tightest of {counted(len(regime.sites), 'site')} that were measured"
+        title = f"{name}: the tightest of {wording.counted(len(regime.sites), 'site')} that were measured"
         screen.table(Table(SITE_COLUMNS, regime.sites[:WORST_SITES], title))
     print_unsafe(screen, report)
     if report.attack is not None and report.certificate is not None:
@@ -264,45 +215,47 @@ def print_audit(report: Report, then: str = "", page: Path | None = None) -> Non
         screen.say(f"report: {page}")
 
 
-def print_underflow(screen: Output, regimes: Mapping[str, RegimeEntry]) -> None:
+def print_underflow(screen: Output, regimes: Mapping[str, schema.RegimeEntry]) -> None:
     """Print the sites that lie below fp16's smallest normal number on every input."""
     for name, regime in regimes.items():
         if sunk := [site.name for site in regime.underflow]:
             screen.print(
                 f"{name}: below fp16's smallest normal number (6.1e-05) on every input, where few bits are kept, at"
-                f" {counted(len(sunk), 'site')}: {', '.join(sunk[:3])}{', …' if len(sunk) > 3 else ''}"
+                f" {wording.counted(len(sunk), 'site')}: {', '.join(sunk[:3])}{', …' if len(sunk) > 3 else ''}"
             )
 
 
-def print_attack(screen: Output, attack: AttackEntry, certificate: CertificateEntry) -> None:
+def print_attack(screen: Output, attack: schema.AttackEntry, certificate: schema.CertificateEntry) -> None:
     """Print how near the adversary came to each limit, between random inputs and the bound."""
     bounds = {site.name: site.bound for site in certificate.sites}
     screen.print(
-        f"the worst input that {counted(attack.steps, 'gradient step')} found is"
-        f" {below_limit(attack.worst_headroom_bits)}"
+        f"the worst input that {wording.counted(attack.steps, 'gradient step')} found is"
+        f" {wording.below_limit(attack.worst_headroom_bits)}"
     )
     # Where fp16 gave inf or NaN it may have come from a site before: how large a site is by itself, fp32 shows.
     found = {s.name: s.worst if s.worst <= FP16_MAX else s.fp32 for s in attack.sites}
     ranked = sorted((s for s in attack.sites if s.name in bounds), key=lambda s: found[s.name] / s.limit, reverse=True)
     columns = (
         names("site"),
-        numbers("random", "random", reached),
-        numbers("found", lambda site: found[site.name], reached),
+        numbers("random", "random", wording.reached),
+        numbers("found", lambda site: found[site.name], wording.reached),
         numbers("bound", lambda site: bounds[site.name], bound_of),
         numbers("limit", "limit", plain),
         numbers(
-            "bound / found", lambda site: times(tightness(bounds[site.name], found[site.name])).replace("–", "-"), str
+            "bound / found",
+            lambda site: wording.times(wording.tightness(bounds[site.name], found[site.name])).replace("–", "-"),
+            str,
         ),
     )
     screen.table(Table(columns, ranked[:WORST_SITES], "worst found"))
     if overflowed := [s for s in attack.sites if not s.half <= FP16_MAX]:
         screen.print(
-            f"{counted(len(overflowed), 'site')} gave inf or NaN in fp16, as whatever follows an overflow does; the"
-            " values above are those in fp32"
+            f"{wording.counted(len(overflowed), 'site')} gave inf or NaN in fp16, as whatever follows an overflow does;"
+            " the values above are those in fp32"
         )
 
 
-def print_certificate(report: Report, then: str = "") -> None:
+def print_certificate(report: schema.Report, then: str = "") -> None:
     """Print whether a certificate holds, and its tightest bounds, with the reason for those over their limit."""
     screen, certificate = console(), report.certificate
     assert certificate is not None  # what certify is for
@@ -310,8 +263,8 @@ def print_certificate(report: Report, then: str = "") -> None:
     if certificate.holds:
         screen.print(good("certified", certificate_sentence(report, certificate)))
     else:
-        over_of = f"{len(over)} of {counted(len(certificate.sites), 'bound')} can pass their limit{for_target(report)}"
-        screen.print(bad("not certified", over_of))
+        count = f"{len(over)} of {wording.counted(len(certificate.sites), 'bound')}"
+        screen.print(bad("not certified", f"{count} can pass their limit{facts.for_target(report)}"))
     print_advice(screen, report)
     ranked = sorted(certificate.sites, key=lambda site: site.headroom_bits)
     shown = ranked[: max(WORST_SITES, min(len(over), 4 * WORST_SITES))]
@@ -322,10 +275,10 @@ def print_certificate(report: Report, then: str = "") -> None:
         numbers("bound", "bound", bound_of),
         numbers("partial sums", "partial", bound_of),
         numbers("limit", "limit", plain),
-        numbers("headroom", "headroom_bits", headroom_by_bound),
+        numbers("headroom", "headroom_bits", wording.headroom_by_bound),
         Column("why", lambda site: why.get(site.name, "")),
     )
-    screen.table(Table(columns, shown, f"tightest by bound{for_target(report)}"))
+    screen.table(Table(columns, shown, f"tightest by bound{facts.for_target(report)}"))
     print_tiers(screen, report)
     print_more(screen, len(over), "over their limit", len(shown))
     print_next(screen, then or report.next)
@@ -333,7 +286,7 @@ def print_certificate(report: Report, then: str = "") -> None:
 
 def bound_of(value: float) -> str:
     """Return a bound with four digits, rounded up; unlike a measured value it may lie beyond fp16."""
-    return "none" if math.isnan(value) or infinite(value) else plain(rounded_up(value, 4))
+    return "none" if math.isnan(value) or wording.infinite(value) else plain(wording.rounded_up(value, 4))
 
 
 def plain(value: float) -> str:
@@ -341,33 +294,33 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:,.4g}"
 
 
-def certificate_sentence(report: Report, certificate: CertificateEntry) -> str:
+def certificate_sentence(report: schema.Report, certificate: schema.CertificateEntry) -> str:
     """Return what a certificate that holds says, and for which target."""
-    inputs = every_input(report, length=True).removeprefix("every ")
+    inputs = facts.every_input(report, length=True).removeprefix("every ")
     return (
-        f"no {inputs} can overflow it; the tightest of"
-        f" {len(certificate.sites)} bounds{for_target(report)} is {below_limit(certificate.headroom_bits)}"
+        f"no {inputs} can overflow it; the tightest of {len(certificate.sites)} bounds{facts.for_target(report)} is"
+        f" {wording.below_limit(certificate.headroom_bits)}"
     )
 
 
-def print_certified(screen: Output, report: Report) -> None:
+def print_certified(screen: Output, report: schema.Report) -> None:
     """Print whether a conversion is certified, and what that cost."""
     certificate = report.certificate
     if certificate is None:
         return
     if certificate.holds:
         cost = certificate.cost_bits
-        price = "" if cost is None else f"; the proof costs {excess(cost, 2)} bits of precision"
+        price = "" if cost is None else f"; the proof costs {wording.excess(cost, 2)} bits of precision"
         screen.print(good("certified", f"{certificate_sentence(report, certificate)}{price}"))
     else:
-        count = f"{len(certificate.over)} of {counted(len(certificate.sites), 'site')}"
-        over = f"not certified at {count}{for_target(report)}, the worst below"
+        count = f"{len(certificate.over)} of {wording.counted(len(certificate.sites), 'site')}"
+        over = f"not certified at {count}{facts.for_target(report)}, the worst below"
         screen.print(f"{over}: safe there on what was run" if report.safe else over)
 
 
-def print_tiers(screen: Output, report: Report) -> None:
+def print_tiers(screen: Output, report: schema.Report) -> None:
     """Print in which arithmetics a checkpoint holds, and the runtimes that each stands for."""
-    if rows := tier_rows(report):
+    if rows := facts.tier_rows(report):
         titles = ("tier", "arithmetic", "this checkpoint", "stands for")
         screen.table(Table([Column(title, i) for i, title in enumerate(titles)], rows))
 
@@ -375,14 +328,14 @@ def print_tiers(screen: Output, report: Report) -> None:
 def brought_back(folder: Path) -> str:
     """Return whose weights ``undo`` brings back from a converted folder, and how many bit for bit, in words."""
     words = "does not say how the weights came through; take the one that convert wrote"
-    report = read_report(folder / REPORT, {"weights": words}, words, also=("finetune",))
+    report = schema.read_report(folder / schema.REPORT, {"weights": words}, words, also=("finetune",))
     assert report.weights is not None  # asked for
     trained = report.finetune is not None
     whose = "the finetuned weights from before the rescaling" if trained else "the source's weights"
     return came_through(whose, report.weights)
 
 
-def came_through(whose: str, weights: WeightsEntry) -> str:
+def came_through(whose: str, weights: schema.WeightsEntry) -> str:
     """Return in words how many of someone's weights are brought back bit for bit."""
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
@@ -390,7 +343,7 @@ def came_through(whose: str, weights: WeightsEntry) -> str:
     return f"{whose}, all but {changed:,} of {weights.elements:,} bit for bit, those to fp16's precision"
 
 
-def print_uncertified(screen: Output, report: Report) -> None:
+def print_uncertified(screen: Output, report: schema.Report) -> None:
     """Print the sites that are not proven with the reasons, and what helps, unless the whole has a next step."""
     unproven = report.uncertified or ()
     for site in unproven[:WORST_SITES]:
@@ -401,54 +354,46 @@ def print_uncertified(screen: Output, report: Report) -> None:
             screen.print(f"what helps: {remedy}")
 
 
-def print_verdict(screen: Output, report: Report) -> None:
+def print_verdict(screen: Output, report: schema.Report) -> None:
     """Print the verdict in one sentence."""
     if report.safe and not report.regimes:
         screen.print(good("safe", "by its certificate; nothing was run"))
     elif report.safe:
-        kept = below_limit(min(regime.headroom_bits for regime in report.regimes.values()))
+        kept = wording.below_limit(min(regime.headroom_bits for regime in report.regimes.values()))
         screen.print(good("safe", f"no overflow and no saturation observed; the largest value run is {kept}"))
     else:
         broken = report.broken_regimes
-        why = f"values overflow or saturate in {', '.join(broken)}" if broken else broken_by_search(report)
-        screen.print(bad("unsafe", why or passed(report)))
+        why = f"values overflow or saturate in {', '.join(broken)}" if broken else facts.broken_by_search(report)
+        screen.print(bad("unsafe", why or facts.passed(report)))
 
 
-def regime_table(regimes: Mapping[str, RegimeEntry]) -> Table:
+def regime_table(regimes: Mapping[str, schema.RegimeEntry]) -> Table:
     """Return the table of regimes."""
     columns = (
         Column("regime", 0),
         numbers("non-finite", lambda row: row[1].nonfinite),
         numbers("saturated", lambda row: row[1].saturated),
-        numbers("max |x|", lambda row: row[1].reached, reached),
-        numbers("headroom", lambda row: headroom_or_excess(row[1].headroom_bits, row[1].reached), str),
+        numbers("max |x|", lambda row: row[1].reached, wording.reached),
+        numbers("headroom", lambda row: wording.headroom_or_excess(row[1].headroom_bits, row[1].reached), str),
         names("tightest site", lambda row: row[1].tightest or "-"),
     )
     return Table(columns, list(regimes.items()))
 
 
-def headroom_of(site: SiteEntry) -> str:
-    """Return the headroom of a site of a regime."""
-    return "-" if site.limit is None else headroom_or_excess(site.headroom_bits, site.reached, site.limit)
-
-
-def reached_at(site: SiteEntry) -> str:
-    """Return the largest |x| of a site of a regime."""
-    return reached(site.reached) if site.limit is not None or site.nonfinite else plain(site.amax)
-
-
 SITE_COLUMNS = (
     names("site"),
-    numbers("max |x|", reached_at, str),
-    numbers("headroom", headroom_of, str),
+    numbers("max |x|", lambda s: wording.reached(s.reached) if s.limit or s.nonfinite else plain(s.amax), str),
+    numbers(
+        "headroom", lambda s: wording.headroom_or_excess(s.headroom_bits, s.reached, s.limit) if s.limit else "-", str
+    ),
     numbers("non-finite", "nonfinite"),
     numbers("saturated", "saturated"),
-    Column("by design", by_design),
+    Column("by design", facts.by_design),
 )
 PAIRS = (Column("what", 0), Column("value", 1))
 
 
-def figure_rows(report: Report) -> list[tuple[str, str]]:
+def figure_rows(report: schema.Report) -> list[tuple[str, str]]:
     """Return what changed and how faithful the result is, as pairs of what and how much."""
     rows: list[tuple[str, str]] = []
     close, weights, plan, finetune = report.fidelity, report.weights, report.plan, report.finetune
@@ -466,10 +411,10 @@ def figure_rows(report: Report) -> list[tuple[str, str]]:
         if finetune is not None and finetune.holds_bounds:
             rows.append(("bounds", "trained to stay under fp16's limit"))
     if weights is not None:
-        rows.append(("weights carried over exactly", carried_over(weights, report.source.dtype)))
+        rows.append(("weights carried over exactly", facts.carried_over(weights, report.source.dtype)))
         rows.append(("weights flushed to zero", f"{weights.flushed_to_zero:,}"))
-    if (worst := least_precise(report)) is not None:
-        kept = significant_bits(worst.bits)
+    if (worst := facts.least_precise(report)) is not None:
+        kept = wording.significant_bits(worst.bits)
         where = "" if kept == "11" else f" at {worst.module}"
         rows.append(("significant bits kept by the residual stream", f"{kept} of 11{where}"))
     if plan is None:
@@ -513,22 +458,22 @@ def ratio(bf16: float | None, fp16: float | None) -> str:
     """Return how many times smaller the fp16 error is, in words; nothing where one of them is not a number."""
     if bf16 is None or fp16 is None or not (fp16 > 0 and math.isfinite(fp16) and bf16 > 0 and math.isfinite(bf16)):
         return ""
-    return f" ({about(bf16 / fp16)} smaller)" if bf16 > fp16 else f" ({about(fp16 / bf16)} larger)"
+    return f" ({wording.about(bf16 / fp16)} smaller)" if bf16 > fp16 else f" ({wording.about(fp16 / bf16)} larger)"
 
 
 _UNSAFE = {"broke": "unsafe", "found": "unsafe", "limit": "over their limit with margin"}
 
 
-def print_unsafe(screen: Output, report: Report) -> None:
+def print_unsafe(screen: Output, report: schema.Report) -> None:
     """Print what broke, what a search found, what no exponent can hold and what keeps less than the margin."""
     said: dict[str, list[str]] = {}
     for kind in _UNSAFE:
         for entry in report.unsafe:
             if entry.kind == kind:
-                over = f"over its limit with margin: {entry.signal} by {excess(entry.excess_bits, 2)} bits"
+                over = f"over its limit with margin: {entry.signal} by {wording.excess(entry.excess_bits, 2)} bits"
                 said.setdefault(kind, []).append(over if kind == "limit" else f"unsafe: {entry.signal}, {entry.reason}")
     for entry in report.close:
-        said.setdefault("close", []).append(f"close: {entry.signal}, {excess(entry.excess_bits, 2)} bits short")
+        said.setdefault("close", []).append(f"close: {entry.signal}, {wording.excess(entry.excess_bits, 2)} bits short")
     for kind, lines in said.items():
         for line in lines[:WORST_SITES]:
             screen.print(line)
@@ -541,22 +486,22 @@ def print_more(screen: Output, count: int, what: str, shown: int = WORST_SITES) 
         screen.print(f"and {count - shown:,} more {what}; --json FILE lists all")
 
 
-def print_planned(report: Report, planned: Planned | None) -> None:
+def print_planned(report: schema.Report, planned: Planned | None) -> None:
     """Print what a plan that was not carried out promises: what the source reaches, and what it would reach after."""
     screen = console()
     if report.signals:
         screen.print(source_line(report))
         after = max(signal.after for signal in report.signals)
-        kept = below_limit(math.log2(FP16_MAX / after) if after else math.inf)
+        kept = wording.below_limit(math.log2(FP16_MAX / after) if after else math.inf)
         screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
     if planned is None:
         return
     if planned.violations:
         screen.print(
-            bad("unsafe", f"{counted(len(planned.violations), 'limit')} cannot be held by any rescaling, below")
+            bad("unsafe", f"{wording.counted(len(planned.violations), 'limit')} cannot be held by any rescaling, below")
         )
     elif planned.fallbacks:
-        over = counted(len(planned.fallbacks), "signal")
+        over = wording.counted(len(planned.fallbacks), "signal")
         screen.print(good("safe on what was run", f"{over} would pass a limit by bound and hold by what was observed"))
     else:
         screen.print(good("safe", "every limit would hold for every input, by bounds of the source"))
@@ -588,21 +533,19 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
         titles = (Column("residual exponent", 0), Column("predicted relative squared error", 1))
         screen.table(Table(titles, costs, "why"))
         limits = [passed_limit(violation) for violation in planned.violations]
-        print_unsafe(screen, Report(unsafe=limits))
+        print_unsafe(screen, schema.Report(unsafe=limits))
 
 
 def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, aside: bool = False) -> None:
-    """Print what would be uploaded: who will see it, files, and the card; ``whole``: all of it but folded lines.
-
-    aside: on standard error, where standard output is for data.
-    """
+    """Print what would be uploaded: who will see it, files, and the card; ``whole``: all of it but folded lines. aside:
+    on standard error, where standard output is for data."""
     screen = console(stderr=aside)
     seen = "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
     screen.say(seen)
     items = upload.items()
     sizes = [(item.name, item.nbytes) for item in items]
     sizes.append((f"{len(items)} files", sum(nbytes for _, nbytes in sizes)))
-    screen.table(Table((Column("file", 0), numbers("size", 1, bytes_in_words)), sizes, f"for {repo}"))
+    screen.table(Table((Column("file", 0), numbers("size", 1, wording.bytes_in_words)), sizes, f"for {repo}"))
     lines = folded(upload.card.splitlines())
     shown = len(lines) if whole else CARD_LINES
     screen.print("README.md, edited since the conversion:" if upload.card_edited else "README.md:")
@@ -639,7 +582,7 @@ def print_published(result: Mapping[str, Any]) -> None:
         screen.say(f"{result['url']} has all of it already")
     else:
         kind = {True: "private", False: "public", None: "visibility unknown"}[result["private"]]
-        files = counted(len(result["uploaded"]), "file")
+        files = wording.counted(len(result["uploaded"]), "file")
         screen.say(f"{result['url']} ({kind}): {files} in {result['commit']}")
     if why := result["not_compared"]:
         said = f"the hashes there were not compared with the folder's: {why}; run bf16-to-fp16 verify on it"
@@ -648,7 +591,7 @@ def print_published(result: Mapping[str, Any]) -> None:
         screen.say(f"these stay: {', '.join(result['kept'])}")
 
 
-def print_check(result: RuntimeCheck) -> None:
+def print_check(result: schema.RuntimeCheck) -> None:
     """Print what a runtime made of source and output, side by side with bf16, in which arithmetic, and the verdict."""
     screen = console()
     screen.print(f"{result.runtime} {result.runtime_version} on {result.device}")
@@ -662,8 +605,8 @@ def print_check(result: RuntimeCheck) -> None:
         Column(result.compared, 0),
         numbers("non-finite", lambda row: f"{row[1].nonfinite:,} of {row[1].elements:,}", str),
         numbers("zeros", lambda row: row[1].zeros),
-        numbers("error", lambda row: row[1].error, scientific),
-        numbers("largest", lambda row: row[1].largest, scientific),
+        numbers("error", lambda row: row[1].error, wording.scientific),
+        numbers("largest", lambda row: row[1].largest, wording.scientific),
     )
     screen.table(Table(columns, [(title, entry) for title, entry in rows.items() if entry is not None]))
     screen.print("error: Σ(x − fp32)² / Σ fp32², fp32 being stock code in torch; largest: max |x − fp32| / max |fp32|")
@@ -676,16 +619,16 @@ def print_check(result: RuntimeCheck) -> None:
         screen.print(f"no evidence: {result.runtime} did not compute in fp16 on this device")
 
 
-def print_verification(result: Verification) -> None:
+def print_verification(result: schema.Verification) -> None:
     """Print whether a checkpoint is what its report says, check by check, and every problem."""
     screen = console()
     rows = [(CHECK_NAMES.get(check, check), outcome) for check, outcome in result.checks.items()]
     screen.table(Table((Column("check", 0), Column("result", 1)), rows))
     if result.as_reported:
-        broken = counted(sum(problem.check == "audit" for problem in result.problems), "site")
+        broken = wording.counted(sum(problem.check == "audit" for problem in result.problems), "site")
         ran = f", {broken} of it broke again when run" if result.regimes else ""
-        said = f"the report is true, {counted(result.files, 'file')} as recorded{ran}; the checkpoint is unsafe in fp16"
-        screen.print(bad("unsafe, as reported", said))
+        said = f"the report is true, {wording.counted(result.files, 'file')} as recorded{ran}"
+        screen.print(bad("unsafe, as reported", f"{said}; the checkpoint is unsafe in fp16"))
         return
     for problem in result.problems:
         screen.say(f"{problem.check}: {problem.name}: {problem.reason}; {problem.remedy}")
@@ -696,11 +639,11 @@ def print_verification(result: Verification) -> None:
         screen.say(f"note: {note}")
     if result.verified and result.certificate is not None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
-        ran = "nothing was run" if kept is None else f"the largest value run is {below_limit(kept)}"
-        inputs = f"up to {counted(result.certificate.max_length, 'position')}"
-        aside = claim_end(result.padding, result.report.family)
-        every = f"certified for every input of {inputs}{aside}{for_target(result)}"
+        ran = "nothing was run" if kept is None else f"the largest value run is {wording.below_limit(kept)}"
+        inputs = f"up to {wording.counted(result.certificate.max_length, 'position')}"
+        aside = facts.claim_end(result.padding, result.report.family)
+        every = f"certified for every input of {inputs}{aside}{facts.for_target(result)}"
         proof = every if result.certificate.holds else "safe on what was run"
-        screen.print(good("verified", f"{counted(result.files, 'file')} as recorded, {proof}; {ran}"))
+        screen.print(good("verified", f"{wording.counted(result.files, 'file')} as recorded, {proof}; {ran}"))
     else:
-        screen.print(bad("not verified", f"{counted(len(result.problems), 'problem')} above"))
+        screen.print(bad("not verified", f"{wording.counted(len(result.problems), 'problem')} above"))

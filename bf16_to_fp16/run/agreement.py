@@ -46,15 +46,12 @@ LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
 """Attributes that say what a classifier's outputs mean; how many there are, the loader compares with the weights."""
 
 MOST_POSITIONS = 2.0**31  # what a frequency of rotary positions is multiplied with at most
-
 _ABSENT = object()
 
 
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
-    """Return the layout of a checkpoint, of which stock code builds the very same model.
-
-    Raises UserError as ``resolve`` does, and where stock code or sentence-transformers would build or compute another.
-    """
+    """Return the layout of a checkpoint, of which stock code builds the very same model. Raises UserError as
+    ``resolve`` does, and where stock code or sentence-transformers would build or compute another."""
     layout = resolve(checkpoint)
     check_sentence_encoder(checkpoint.folder)
     check_agreement(checkpoint, layout)
@@ -88,11 +85,9 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 
 
 class _Written:
-    """A stock config as its folder gives it, which notes the attributes that stock code asks for.
-
-    ``refused``: the attributes that neither follow from the keys of the layout nor are harmless, each with the line
-    that says so. To ask for one that the file spells out raises that line, before anything can come of it.
-    """
+    """A stock config as its folder gives it, which notes the attributes that stock code asks for. ``refused``: the
+    attributes that neither follow from the keys of the layout nor are harmless, each with the line that says so. To ask
+    for one that the file spells out raises that line, before anything can come of it."""
 
     def __init__(self, config: Any, layout: Layout, where: str) -> None:
         self.config, self.values = config, attributes(config)
@@ -173,11 +168,9 @@ def identical(one: object, other: object) -> bool:
 
 @dataclass(frozen=True)
 class _Stock:
-    """What stock code made of a config and of tensors of certain shapes.
-
-    ``answers``: all that it asked of the config. ``model``: on the meta device. ``info``: what the loader says of the
-    weights. ``scales``: whether it scales the decoder's output before the head, or why it could not be run.
-    """
+    """What stock code made of a config and of tensors of certain shapes. ``answers``: all that it asked of the config.
+    ``model``: on the meta device. ``info``: what the loader says of the weights. ``scales``: whether it scales the
+    decoder's output before the head, or why it could not be run."""
 
     kind: Any
     shapes: Mapping[str, tuple[int, ...]]
@@ -193,10 +186,8 @@ source and at what it wrote, with one config."""
 
 
 def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> _Stock:
-    """Return what stock code makes of a checkpoint, which is built and run only where it asks for something new.
-
-    Raises UserError where it asks for an attribute that is refused, or cannot build the model.
-    """
+    """Return what stock code makes of a checkpoint, which is built and run only where it asks for something new. Raises
+    UserError where it asks for an attribute that is refused, or cannot build the model."""
     import transformers
 
     kind: Any = getattr(transformers, stock_class(checkpoint.config))
@@ -357,12 +348,10 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
 
 
 def check_dynamic(parameters: Any, where: str) -> None:
-    """Raise UserError for "dynamic" rotary positions whose frequencies may be no numbers at some length.
-
-    For n positions, m of them the config's, they are the powers −2i/d of θ·(f·n/m − f + 1)^(d/(d − 2)), where n ≥ m and
-    d > 2. With a factor f ≥ 1 the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n: every frequency lies between those
-    at the first and the last position. With f < 0 the bracket passes 0, and a negative number has no such power.
-    """
+    """Raise UserError for "dynamic" rotary positions whose frequencies may be no numbers at some length. For n
+    positions, m of them the config's, they are the powers −2i/d of θ·(f·n/m − f + 1)^(d/(d − 2)), where n ≥ m and d >
+    2. With a factor f ≥ 1 the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n: every frequency lies between those at
+    the first and the last position. With f < 0 the bracket passes 0, and a negative number has no such power."""
     if not isinstance(parameters, Mapping):
         return
     for each in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):
@@ -496,11 +485,9 @@ def following(kind: Any, keys: str) -> Mapping[str, object]:
 
 
 def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Return the keys that a layout is made from, with their values in a config or those that stock code takes.
-
-    A quotient of two others is left out unless it is there: of a config without ``head_dim`` Qwen2's class makes no
-    such attribute, Llama's does.
-    """
+    """Return the keys that a layout is made from, with their values in a config or those that stock code takes. A
+    quotient of two others is left out unless it is there: of a config without ``head_dim`` Qwen2's class makes no such
+    attribute, Llama's does."""
     keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
     keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}
     keys -= LABELS

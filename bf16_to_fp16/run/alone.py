@@ -30,7 +30,6 @@ class Weights:
         self.table, (self.vocabulary, self.width) = str(table.source), table.shape
 
     def read(self, name: str) -> Tensor | None:
-        """Return a tensor of the layout, None where it has none of that name."""
         tensor = self.layout.tensors.get(name)
         return None if tensor is None else unscaled(self.source, tensor).float()
 
@@ -46,7 +45,6 @@ class Weights:
         return [self.matrix(module) for module in (sublayer.gate, sublayer.linear) if module]
 
     def into_values(self, sublayer: Attention) -> Tensor:
-        """Return the matrix whose outputs are an attention's values."""
         matrix = self.matrix(sublayer.value)
         return matrix.split(sublayer.fused)[2] if sublayer.fused else matrix
 
@@ -57,7 +55,6 @@ class Weights:
         return [self.linear(sublayer.query, x), *(self.linear(path, read) for path in (sublayer.key, sublayer.value))]
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows of the embedding table."""
         return self.source.read_rows(self.table, start, stop).float()
 
     def looked_up(self, stack: ResolvedStack, ids: Sequence[int]) -> Tensor:
@@ -134,12 +131,9 @@ def chosen(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Step:
-    """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each.
-
-    ``sublayer``: None for the first and the final norm of a stack. ``stream``: what the norm reads. ``made``: its
-    output, a router's logits, then what the linears give (of the expert that takes a token), with the neurons before
-    the last.
-    """
+    """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each. ``sublayer``:
+    None for the first and the final norm of a stack. ``stream``: what the norm reads. ``made``: its output, a router's
+    logits, then what the linears give (of the expert that takes a token), with the neurons before the last."""
 
     stack: ResolvedStack
     norm: str
@@ -175,12 +169,9 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
 
 @dataclass
 class Slopes:
-    """How steep norms and neurons are for a typical token.
-
-    ``norms``: one over the length that a norm divides by, by its path. ``neurons``: by feed-forward, [neurons] each,
-    what the output gains with each linear's, the gate's first; of an expert times the probability that it takes a
-    token.
-    """
+    """How steep norms and neurons are for a typical token. ``norms``: one over the length that a norm divides by, by
+    its path. ``neurons``: by feed-forward, [neurons] each, what the output gains with each linear's, the gate's first;
+    of an expert times the probability that it takes a token."""
 
     norms: dict[str, float] = field(default_factory=dict)
     neurons: dict[str, list[Tensor]] = field(default_factory=dict)

@@ -21,7 +21,6 @@ from .stock import setting
 IGNORED_LABEL = -100  # the label that stock losses leave out
 LOGIT_BUDGET = 2**27  # most logits of one batch (half a gigabyte in fp32): large vocabularies get fewer rows
 GENERATED_TOKENS = 4  # tokens that a generation makes
-
 RANDOM, LONG, REPEATED, PADDED, SHORT = "random ids", "long", "repeated", "padded", "short"
 CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image", "generate", "data"
 """What a batch is there for, its kind; the report lists the batches by it."""
@@ -29,14 +28,11 @@ CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image"
 
 @dataclass(frozen=True)
 class Batch:
-    """One input of an audit: int64 ids and 0/1 masks, all of shape [rows, length].
-
-    The decoder's fields are None for a model that takes none. ``head`` false leaves the logits out; ``generate`` asks
-    for beam search from ``input_ids`` instead of a forward. ``kind``: what it is there for, "given" for a batch that
-    was made elsewhere. ``chosen``: the chosen ids, by reason, at the first batch of them. ``blind``: whether padding in
-    it may see nothing. ``pixels``: fp32 [rows, channels, height, width] of an image in each row, whose tokens
-    ``image_tokens`` marks.
-    """
+    """One input of an audit: int64 ids and 0/1 masks, all of shape [rows, length]. The decoder's fields are None for a
+    model that takes none. ``head`` false leaves the logits out; ``generate`` asks for beam search from ``input_ids``
+    instead of a forward. ``kind``: what it is there for, "given" for a batch that was made elsewhere. ``chosen``: the
+    chosen ids, by reason, at the first batch of them. ``blind``: whether padding in it may see nothing. ``pixels``:
+    fp32 [rows, channels, height, width] of an image in each row, whose tokens ``image_tokens`` marks."""
 
     description: str
     input_ids: Tensor
@@ -73,7 +69,6 @@ class Batch:
         return replace(self, **kept)
 
     def image_arguments(self, device: torch.device) -> dict[str, Tensor]:
-        """Return what stock code takes of the images; empty where there are none."""
         if self.pixels is None or self.image_tokens is None:
             return {}
         return {"pixel_values": self.pixels.to(device), "token_type_ids": self.image_tokens.to(device)}
@@ -128,13 +123,11 @@ def seeded(seed: int) -> torch.Generator:
 def describe_batches(
     inputs: Sequence[Batch], *, seed: int, data: str | None = None, generates: bool = False
 ) -> dict[str, Any]:
-    """Return the report's ``inputs``, from which the same can be run again and be told from anything else.
-
-    ``batches``: each run of one kind as one entry: kind, number of batches, rows of them all, and the longest encoder
-    and decoder in tokens (None without a decoder's input). ``data``: the last part of the path, or the name of a
-    dataset of the Hub, and how many rows were drawn; None without data. ``chosen``: ids by reason, empty where every id
-    is run. ``left_out``: the generation, where memory was short. ``sha256``: of all ids and masks.
-    """
+    """Return the report's ``inputs``, from which the same can be run again and be told from anything else. ``batches``:
+    each run of one kind as one entry: kind, number of batches, rows of them all, and the longest encoder and decoder in
+    tokens (None without a decoder's input). ``data``: the last part of the path, or the name of a dataset of the Hub,
+    and how many rows were drawn; None without data. ``chosen``: ids by reason, empty where every id is run.
+    ``left_out``: the generation, where memory was short. ``sha256``: of all ids and masks."""
     digest = hashlib.sha256()
     for batch in inputs:
         for tensor in batch.tensors.values():
@@ -164,10 +157,8 @@ def describe_batches(
 
 def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
     """Run ``model`` on ``batch`` and return the stock output object (None for a batch that generates or has no head).
-
     The batch is moved to the model's device. With ``labels`` the output carries the stock loss. Raises UserError where
-    stock code fails, as it does for impossible settings that it did not look at before.
-    """
+    stock code fails, as it does for impossible settings that it did not look at before."""
     try:
         return _run(model, batch, labels)
     except (MemoryError, torch.OutOfMemoryError):

@@ -19,7 +19,6 @@ from ..families.types import Attention, feed_forwards_of
 from .alone import Weights, forward, pulled_back, slopes
 
 CHOSEN, WHOLE = 256, 384  # how many ids are chosen, and the largest vocabulary that is run whole instead
-
 SPECIAL, DRAWN, LONGEST, SHORTEST, CHANNELS = "special", "random", "largest norm", "smallest norm", "outlier channels"
 ALONE, ENCODER, DECODER = "largest alone", "largest alone in the encoder", "largest alone in the decoder"
 """Why an id was chosen."""
@@ -27,9 +26,7 @@ ALONE, ENCODER, DECODER = "largest alone", "largest alone in the encoder", "larg
 _CHANNELS = 24  # channels whose largest and smallest entry is taken
 _MOST = {LONGEST: 16, SHORTEST: 16, CHANNELS: 2 * _CHANNELS}  # how many ids each reason brings in
 _CANDIDATES = 768  # tokens that are carried through the layers
-
 _DRAWN, _TYPICAL = 128, 64  # candidates that are drawn at random, and how many of them stand for a typical token
-
 _RUNNERS = 8  # candidates for a product of two neurons
 _RANKS = 4  # how many candidates a site can bring in
 
@@ -141,12 +138,10 @@ class _Extremes:
 
 
 def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Return which directions of an embedding drive what can become large, fp32 [rows, width], which rows belong to
-    one linear, and which are gates and the linears that they multiply.
-
-    They are the longest rows of the attention that reads a stack's embedding first and each feed-forward's strongest
-    neurons, pulled back to the embedding; none where each stack has an embedding of its own.
-    """
+    """Return which directions of an embedding drive what can become large, fp32 [rows, width], which rows belong to one
+    linear, and which are gates and the linears that they multiply. They are the longest rows of the attention that
+    reads a stack's embedding first and each feed-forward's strongest neurons, pulled back to the embedding; none where
+    each stack has an embedding of its own."""
     if not weights.layout.shares_table:
         return torch.empty(0, weights.width), [], []
     sublayers = [

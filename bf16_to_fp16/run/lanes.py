@@ -32,7 +32,6 @@ Change = Callable[[str, Tensor], Tensor]
 """Gives the weight that a run is to have in place of the stored one: of its name and values, in the run's dtype."""
 
 _STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited
-
 _COLLECTIONS = (dict, OrderedDict, set)
 
 
@@ -141,12 +140,10 @@ class Walk:
         again: bool = False,
         change: Change | None = None,
     ) -> Lane[T]:
-        """Add a run of the model as ``run.stock.load`` gives it with ``dtype``, ``half`` and ``attention``.
-
-        run: is called with the model, without gradients, in a thread of its own; it must not change weights. again:
-        whether it comes back to a place. change: applied to each weight, ``Lane``s with the same one share their
-        weights. Raises ``UserError`` as ``load`` does.
-        """
+        """Add a run of the model as ``run.stock.load`` gives it with ``dtype``, ``half`` and ``attention``. run: is
+        called with the model, without gradients, in a thread of its own; it must not change weights. again: whether it
+        comes back to a place. change: applied to each weight, ``Lane``s with the same one share their weights. Raises
+        ``UserError`` as ``load`` does."""
         weights = self._weights(dtype, half, change)
         lane = Lane(run, weights.copy(attention), weights, again)
         for path, module in lane.model.named_modules():

@@ -25,10 +25,8 @@ MOVES = {"Cast", "Constant", "Concat", "Expand", "Gather", "Identity", "Reshape"
 
 
 def export(folder: Path, layout: Layout, batch: Batch, path: Path) -> None:
-    """Write the checkpoint in ``folder``, every parameter in fp16, as an ONNX file for the shapes of a batch.
-
-    Raises UserError for one that is too large for a file.
-    """
+    """Write the checkpoint in ``folder``, every parameter in fp16, as an ONNX file for the shapes of a batch. Raises
+    UserError for one that is too large for a file."""
     nbytes = 2 * sum(int(np.prod(tensor.shape)) for tensor in layout.tensors.values())
     if nbytes > LARGEST:
         raise UserError(

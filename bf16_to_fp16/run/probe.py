@@ -19,30 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import system
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError
 from ..families.known import of_model_type, spare_padding
 from ..families.layout import Layout, TensorSource
 from ..families.resolve import resolve
 from ..progress import Progress
-from . import choice, interface, memory
-from .batch import (
-    CHOSEN,
-    GENERATE,
-    GENERATED_TOKENS,
-    IMAGE,
-    LOGIT_BUDGET,
-    LONG,
-    PADDED,
-    RANDOM,
-    REPEATED,
-    SHORT,
-    SWEEP,
-    Batch,
-    ended,
-    seeded,
-    stack,
-)
+from . import batch as kinds
+from . import choice, interface
+from .batch import GENERATED_TOKENS, LOGIT_BUDGET, Batch, ended, seeded, stack
 from .padding import bearable, bearable_as_one, is_blind, padded, padded_left
 from .stock import setting, vocabulary_of
 from .tokenizer import tokenised
@@ -73,12 +59,10 @@ def batches(
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
     """Return the batches of ``data`` tokenised with the tokenizer in ``source``, or the built-in probe without data.
-
     config: the model's transformers configuration. source: folder of the checkpoint, read only with ``data``. data: as
     ``texts`` takes it. examples, length: caps, in examples and tokens. sweep: run every id of the vocabulary. chosen:
     the ids by reason that the probe runs instead, by default random ones. Raises ``UserError`` for unusable data or
-    tokenizer.
-    """
+    tokenizer."""
     length = min(length, interface.longest_sequence(config))
     if data is None:
         made = _probe(config, seed, length, sweep, chosen)
@@ -114,11 +98,8 @@ def audit_batches(
 ) -> list[Batch]:
     """Return what an audit runs on: the built-in probe, its ids chosen by the weights in ``folder`` unless they are
     given or all are wanted, and ``data`` where given; without a generation that would take more than
-    ``GENERATION_SHARE`` of the memory at hand.
-
-    opened: the checkpoint in ``folder`` and its layout, where the caller has them. progress: says what is left out.
-    Other arguments and errors are those of ``batches``.
-    """
+    ``GENERATION_SHARE`` of the memory at hand. opened: the checkpoint in ``folder`` and its layout, where the caller
+    has them. progress: says what is left out. Other arguments and errors are those of ``batches``."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
@@ -127,7 +108,7 @@ def audit_batches(
     inputs = batches(config, None, None, seed=seed, sweep=sweep, chosen=chosen)
     if data is not None:
         inputs += batches(config, folder, data, seed=seed)
-    if generation_bytes(opened[1]) <= GENERATION_SHARE * memory.available():
+    if generation_bytes(opened[1]) <= GENERATION_SHARE * system.available_memory():
         return inputs
     inputs = [batch for batch in inputs if not batch.generate]
     if progress is not None:
@@ -136,11 +117,9 @@ def audit_batches(
 
 
 def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
-    """Return rows of every batch but a generation's as one batch, for what is built for one shape.
-
-    Rows are taken from each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length``
-    positions and filled up with padding; the decoder's begin with the start token.
-    """
+    """Return rows of every batch but a generation's as one batch, for what is built for one shape. Rows are taken from
+    each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length`` positions and filled up
+    with padding; the decoder's begin with the start token."""
     each = [list(_rows(batch)) for batch in inputs if not (batch.generate or batch.has_image)]
     turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
     positions = length if interface.is_causal(config) else decoder_length
@@ -218,16 +197,16 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 
     repeated = ids(2, 1).repeat(1, min(64, length))
     made = [
-        batch(RANDOM, "random ids", _begun(config, ids(4, 64)), ids(4, 32)),
-        batch(LONG, f"one sequence of {length} tokens", _begun(config, ids(1, length)), ids(1, min(length, 128))),
-        batch(REPEATED, "one token repeated", repeated, repeated[:, :32]),
+        batch(kinds.RANDOM, "random ids", _begun(config, ids(4, 64)), ids(4, 32)),
+        batch(kinds.LONG, f"one sequence of {length} tokens", _begun(config, ids(1, length)), ids(1, min(length, 128))),
+        batch(kinds.REPEATED, "one token repeated", repeated, repeated[:, :32]),
         padded(config, [_begun(config, ids(1, n)[0]) for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
     ]
     if interface.is_causal(config):
         made.append(padded_left(config, made[-1]))
     if past := _past_window(config, length):
         row = _begun(config, torch.randint(0, vocabulary, (1, past), generator=generator))
-        made.append(_unpadded(config, LONG, f"one sequence of {past} tokens", row, row))
+        made.append(_unpadded(config, kinds.LONG, f"one sequence of {past} tokens", row, row))
     made += [*_short(config, min(length, _SHORT), generator), *images(config)]
     if sweep or is_small(config):
         made += _sweep(config, vocabulary, min(length, 128))
@@ -237,7 +216,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
     if not interface.predicts_tokens(config):
         return made
     made = _within_budget(made, vocabulary)
-    return [*made, generation(config, next(batch for batch in made if batch.kind == PADDED))]
+    return [*made, generation(config, next(batch for batch in made if batch.kind == kinds.PADDED))]
 
 
 def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder: Tensor, **options: Any) -> Batch:
@@ -270,14 +249,14 @@ def images(config: Any) -> list[Batch]:
     ids = torch.cat([before, torch.full((1, tokens), token), after], 1)
     marks = torch.cat([torch.zeros_like(before), torch.ones(1, tokens, dtype=torch.int64), torch.zeros_like(after)], 1)
     pixels = torch.rand(1, channels, size, size, generator=generator) * 2 - 1
-    return [Batch("an image", ids, torch.ones_like(ids), kind=IMAGE, pixels=pixels, image_tokens=marks)]
+    return [Batch("an image", ids, torch.ones_like(ids), kind=kinds.IMAGE, pixels=pixels, image_tokens=marks)]
 
 
 def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
     """The batches with logits as far as the budget suffices, random ids and the first short rows in any case."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
-    unseen = {RANDOM, SHORT}
+    unseen = {kinds.RANDOM, kinds.SHORT}
     for batch in made:
         positions = (batch.input_ids if batch.decoder_input_ids is None else batch.decoder_input_ids).numel()
         kept = batch.head and (positions <= left or batch.kind in unseen)
@@ -289,10 +268,8 @@ def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
 
 def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
     """Return 16 rows of random ids whose lengths are log-uniform from 1 to 64, in the decoder from 1 to 16: half of
-    them framed as a text is, one in four with a special token among them.
-
-    left: the encoder's are filled up on the left.
-    """
+    them framed as a text is, one in four with a special token among them. left: the encoder's are filled up on the
+    left."""
     generator, vocabulary = seeded(seed), vocabulary_of(config)
     most, special = interface.longest_sequence(config), interface.special_ids(config)
 
@@ -307,7 +284,7 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
 
     encoder = [drawn(64, framed=row % 2 == 1) for row in range(16)]
     decoder = [drawn(16, framed=False) for _ in range(16)]
-    right = padded(config, encoder, decoder, "random ids of all lengths", RANDOM)
+    right = padded(config, encoder, decoder, "random ids of all lengths", kinds.RANDOM)
     if spare_padding(config.to_dict()):
         return _readable(config, bearable_as_one(config, right))
     return _readable(config, padded_left(config, right) if left else right)
@@ -355,7 +332,7 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
         framed = _framed(config, ids, longest)
         rows += [ids] if framed == ids else [ids, framed]
     encoder = [torch.tensor(row) for row in rows]
-    right = padded(config, encoder, [row[-_SHORT_DECODER:] for row in reversed(encoder)], "short rows", SHORT)
+    right = padded(config, encoder, [row[-_SHORT_DECODER:] for row in reversed(encoder)], "short rows", kinds.SHORT)
     return [right, padded_left(config, right)]
 
 
@@ -364,28 +341,26 @@ def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) ->
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
     made: list[Batch] = []
     for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
-        full = len(ids) // columns * columns
-        for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1)):
-            if rows.numel():
-                name, reasons = f"chosen ids in rows of {rows.shape[1]}", {} if made else by_reason
-                made.append(_unpadded(config, CHOSEN, name, rows, rows.flip(1), chosen=reasons))
+        for rows in _in_rows(ids, columns):
+            name, reasons = f"chosen ids in rows of {rows.shape[1]}", {} if made else by_reason
+            made.append(_unpadded(config, kinds.CHOSEN, name, rows, rows.flip(1), chosen=reasons))
     return made
+
+
+def _in_rows(ids: Tensor, columns: int) -> list[Tensor]:
+    """Ids as rows of so many, and what is left over as one more."""
+    full = len(ids) // columns * columns
+    return [rows for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1)) if rows.numel()]
 
 
 def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
     """Every id once in the encoder and, in reverse order, once in the decoder, in chunks of eight sequences."""
     rows = max(1, min(8, LOGIT_BUDGET // (length * vocabulary)))
-    chunk = rows * length
     made = []
-    for first in range(0, vocabulary, chunk):
-        ids = torch.arange(first, min(first + chunk, vocabulary))
-        columns = min(length, len(ids))
-        full = len(ids) // columns * columns
-        for part in (ids[:full], ids[full:]):
-            if len(part):
-                encoder = part.view(-1, min(columns, len(part)))
-                name = f"vocabulary {int(part[0])} to {int(part[-1])}"
-                made.append(_unpadded(config, SWEEP, name, encoder, vocabulary - 1 - encoder))
+    for ids in torch.arange(vocabulary).split(rows * length):
+        for part in _in_rows(ids, min(length, len(ids))):
+            name = f"vocabulary {int(part[0, 0])} to {int(part[-1, -1])}"
+            made.append(_unpadded(config, kinds.SWEEP, name, part, vocabulary - 1 - part))
     return made
 
 
@@ -397,4 +372,4 @@ def generation(config: Any, batch: Batch) -> Batch:
         batch = padded_left(config, batch)
         batch = replace(batch, input_ids=batch.input_ids[:, kept], attention_mask=batch.attention_mask[:, kept])
     ids, mask = batch.input_ids[:2], batch.attention_mask[:2]
-    return Batch("generate with cache and beams", ids, mask, generate=True, kind=GENERATE)
+    return Batch("generate with cache and beams", ids, mask, generate=True, kind=kinds.GENERATE)

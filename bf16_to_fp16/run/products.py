@@ -19,12 +19,10 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that
 
 class FastProducts(TorchDispatchMode):
     """Context manager under which 16-bit matrix products on the CPU, in the forward and in the backward, are fp32
-    products of the same operands rounded once.
-
-    A sum that is exact in fp32 comes out identical; otherwise under one element in a hundred differs from the native
-    kernel, by one rounding. Native fp16 kernels on a CPU are 4 to 100 times slower, bf16 ones a few times. Other
-    devices, other dtypes, convolutions and the fused SDPA are left alone. The backward must run inside too.
-    """
+    products of the same operands rounded once. A sum that is exact in fp32 comes out identical; otherwise under one
+    element in a hundred differs from the native kernel, by one rounding. Native fp16 kernels on a CPU are 4 to 100
+    times slower, bf16 ones a few times. Other devices, other dtypes, convolutions and the fused SDPA are left alone.
+    The backward must run inside too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +61,7 @@ def product_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
 
 class Widened:
     """fp32 copies of 16-bit weights (transposed, as a linear multiplies them), made at first use and kept until
-    ``clear``.
-
-    A copy whose values are those of an fp32 weight that was ``offer``ed is that weight.
-    """
+    ``clear``. A copy whose values are those of an fp32 weight that was ``offer``ed is that weight."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
@@ -85,7 +80,6 @@ class Widened:
         return self._copies[key][1]
 
     def offer(self, weight: Tensor) -> None:
-        """Note an fp32 weight that is in memory until ``clear``."""
         self._offered.append(weight)
 
     def clear(self) -> None:

@@ -23,17 +23,14 @@ from .interface import config_of, is_causal
 from .stock import load
 
 FP16 = "float16"
-
 FLOATS = ("float16", "bfloat16", "float32", "float64")  # how formats are called here, whatever a runtime calls them
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """In which format a runtime computed.
-
-    ``products``: matrix products by format. ``operations``: floating-point operations by format, with these and without
-    what only moves or casts; None for the number where one format serves all. ``how``: how that was found out.
-    """
+    """In which format a runtime computed. ``products``: matrix products by format. ``operations``: floating-point
+    operations by format, with these and without what only moves or casts; None for the number where one format serves
+    all. ``how``: how that was found out."""
 
     products: Mapping[str, int | None]
     operations: Mapping[str, int | None]
@@ -54,11 +51,8 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A checkpoint's values in a runtime, fp32 on the CPU, the device, and the arithmetic.
-
-    ``values``: [rows, length, channels] logits or last hidden states, or what
-    ``known.Runtime.expected`` makes of those.
-    """
+    """A checkpoint's values in a runtime, fp32 on the CPU, the device, and the arithmetic. ``values``: [rows, length,
+    channels] logits or last hidden states, or what ``known.Runtime.expected`` makes of those."""
 
     values: Tensor
     device: str
@@ -71,11 +65,9 @@ Run = Callable[[Path, Layout, Batch], Outcome]
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime by its name: the package that it needs and whose version counts, and how it is run.
-
-    ``expected``: makes what this runtime gives, [rows, length], from stock logits, the batch and the config; None where
-    it gives what stock code does.
-    """
+    """A runtime by its name: the package that it needs and whose version counts, and how it is run. ``expected``: makes
+    what this runtime gives, [rows, length], from stock logits, the batch and the config; None where it gives what stock
+    code does."""
 
     name: str
     package: str

@@ -25,10 +25,8 @@ _OF_ROWS = "ForSequenceClassification"
 
 @cache
 def described(name: str) -> StockClass | None:
-    """Return a class of transformers as far as it describes itself; None where there is no model of this name.
-
-    It is a language model if it can generate. What the fields of its output are called is not known.
-    """
+    """Return a class of transformers as far as it describes itself; None where there is no model of this name. It is a
+    language model if it can generate. What the fields of its output are called is not known."""
     import transformers
 
     kind: Any = getattr(transformers, name, None)
@@ -87,11 +85,9 @@ def vocabulary_of(config: Any) -> int:
 
 
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
-    """Return the stock model in ``folder`` as ``from_pretrained(dtype=dtype)`` loads it, in eval mode on the CPU.
-
-    With ``half`` every weight is then cast to fp16 (``all_half``). Nothing is fetched and no remote code runs. Raises
-    ``UserError`` where files cannot be read or a tensor is missing (stock fills it at random).
-    """
+    """Return the stock model in ``folder`` as ``from_pretrained(dtype=dtype)`` loads it, in eval mode on the CPU. With
+    ``half`` every weight is then cast to fp16 (``all_half``). Nothing is fetched and no remote code runs. Raises
+    ``UserError`` where files cannot be read or a tensor is missing (stock fills it at random)."""
     config = load_config(folder).to_dict()
     model, missing = from_files(folder, stock_class(config), dtype, attention)
     check_complete(folder, config, missing)
@@ -99,10 +95,8 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
 
 
 def all_half(model: Any) -> Any:
-    """Cast every parameter and every stored buffer to fp16 in place, T5's ``wo`` too, and return the model.
-
-    ``.half()`` alone would also cast what stock code makes itself: rotary frequencies in fp16 are another function.
-    """
+    """Cast every parameter and every stored buffer to fp16 in place, T5's ``wo`` too, and return the model. ``.half()``
+    alone would also cast what stock code makes itself: rotary frequencies in fp16 are another function."""
     kept = [(m, {name: m._buffers[name] for name in m._non_persistent_buffers_set}) for m in model.modules()]
     model.half()
     for module, buffers in kept:
@@ -111,10 +105,8 @@ def all_half(model: Any) -> Any:
 
 
 def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> tuple[Any, list[str]]:
-    """Return what the transformers class ``name`` makes of a folder, and the tensors that it did not find there.
-
-    Raises ``UserError`` where it cannot.
-    """
+    """Return what the transformers class ``name`` makes of a folder, and the tensors that it did not find there. Raises
+    ``UserError`` where it cannot."""
     import transformers
 
     seen = VIEWS.get(Path(folder))
@@ -133,11 +125,9 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
 
 def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False) -> Any:
     """Return the stock model of a checkpoint as ``load`` gives it with eager attention, on torch's meta device: without
-    values, except those of buffers and of tensors that no file holds and stock code makes.
-
-    Two tensors that stock code ties for being equal are one parameter only where the checkpoint lacks one of them.
-    Raises ``UserError`` as ``load`` does.
-    """
+    values, except those of buffers and of tensors that no file holds and stock code makes. Two tensors that stock code
+    ties for being equal are one parameter only where the checkpoint lacks one of them. Raises ``UserError`` as ``load``
+    does."""
     folder = checkpoint.folder
     config = load_config(folder)
     try:
@@ -154,9 +144,7 @@ def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False)
 
 def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = None) -> tuple[str, ...]:
     """Return those of the ``wanted`` attentions that the transformers class ``name`` has, and say which it lacks.
-
-    Raises UserError where none is left.
-    """
+    Raises UserError where none is left."""
     import transformers
 
     lacking = [kind for kind in wanted if kind == "sdpa" and not getattr(transformers, name)._supports_sdpa]
@@ -169,10 +157,8 @@ def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = 
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Make a stock model and the stacks inside it run an attention; raises what stock code raises for one it has not.
-
-    A stack may have a config of its own, which some versions of transformers 5 leave as it is (5.17).
-    """
+    """Make a stock model and the stacks inside it run an attention; raises what stock code raises for one it has not. A
+    stack may have a config of its own, which some versions of transformers 5 leave as it is (5.17)."""
     model.set_attn_implementation(implementation)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -189,9 +175,7 @@ def without_values(
     checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, any_shape: bool = False
 ) -> tuple[Any, Mapping[str, Any]]:
     """Return the stock model of a checkpoint on the meta device, and what its own loader says of the weights.
-
-    any_shape: note weights of other shapes there, instead of raising what stock code raises.
-    """
+    any_shape: note weights of other shapes there, instead of raising what stock code raises."""
     import transformers
 
     weights = {

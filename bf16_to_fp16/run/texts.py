@@ -1,13 +1,9 @@
 """Rows of text from JSONL, CSV, Parquet and text files, and from datasets of the Hub: all of them are opened here.
 
-``texts`` reads data once from the first row to the last, as the probe does; ``open_texts`` makes a table or a stream of
-``datasets`` of them, which the training corpus reads again and again. Both have the same readers of files and one rule
-for which columns hold the text and its target. The Hub is asked once instead of for half a minute where it does not
-answer.
-
-``datasets`` has readers of JSON, CSV and text of its own. They are not used, because they change what they read: a text
-2020-01-01 becomes a time, the cell NA nothing, a list on a line a row of text; what is broken they name by the place in
-a block of the file, if at all. Without them a file is probed without the second that importing ``datasets`` takes.
+``texts`` reads data once, as the probe does; ``open_texts`` makes a table or a stream of ``datasets`` of them, which
+the training corpus reads again and again; both with the same readers of files and one rule for the columns. The Hub is
+asked once instead of for half a minute where it does not answer. The readers of ``datasets`` are not used: they change
+what they read (a text 2020-01-01 becomes a time, the cell NA nothing), and take a second to import.
 """
 
 from __future__ import annotations
@@ -29,15 +25,10 @@ HUB_TIMEOUT = 10.0  # seconds that the Hub has to answer
 _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may be larger than the disk
 
 
-# ---- one pass over the rows ------------------------------------------------------------------------------------------
-
-
 def texts(data: str) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target (None where there is none) of every row of ``data``.
-
-    data: a path ending in .jsonl, .json, .csv, .parquet or .txt (.gz too), else the id of a dataset on the Hub, of
-    which the first 4096 rows are read. Raises UserError for what cannot be read.
-    """
+    """Yield text and target (None where there is none) of every row of ``data``. data: a path ending in .jsonl, .json,
+    .csv, .parquet or .txt (.gz too), else the id of a dataset on the Hub, of which the first 4096 rows are read. Raises
+    UserError for what cannot be read."""
     path = text_file(data)
     yield from text_pairs(data, hub_rows(data) if path is None else file_rows(path))
 
@@ -55,11 +46,9 @@ def text_file(data: str) -> Path | None:
 def choose_columns(
     strings: Iterable[str], input_column: str | None = None, target_column: str | None = None
 ) -> tuple[str | None, str | None]:
-    """Return which of the columns ``strings`` holds the text, and which one, if it is there, the target.
-
-    The named ones; else for the text ``input``, ``text`` or the first that is not the target, None where there is none,
-    and for the target ``target``.
-    """
+    """Return which of the columns ``strings`` holds the text, and which one, if it is there, the target. The named
+    ones; else for the text ``input``, ``text`` or the first that is not the target, None where there is none, and for
+    the target ``target``."""
     target = target_column or (TARGET_COLUMN if input_column != TARGET_COLUMN else None)
     others = [name for name in strings if name != target]
     return input_column or next((name for name in (*TEXT_COLUMNS, *others) if name in others), None), target
@@ -68,11 +57,9 @@ def choose_columns(
 def text_pairs(
     data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target of ``rows``, whose first one decides on columns that are not named.
-
-    data: how errors name them. Raises UserError where no column holds strings, where a named one is missing or where
-    the text's holds something else later on.
-    """
+    """Yield text and target of ``rows``, whose first one decides on columns that are not named. data: how errors name
+    them. Raises UserError where no column holds strings, where a named one is missing or where the text's holds
+    something else later on."""
     column: str | None = None
     target: str | None = None
     for row in rows:
@@ -96,14 +83,9 @@ def _listed(names: Iterable[Any]) -> str:
     return ", ".join(map(str, names)) or "none"
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
 def file_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .jsonl, .json, .csv, .parquet or .txt file; all but Parquet may be packed as .gz.
-
-    Raises UserError where it cannot be read, with the number of the line where that can be told.
-    """
+    """Yield the rows of a .jsonl, .json, .csv, .parquet or .txt file; all but Parquet may be packed as .gz. Raises
+    UserError where it cannot be read, with the number of the line where that can be told."""
     if (ending := _ending(path)) == ".parquet":
         yield from parquet_rows(path)
         return
@@ -174,10 +156,8 @@ KINDS = (*READERS, ".parquet")  # endings of the files that can be read
 
 def local_files(path: str) -> list[Path] | None:
     """Return the files, all of one kind, of a file's path, a pattern with ``*`` or a folder; None for what can only be
-    a dataset of the Hub.
-
-    Raises UserError where there is none, or files of several kinds or of one that cannot be read.
-    """
+    a dataset of the Hub. Raises UserError where there is none, or files of several kinds or of one that cannot be
+    read."""
     place = Path(path)
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if _ending(file) in KINDS)
@@ -211,9 +191,6 @@ def _ending(path: Path) -> str:
     return (Path(path.stem) if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 
-# ---- datasets of the Hub ---------------------------------------------------------------------------------------------
-
-
 def hub_rows(name: str) -> Iterator[dict[str, Any]]:
     """Yield the first 4096 rows of the first split of a dataset of the Hub; raise UserError where it cannot be read."""
     import datasets
@@ -237,10 +214,8 @@ def hub_rows(name: str) -> Iterator[dict[str, Any]]:
 @contextmanager
 def asking_the_hub(name: str) -> Iterator[None]:
     """Let ``datasets`` read the dataset ``name`` of the Hub, from its own cache where the Hub does not answer.
-
     ``datasets`` alone would try again for half a minute first. Raises UserError where the Hub is out of reach and the
-    cache has no such dataset.
-    """
+    cache has no such dataset."""
     import datasets
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
@@ -268,9 +243,6 @@ def asking_the_hub(name: str) -> Iterator[None]:
     yield
 
 
-# ---- tables and streams ----------------------------------------------------------------------------------------------
-
-
 def open_texts(
     path: str,
     *,
@@ -281,11 +253,9 @@ def open_texts(
     target_column: str | None = None,
 ) -> tuple[Any, tuple[str, str | None]]:
     """Return a dataset of ``datasets``, and the names of its columns of texts and, where there is one, of targets.
-
     path: what ``local_files`` takes, else the id of a dataset on the Hub, of which ``subset`` and ``split`` are taken.
     streaming: rows are read as they are needed instead of first, into an Arrow table in the cache of ``datasets``.
-    Raises UserError for what cannot be read; rows that are read later raise within ``plain_errors``.
-    """
+    Raises UserError for what cannot be read; rows that are read later raise within ``plain_errors``."""
     named = (input_column, target_column)
     files = local_files(path)
     wanted: dict[str, Any] = {}

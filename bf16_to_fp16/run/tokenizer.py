@@ -32,12 +32,10 @@ TOKENIZER_FILES = (
 
 
 def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int, length: int) -> list[Batch]:
-    """Return rows of ``data`` as ids that the tokenizer in the folder ``source`` gives, the shortest first.
-
-    data: as ``texts`` takes it. seed: of the choice of rows, and of a decoder's ids for a text without a target.
-    examples, length: the most rows, and the most ids of each. Raises UserError for unusable data or tokenizer, and
-    where that gives an id past the vocabulary.
-    """
+    """Return rows of ``data`` as ids that the tokenizer in the folder ``source`` gives, the shortest first. data: as
+    ``texts`` takes it. seed: of the choice of rows, and of a decoder's ids for a text without a target. examples,
+    length: the most rows, and the most ids of each. Raises UserError for unusable data or tokenizer, and where that
+    gives an id past the vocabulary."""
     chosen = _sample(texts(data), examples, random.Random(seed))
     if not chosen:
         raise UserError(f"{data}: no examples in it; give a file with at least one")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.folder import is_code, is_weights, sha256_of, side_modules
 from ..checkpoint.formats import read_json, read_whole_header
-from ..checkpoint.layouts import LAYOUTS
+from ..checkpoint.naming import LAYOUTS
 from ..checkpoint.packing import recorded_sha256, summary_of, tensors_sha256
 from ..checkpoint.pipeline import has_variant, variant_name
 from ..checkpoint.reader import SINGLE_OR_SHARDED, Checkpoint, contained

@@ -6,10 +6,10 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checkpoint.disk import check_free_space
 from ..checkpoint.hub import reading_from
 from ..checkpoint.places import CONVERTED, local_folder
 from ..checkpoint.reader import contained, subfolder_of
+from ..checkpoint.staging import check_free_space
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress

@@ -20,8 +20,7 @@ from ..families.known import stock_class
 from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..progress import Progress
-from ..report.build import source_of, weight_counts
-from ..report.evidence import Rewritten
+from ..report.build import Rewritten, source_of, weight_counts
 from ..report.remedies import RIGHT_REVISION
 from ..report.schema import Source, WeightsEntry, dump
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes

@@ -17,7 +17,7 @@ from bf16_to_fp16.commands.audit import audit
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
 from bf16_to_fp16.observe.sites import MASK_REASON
-from bf16_to_fp16.report import rows as report_rows
+from bf16_to_fp16.report import facts
 from bf16_to_fp16.report.remedies import unsafe_sites
 from bf16_to_fp16.report.schema import (
     AttackedSite,
@@ -427,7 +427,7 @@ def test_of_signals_that_sank_the_largest_value_and_all_regimes_are_told() -> No
         r: RegimeEntry.model_validate(whole | {"underflow": [{"name": n, "amax": a} for n, a in sites.items()]})
         for r, sites in sunk.items()
     }
-    assert report_rows.underflow_rows(regimes | {"other": RegimeEntry.model_validate(whole)}) == [
+    assert facts.underflow_rows(regimes | {"other": RegimeEntry.model_validate(whole)}) == [
         ("v", 5e-6, ["half", "amp", "stock"]),
         ("o", 1e-6, ["half"]),
     ]
@@ -442,8 +442,8 @@ def test_the_tightest_bounds_the_worst_of_the_unproven_and_the_least_precise_com
     ]
     whole = {"sites": sites, "holds": False, "headroom_bits": -5.0, "max_length": 512, "splits": 8}
     certificate = CertificateEntry.model_validate(whole)
-    assert [row.name for row in report_rows.bound_rows(certificate, 3)] == ["d", "b", "c"]
-    rows = report_rows.uncertified_rows(Report(certificate=certificate))
+    assert [row.name for row in facts.bound_rows(certificate, 3)] == ["d", "b", "c"]
+    rows = facts.uncertified_rows(Report(certificate=certificate))
     assert [(row.name, row.excess_bits) for row in rows] == [("d", 5.0), ("b", 2.0)]
     assert "finetune" in rows[0].remedy and "convert" in rows[1].remedy
     precision = [
@@ -451,7 +451,7 @@ def test_the_tightest_bounds_the_worst_of_the_unproven_and_the_least_precise_com
         for name, bits in (("x", 9.5), ("y", 8.25), ("z", math.nan))
     ]
     report = Report(precision=precision)
-    assert report_rows.least_precise(report) == precision[1] and report_rows.least_precise(Report()) is None
+    assert facts.least_precise(report) == precision[1] and facts.least_precise(Report()) is None
 
 
 @pytest.mark.parametrize(("bits", "breaks"), [(0.0, False), (-0.01, True)])
@@ -466,9 +466,9 @@ def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool)
         return AttackEntry(steps=steps, seed=0, worst_headroom_bits=bits, median_gain=None, sites=sites)
 
     half = RegimeEntry(nonfinite=0, saturated=0, amax=1.0, headroom_bits=15.9, sites=[])
-    assert report_rows.attack_breaks(Report(attack=attacked(1))) == (sites[1] if breaks else None)
-    assert report_rows.found_by(Report(attack=attacked(1))) == "1 step of gradient search"
-    assert report_rows.found_by(Report(attack=attacked(20), regimes={"half": half})).endswith("search and the probe")
+    assert facts.attack_breaks(Report(attack=attacked(1))) == (sites[1] if breaks else None)
+    assert facts.found_by(Report(attack=attacked(1))) == "1 step of gradient search"
+    assert facts.found_by(Report(attack=attacked(20), regimes={"half": half})).endswith("search and the probe")
 
 
 def test_an_attention_is_that_of_the_stacks_where_stock_code_leaves_them_as_they_are(

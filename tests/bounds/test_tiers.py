@@ -26,7 +26,7 @@ from bf16_to_fp16.families.types import RESIDUAL
 from bf16_to_fp16.numerics import NORM_FLOOR
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
-from bf16_to_fp16.report.evidence import Decided
+from bf16_to_fp16.report.build import Decided
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
 from bf16_to_fp16.rescaling.planner import PROOF_WORTH, Fallback, Violation
 from bf16_to_fp16.rescaling.squares import can_fit

@@ -13,9 +13,9 @@ from support import exhaustive, tiny, tools
 
 from bf16_to_fp16 import audit, certify, convert, undo
 from bf16_to_fp16.checkpoint.formats import TensorInfo
-from bf16_to_fp16.checkpoint.inference import described, inferred_config
 from bf16_to_fp16.checkpoint.naming import WAN
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.checkpoint.single_file import described, inferred_config
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.verify import verify
 from bf16_to_fp16.errors import UserError

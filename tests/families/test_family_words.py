@@ -35,7 +35,6 @@ ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}  # the names
 
 FILES = {
     "advise/configs.py",
-    "checkpoint/inference.py",
     "checkpoint/naming.py",
     "checkpoint/side_modules.py",
     "checkpoint/single_file.py",

@@ -13,9 +13,9 @@ from support import fakes
 from bf16_to_fp16.finetuning.goals import Command, judged, lost_quality, steps_more
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
 from bf16_to_fp16.report.card import notice
+from bf16_to_fp16.report.facts import verdict_sentence
 from bf16_to_fp16.report.page import render
 from bf16_to_fp16.report.remedies import CONVERTED, PENALTY
-from bf16_to_fp16.report.rows import verdict_sentence
 from bf16_to_fp16.report.schema import AttackEntry, Report, UnsafeEntry, dump, read
 from bf16_to_fp16.report.terminal import print_conversion
 

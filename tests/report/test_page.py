@@ -35,7 +35,7 @@ from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.finetuning.trainer import Outcome
-from bf16_to_fp16.report import card, page, terminal
+from bf16_to_fp16.report import card, facts, page, terminal
 from bf16_to_fp16.report import figures as pictures
 from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, FinetuneEntry, Report, SignalEntry, dump, read
 from bf16_to_fp16.wording import (
@@ -53,11 +53,11 @@ from bf16_to_fp16.wording import (
 
 
 def figures(report: dict[str, Any]) -> list[page.Figure]:
-    return page.figures(read(Report, report))
+    return page.headline(read(Report, report))
 
 
 def verdict_sentence(report: dict[str, Any]) -> str:
-    return page.verdict_sentence(read(Report, report))
+    return facts.verdict_sentence(read(Report, report))
 
 
 def brackets(sites: list[dict[str, Any]], stack: str) -> list[pictures.Bracket]:

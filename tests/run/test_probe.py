@@ -97,7 +97,7 @@ def test_an_encoder_gets_nothing_for_a_decoder_whatever_the_flag_says(kind: str)
 def test_without_the_memory_of_a_decoder_nothing_is_generated_and_the_inputs_say_so(
     memory: float, left_out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bf16_to_fp16.run.memory.available", lambda: memory)
+    monkeypatch.setattr("bf16_to_fp16.system.available_memory", lambda: memory)
     made = audit_batches(tiny.config("t5"), tiny.save(tiny.build("t5"), tmp_path), None)
     listed = describe_batches(made, seed=0, generates=True)
     assert listed["left_out"] == left_out

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from markupsafe import Markup
 
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
@@ -518,6 +517,6 @@ def no_models() -> Iterator[None]:
 def no_pictures() -> Iterator[None]:
     """Let reports have no pictures, whose drawing takes as long as a tiny model's plan."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("draw_before_after", "draw_brackets"):
-            patch.setattr(figures, name, lambda *_: Markup(""))
+        for name in ("pictures", "bracket_pictures"):
+            patch.setattr(figures, name, lambda _: [])
         yield

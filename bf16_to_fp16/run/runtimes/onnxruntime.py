@@ -20,7 +20,6 @@ from ..onnx_export import MOVES, export
 from ..runtime import FLOATS, Arithmetic, Outcome, Runtime, inputs_of
 
 NAMES = {"float": "float32", "double": "float64"}
-
 PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
 
 

@@ -23,21 +23,8 @@ from ..wording import (
     significant_bits,
     tightness,
 )
+from . import schema
 from .remedies import missed_goals, over_limits
-from .schema import (
-    AttackedSite,
-    BoundEntry,
-    CertificateEntry,
-    FinetuneEntry,
-    PrecisionEntry,
-    RegimeEntry,
-    Report,
-    SignalEntry,
-    SiteEntry,
-    UnprovenEntry,
-    Verification,
-    WeightsEntry,
-)
 from .tables import Column, Table, numbers
 
 STRICTEST = TIERS[-1].name
@@ -47,40 +34,40 @@ UNCERTIFIED_SHOWN = 12  # of them, those that a page shows at once; the others u
 BF16_BITS = 8  # significant bits of bf16, under which a conversion would have lost what the source had
 
 
-def bound_rows(certificate: CertificateEntry, count: int | None = TIGHTEST) -> list[BoundEntry]:
+def bound_rows(certificate: schema.CertificateEntry, count: int | None = TIGHTEST) -> list[schema.BoundEntry]:
     """Return the sites with least headroom by their bound, tightest first."""
     return sorted(certificate.sites, key=lambda site: site.headroom_bits)[:count]
 
 
-def bounds_by_name(report: Report) -> dict[str, tuple[float, float | None]]:
+def bounds_by_name(report: schema.Report) -> dict[str, tuple[float, float | None]]:
     """Return (bound, tightness) of every site that the certificate knows; empty without a certificate."""
     sites = report.certificate.sites if report.certificate is not None else ()
     return {site.name: (site.bound, tightness(site.bound, site.observed)) for site in sites}
 
 
-def uncertified_rows(report: Report) -> list[UnprovenEntry]:
+def uncertified_rows(report: schema.Report) -> list[schema.UnprovenEntry]:
     """Return the sites whose bound passes its limit, the worst first; without reasons none was rescaled."""
     if report.uncertified is not None:
         return report.uncertified
     return over_limits(report.certificate) if report.certificate is not None else []
 
 
-def for_target(report: Report | Verification) -> str:
+def for_target(report: schema.Report | schema.Verification) -> str:
     """Return for which target its bounds are, " (target half)"; empty where it does not say."""
     return f" (target {report.target})" if report.target else ""
 
 
-def distinct(signals: Sequence[SignalEntry]) -> list[SignalEntry]:
+def distinct(signals: Sequence[schema.SignalEntry]) -> list[schema.SignalEntry]:
     """Return one entry for each site where signals were seen: of a head's output, that it is the logits."""
     return list({(signal.module, signal.side): signal for signal in signals}.values())
 
 
-def by_design(site: SiteEntry) -> str:
+def by_design(site: schema.SiteEntry) -> str:
     """Return why what is inf or masked at a site is harmless; empty where something broke there."""
     return "" if site.broken else site.benign or ""
 
 
-def distances(run: FinetuneEntry) -> tuple[str, str, list[tuple[float | None, str]]]:
+def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[tuple[float | None, str]]]:
     """Return how the distance of a finetune's result from the original is measured, its unit, and the values, each with
     what it was measured on; None stands for one that is infinite."""
     close = run.fidelity
@@ -95,7 +82,7 @@ def distances(run: FinetuneEntry) -> tuple[str, str, list[tuple[float | None, st
     return f"{what} to the original", unit, found
 
 
-def moved_by(run: FinetuneEntry) -> str:
+def moved_by(run: schema.FinetuneEntry) -> str:
     """Return in a sentence how far a finetune moved the function from the original's."""
     what, unit, found = distances(run)
     if not found:
@@ -106,13 +93,13 @@ def moved_by(run: FinetuneEntry) -> str:
     )
 
 
-def carried_over(weights: WeightsEntry, dtype: str | None) -> str:
+def carried_over(weights: schema.WeightsEntry, dtype: str | None) -> str:
     """Return which share of the weights kept every bit; dtype: of the source, F32 having digits beyond fp16's."""
     share = percent(weights.lossless_fraction)
     return f"{share}; the others are rounded to fp16's 11 significant bits, of fp32's 24" if dtype == "F32" else share
 
 
-def found_by(report: Report) -> str:
+def found_by(report: schema.Report) -> str:
     """Return what the worst values were found by, in words; empty where nothing was run."""
     attack, half = report.attack, "half" in report.regimes
     if attack is not None:
@@ -132,7 +119,7 @@ def claim_end(padding: int | None, family: str | None, model_class: str | None =
     return f" (padded on the right by at least {counted(padding, 'position')}, or not at all){aside}"
 
 
-def every_input(report: Report, *, length: bool = False) -> str:
+def every_input(report: schema.Report, *, length: bool = False) -> str:
     """Return "every input" with all that limits it; with its length if asked, and wherever that is less than usual."""
     certificate = report.certificate
     shown = certificate is not None and (length or certificate.max_length < MAX_LENGTH)
@@ -147,7 +134,7 @@ def tower_of(family: str | None) -> str:
     return "" if w is None else w.tower.rpartition(".")[2].replace("_", " ")
 
 
-def tower_advice(report: Report) -> tuple[str, str]:
+def tower_advice(report: schema.Report) -> tuple[str, str]:
     """Return what the bounds say of a model inside a model, and what they do not; both empty where there is none."""
     if not (tower := tower_of(report.family)):
         return "", ""
@@ -165,7 +152,7 @@ def has_blind_padding(family: str | None) -> bool:
     return found is not None and found.blind_padding
 
 
-def padding_advice(report: Report) -> str:
+def padding_advice(report: schema.Report) -> str:
     """Return what stock code does to padded rows in fp16, and what to do; empty where nothing."""
     title = "the stock class" if (family := named(report.family)) is None else f"stock {family.title}"
     if report.padding == 0:
@@ -185,7 +172,7 @@ def padding_advice(report: Report) -> str:
     return f"{which} NaN in fp16 in {title}, whatever the weights, since its masks are −inf there; {remedy}"
 
 
-def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
+def coverage(report: schema.Report) -> tuple[list[str], list[tuple[str, str]]]:
     """Return what the bounds cover, and what not, with the option that would or ""; without a certificate nothing."""
     certificate = report.certificate
     if certificate is None:
@@ -225,24 +212,22 @@ def coverage(report: Report) -> tuple[list[str], list[tuple[str, str]]]:
     return covers, leaves
 
 
-# --- the verdict ---------------------------------------------------------------------------------------------------
-
 STANDINGS = {"safe": "safe", "short": "safe, but short", "unsafe": "unsafe"}
 """What the verdict is called: unsafe is divided into what is, and what is only short of what a recipe asked for."""
 
 
-def standing(report: Report) -> str:
+def standing(report: schema.Report) -> str:
     """Return the key of ``STANDINGS`` that a report has."""
     return "safe" if report.safe else "short" if report.short else "unsafe"
 
 
-def verdict_sentence(report: Report) -> str:
+def verdict_sentence(report: schema.Report) -> str:
     """Return the verdict in one sentence, with what it rests on, and a second on padding where it depends on that."""
     advice = padding_advice(report)
     return f"{_verdict(report)} {advice[:1].upper()}{advice[1:]}." if advice else _verdict(report)
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: schema.Report) -> str:
     regimes, broken = report.regimes, report.broken_regimes
     if report.safe or report.short:
         beginning = "Safe in fp16"
@@ -270,12 +255,12 @@ def _verdict(report: Report) -> str:
     return f"Unsafe in fp16: {ran}, but {passed(report)}."
 
 
-def missed(report: Report) -> str:
+def missed(report: schema.Report) -> str:
     """Return what was asked of a finetune and not delivered, in words; empty where nothing was."""
     return "; ".join(entry.reason for entry in missed_goals(report))
 
 
-def passed(report: Report) -> str:
+def passed(report: schema.Report) -> str:
     """Return what makes a report unsafe in which nothing overflowed, in words."""
     kinds = {entry.kind: entry for entry in reversed(report.unsafe)}
     if (inexact := kinds.get("inexact")) is not None:
@@ -287,7 +272,7 @@ def passed(report: Report) -> str:
     return f"bounds pass the limit at {counted(unproven, 'site')}" if unproven else "see below what passes its limit"
 
 
-def broken_by_search(report: Report) -> str:
+def broken_by_search(report: schema.Report) -> str:
     """Return what a gradient search drove past its limit, in words; empty where it found nothing."""
     if report.attack is None or (site := attack_breaks(report)) is None:
         return ""
@@ -301,15 +286,12 @@ def broken_by_search(report: Report) -> str:
     return f"{steps} of search found an input that overflows {where}{said}"
 
 
-def first_broken(regime: RegimeEntry) -> str | None:
+def first_broken(regime: schema.RegimeEntry) -> str | None:
     """Return the name of the site where a regime breaks first, None where it does not."""
     return next((site.name for site in regime.broken_sites), None)
 
 
-# --- tiers ---------------------------------------------------------------------------------------------------------
-
-
-def tier_rows(report: Report) -> list[tuple[str, str, str, str]]:
+def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
     """Return of every tier its name, its meaning, whether the checkpoint holds in it, and its runtimes."""
     rows = []
     for tier in TIERS:
@@ -321,10 +303,7 @@ def tier_rows(report: Report) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-# --- precision -------------------------------------------------------------------------------------------------------
-
-
-def kept_bits_tables(report: Report) -> list[Table]:
+def kept_bits_tables(report: schema.Report) -> list[Table]:
     """Return the significant bits that each stack's residual stream keeps, a row per block, a column per norm that
     reads it; empty where the report has none."""
     result = []
@@ -343,23 +322,21 @@ def kept_bits_tables(report: Report) -> list[Table]:
 
 def kept_bits(role: str) -> Column:
     """Return the column of the bits that norms of a role read, by block."""
-
-    def bits(row: tuple[str, Mapping[str, float]]) -> float:
-        return row[1].get(role, math.nan)
-
-    def write(kept: float) -> str:
-        return "" if math.isnan(kept) else significant_bits(kept)
-
-    return numbers(role, bits, write, over=lambda row: bits(row) < BF16_BITS)
+    return numbers(
+        role,
+        lambda row: row[1].get(role, math.nan),
+        lambda kept: "" if math.isnan(kept) else significant_bits(kept),
+        over=lambda row: row[1].get(role, math.nan) < BF16_BITS,
+    )
 
 
-def least_precise(report: Report) -> PrecisionEntry | None:
+def least_precise(report: schema.Report) -> schema.PrecisionEntry | None:
     """Return the norm at which the residual stream keeps the fewest bits, None where the report has none."""
     rows = [row for row in report.precision if not math.isnan(row.bits)]
     return min(rows, key=lambda row: row.bits, default=None)
 
 
-def underflow_rows(regimes: Mapping[str, RegimeEntry]) -> list[tuple[str, float, list[str]]]:
+def underflow_rows(regimes: Mapping[str, schema.RegimeEntry]) -> list[tuple[str, float, list[str]]]:
     """Return (site, max |x|, regimes) of what stayed under fp16's smallest normal number on every input."""
     rows: dict[str, tuple[str, float, list[str]]] = {}
     for name, regime in regimes.items():
@@ -369,7 +346,7 @@ def underflow_rows(regimes: Mapping[str, RegimeEntry]) -> list[tuple[str, float,
     return list(rows.values())
 
 
-def attack_breaks(report: Report) -> AttackedSite | None:
+def attack_breaks(report: schema.Report) -> schema.AttackedSite | None:
     """Return the site that an attack drove furthest past its limit, None where it passed none or none ran."""
     sites = report.attack.sites if report.attack is not None else ()
     worst = min(sites, key=lambda site: site.headroom_bits, default=None)
