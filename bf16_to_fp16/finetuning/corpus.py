@@ -33,6 +33,7 @@ from .objectives import (
     DENOISING_DENSITY,
     DENOISING_SPAN,
     DENSITY,
+    GAP_RATIO,
     SUBWORD_SPAN,
     Objective,
     conventions,
@@ -46,6 +47,7 @@ from .objectives import (
 from .recipe import Data
 
 _GROUP = 64  # steps of examples that are sorted by length together: long enough to group, short enough to stay shuffled
+SHUFFLE_BUFFER = 4096  # examples shuffled together where data stream
 _CHARACTERS = 8  # characters of a long text that are tokenised for each token that is wanted
 
 _TRAINING, _HELD_OUT, _SPLIT, _ORDER = range(4)  # what random numbers are for, so that no two uses share any
@@ -183,7 +185,7 @@ class _StreamedRows:
                 for last, row in rows:
                     if row[0].strip() and not self._kept_out(last):
                         buffer.append((last, row))
-                    if len(buffer) == self.data.shuffle_buffer:
+                    if len(buffer) == SHUFFLE_BUFFER:
                         break
                 if not buffer:
                     break
@@ -206,7 +208,7 @@ class _StreamedRows:
         return [number for number, _ in rows], [row for _, row in rows]
 
     def describe(self) -> dict[str, Any]:
-        return {"streaming": True, "shuffle_buffer": self.data.shuffle_buffer}
+        return {"streaming": True, "shuffle_buffer": SHUFFLE_BUFFER}
 
 
 def _chosen(texts: Mapping[int, Row]) -> Callable[[Sequence[int]], list[Row]]:
@@ -227,17 +229,13 @@ def _open(data: Data, *, streaming: bool) -> tuple[Any, tuple[str, str | None]]:
 _Source = _TableRows | _StreamedRows
 
 
-def epoch_order(
-    sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator, *, group: bool
-) -> np.ndarray:
-    """Return a permutation of the examples, int64, in which those of one step are of like size where ``group`` is set.
+def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a permutation of the examples, int64, in which those of one step are of like size.
 
     sizes: any measure of length; position: how many examples the steps before have taken. What shares a step with
     another epoch stays mixed.
     """
     order = rng.permutation(len(sizes))
-    if not group:
-        return order
     head = min(-position % step_examples, len(order))
     steps = (len(order) - head) // step_examples
     body = order[head : head + steps * step_examples]
@@ -421,8 +419,8 @@ class Corpus:
             sentences = [("", ids[: len(ids) // 2]), ("", ids[len(ids) // 2 :])]
         mask = self.conventions.mask
         assert mask is not None
-        ratio, end = self.data.gap_ratio, self.conventions.end
-        return gap_sentences(sentences, ratio=ratio, mask=mask, end=end, target_length=self.target_length, rng=rng)
+        end = self.conventions.end
+        return gap_sentences(sentences, mask=mask, end=end, target_length=self.target_length, rng=rng)
 
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
         """Return the batch of (epoch, row, content) of at least one example."""
@@ -461,8 +459,7 @@ class Corpus:
         """
         numbers, contents = self.held_out_source.held_out(examples)
         rows = [(0, row, content) for row, content in zip(numbers, contents, strict=True)]
-        if self.data.group_by_length:
-            rows.sort(key=lambda item: -len(item[2][0]))
+        rows.sort(key=lambda item: -len(item[2][0]))
         size = self.data.batch_size * world
         batches = []
         for first in range(0, len(rows), size):
@@ -491,7 +488,7 @@ class Corpus:
         if self.objective == "span-corruption":
             described["first_sentinel"] = self.conventions.sentinels[0]
         if self.objective == "gap-sentences":
-            described["gap_ratio"], described["mask"] = self.data.gap_ratio, self.conventions.mask
+            described["gap_ratio"], described["mask"] = GAP_RATIO, self.conventions.mask
         return described
 
 
@@ -547,7 +544,6 @@ class TrainingBatches(Iterator[TrainingBatch]):
             self.step_examples,
             position,
             np.random.default_rng(seeds),
-            group=self.corpus.data.group_by_length,
         )
         self._offset = offset
 
@@ -600,7 +596,6 @@ class TrainingBatches(Iterator[TrainingBatch]):
         return described | {
             "step_examples": self.step_examples,
             "gradient_accumulation": self.corpus.data.gradient_accumulation,
-            "group_by_length": self.corpus.data.group_by_length,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -15,6 +15,8 @@ from .mixed_precision import MixedPrecision
 from .processes import Processes
 from .recipe import Evaluation
 
+MOST_NEW_TOKENS = 64  # of a generated text
+
 
 class Evaluator:
     """Measures ``model``, which is ``stock`` as ``processes`` run it, on a corpus's held-out data."""
@@ -72,7 +74,7 @@ class Evaluator:
                 made = self.processes.accelerator.unwrap_model(self.model).generate(
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
-                    max_new_tokens=settings.max_new_tokens,
+                    max_new_tokens=MOST_NEW_TOKENS,
                     num_beams=settings.beams,
                     do_sample=False,
                     synced_gpus=self.processes.sharded,

@@ -26,6 +26,8 @@ from ..system import rename_folder, sync_folder
 
 STATE, TENSORS = "state.pt", "model.safetensors"
 
+KEPT = 3  # newest states that stay: a run goes back to one before a spike, which the newest may not be
+
 GOES_ON = "free some space; the same command then goes on with the run"
 
 _MODULES = tuple(module for module, _, _ in BLOCKED.values())
@@ -34,10 +36,10 @@ _NAME = re.compile(r"step-(\d{8})\Z")
 
 
 class RunFolder:
-    """The states under ``path``; ``keep`` of them stay."""
+    """The states under ``path``, of which the newest ``KEPT`` stay."""
 
-    def __init__(self, path: Path, keep: int) -> None:
-        self.path, self.keep = path, keep
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def steps(self) -> list[int]:
         """Return the steps of the whole states, in order."""
@@ -75,13 +77,13 @@ class RunFolder:
         return work
 
     def commit(self, step: int) -> None:
-        """Put the state that ``begin`` gave in place, and remove the oldest beyond ``keep``."""
+        """Put the state that ``begin`` gave in place, and remove the oldest beyond ``KEPT``."""
         work, place = self.partial(step), self.of(step)
         sync_tree(work)
         self.remove(step)
         rename_folder(work, place)
         sync_folder(self.path)
-        for old in self.steps()[: -self.keep]:
+        for old in self.steps()[:-KEPT]:
             self.remove(old)
 
     def remove(self, step: int) -> None:

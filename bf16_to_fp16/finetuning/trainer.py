@@ -51,10 +51,11 @@ from .optimizers import make_optimizer
 from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
-from .stability import RunPosition, Watch
+from .stability import LEFT_OUT, RunPosition, Watch
 from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
 
 FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16
+SEARCH_EVERY = 50  # steps between searches for hard inputs: one costs as much as a few dozen steps
 SEARCH_STEPS = 32  # gradient steps of a search for hard inputs
 
 SEARCHED_SITES, SEARCHED_ROWS = 6, 8
@@ -141,12 +142,12 @@ class Trainer:
         trained = [p for p in student.parameters() if p.requires_grad]
         optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
         model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
-        self.model: Any = torch.compile(model) if recipe.compile else model
+        self.model: Any = model
         self.penalty = self._penalty() if recipe.penalty.form != "none" else None
         self.constraint = self._constraint()
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.position = RunPosition()
-        self.states = RunFolder(folder, recipe.checkpointing.keep)
+        self.states = RunFolder(folder)
         self.tops = TopStore(folder / "teacher", self.processes.rank) if recipe.distillation.top_k and teacher else None
         self.watch = Watch(recipe, self.penalty, self.states, self.progress)
         self.evaluator = Evaluator(recipe.evaluation, corpus, student, self.model, teacher, self.processes)
@@ -159,9 +160,8 @@ class Trainer:
             self.stock,
             headroom_bits=wanted.trained_bits,
             form=wanted.form,
-            dual_step=wanted.dual_step,
             weight=wanted.weight,
-            train_mode=wanted.train_mode,
+            train_mode=self.recipe.target == "train",
             accumulation=self.passes,
             process_group=torch.distributed.group.WORLD if self.processes.world > 1 else None,
         )
@@ -182,13 +182,12 @@ class Trainer:
         return BoundConstraint(self.layout, self.stock)
 
     def _mixed_precision(self, phase: int) -> MixedPrecision:
-        settings, precision = self.recipe.stability, self.precisions[phase]
-        scale, window = settings.loss_scale, settings.loss_scale_window
+        precision = self.precisions[phase]
         if not self.processes.engine:
-            return MixedPrecision(precision, self.device, loss_scale=scale, window=window)
+            return MixedPrecision(precision, self.device)
         # The engine autocasts, and multiplies the loss by what it is told.
-        mixed_precision = MixedPrecision("fp32", self.device, loss_scale=scale, window=window)
-        mixed_precision.loss_scale = LossScale(scale, window) if precision == "fp16" else None
+        mixed_precision = MixedPrecision("fp32", self.device)
+        mixed_precision.loss_scale = LossScale() if precision == "fp16" else None
         return mixed_precision
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -376,9 +375,9 @@ class Trainer:
             if mix.weight > 0 and self.teacher is not None:
                 if self.tops is not None:
                     top = self.tops.read(data_step, index, self.device)
-                    kl = kl_divergence_from_top(values[mask], top, mix.temperature)
+                    kl = kl_divergence_from_top(values[mask], top)
                 else:
-                    kl = kl_divergence(values[mask], self.teacher.outputs(batch), mix.temperature)
+                    kl = kl_divergence(values[mask], self.teacher.outputs(batch))
         loss = task * (1 - mix.weight) + kl * mix.weight
         return loss, task.detach().double(), kl.detach().double()
 
@@ -401,7 +400,7 @@ class Trainer:
         processes have parts of a model, returns a zero whose backward goes through this forward as well: all must
         gather the same weights, and the penalty pulls in some of them only.
         """
-        if self.penalty is None or not self.recipe.penalty.probe:
+        if self.penalty is None:
             return None
         whole, world = spared(self.stock.config, self._drawn()), self.processes.world
         count = len(whole.input_ids)
@@ -436,15 +435,13 @@ class Trainer:
         The search is the audit's, over the weights in fp32; every process finds the same. Parts of the weights cannot
         be searched, and where the bounds are held there is nothing to find.
         """
-        p, every = self.position, self.recipe.penalty.search_every
-        if self.penalty is None or not self.recipe.penalty.probe or every is None:
+        p = self.position
+        if self.penalty is None or self.processes.sharded or self.constraint is not None:
             return
-        if self.processes.sharded or self.constraint is not None:
-            return
-        if p.step == 0 or p.step % every or not (seen := self.penalty.observations()):
+        if p.step == 0 or p.step % SEARCH_EVERY or not (seen := self.penalty.observations()):
             return
         worst = sorted(seen, key=lambda site: -seen[site].excess_bits)
-        turn = p.step // every
+        turn = p.step // SEARCH_EVERY
         sites, length = worst[:SEARCHED_SITES] * SEARCHED_ROWS, SEARCHED_LENGTHS[turn % len(SEARCHED_LENGTHS)]
         with self._unobserved():
             seed = self.recipe.seed + turn
@@ -472,7 +469,7 @@ class Trainer:
         groups = self.optimizer.param_groups
         parameters = [p for group in groups for p in group["params"]]
         units = [group.get("scale", 1.0) for group in groups for _ in group["params"]]
-        norm = self.mixed_precision.finish(parameters, self.recipe.optimizer.clip_norm, units)
+        norm = self.mixed_precision.finish(parameters, units)
         if norm < math.inf:
             self.optimizer.step()
         return norm
@@ -483,7 +480,7 @@ class Trainer:
         now, rewinds, data_step = self.position.step, list(self.position.rewinds), self.training_batches.steps
         skipped, detector = list(self.position.skipped), self.watch.detector.state_dict()
         self._load(state)
-        left_out = max(self.recipe.stability.skip_batches, data_step - self.training_batches.steps)
+        left_out = max(LEFT_OUT, data_step - self.training_batches.steps)
         self.training_batches.skip(left_out)
         self.watch.detector.load_state_dict(detector)
         self.watch.detector.resumed(state)
@@ -644,7 +641,7 @@ class Trainer:
     def _fill_tops(self) -> None:
         """Run the teacher over all the data of the run beforehand, and let go of it."""
         assert self.tops is not None and self.teacher is not None and self.recipe.distillation.top_k is not None
-        steps = self.recipe.schedule.steps + self.recipe.stability.rewinds * self.recipe.stability.skip_batches
+        steps = self.recipe.schedule.steps + self.recipe.stability.rewinds * LEFT_OUT
         training_batches = self.corpus.training_batches(self.processes.rank, self.processes.world)
         with self.progress.step(f"Computing the teacher's {self.recipe.distillation.top_k} best logits") as advance:
             for step in range(steps):

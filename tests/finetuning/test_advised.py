@@ -111,7 +111,7 @@ def test_a_run_takes_the_pair_and_goes_on_with_it(tmp_path: Path, capsys: pytest
         "plain": train(parse_recipe(plain), open_checkpoint(source)).weights,
     }
     more = ("schedule.steps=3", f"out={tmp_path / 'more'}", f"checkpointing.folder={tmp_path / 'out.run'}")
-    assert RunFolder(tmp_path / "out.run", 3).steps()[-1] == 2
+    assert RunFolder(tmp_path / "out.run").steps()[-1] == 2
     states["more"] = train(read_recipe(recipe, more), open_checkpoint(source)).weights
     whole = {**plain, "out": str(tmp_path / "whole"), "schedule": {**plain["schedule"], "steps": 3}}
     states["whole"] = train(parse_recipe(whole), open_checkpoint(source)).weights

@@ -277,7 +277,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(folder: Path, tmp_p
     outcome = whole.train()
     with pytest.raises(Killed):
         trainer(wanted, folder, tmp_path / "cut", damage=killed_at(6)).train()
-    assert RunFolder(tmp_path / "cut", 3).steps() == [0, 4]
+    assert RunFolder(tmp_path / "cut").steps() == [0, 4]
     again = trainer(wanted, folder, tmp_path / "cut", model=hard_model(seed=9))
     assert again.train() == outcome
     for name, tensor in whole.weights().items():

@@ -31,7 +31,7 @@ def opened(folder: Path, rows: list[dict[str, str]], **data: Any) -> tuple[Corpu
     causal.tokenizer().save_pretrained(folder)
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model = causal.make("gemma3", vocab_size=259)
-    settings = {"input_length": 16, "held_out": 0.0, "batch_size": len(rows), "group_by_length": False} | data
+    settings = {"input_length": 16, "held_out": 0.0, "batch_size": len(rows)} | data
     return open_corpus(Data(path=str(folder / "data.jsonl"), **settings), folder, model.config), model
 
 
@@ -93,9 +93,7 @@ def test_of_a_pair_the_target_counts_and_follows_its_prompt(tmp_path: Path) -> N
 def test_the_teacher_is_no_way_from_itself_where_tokens_are_predicted(tmp_path: Path) -> None:
     corpus, model = opened(tmp_path, [{"text": text} for text in TEXTS])
     batch = next(corpus.training_batches())
-    teachers = [
-        Teacher(m, torch.device("cpu"), temperature=1.0) for m in (model, causal.make("gemma3", 1, vocab_size=259))
-    ]
+    teachers = [Teacher(m, torch.device("cpu")) for m in (model, causal.make("gemma3", 1, vocab_size=259))]
     with torch.no_grad():
         out = model(**arguments(model, batch, torch.device("cpu")))
     same, other = (float(teacher.divergence(out, batch)) for teacher in teachers)
@@ -105,8 +103,9 @@ def test_the_teacher_is_no_way_from_itself_where_tokens_are_predicted(tmp_path: 
 
 @pytest.mark.parametrize(("kind", "objective"), [("gemma3-images", "pairs"), ("llama-biased", "next-token")])
 def test_a_causal_model_is_finetuned_on_answers_or_texts_and_keeps_its_class(
-    kind: str, objective: str, tmp_path: Path
+    kind: str, objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("bf16_to_fp16.finetuning.evaluation.MOST_NEW_TOKENS", 4)
     source = tiny.save(tiny.build(kind, 3, vocab_size=259, num_hidden_layers=2), tmp_path / "source")
     causal.tokenizer().save_pretrained(source)
     rows = [{"input": f"line {i} ", "target": f"of {i} numbers"} for i in range(40)]
@@ -114,7 +113,7 @@ def test_a_causal_model_is_finetuned_on_answers_or_texts_and_keeps_its_class(
         rows = [{"text": "".join(row.values())} for row in rows]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu"}
-    tree["evaluation"] = {"every": 100, "generate": True, "max_new_tokens": 4}
+    tree["evaluation"] = {"every": 100, "generate": True}
     tree["data"] = {"path": str(tmp_path / "data.jsonl"), "input_length": 16, "target_length": 16, "batch_size": 4}
     tree["schedule"] = {**tree["schedule"], "steps": 8, "learning_rate": 0.01}
     tree["quality"] = {"max_kl": None, "max_loss_rise": None}

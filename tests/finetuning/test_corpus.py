@@ -22,6 +22,7 @@ from support import causal, tiny
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, TrainingBatches, epoch_order, open_corpus
 from bf16_to_fp16.finetuning.objectives import (
+    GAP_RATIO,
     conventions,
     gap_sentences,
     noise_counts,
@@ -123,6 +124,11 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Open = Callable[..., Corpus]
+
+
+@pytest.fixture(autouse=True)
+def _small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bf16_to_fp16.finetuning.corpus.SHUFFLE_BUFFER", 9)
 
 
 @pytest.fixture(scope="module")
@@ -272,19 +278,16 @@ def test_the_sentence_that_repeats_the_others_words_comes_first() -> None:
 
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20),
-    ratio=st.floats(0.01, 0.99),
     room=st.integers(0, 100),
     seed=SEEDS,
 )
 @settings(max_examples=150, deadline=None)
-def test_masked_sentences_are_the_target_and_rebuild_the_text(
-    sizes: list[int], ratio: float, room: int, seed: int
-) -> None:
+def test_masked_sentences_are_the_target_and_rebuild_the_text(sizes: list[int], room: int, seed: int) -> None:
     mask, tokens = 7, itertools.count(10)
     sentences = [(f"word{k % 3} and{k}", [next(tokens) for _ in range(size)]) for k, size in enumerate(sizes)]
     limit = max(sizes) + 1 + room
-    source, target = gap_sentences(sentences, ratio=ratio, mask=mask, end=END, target_length=limit, rng=rng(seed))
-    wanted = max(1, min(round(len(sizes) * ratio), len(sizes) - 1))
+    source, target = gap_sentences(sentences, mask=mask, end=END, target_length=limit, rng=rng(seed))
+    wanted = max(1, min(round(len(sizes) * GAP_RATIO), len(sizes) - 1))
     assert 1 <= source.count(mask) <= wanted
     if sum(sizes) < limit:
         assert source.count(mask) == wanted
@@ -434,23 +437,22 @@ def test_any_sentence_of_a_long_text_is_reached(opened: Open) -> None:
     count=st.integers(1, 300),
     step=st.integers(1, 20),
     position=st.integers(0, 1000),
-    group=st.booleans(),
     seed=SEEDS,
 )
 @settings(max_examples=100, deadline=None)
-def test_an_epochs_order_has_every_example_once(count: int, step: int, position: int, group: bool, seed: int) -> None:
+def test_an_epochs_order_has_every_example_once(count: int, step: int, position: int, seed: int) -> None:
     sizes = rng(seed).integers(1, 50, count)
-    order = epoch_order(sizes, step, position, rng(seed), group=group)
+    order = epoch_order(sizes, step, position, rng(seed))
     assert sorted(order) == list(range(count))
-    assert np.array_equal(order, epoch_order(sizes, step, position, rng(seed), group=group))
+    assert np.array_equal(order, epoch_order(sizes, step, position, rng(seed)))
 
 
 def test_grouping_makes_steps_of_like_lengths_in_a_mixed_order() -> None:
     sizes = rng(1).integers(10, 1000, 4000)
     position = 5  # three examples of the first step came from the epoch before
-    order = epoch_order(sizes, 8, position, rng(2), group=True)
+    order = epoch_order(sizes, 8, position, rng(2))
     steps = sizes[order[3 : 3 + 8 * 499]].reshape(-1, 8)
-    mixed = sizes[epoch_order(sizes, 8, position, rng(2), group=False)[: 8 * 499]].reshape(-1, 8)
+    mixed = sizes[rng(2).permutation(4000)[: 8 * 499]].reshape(-1, 8)
 
     def padding(parts: np.ndarray) -> float:
         return 1 - parts.sum() / (parts.max(axis=1) * 8).sum()
@@ -477,9 +479,7 @@ def taken(training_batches: TrainingBatches, batches: int) -> list[TrainingBatch
 def test_every_example_is_seen_once_an_epoch_over_all_ranks(
     opened: Open, streaming: bool, world: int, accumulation: int, size: int
 ) -> None:
-    corpus = opened(
-        batch_size=size, gradient_accumulation=accumulation, streaming=streaming, shuffle_buffer=9, held_out=0.0
-    )
+    corpus = opened(batch_size=size, gradient_accumulation=accumulation, streaming=streaming, held_out=0.0)
     step = world * accumulation * size
     steps = math.lcm(40, step) // step
     seen: Counter[tuple[int, int]] = Counter()
@@ -493,7 +493,7 @@ def test_every_example_is_seen_once_an_epoch_over_all_ranks(
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_step_has_the_same_examples_however_it_is_shared(opened: Open, streaming: bool) -> None:
     def steps(world: int, size: int, accumulation: int) -> list[dict[tuple[int, int], list[int]]]:
-        corpus = opened(batch_size=size, gradient_accumulation=accumulation, streaming=streaming, shuffle_buffer=17)
+        corpus = opened(batch_size=size, gradient_accumulation=accumulation, streaming=streaming)
         streams = [corpus.training_batches(rank, world) for rank in range(world)]
         made = []
         for _ in range(11):
@@ -511,16 +511,8 @@ def test_a_step_has_the_same_examples_however_it_is_shared(opened: Open, streami
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("group", [False, True])
-def test_a_stream_continues_bit_for_bit_from_any_point(opened: Open, streaming: bool, group: bool) -> None:
-    data = {
-        "batch_size": 3,
-        "gradient_accumulation": 2,
-        "streaming": streaming,
-        "shuffle_buffer": 16,
-        "group_by_length": group,
-        "held_out": 0.1,
-    }
+def test_a_stream_continues_bit_for_bit_from_any_point(opened: Open, streaming: bool) -> None:
+    data = {"batch_size": 3, "gradient_accumulation": 2, "streaming": streaming, "held_out": 0.1}
     whole = opened(**data).training_batches(rank=1, world=2)
     states, batches = [], []
     for _ in range(17):  # past the second epoch, in the middle of steps too
@@ -557,7 +549,6 @@ def test_a_checkpoint_of_other_data_is_refused(opened: Open, text_file: Path, tm
         ({"seed": 1}, "seed was 0 and is 1"),
         ({"path": fewer}, "rows was 40 and is 39"),
         ({"noise_density": 0.2}, "noise_density was 0.15 and is 0.2"),
-        ({"group_by_length": False}, "group_by_length was True and is False"),
     ):
         with pytest.raises(UserError, match="other data settings") as caught:
             opened(**({"batch_size": 2} | changes)).training_batches().load_state_dict(state)
@@ -578,7 +569,7 @@ def test_noise_depends_on_seed_epoch_and_row_alone(opened: Open) -> None:
     first = corpus.example(3, (TEXTS[3], None), epoch=0)
     corpus.example(4, (TEXTS[4], None), epoch=0)
     assert corpus.example(3, (TEXTS[3], None), epoch=0) == first
-    assert opened(batch_size=1, group_by_length=False).example(3, (TEXTS[3], None), epoch=0) == first
+    assert opened(batch_size=1).example(3, (TEXTS[3], None), epoch=0) == first
     others = [
         corpus.example(3, (TEXTS[3], None), epoch=1),
         corpus.example(5, (TEXTS[3], None), epoch=0),
@@ -610,7 +601,7 @@ def test_a_corpus_smaller_than_a_step_repeats_evenly(opened: Open, tmp_path: Pat
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_held_out_rows_are_never_trained_on(opened: Open, streaming: bool) -> None:
-    corpus = opened(held_out=0.25, batch_size=4, streaming=streaming, shuffle_buffer=7)
+    corpus = opened(held_out=0.25, batch_size=4, streaming=streaming)
     out = {row for batch in corpus.held_out() for _, row in batch.examples}
     seen = {row for batch in taken(corpus.training_batches(), 30) for _, row in batch.examples}
     assert out and out.isdisjoint(seen)

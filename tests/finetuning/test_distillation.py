@@ -23,7 +23,7 @@ def batch_of(decodes: bool) -> TrainingBatch:
 
 
 def teacher_of(kind: str, **options: Any) -> Teacher:
-    return Teacher(tiny.build(kind), torch.device("cpu"), temperature=1.0, **options)
+    return Teacher(tiny.build(kind), torch.device("cpu"), **options)
 
 
 def on_a_rank(rank: int, folder: str) -> None:

@@ -49,7 +49,7 @@ def shipped(folder: Path, *changes: str) -> Recipe:
 def held_out() -> list[TrainingBatch]:
     """Text that neither training nor finetuning saw, with the gaps that the checkpoint was trained to fill."""
     recipe = shipped(Path("unused"), "data.first_sentinel=383")
-    corpus = open_corpus(recipe.data, HARD, load_config(HARD), seed=recipe.data_seed)
+    corpus = open_corpus(recipe.data, HARD, load_config(HARD), seed=recipe.seed)
     return corpus.held_out(158, 0, 1)
 
 

@@ -58,10 +58,7 @@ def test_a_model_is_no_way_from_itself_and_some_from_another(kind: str, tmp_path
     source = source_of(kind, tmp_path / "source")
     corpus = open_corpus(Data(path=str(source / "text.txt"), input_length=24), source, load_config(source))
     batch = next(corpus.training_batches())
-    one, other = (
-        Teacher(tiny.build(kind, seed, factor=1.0, vocab_size=384), torch.device("cpu"), temperature=1.0)
-        for seed in (0, 1)
-    )
+    one, other = (Teacher(tiny.build(kind, seed, factor=1.0, vocab_size=384), torch.device("cpu")) for seed in (0, 1))
     with torch.no_grad():
         out = one.model(**arguments(one.model, batch, one.device))
     assert float(one.divergence(out, batch)) == pytest.approx(0.0, abs=1e-6)
