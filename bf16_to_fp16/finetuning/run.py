@@ -47,13 +47,13 @@ from ..rescaling.planner import MARGIN_BITS
 from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
 from ..run.stock import attentions_of, load, load_config
-from .advised import with_advised_pair
 from .corpus import Corpus, open_corpus
 from .distillation import Teacher, arguments, counted_positions, task_loss
 from .goals import Command, judged
 from .log import RunLog, curves
 from .mixed_precision import MixedPrecision
 from .objectives import BYTE_SENTINEL
+from .optimizers import with_advised_pair
 from .processes import in_parts, launched_with, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe
 from .states import RunFolder, on_a_disk, read_state

@@ -57,11 +57,12 @@ class RunFolder:
         return self.path / f".step-{step:08d}.partial"
 
     @contextmanager
-    def writing(self, step: int) -> Iterator[None]:
-        """Cover the writing of a state; raise UserError where the disk fails: the states before it stay."""
+    def writing(self, step: int) -> Iterator[Path]:
+        """Yield the folder in which a step's state is written; raise UserError where the disk fails: the states before
+        it stay."""
         try:
             with on_a_disk(self.of(step)):
-                yield
+                yield self.partial(step)
         except UserError:
             shutil.rmtree(self.partial(step), ignore_errors=True)
             raise

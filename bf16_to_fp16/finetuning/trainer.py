@@ -573,13 +573,13 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a whole state, together."""
-        with self.states.writing(self.position.step):
-            self._write(self.position.step)
+        with self.states.writing(self.position.step) as work:
+            self._write(work)
 
-    def _write(self, step: int) -> None:
-        main, work = self.processes.main, self.states.partial(step)
+    def _write(self, work: Path) -> None:
+        main = self.processes.main
         if main:
-            self.states.begin(step)
+            self.states.begin(self.position.step)
         self.processes.wait()
         state: dict[str, Any] = {
             "progress": vars(self.position),
@@ -594,7 +594,8 @@ class Trainer:
         if self.processes.sharded:
             state["untouched"] = not self.processes.engine and not self.optimizer.state
             self.processes.save(work / "accelerate")
-            self._forget_if(state["untouched"])
+            if state["untouched"]:  # for a sharded state torch takes a step of its own
+                self.optimizer.state.clear()
         elif main:
             tensors = {name: p.detach().cpu().contiguous() for name, p in self.stock.named_parameters()}
             write_tensors(work, tensors)
@@ -603,13 +604,8 @@ class Trainer:
             write_state(work, state)
         self.processes.wait()
         if main:
-            self.states.commit(step)
+            self.states.commit(self.position.step)
         self.processes.wait()
-
-    def _forget_if(self, untouched: bool) -> None:
-        """Empty an optimizer that has not stepped: for a sharded state torch takes a step of its own."""
-        if untouched:
-            self.optimizer.state.clear()
 
     def _load(self, step: int) -> None:
         """Take over a state."""
@@ -626,7 +622,8 @@ class Trainer:
             self.constraint.load_state_dict(state["constraint"])
         if self.processes.sharded:
             self.processes.load(folder / "accelerate")
-            self._forget_if(state["untouched"])
+            if state["untouched"]:
+                self.optimizer.state.clear()
             return
         tensors = read_tensors(folder)
         with torch.no_grad():

@@ -16,7 +16,7 @@ from support.learner import recipe_tree, rows_of, saved
 from bf16_to_fp16.advise.updates import advise_updates
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.advised import with_advised_pair
+from bf16_to_fp16.finetuning.optimizers import with_advised_pair
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import check_recipe, finetune, train
 from bf16_to_fp16.finetuning.states import RunFolder
