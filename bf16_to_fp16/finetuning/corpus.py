@@ -7,10 +7,9 @@ numbers. A step is cut from one endless sequence of epochs: every example is see
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ..families.known import spare_padding
 from ..run.batch import IGNORED_LABEL, stack
 from ..run.interface import class_in, decoder_start, is_causal, longest_sequence, predicts_tokens
 from ..run.stock import vocabulary_of
-from ..run.texts import open_texts, plain_errors
+from ..run.texts import open_texts
 from ..run.tokenizer import load_tokenizer, without_end
 from .objectives import (
     BYTE_SENTINEL,
@@ -47,7 +46,6 @@ from .objectives import (
 from .recipe import Data
 
 _GROUP = 64  # steps of examples that are sorted by length together: long enough to group, short enough to stay shuffled
-SHUFFLE_BUFFER = 4096  # examples shuffled together where data stream
 _CHARACTERS = 8  # characters of a long text that are tokenised for each token that is wanted
 
 _TRAINING, _HELD_OUT, _SPLIT, _ORDER = range(4)  # what random numbers are for, so that no two uses share any
@@ -82,26 +80,17 @@ class TrainingBatch:
 Row = tuple[str, str | None]  # text and target of a row; a row whose text is blank is left out
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Rows that are shuffled together: an epoch of a table, or a buffer of streamed rows.
-
-    ``start``: JSON from which the same source makes the same block again; ``sizes``: characters of each row.
-    """
-
-    epoch: int
-    start: dict[str, Any]
-    rows: Sequence[int] | np.ndarray
-    sizes: np.ndarray
-    read: Callable[[Sequence[int]], list[Row]]
-
-
-class _TableRows:
-    """Rows that are all at hand, in an Arrow table on the disk or in memory."""
+class _Rows:
+    """Rows of text in an Arrow table on the disk or in memory: those to train on, and those that are held out."""
 
     def __init__(self, data: Data, seed: int, *, whole: bool = False) -> None:
-        self.dataset, self.columns = _open(data, streaming=False)
-        self.name = data.path
+        self.dataset, self.columns = open_texts(
+            data.path,
+            subset=data.subset,
+            split=data.split,
+            input_column=data.input_column,
+            target_column=data.target_column,
+        )
         self.sizes = self._sizes()
         rows = np.flatnonzero(self.sizes)
         if not len(rows):
@@ -125,10 +114,6 @@ class _TableRows:
             sizes.append(np.where(blank, 0, sum(lengths)))
         return np.concatenate(sizes)
 
-    def blocks(self, start: Mapping[str, Any] | None) -> Iterator[_Block]:
-        for epoch in itertools.count(int((start or {"epoch": 0})["epoch"])):
-            yield _Block(epoch, {"epoch": epoch}, self.training, self.sizes[self.training], self.read)
-
     def read(self, rows: Sequence[int]) -> list[Row]:
         part = self.dataset[[int(row) for row in rows]]
         text, target = self.columns
@@ -147,86 +132,6 @@ class _TableRows:
             "held_out": len(self.kept_out),
             "characters": int(self.sizes.sum()),
         }
-
-
-class _StreamedRows:
-    """Rows that are read as they are needed; a buffer of them is shuffled at a time."""
-
-    def __init__(self, data: Data, seed: int) -> None:
-        self.data, self.seed = data, seed
-        dataset, self.columns = _open(data, streaming=True)
-        if not any(text.strip() for _, (text, _) in self._rows(dataset, 0)):
-            raise UserError(f"{data.path}: no examples in it; give data with at least one line of text")
-
-    def _rows(self, dataset: Any, first: int) -> Iterator[tuple[int, Row]]:
-        text, target = self.columns
-        with plain_errors(self.data.path):
-            for number, row in enumerate(dataset, first):
-                value = row.get(text)
-                if value is not None and not isinstance(value, str):
-                    raise UserError(f"{self.data.path}: row {number} of column {text!r} is not text; make it a string")
-                yield number, (value or "", row.get(target) if target is not None else None)
-
-    def _kept_out(self, row: int) -> bool:
-        digest = hashlib.blake2b(f"{self.seed}:{row}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self.data.held_out * 2.0**64
-
-    def blocks(self, start: Mapping[str, Any] | None) -> Iterator[_Block]:
-        here: dict[str, Any] = {"epoch": 0, "row": 0, "source": None} if start is None else dict(start)
-        while True:
-            dataset, _ = _open(self.data, streaming=True)
-            if here["source"] is not None:
-                dataset.load_state_dict(here["source"])
-            rows = self._rows(dataset, here["row"])
-            seen = here["row"] > 0
-            while True:
-                buffer: list[tuple[int, Row]] = []
-                last = here["row"] - 1
-                for last, row in rows:
-                    if row[0].strip() and not self._kept_out(last):
-                        buffer.append((last, row))
-                    if len(buffer) == SHUFFLE_BUFFER:
-                        break
-                if not buffer:
-                    break
-                seen = True
-                texts = dict(buffer)
-                sizes = np.array([len(text) + len(target or "") for text, target in texts.values()], np.int64)
-                yield _Block(here["epoch"], here, list(texts), sizes, _chosen(texts))
-                # The dataset's own state is where the next buffer starts.
-                here = {"epoch": here["epoch"], "row": last + 1, "source": dataset.state_dict()}
-            if not seen:
-                raise UserError(f"{self.data.path}: every example is held out; lower data.held_out")
-            here = {"epoch": here["epoch"] + 1, "row": 0, "source": None}
-
-    def held_out(self, count: int | None) -> tuple[list[int], list[Row]]:
-        if self.data.held_out == 0:
-            return [], []
-        dataset, _ = _open(self.data, streaming=True)
-        kept = ((number, row) for number, row in self._rows(dataset, 0) if row[0].strip() and self._kept_out(number))
-        rows = list(itertools.islice(kept, count))
-        return [number for number, _ in rows], [row for _, row in rows]
-
-    def describe(self) -> dict[str, Any]:
-        return {"streaming": True, "shuffle_buffer": SHUFFLE_BUFFER}
-
-
-def _chosen(texts: Mapping[int, Row]) -> Callable[[Sequence[int]], list[Row]]:
-    return lambda rows: [texts[row] for row in rows]
-
-
-def _open(data: Data, *, streaming: bool) -> tuple[Any, tuple[str, str | None]]:
-    return open_texts(
-        data.path,
-        streaming=streaming,
-        subset=data.subset,
-        split=data.split,
-        input_column=data.input_column,
-        target_column=data.target_column,
-    )
-
-
-_Source = _TableRows | _StreamedRows
 
 
 def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator) -> np.ndarray:
@@ -261,10 +166,9 @@ class Corpus:
         self.tokenizer = load_tokenizer(folder)
         self.conventions = conventions(self.tokenizer, self.vocabulary, data.first_sentinel)
         own = data if data.held_out_path is None else data.model_copy(update={"held_out": 0.0})
-        self.source: _Source = _StreamedRows(own, seed) if data.streaming else _TableRows(own, seed)
-        self.held_out_source = self.source
+        self.rows = self.held_out_rows = _Rows(own, seed)
         if data.held_out_path is not None:
-            self.held_out_source = _TableRows(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
+            self.held_out_rows = _Rows(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
         spare = spare_padding(config.to_dict())
         self.spare = int(spare) if spare < math.inf else 0
         self.predicts, self.causal = predicts_tokens(config), is_causal(config)
@@ -297,7 +201,7 @@ class Corpus:
 
     def _objective(self) -> Objective:
         asked, path = self.data.objective, self.data.path
-        paired = all(source.columns[1] is not None for source in (self.source, self.held_out_source))
+        paired = all(source.columns[1] is not None for source in (self.rows, self.held_out_rows))
         if not self.predicts:
             if asked not in ("auto", "none"):
                 raise UserError(
@@ -444,7 +348,7 @@ class Corpus:
 
     def check_processes(self, count: int) -> None:
         """Raise UserError for more processes than there are examples, of which some would only repeat the others'."""
-        examples = len(next(self.source.blocks(None)).sizes)
+        examples = len(self.rows.training)
         if examples < count:
             raise UserError(
                 f"{self.data.path}: {examples} examples to train on are too few for {count} processes;"
@@ -457,7 +361,7 @@ class Corpus:
         examples: at most so many in all. Every process gets equally many batches; one for which none is left gets a
         batch without examples, whose labels are all −100.
         """
-        numbers, contents = self.held_out_source.held_out(examples)
+        numbers, contents = self.held_out_rows.held_out(examples)
         rows = [(0, row, content) for row, content in zip(numbers, contents, strict=True)]
         rows.sort(key=lambda item: -len(item[2][0]))
         size = self.data.batch_size * world
@@ -473,7 +377,7 @@ class Corpus:
 
     def describe(self) -> dict[str, Any]:
         """Return the data and the objective as JSON types, for a report and to tell whether a checkpoint fits."""
-        described = self.source.describe() | {
+        described = self.rows.describe() | {
             "path": self.data.path,
             "objective": self.objective,
             "input_length": self.input_length,
@@ -482,7 +386,7 @@ class Corpus:
             "seed": self.seed,
         }
         if self.data.held_out_path is not None:
-            described["held_out"] = self.held_out_source.describe()["held_out"]
+            described["held_out"] = self.held_out_rows.describe()["held_out"]
         if self.objective in ("span-corruption", "denoising"):
             described["noise_density"], described["mean_span_length"] = self.density, self.mean_span
         if self.objective == "span-corruption":
@@ -529,67 +433,39 @@ class TrainingBatches(Iterator[TrainingBatch]):
         self.corpus, self.rank, self.world = corpus, rank, world
         self.pass_examples = corpus.data.batch_size * world
         self.step_examples = self.pass_examples * corpus.data.gradient_accumulation
-        self.steps = 0
-        self._pass = 0
-        self._current: list[tuple[_Block, int]] = []
-        self._begin: dict[str, Any] = {}
-        self._blocks = corpus.source.blocks(None)
-        self._enter(0)
+        self.steps = self._pass = 0
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
 
-    def _enter(self, position: int, offset: int = 0) -> None:
-        self._block = next(self._blocks)
-        seeds = [self.corpus.seed, _ORDER, self._block.epoch, int(self._block.start.get("row", 0))]
-        self._order = epoch_order(
-            self._block.sizes,
-            self.step_examples,
-            position,
-            np.random.default_rng(seeds),
-        )
-        self._offset = offset
-
-    def _take(self) -> None:
-        """Choose the examples of the next step."""
-        self._begin = {"steps": self.steps, "start": self._block.start, "offset": self._offset}
-        self._current = []
-        while len(self._current) < self.step_examples:
-            if self._offset == len(self._order):
-                self._enter(self.steps * self.step_examples + len(self._current))
-            more = self._order[self._offset : self._offset + self.step_examples - len(self._current)]
-            self._current += [(self._block, int(index)) for index in more]
-            self._offset += len(more)
+    def _example(self, place: int) -> tuple[int, int]:
+        """The epoch and the row of an example of the endless sequence."""
+        rows = self.corpus.rows
+        epoch, index = divmod(place, len(rows.training))
+        if epoch != self._epoch:
+            rng = np.random.default_rng([self.corpus.seed, _ORDER, epoch, 0])
+            first = epoch * len(rows.training)
+            self._order = epoch_order(rows.sizes[rows.training], self.step_examples, first, rng)
+            self._epoch = epoch
+        return epoch, int(rows.training[self._order[index]])
 
     def __next__(self) -> TrainingBatch:
         """Return the next forward pass of this process."""
-        if self._pass == 0:
-            self._take()
-        first = self._pass * self.pass_examples
-        mine = self._current[first : first + self.pass_examples][self.rank :: self.world]
-        rows: list[tuple[int, int, Row]] = []
-        for block, items in itertools.groupby(mine, key=lambda item: item[0]):
-            numbers = [int(block.rows[index]) for _, index in items]
-            rows += zip(itertools.repeat(block.epoch), numbers, block.read(numbers), strict=False)
-        batch = self.corpus.batch(rows)
+        first = self.steps * self.step_examples + self._pass * self.pass_examples
+        examples = [self._example(place) for place in range(first, first + self.pass_examples)[self.rank :: self.world]]
+        contents = self.corpus.rows.read([row for _, row in examples])
+        batch = self.corpus.batch([(*each, content) for each, content in zip(examples, contents, strict=True)])
         self._pass += 1
         if self._pass == self.corpus.data.gradient_accumulation:
-            self._end_step()
+            self.skip(0)
         return batch
-
-    def _end_step(self) -> None:
-        self.steps += 1
-        self._pass = 0
 
     def skip(self, steps: int) -> None:
         """Leave out the rest of the step that has begun, if one has, and then ``steps`` more, without making them."""
-        if self._pass:
-            self._end_step()
-        for _ in range(steps):
-            self._take()
-            self._end_step()
+        self.steps += steps + (self._pass > 0)
+        self._pass = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the batches stand, as JSON types; it is the same for every process."""
-        here = {"steps": self.steps, "start": self._block.start, "offset": self._offset}
-        return (self._begin if self._pass else here) | {"pass": self._pass, "settings": self._settings()}
+        return {"steps": self.steps, "pass": self._pass, "settings": self._settings()}
 
     def _settings(self) -> dict[str, Any]:
         described = {key: value for key, value in self.corpus.describe().items() if key != "path"}
@@ -612,9 +488,4 @@ class TrainingBatches(Iterator[TrainingBatch]):
             raise UserError(
                 f"the checkpoint was written with other data settings ({shown}); restore them or start anew"
             )
-        self.steps, self._pass = int(state["steps"]), 0
-        self._blocks = self.corpus.source.blocks(state["start"])
-        self._enter(self.steps * self.step_examples - int(state["offset"]), int(state["offset"]))
-        if state["pass"]:
-            self._take()
-            self._pass = int(state["pass"])
+        self.steps, self._pass = int(state["steps"]), int(state["pass"])

@@ -55,7 +55,6 @@ class Data(Section):
     split: NonBlank = _key("train", "split of the Hub dataset")
     input_column: NonBlank | None = _key(None, "column of the texts; else `input`, `text` or the first text")
     target_column: NonBlank | None = _key(None, "column of the targets; else `target`, where there is one")
-    streaming: bool = _key(False, "read while training instead of first")
     objective: Literal["auto", "span-corruption", "gap-sentences", "denoising", "next-token", "none"] = _key(
         "auto", "what plain text is turned into; auto: targets where there are any, else the model's own"
     )
@@ -417,7 +416,7 @@ def _problem(error: Any) -> str:
 FIXED = {"attention", "compile"} | {
     f"{section}.{name}"
     for section, names in {
-        "data": "shuffle_buffer gap_ratio group_by_length seed",
+        "data": "streaming shuffle_buffer gap_ratio group_by_length seed",
         "optimizer": "name betas epsilon weight_decay clip_norm",
         "penalty": "train_mode probe search_every dual_step",
         "distillation": "temperature teacher",

@@ -126,11 +126,6 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Open = Callable[..., Corpus]
 
 
-@pytest.fixture(autouse=True)
-def _small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bf16_to_fp16.finetuning.corpus.SHUFFLE_BUFFER", 9)
-
-
 @pytest.fixture(scope="module")
 def opened(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> Open:
     """Open the text file, or ``path``, with the tokenizer of a kind."""
@@ -474,12 +469,11 @@ def taken(training_batches: TrainingBatches, batches: int) -> list[TrainingBatch
     return list(itertools.islice(training_batches, batches))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("world", "accumulation", "size"), [(1, 1, 3), (2, 1, 3), (3, 2, 2)])
 def test_every_example_is_seen_once_an_epoch_over_all_ranks(
-    opened: Open, streaming: bool, world: int, accumulation: int, size: int
+    opened: Open, world: int, accumulation: int, size: int
 ) -> None:
-    corpus = opened(batch_size=size, gradient_accumulation=accumulation, streaming=streaming, held_out=0.0)
+    corpus = opened(batch_size=size, gradient_accumulation=accumulation, held_out=0.0)
     step = world * accumulation * size
     steps = math.lcm(40, step) // step
     seen: Counter[tuple[int, int]] = Counter()
@@ -490,10 +484,9 @@ def test_every_example_is_seen_once_an_epoch_over_all_ranks(
     assert seen == Counter({(epoch, row): 1 for epoch in range(steps * step // 40) for row in range(40)})
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_step_has_the_same_examples_however_it_is_shared(opened: Open, streaming: bool) -> None:
+def test_a_step_has_the_same_examples_however_it_is_shared(opened: Open) -> None:
     def steps(world: int, size: int, accumulation: int) -> list[dict[tuple[int, int], list[int]]]:
-        corpus = opened(batch_size=size, gradient_accumulation=accumulation, streaming=streaming)
+        corpus = opened(batch_size=size, gradient_accumulation=accumulation)
         streams = [corpus.training_batches(rank, world) for rank in range(world)]
         made = []
         for _ in range(11):
@@ -510,9 +503,8 @@ def test_a_step_has_the_same_examples_however_it_is_shared(opened: Open, streami
     assert steps(2, 6, 1) == steps(3, 2, 2) == steps(1, 3, 4) == alone
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_stream_continues_bit_for_bit_from_any_point(opened: Open, streaming: bool) -> None:
-    data = {"batch_size": 3, "gradient_accumulation": 2, "streaming": streaming, "held_out": 0.1}
+def test_a_stream_continues_bit_for_bit_from_any_point(opened: Open) -> None:
+    data = {"batch_size": 3, "gradient_accumulation": 2, "held_out": 0.1}
     whole = opened(**data).training_batches(rank=1, world=2)
     states, batches = [], []
     for _ in range(17):  # past the second epoch, in the middle of steps too
@@ -599,16 +591,14 @@ def test_a_corpus_smaller_than_a_step_repeats_evenly(opened: Open, tmp_path: Pat
 # ---- held out --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_held_out_rows_are_never_trained_on(opened: Open, streaming: bool) -> None:
-    corpus = opened(held_out=0.25, batch_size=4, streaming=streaming)
+def test_held_out_rows_are_never_trained_on(opened: Open) -> None:
+    corpus = opened(held_out=0.25, batch_size=4)
     out = {row for batch in corpus.held_out() for _, row in batch.examples}
     seen = {row for batch in taken(corpus.training_batches(), 30) for _, row in batch.examples}
     assert out and out.isdisjoint(seen)
     assert out | seen == set(range(40))
-    if not streaming:
-        assert len(out) == 10
-    assert opened(seed=5, held_out=0.25, streaming=streaming).held_out()[0].examples != corpus.held_out()[0].examples
+    assert len(out) == 10
+    assert opened(seed=5, held_out=0.25).held_out()[0].examples != corpus.held_out()[0].examples
 
 
 def test_held_out_batches_are_the_same_each_time_and_shared_evenly(opened: Open) -> None:
@@ -664,10 +654,9 @@ def written(folder: Path, kind: str, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".csv", ".parquet"])
-def test_pairs_are_read_from_every_kind_of_file(opened: Open, tmp_path: Path, kind: str, streaming: bool) -> None:
-    corpus = opened("t5", path=written(tmp_path, kind, ROWS), batch_size=5, streaming=streaming)
+def test_pairs_are_read_from_every_kind_of_file(opened: Open, tmp_path: Path, kind: str) -> None:
+    corpus = opened("t5", path=written(tmp_path, kind, ROWS), batch_size=5)
     assert corpus.objective == "pairs"
     batch = next(corpus.training_batches())
     assert batch.targets is not None and batch.labels is not None
@@ -683,7 +672,6 @@ def test_pairs_are_read_from_every_kind_of_file(opened: Open, tmp_path: Path, ki
 NAMED = {"text": "not me", "document": "d", "summary": "s", "target": "t", "number": 1}
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(
     ("row", "columns", "text", "target"),
@@ -701,15 +689,14 @@ def test_columns_may_have_any_name(
     opened: Open,
     tmp_path: Path,
     kind: str,
-    streaming: bool,
     row: dict[str, Any],
     columns: dict[str, str],
     text: str,
     target: str | None,
 ) -> None:
-    corpus = opened("byt5", path=written(tmp_path, kind, [row]), streaming=streaming, **columns)
+    corpus = opened("byt5", path=written(tmp_path, kind, [row]), **columns)
     assert corpus.objective == ("span-corruption" if target is None else "pairs")
-    assert next(corpus.source.blocks(None)).read([0])[0][0] == text
+    assert corpus.rows.read([0])[0][0] == text
     targets = next(corpus.training_batches()).targets
     assert targets is None if target is None else set(targets or ()) == {target}
 
@@ -727,7 +714,7 @@ def test_long_pairs_are_cut_with_their_end(opened: Open, tmp_path: Path) -> None
 def test_a_cell_is_text_whatever_it_looks_like(opened: Open, tmp_path: Path, kind: str) -> None:
     cells = ["NA", "null", "12", "1e5", "2020-01-01", "true", "a b"]
     corpus = opened(path=written(tmp_path, kind, [{"text": cell} for cell in cells]))
-    assert [text for text, _ in next(corpus.source.blocks(None)).read(range(7))] == cells
+    assert [text for text, _ in corpus.rows.read(range(7))] == cells
 
 
 def test_blank_rows_are_left_out_and_counted(opened: Open, tmp_path: Path) -> None:
@@ -735,8 +722,6 @@ def test_blank_rows_are_left_out_and_counted(opened: Open, tmp_path: Path) -> No
     corpus = opened(path=path, batch_size=2)
     assert (corpus.describe()["rows"], corpus.describe()["blank"], corpus.describe()["training"]) == (5, 3, 2)
     assert {row for batch in taken(corpus.training_batches(), 4) for _, row in batch.examples} == {0, 3}
-    streamed = opened(path=path, batch_size=2, streaming=True)
-    assert {row for batch in taken(streamed.training_batches(), 4) for _, row in batch.examples} == {0, 3}
 
 
 def test_a_folder_and_a_pattern_are_all_their_files(opened: Open, tmp_path: Path) -> None:
@@ -758,20 +743,18 @@ def test_a_file_that_changed_is_read_again(opened: Open, tmp_path: Path) -> None
     assert opened(path=path).describe()["rows"] == 3
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 def test_a_dataset_of_the_hub_is_asked_for_by_name_subset_and_split(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, streaming: bool
+    opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
     def load(*names: Any, **options: Any) -> Any:
         asked.append((*names, options))
-        rows = datasets.Dataset.from_list([{"id": k, "text": f"row {k} of it"} for k in range(6)])
-        return rows.to_iterable_dataset() if streaming else rows
+        return datasets.Dataset.from_list([{"id": k, "text": f"row {k} of it"} for k in range(6)])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    corpus = opened(path="org/name", subset="en", split="train[:6]", streaming=streaming, batch_size=2)
-    assert asked[0] == ("org/name", "en", {"split": "train[:6]", "streaming": streaming})
+    corpus = opened(path="org/name", subset="en", split="train[:6]", batch_size=2)
+    assert asked[0] == ("org/name", "en", {"split": "train[:6]"})
     training_batches = corpus.training_batches()
     taken(training_batches, 4)
     again = corpus.training_batches()
@@ -779,7 +762,6 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_subset_and_split(
     assert all(same(a, b) for a, b in zip(taken(again, 7), taken(training_batches, 7), strict=True))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("name", "content", "wanted"),
     [
@@ -803,13 +785,13 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_subset_and_split(
     ],
 )
 def test_bad_data_is_one_line_of_what_to_do(
-    opened: Open, tmp_path: Path, name: str, content: bytes | None, wanted: str, streaming: bool
+    opened: Open, tmp_path: Path, name: str, content: bytes | None, wanted: str
 ) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError) as caught:
-        taken(opened(path=path, streaming=streaming).training_batches(), 3)
+        taken(opened(path=path).training_batches(), 3)
     message = str(caught.value)
     assert "\n" not in message and str(path) in message
     assert wanted in message

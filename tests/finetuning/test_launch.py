@@ -337,7 +337,7 @@ def test_a_shipped_recipe_is_valid_and_complete(path: Path) -> None:
     """Every key is written out, so that a run is one file."""
     read_recipe(path)
     given = yaml.safe_load(path.read_text())
-    optional = {"held_out", "subfolder", "subset", "split", "streaming", "first_sentinel", "seed", "bf16_steps"}
+    optional = {"held_out", "subfolder", "subset", "split", "first_sentinel", "seed", "bf16_steps"}
     optional |= {"input_column", "target_column", "held_out_path", "folder", "top_k", "weight"}
 
     def is_there(key: str) -> bool:
