@@ -52,7 +52,7 @@ from bf16_to_fp16 import ActivationPenalty
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.corpus import open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus
 from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.recipe import parse_recipe
@@ -169,7 +169,7 @@ class Bench:
         recipe = recipe_of(self.demo, run / "out", self.steps, rescale=rescale, penalty=penalty, seed=seed)
         place, source = self.start(rescale), open_checkpoint(recipe.source)
         # Not by train, which would rescale until the plan itself has the headroom that is asked for.
-        corpus = open_corpus(recipe.data, source.folder, load_config(source.folder), seed=recipe.seed)
+        corpus = Corpus(recipe.data, source.folder, load_config(source.folder), seed=recipe.seed)
         accelerator = make_accelerator(recipe)
         teacher = make_teacher(source, recipe, accelerator)
         student = load(place, torch.float32, attention="eager")
@@ -309,7 +309,7 @@ def train_in_amp(demo: str, source: Path, work: Path, steps: int) -> str:
     run.mkdir(parents=True)
     recipe = amp_recipe(demo, source, work / "out", steps)
     # Not by train, which refuses a start that overflows.
-    corpus = open_corpus(recipe.data, source, load_config(source))
+    corpus = Corpus(recipe.data, source, load_config(source))
     student = load(source, torch.float32, attention="eager")
     log = RunLog(run / "log.jsonl")
     trainer = Trainer(recipe, student, None, corpus, run, make_accelerator(recipe), log=log)
@@ -411,7 +411,7 @@ def cost(steps: int) -> None:
                 **change,
             }
             recipe = parse_recipe(settings)
-            corpus = open_corpus(recipe.data, source, load_config(source))
+            corpus = Corpus(recipe.data, source, load_config(source))
             student = load(source, torch.float32, attention="eager")
             watch = Stopwatch()
             teacher = None

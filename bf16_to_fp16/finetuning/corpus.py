@@ -154,16 +154,18 @@ def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.ra
 
 
 class Corpus:
-    """Data, tokenizer and objective together: everything from a row to a batch; made by ``open_corpus``.
+    """Everything from a row of a recipe's ``data`` to a batch for a checkpoint, of which it takes the config and, from
+    ``folder``, the tokenizer.
 
-    ``window``: most tokens that are taken from one text; ``input_length``, ``target_length``: most ids of each side.
+    seed: of the split into training and held-out rows, the order and the noise. ``window``: most tokens that are taken
+    from one text; ``input_length``, ``target_length``: most ids of each side. Raises UserError for data, a tokenizer or
+    an objective that cannot be used.
     """
 
-    def __init__(self, data: Data, folder: Path, config: Any, *, seed: int) -> None:
-        """Open the data and the tokenizer and settle the objective; see ``open_corpus``."""
+    def __init__(self, data: Data, folder: str | Path, config: Any, *, seed: int = 0) -> None:
         self.data, self.folder, self.seed = data, folder, seed
         self.vocabulary = vocabulary_of(config)
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = load_tokenizer(Path(folder))
         self.conventions = conventions(self.tokenizer, self.vocabulary, data.first_sentinel)
         own = data if data.held_out_path is None else data.model_copy(update={"held_out": 0.0})
         self.rows = self.held_out_rows = _Rows(own, seed)
@@ -410,15 +412,6 @@ def _first(length: int, most: int, rng: np.random.Generator) -> int:
     return max(0, min(place, length - most))
 
 
-def open_corpus(data: Data, folder: str | Path, config: Any, *, seed: int = 0) -> Corpus:
-    """Return the corpus of a recipe's ``data`` for a checkpoint: ``folder`` for its tokenizer, and its config.
-
-    seed: of the split into training and held-out rows, the order and the noise. Raises UserError for data, a tokenizer
-    or an objective that cannot be used.
-    """
-    return Corpus(data, Path(folder), config, seed=seed)
-
-
 class TrainingBatches(Iterator[TrainingBatch]):
     """The endless training batches of one process; made by ``Corpus.training_batches``.
 
@@ -427,7 +420,6 @@ class TrainingBatches(Iterator[TrainingBatch]):
     """
 
     def __init__(self, corpus: Corpus, rank: int = 0, world: int = 1) -> None:
-        """Begin at the first batch of the first epoch."""
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}")
         self.corpus, self.rank, self.world = corpus, rank, world
@@ -448,7 +440,6 @@ class TrainingBatches(Iterator[TrainingBatch]):
         return epoch, int(rows.training[self._order[index]])
 
     def __next__(self) -> TrainingBatch:
-        """Return the next forward pass of this process."""
         first = self.steps * self.step_examples + self._pass * self.pass_examples
         examples = [self._example(place) for place in range(first, first + self.pass_examples)[self.rank :: self.world]]
         contents = self.corpus.rows.read([row for _, row in examples])
@@ -464,7 +455,6 @@ class TrainingBatches(Iterator[TrainingBatch]):
         self._pass = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the batches stand, as JSON types; it is the same for every process."""
         return {"steps": self.steps, "pass": self._pass, "settings": self._settings()}
 
     def _settings(self) -> dict[str, Any]:

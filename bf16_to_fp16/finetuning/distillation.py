@@ -108,7 +108,6 @@ class Teacher:
     """
 
     def __init__(self, model: Any, device: torch.device, *, in_parts: bool = False) -> None:
-        """Freeze ``model`` and move it."""
         model = model.eval().requires_grad_(False)
         self.model = deal_out(model, device) if in_parts else model.to(device)
         self.device = device
@@ -127,7 +126,6 @@ class Teacher:
         return kl_divergence(student, teacher) if self.chooses else hidden_error(student, teacher)
 
     def top(self, batch: TrainingBatch, k: int) -> TopK:
-        """Return the ``k`` most probable tokens of each position."""
         log_p = self.outputs(batch).log_softmax(-1)
         values, ids = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
         return TopK(values, ids)
@@ -159,7 +157,6 @@ class TopStore:
         return self.folder / f"top-{self.rank}-{step:08d}.safetensors"
 
     def has(self, step: int) -> bool:
-        """Return whether a step was computed."""
         return self._path(step).is_file()
 
     def write(self, step: int, passes: list[TopK]) -> None:

@@ -85,7 +85,6 @@ class RunLog:
             self._file = None
 
     def close(self) -> None:
-        """Close the file and the run."""
         self._close_file()
         if self._run is not None:
             self._run.finish()

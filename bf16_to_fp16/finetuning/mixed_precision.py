@@ -45,7 +45,6 @@ class LossScale:
     SPARE = 4.0
 
     def update(self, *, overflowed: bool) -> None:
-        """Take note of one step."""
         if not overflowed and not self.settled:
             self.scale, self.settled = self.scale / (self.SPARE if self.overflows else 1.0), True
         self.overflows = self.overflows + 1 if overflowed else 0
@@ -91,7 +90,6 @@ class MixedPrecision:
             yield
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Cover a forward: autocast, unless fp32."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     @property
@@ -123,11 +121,9 @@ class MixedPrecision:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the precision and the loss scale."""
         return {"precision": self.precision, "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the loss scale that ``state_dict`` of the same precision gave."""
         if self.loss_scale is not None:
             self.loss_scale = LossScale(**state["loss_scale"])
 

@@ -86,7 +86,6 @@ class Processes:
         return prepared, optimizer
 
     def wait(self) -> None:
-        """Wait until every process is here."""
         self.accelerator.wait_for_everyone()
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -104,7 +103,6 @@ class Processes:
         return float(self.sum(torch.tensor(float(condition)))) == self.world
 
     def gather(self, items: list[Any]) -> list[Any]:
-        """Return the items of all processes."""
         if self.world == 1:
             return items
         from accelerate.utils import gather_object
@@ -137,11 +135,9 @@ class Processes:
     # ---- a state -------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write model and optimizer, of which each process has its parts."""
         self.accelerator.save_state(str(folder))
 
     def load(self, folder: Path) -> None:
-        """Take over what ``save`` wrote."""
         self.accelerator.load_state(str(folder))
         if self.engine:
             # It counts from the beginning of the run.

@@ -47,7 +47,7 @@ from ..rescaling.planner import MARGIN_BITS
 from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
 from ..run.stock import attentions_of, load, load_config
-from .corpus import Corpus, open_corpus
+from .corpus import Corpus
 from .distillation import Teacher, arguments, counted_positions, task_loss
 from .goals import Command, judged
 from .log import RunLog, curves
@@ -181,7 +181,7 @@ def train(
     folder = run_folder(recipe)
     check_run_folder(folder, recipe)
     tokenizer = tokenizer_beside(checkpoint, recipe.subfolder)
-    corpus = open_corpus(
+    corpus = Corpus(
         recipe.data,
         tokenizer if tokenizer is not None and tokenizer.is_dir() else checkpoint.folder,
         load_config(checkpoint.folder),
@@ -382,7 +382,7 @@ def with_known_sentinels(corpus: Corpus, teacher: Teacher, progress: Progress) -
     if data.first_sentinel is not None or corpus.objective != "span-corruption" or not corpus.conventions.bytes:
         return corpus
     last = data.model_copy(update={"first_sentinel": corpus.vocabulary - 1})
-    other = open_corpus(last, corpus.folder, teacher.model.config, seed=corpus.seed)
+    other = Corpus(last, corpus.folder, teacher.model.config, seed=corpus.seed)
     losses = [teacher_loss(teacher, each) for each in (corpus, other)]
     if losses[1] >= losses[0]:
         return corpus

@@ -87,7 +87,6 @@ class Watch:
         return -math.inf if p.pulled is None else p.pulled + PULLED_STEPS
 
     def check(self, p: RunPosition, seen: Mapping[str, Any]) -> None:
-        """Raise UserError for a run that cannot succeed."""
         row = list(itertools.takewhile(lambda s: s[1]["step"] == p.step - s[0], enumerate(reversed(p.skipped))))
         if len(row) >= OVERFLOW_STOP:
             raise UserError(

@@ -49,11 +49,9 @@ class RunFolder:
         return sorted(int(match[1]) for match in matches if match)
 
     def of(self, step: int) -> Path:
-        """Return the folder of a step's state."""
         return self.path / f"step-{step:08d}"
 
     def partial(self, step: int) -> Path:
-        """Return the folder in which a step's state is written."""
         return self.path / f".step-{step:08d}.partial"
 
     @contextmanager

@@ -79,7 +79,6 @@ class Outcome:
     evaluations: tuple[Mapping[str, Any], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same as JSON types."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
 
@@ -227,7 +226,6 @@ class Trainer:
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
-        """Let the penalty look away."""
         if self.penalty is not None:
             self.penalty.detach()
         try:
@@ -521,7 +519,6 @@ class Trainer:
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        """Measure the held-out losses in the run's precision, and generated texts where the data have targets."""
         recipe, p = self.recipe, self.position
         held = self.corpus.held_out(recipe.evaluation.examples, self.processes.rank, self.processes.world)
         if not held:
@@ -549,7 +546,6 @@ class Trainer:
     # ---- states --------------------------------------------------------------------------------------------------
 
     def _continue(self) -> None:
-        """Go on from the last whole state, if there is one."""
         steps = self.states.steps()
         if steps:
             last = self.states.of(steps[-1])
@@ -572,7 +568,6 @@ class Trainer:
             )
 
     def _save(self) -> None:
-        """Write a whole state, together."""
         with self.states.writing(self.position.step) as work:
             self._write(work)
 
@@ -608,7 +603,6 @@ class Trainer:
         self.processes.wait()
 
     def _load(self, step: int) -> None:
-        """Take over a state."""
         folder = self.states.of(step)
         state = read_state(folder)
         self.position = RunPosition(**state["progress"])

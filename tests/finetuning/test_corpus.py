@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support import causal, tiny
 
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, TrainingBatches, epoch_order, open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, TrainingBatches, epoch_order
 from bf16_to_fp16.finetuning.objectives import (
     GAP_RATIO,
     conventions,
@@ -132,7 +132,7 @@ def opened(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> Open:
 
     def open_it(kind: str = "byt5", seed: int = 0, path: Path = text_file, **data: Any) -> Corpus:
         folder, config = checkpoints[kind]
-        return open_corpus(Data(path=str(path), **({"held_out": 0.0} | data)), folder, config, seed=seed)
+        return Corpus(Data(path=str(path), **({"held_out": 0.0} | data)), folder, config, seed=seed)
 
     return open_it
 
@@ -387,7 +387,7 @@ def test_a_target_ends_and_does_not_begin_with_what_a_decoder_is_given(tmp_path:
     model = tiny.t5gemma(vocab_size=260, bos_token_id=2, eos_token_id=1, pad_token_id=0)
     for name, most in (("pairs.jsonl", 6), ("pairs.jsonl", 20), ("text.txt", 9)):
         data = Data(path=str(tmp_path / name), target_length=most, held_out=0.0, batch_size=1)
-        corpus = open_corpus(data, tmp_path, model.config)
+        corpus = Corpus(data, tmp_path, model.config)
         batch = next(corpus.training_batches())
         assert corpus.objective == ("denoising" if most == 9 else "pairs") and batch.labels is not None
         (ids,), (labels,) = batch.input_ids.tolist(), batch.labels.tolist()
@@ -848,19 +848,19 @@ def test_objectives_that_a_checkpoint_does_not_allow_are_refused(
         opened("t5", objective="none")
     folder, config = checkpoints["t5"]
     with pytest.raises(UserError, match="no tokenizer files, and text needs them"):
-        open_corpus(Data(path=str(text_file)), tmp_path, config)
+        Corpus(Data(path=str(text_file)), tmp_path, config)
     small = SimpleNamespace(**vars(config) | {"vocab_size": 50})
     with pytest.raises(UserError, match="past the vocabulary of 50; the tokenizer belongs to another checkpoint"):
-        next(open_corpus(Data(path=str(text_file), first_sentinel=40), folder, small).training_batches())
+        next(Corpus(Data(path=str(text_file), first_sentinel=40), folder, small).training_batches())
     encoder = SimpleNamespace(**vars(config) | {"architectures": ["T5EncoderModel"]})
     with pytest.raises(UserError, match="needs a model that predicts tokens, and this one does not"):
-        open_corpus(Data(path=str(text_file), objective="span-corruption"), folder, encoder)
+        Corpus(Data(path=str(text_file), objective="span-corruption"), folder, encoder)
 
 
 def test_an_encoder_gets_inputs_alone(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> None:
     folder, config = checkpoints["t5"]
     encoder = SimpleNamespace(**vars(config) | {"architectures": ["T5EncoderModel"]})
-    corpus = open_corpus(Data(path=str(text_file), input_length=30), folder, encoder)
+    corpus = Corpus(Data(path=str(text_file), input_length=30), folder, encoder)
     batch = next(corpus.training_batches())
     assert corpus.objective == "text" and batch.labels is None
     assert sorted(batch.inputs()) == ["attention_mask", "input_ids"]
@@ -873,7 +873,7 @@ def test_an_encoder_gets_inputs_alone(checkpoints: dict[str, tuple[Path, Any]], 
 def test_no_side_is_longer_than_the_positions(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> None:
     folder, config = checkpoints["byt5"]
     short = SimpleNamespace(**vars(config) | {"max_position_embeddings": 32})
-    corpus = open_corpus(Data(path=str(text_file)), folder, short)
+    corpus = Corpus(Data(path=str(text_file)), folder, short)
     for batch in taken(corpus.training_batches(), 10):
         assert batch.labels is not None
         assert batch.input_ids.shape[1] <= 32 and batch.labels.shape[1] <= 32
@@ -886,7 +886,7 @@ def test_the_demo_checkpoints_know_the_task_when_it_is_theirs(name: str) -> None
     losses = {}
     for first in (383, None):
         data = Data(path=str(DEMO / "held_out.txt"), first_sentinel=first, batch_size=16, mean_span_length=18.0)
-        batch = next(open_corpus(data, folder, model.config).training_batches())
+        batch = next(Corpus(data, folder, model.config).training_batches())
         with torch.no_grad():
             losses[first] = float(model(**batch.inputs()).loss)
     # They were trained with the last id of the vocabulary as their first sentinel, not with ByT5's.

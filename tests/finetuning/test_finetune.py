@@ -21,7 +21,7 @@ from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.commands.undo import undo
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.recipe import Data, parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import finetune, make_accelerator, train, train_on_device, with_known_sentinels
@@ -196,7 +196,7 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
             "logging": {"every": 1},
         }
     )
-    corpus = open_corpus(recipe.data, folder, load_config(folder))
+    corpus = Corpus(recipe.data, folder, load_config(folder))
     log = RunLog(run / "log.jsonl", recipe.logging.wandb.mode)
     student = load(folder, torch.float32, attention="eager")
     return Trainer(recipe, student, None, corpus, run, make_accelerator(recipe), log=log)
@@ -272,7 +272,7 @@ def test_sentinels_of_bytes_are_those_that_the_original_predicts(source: Path) -
 
     data = Data(path=str(source / "text.txt"), input_length=48, target_length=24)
     for given, known, wanted in ((None, 258, 258), (None, 383, 383), (300, 383, 300)):
-        corpus = open_corpus(data.model_copy(update={"first_sentinel": given}), source, tiny_model().config)
+        corpus = Corpus(data.model_copy(update={"first_sentinel": given}), source, tiny_model().config)
         chosen = with_known_sentinels(corpus, Knows(known), Progress(quiet=True))  # type: ignore[arg-type]
         assert chosen.conventions.sentinels[0] == wanted
 

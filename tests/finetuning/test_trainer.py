@@ -34,7 +34,7 @@ from support.learner import (
 )
 
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import (
     TopK,
     TopStore,
@@ -434,7 +434,7 @@ def test_a_step_follows_the_gradient_of_both_losses_of_all_positions_clipped(
     trainer.train()
     got = {name: p.grad for name, p in trainer.stock.named_parameters()}
     model, teacher = tiny_model(seed=3, dropout=0.0), tiny_model(dropout=0.0)
-    batches = open_corpus(trainer.recipe.data, folder, model.config).training_batches()
+    batches = Corpus(trainer.recipe.data, folder, model.config).training_batches()
     loss = objective(model, teacher, [next(batches) for _ in range(2)], 0.25)
     loss.backward()
     wanted = {name: p.grad for name, p in model.named_parameters()}
@@ -451,7 +451,7 @@ def test_held_out_losses_are_measured_without_dropout_and_training_goes_on_with_
     trainer = make(model=tiny_model(3, dropout=0.5), precision="fp32", schedule=ONE_STEP, evaluation={"every": 1})
     (first, _) = trainer.train().evaluations
     model, teacher = tiny_model(seed=3, dropout=0.5).eval(), tiny_model().eval()
-    held = open_corpus(trainer.recipe.data, folder, model.config).held_out(256, 0, 1)
+    held = Corpus(trainer.recipe.data, folder, model.config).held_out(256, 0, 1)
     with torch.no_grad():
         task, kl = (float(objective(model, teacher, held, share)) for share in (0.0, 1.0))
     assert first["held_out_loss"] == pytest.approx(task, rel=1e-4)
@@ -982,7 +982,7 @@ def test_weights_kept_in_16_bits_train_with_stochastic_rounding(make: Make, tmp_
 
 
 def test_arguments_shift_the_labels_as_the_model_does(folder: Path, tmp_path: Path) -> None:
-    corpus = open_corpus(recipe_for(folder, tmp_path / "out").data, folder, tiny_model().config)
+    corpus = Corpus(recipe_for(folder, tmp_path / "out").data, folder, tiny_model().config)
     batch, model = next(corpus.training_batches()), tiny_model().eval()
     assert batch.labels is not None
     with torch.no_grad():
