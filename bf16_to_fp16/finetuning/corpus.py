@@ -26,23 +26,7 @@ from ..run.interface import class_in, decoder_start, is_causal, longest_sequence
 from ..run.stock import vocabulary_of
 from ..run.texts import open_texts
 from ..run.tokenizer import load_tokenizer, without_end
-from .objectives import (
-    BYTE_SENTINEL,
-    BYTE_SPAN,
-    DENOISING_DENSITY,
-    DENOISING_SPAN,
-    DENSITY,
-    GAP_RATIO,
-    SUBWORD_SPAN,
-    Objective,
-    conventions,
-    denoising,
-    gap_sentences,
-    noise_spans,
-    span_corruption,
-    split_sentences,
-    window_length,
-)
+from . import objectives
 from .recipe import Data
 
 _GROUP = 64  # steps of examples that are sorted by length together: long enough to group, short enough to stay shuffled
@@ -166,7 +150,7 @@ class Corpus:
         self.data, self.folder, self.seed = data, folder, seed
         self.vocabulary = vocabulary_of(config)
         self.tokenizer = load_tokenizer(Path(folder))
-        self.conventions = conventions(self.tokenizer, self.vocabulary, data.first_sentinel)
+        self.conventions = objectives.conventions(self.tokenizer, self.vocabulary, data.first_sentinel)
         own = data if data.held_out_path is None else data.model_copy(update={"held_out": 0.0})
         self.rows = self.held_out_rows = _Rows(own, seed)
         if data.held_out_path is not None:
@@ -184,9 +168,10 @@ class Corpus:
             longest -= self.target_length
         self.input_length = min(data.input_length, longest)
         whole = self.objective == "denoising"
-        self.density = data.noise_density or (DENOISING_DENSITY if whole else DENSITY)
-        span = DENOISING_SPAN if whole else BYTE_SPAN if self.conventions.bytes else SUBWORD_SPAN
-        self.mean_span = data.mean_span_length or span
+        density, span = objectives.DENSITY, objectives.BYTE_SPAN if self.conventions.bytes else objectives.SUBWORD_SPAN
+        if whole:
+            density, span = objectives.DENOISING_DENSITY, objectives.DENOISING_SPAN
+        self.density, self.mean_span = data.noise_density or density, data.mean_span_length or span
         before, after = self.conventions.before, self.conventions.after
         # A decoder begins with a token that it is given, and must learn to end, whatever the tokenizer puts there.
         self.target_frame = before[before[:1] == (decoder_start(config),) :], after or (self.conventions.end,)
@@ -194,14 +179,15 @@ class Corpus:
         if whole:
             self.window = max(1, min(self.window, self.target_length - sum(map(len, self.target_frame))))
         if self.objective == "span-corruption":
-            count = len(self.conventions.sentinels)
-            self.window = window_length(self.input_length, self.target_length, self.density, self.mean_span, count)
+            lengths, count = (self.input_length, self.target_length), len(self.conventions.sentinels)
+            self.window = objectives.window_length(*lengths, self.density, self.mean_span, count)
         # Text may spell a special token; taken for one it would break the target. Bytes are text, whatever they mean.
-        named = [k for k in self.conventions.sentinels if not (self.conventions.bytes and k <= BYTE_SENTINEL)]
+        highest = objectives.BYTE_SENTINEL if self.conventions.bytes else -1
+        named = [k for k in self.conventions.sentinels if k > highest]
         names = ("pad", "end", "mask", "span_mask")
         self._reserved = {*named, *before, *after, *(getattr(self.conventions, name) for name in names)}
 
-    def _objective(self) -> Objective:
+    def _objective(self) -> objectives.Objective:
         asked, path = self.data.objective, self.data.path
         paired = all(source.columns[1] is not None for source in (self.rows, self.held_out_rows))
         if not self.predicts:
@@ -231,7 +217,7 @@ class Corpus:
             ),
         }
         made_by = (name for name, (there, _) in by_tokenizer.items() if there)
-        chosen: Objective = next(made_by, "span-corruption") if asked == "auto" else asked
+        chosen: objectives.Objective = next(made_by, "span-corruption") if asked == "auto" else asked
         there, lacking = by_tokenizer[chosen]
         if not there:
             raise UserError(f"{self.folder}: the tokenizer has {lacking}")
@@ -284,8 +270,8 @@ class Corpus:
             return tokens[:given], tokens[given:]
         if self.objective == "text":
             return [*self.conventions.before, *tokens, *self.conventions.after], []
-        spans = noise_spans(len(tokens), self.density, self.mean_span, rng)
-        return span_corruption(tokens, spans, self.conventions.sentinels, end)
+        spans = objectives.noise_spans(len(tokens), self.density, self.mean_span, rng)
+        return objectives.span_corruption(tokens, spans, self.conventions.sentinels, end)
 
     def _cut(self, text: str, length: int, **options: Any) -> list[int]:
         # No token is longer than this, so that the cut text has the same first ids.
@@ -293,7 +279,7 @@ class Corpus:
         return self._checked(list(ids))
 
     def _denoised(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-        sentences = [self.tokens(sentence) for sentence in split_sentences(text)]
+        sentences = [self.tokens(sentence) for sentence in objectives.split_sentences(text)]
         first = _first(sum(map(len, sentences)), self.window, rng)
         pieces, place = [], 0
         for ids in sentences:
@@ -301,14 +287,16 @@ class Corpus:
             place += len(ids)
         mask = self.conventions.span_mask
         assert mask is not None
-        source, target = denoising(pieces, density=self.density, mean_span=self.mean_span, mask=mask, rng=rng)
+        source, target = objectives.denoising(
+            pieces, density=self.density, mean_span=self.mean_span, mask=mask, rng=rng
+        )
         before, after = self.target_frame
         return [*self.conventions.before, *source, *self.conventions.after], [*before, *target, *after]
 
     def _gaps(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
         limit = min(self.window, self.target_length - 1)
         sentences: list[tuple[str, list[int]]] = []
-        for sentence in split_sentences(text):
+        for sentence in objectives.split_sentences(text):
             ids = self.tokens(sentence)
             parts = [ids[k : k + limit] for k in range(0, len(ids), limit)]
             texts = [sentence] if len(parts) == 1 else [self.tokenizer.decode(part) for part in parts]
@@ -326,7 +314,7 @@ class Corpus:
         mask = self.conventions.mask
         assert mask is not None
         end = self.conventions.end
-        return gap_sentences(sentences, mask=mask, end=end, target_length=self.target_length, rng=rng)
+        return objectives.gap_sentences(sentences, mask=mask, end=end, target_length=self.target_length, rng=rng)
 
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
         """Return the batch of (epoch, row, content) of at least one example."""
@@ -394,7 +382,7 @@ class Corpus:
         if self.objective == "span-corruption":
             described["first_sentinel"] = self.conventions.sentinels[0]
         if self.objective == "gap-sentences":
-            described["gap_ratio"], described["mask"] = GAP_RATIO, self.conventions.mask
+            described["gap_ratio"], described["mask"] = objectives.GAP_RATIO, self.conventions.mask
         return described
 
 

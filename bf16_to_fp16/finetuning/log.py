@@ -44,7 +44,7 @@ class RunLog:
                 # As the library has it: its environment variables say whose project and which.
                 project=os.environ.get("WANDB_PROJECT", "bf16-to-fp16"),
                 name=os.environ.get("WANDB_NAME", name),
-                mode=mode,
+                mode="offline" if mode == "offline" else "online",
                 dir=str(self.path.parent),
                 config=dict(settings),
             )

@@ -33,17 +33,9 @@ from ..run.padding import spared
 from ..run.probe import batches as probe_batches
 from ..run.probe import random_rows, rows_of
 from ..wording import counted
+from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
-from .distillation import (
-    Teacher,
-    TopStore,
-    arguments,
-    counted_positions,
-    kl_divergence,
-    kl_divergence_from_top,
-    task_loss,
-)
 from .evaluation import Evaluator
 from .log import RunLog
 from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision, recomputation
@@ -113,7 +105,7 @@ class Trainer:
         self,
         recipe: Recipe,
         student: Any,
-        teacher: Teacher | None,
+        teacher: distillation.Teacher | None,
         corpus: Corpus,
         folder: Path,
         accelerator: Any,
@@ -140,14 +132,14 @@ class Trainer:
         freeze_unreached(student)
         trained = [p for p in student.parameters() if p.requires_grad]
         optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
-        model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
-        self.model: Any = model
+        self.model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
         self.penalty = self._penalty() if recipe.penalty.form != "none" else None
         self.constraint = self._constraint()
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.position = RunPosition()
         self.states = RunFolder(folder)
-        self.tops = TopStore(folder / "teacher", self.processes.rank) if recipe.distillation.top_k and teacher else None
+        stored = recipe.distillation.top_k and teacher
+        self.tops = distillation.TopStore(folder / "teacher", self.processes.rank) if stored else None
         self.watch = Watch(recipe, self.penalty, self.states, self.progress)
         self.evaluator = Evaluator(recipe.evaluation, corpus, student, self.model, teacher, self.processes)
 
@@ -239,7 +231,7 @@ class Trainer:
         p, recipe = self.position, self.recipe
         data_step = self.training_batches.steps
         batches = [next(self.training_batches) for _ in range(self.passes)]
-        positions = self._total(sum(int(counted_positions(b).sum()) for b in batches))
+        positions = self._total(sum(int(distillation.counted_positions(b).sum()) for b in batches))
         rate = learning_rate(recipe.schedule, p.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("scale", 1.0)
@@ -358,8 +350,8 @@ class Trainer:
     def _losses(self, batch: TrainingBatch, data_step: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the objective (with its graph), the task's loss and the divergence, summed over positions."""
         mix = self.recipe.distillation
-        mask = counted_positions(batch).to(self.device)
-        out = self.model(**arguments(self.stock, batch, self.device))
+        mask = distillation.counted_positions(batch).to(self.device)
+        out = self.model(**distillation.arguments(self.stock, batch, self.device))
         zero = torch.zeros((), device=self.device)
         with torch.autocast(self.device.type, enabled=False):
             if batch.labels is None:
@@ -368,14 +360,14 @@ class Trainer:
                 kl = self.teacher.divergence(out, batch)
                 return kl, zero.double(), kl.detach().double()
             values = out.logits
-            task = task_loss(values, batch.labels.to(self.device)) if mix.weight < 1 else zero
+            task = distillation.task_loss(values, batch.labels.to(self.device)) if mix.weight < 1 else zero
             kl = zero
             if mix.weight > 0 and self.teacher is not None:
                 if self.tops is not None:
                     top = self.tops.read(data_step, index, self.device)
-                    kl = kl_divergence_from_top(values[mask], top)
+                    kl = distillation.kl_divergence_from_top(values[mask], top)
                 else:
-                    kl = kl_divergence(values[mask], self.teacher.outputs(batch))
+                    kl = distillation.kl_divergence(values[mask], self.teacher.outputs(batch))
         loss = task * (1 - mix.weight) + kl * mix.weight
         return loss, task.detach().double(), kl.detach().double()
 
@@ -386,7 +378,7 @@ class Trainer:
             return False
         for index, batch in enumerate(batches):
             with self.penalty.look_ahead(), self.mixed_precision.forward():
-                self.model(**arguments(self.stock, batch, self.device))
+                self.model(**distillation.arguments(self.stock, batch, self.device))
                 self._reach_beyond_the_data(index)
         return True
 
