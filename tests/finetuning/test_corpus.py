@@ -765,22 +765,16 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_subset_and_split(
 @pytest.mark.parametrize(
     ("name", "content", "wanted"),
     [
-        ("none.txt", None, "no such file; give an existing"),
-        ("empty.txt", b"", "no examples in it"),
         ("blank.txt", b"\n \n", "no examples in it"),
         ("empty.jsonl", b"", "no examples in it"),
         ("blank.jsonl", b'{"text": ""}\n', "no examples in it"),
         ("empty.csv", b"", "no examples in it"),
         ("bad.txt", b"ab\xff\n", "not UTF-8 at byte 2; convert it to UTF-8"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
-        ("utf.jsonl", b'{"text": "\xff"}\n', "not UTF-8"),
-        ("list.jsonl", b"[1]\n", "line 1 is not an object"),
-        ("number.jsonl", b'{"n": 1}\n', "no column of strings among n"),
         ("mixed.jsonl", b'{"text": "a"}\n{"text": 3}\n', "column 'text' holds something that is not text"),
         ("bad.parquet", b"PAR1zz", "neither a readable file nor"),
         ("bad.txt.gz", b"zz", "cannot be read"),
         ("torn.txt.gz", gzip.compress(b"text\n" * 900, mtime=0)[:-20], "cannot be read"),
-        ("data.xlsx", b"x", "unknown kind of file '.xlsx'"),
         ("*.jsonl", None, "no file is called so"),
     ],
 )
@@ -818,16 +812,6 @@ def test_a_row_without_a_target_is_named(opened: Open, tmp_path: Path) -> None:
     path = written(tmp_path, ".jsonl", [{"input": "a", "target": "b"}, {"input": "c"}])
     with pytest.raises(UserError, match="row 1 has no target; give every row one"):
         next(opened(path=path).training_batches())
-
-
-def test_the_hub_out_of_reach_is_one_line(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: Any, **__: Any) -> Any:
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(UserError, match=r"org/name: neither .* out of reach, .*\); check the name") as caught:
-        opened(path="org/name")
-    assert "\n" not in str(caught.value)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
