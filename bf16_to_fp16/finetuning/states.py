@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -51,39 +51,40 @@ class RunFolder:
     def of(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
 
-    def partial(self, step: int) -> Path:
-        return self.path / f".step-{step:08d}.partial"
-
     @contextmanager
-    def writing(self, step: int) -> Iterator[Path]:
-        """Yield the folder in which a step's state is written; raise UserError where the disk fails: the states before
-        it stay."""
+    def writing(self, step: int, *, main: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
+        """Yield an empty folder, and put what is written there in place as a step's state; the oldest beyond ``KEPT``
+        go.
+
+        main, wait: whether this process makes and moves folders, and what waits for all others. Raises UserError where
+        the disk fails: the states before it stay.
+        """
+        work, place = self.path / f".step-{step:08d}.partial", self.of(step)
         try:
-            with on_a_disk(self.of(step)):
-                yield self.partial(step)
+            with on_a_disk(place):
+                if main:
+                    shutil.rmtree(work, ignore_errors=True)  # one that a crash left there
+                    self._make(work)
+                wait()
+                yield work
+                wait()
+                if main:
+                    sync_tree(work)
+                    self.remove(step)
+                    rename_folder(work, place)
+                    sync_folder(self.path)
+                    for old in self.steps()[:-KEPT]:
+                        self.remove(old)
+                wait()
         except UserError:
-            shutil.rmtree(self.partial(step), ignore_errors=True)
+            shutil.rmtree(work, ignore_errors=True)
             raise
 
-    def begin(self, step: int) -> Path:
-        """Return an empty folder to write a state into; one that a crash left there is removed."""
-        work = self.partial(step)
-        shutil.rmtree(work, ignore_errors=True)
+    def _make(self, work: Path) -> None:
         try:
             work.mkdir(parents=True)
         except OSError as error:
             raise UserError(f"{self.path}: {error.strerror}; choose another checkpointing.folder") from error
-        return work
-
-    def commit(self, step: int) -> None:
-        """Put the state that ``begin`` gave in place, and remove the oldest beyond ``KEPT``."""
-        work, place = self.partial(step), self.of(step)
-        sync_tree(work)
-        self.remove(step)
-        rename_folder(work, place)
-        sync_folder(self.path)
-        for old in self.steps()[:-KEPT]:
-            self.remove(old)
 
     def remove(self, step: int) -> None:
         """Remove a state: first from its name, so that no half of it is taken for a whole one."""

@@ -560,39 +560,29 @@ class Trainer:
             )
 
     def _save(self) -> None:
-        with self.states.writing(self.position.step) as work:
-            self._write(work)
-
-    def _write(self, work: Path) -> None:
-        main = self.processes.main
-        if main:
-            self.states.begin(self.position.step)
-        self.processes.wait()
-        state: dict[str, Any] = {
-            "progress": vars(self.position),
-            "stream": self.training_batches.state_dict(),
-            "amp": self.mixed_precision.state_dict(),
-            "penalty": None if self.penalty is None else self.penalty.state_dict(),
-            "constraint": None if self.constraint is None else self.constraint.state_dict(),
-            "detector": self.watch.detector.state_dict(),
-            "recipe": self.recipe.asked.describe(),
-            "parts": self.processes.parts,
-        }
-        if self.processes.sharded:
-            state["untouched"] = not self.processes.engine and not self.optimizer.state
-            self.processes.save(work / "accelerate")
-            if state["untouched"]:  # for a sharded state torch takes a step of its own
-                self.optimizer.state.clear()
-        elif main:
-            tensors = {name: p.detach().cpu().contiguous() for name, p in self.stock.named_parameters()}
-            write_tensors(work, tensors)
-            state["optimizer"] = self.optimizer.state_dict()
-        if main:
-            write_state(work, state)
-        self.processes.wait()
-        if main:
-            self.states.commit(self.position.step)
-        self.processes.wait()
+        processes = self.processes
+        with self.states.writing(self.position.step, main=processes.main, wait=processes.wait) as work:
+            state: dict[str, Any] = {
+                "progress": vars(self.position),
+                "stream": self.training_batches.state_dict(),
+                "amp": self.mixed_precision.state_dict(),
+                "penalty": None if self.penalty is None else self.penalty.state_dict(),
+                "constraint": None if self.constraint is None else self.constraint.state_dict(),
+                "detector": self.watch.detector.state_dict(),
+                "recipe": self.recipe.asked.describe(),
+                "parts": processes.parts,
+            }
+            if processes.sharded:
+                state["untouched"] = not processes.engine and not self.optimizer.state
+                processes.save(work / "accelerate")
+                if state["untouched"]:  # for a sharded state torch takes a step of its own
+                    self.optimizer.state.clear()
+            elif processes.main:
+                tensors = {name: p.detach().cpu().contiguous() for name, p in self.stock.named_parameters()}
+                write_tensors(work, tensors)
+                state["optimizer"] = self.optimizer.state_dict()
+            if processes.main:
+                write_state(work, state)
 
     def _load(self, step: int) -> None:
         folder = self.states.of(step)
