@@ -375,8 +375,6 @@ _WANTED = {
     "bool_type": "true or false",
     "string_type": "text",
     "tuple_type": "a list, like [a, b]",
-    "too_short": "a list with more entries",
-    "too_long": "a list with fewer entries",
 } | dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a section: keys on indented lines under it")
 
 
