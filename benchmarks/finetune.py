@@ -33,6 +33,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import shutil
 import statistics
 import sys
@@ -51,10 +52,10 @@ from bf16_to_fp16 import ActivationPenalty
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.corpus import open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus
 from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.log import RunLog
-from bf16_to_fp16.finetuning.recipe import Wandb, parse_recipe
+from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import make_accelerator, make_teacher, write_start
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.progress import Progress
@@ -95,7 +96,7 @@ def data_of(demo: str) -> dict[str, Any]:
 
 def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[str, Any], seed: int) -> Any:
     """Return the recipe of one run."""
-    short = {"input_length": 64, "target_length": 32, "batch_size": 4, "seed": seed}
+    short = {"input_length": 64, "target_length": 32, "batch_size": 4}
     given = {key: value for key, value in penalty.items() if key != "compared"}
     return parse_recipe(
         {
@@ -108,11 +109,10 @@ def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[
             "data": data_of(demo) | short,
             "schedule": {"steps": steps, "warmup": min(10, steps)},
             # The penalty by itself: no bounds are held, and no inputs searched for.
-            "penalty": {"certify": False, "search_every": None, **given},
+            "penalty": {"certify": False, **given},
             "evaluation": {"every": steps, "examples": 64, "generate": False},
-            "checkpointing": {"every": steps, "keep": 1},
+            "checkpointing": {"every": steps},
             "logging": {"every": 1},
-            "stability": {"stuck_stop": 100_000, "nonfinite_stop": 1000, "overflow_stop": 1000, "spike_z": 1e9},
         }
     )
 
@@ -123,6 +123,10 @@ class Comparing(Trainer):
     def __init__(self, compared: str | None, *given: Any, **options: Any) -> None:
         self.compared = compared
         super().__init__(*given, **options)
+        self.watch.detector.z = 1e9  # what a penalty costs is what is measured
+
+    def _search_hard_inputs(self) -> None:
+        """Find none: the penalty by itself."""
 
     def _penalty(self) -> ActivationPenalty:
         wanted = self.recipe.penalty
@@ -132,7 +136,6 @@ class Comparing(Trainer):
             self.compared,
             self.stock,
             headroom_bits=wanted.trained_bits,
-            dual_step=wanted.dual_step,
             weight=wanted.weight,
         )
 
@@ -166,12 +169,12 @@ class Bench:
         recipe = recipe_of(self.demo, run / "out", self.steps, rescale=rescale, penalty=penalty, seed=seed)
         place, source = self.start(rescale), open_checkpoint(recipe.source)
         # Not by train, which would rescale until the plan itself has the headroom that is asked for.
-        corpus = open_corpus(recipe.data, source.folder, load_config(source.folder), seed=recipe.data_seed)
+        corpus = Corpus(recipe.data, source.folder, load_config(source.folder), seed=recipe.seed)
         accelerator = make_accelerator(recipe)
         teacher = make_teacher(source, recipe, accelerator)
         student = load(place, torch.float32, attention="eager")
         student.set_input_embeddings(student.get_input_embeddings())
-        log = RunLog(run / "log.jsonl", Wandb(), run, "", {})
+        log = RunLog(run / "log.jsonl")
         trainer = Comparing(penalty.get("compared"), recipe, student, teacher, corpus, run, accelerator, log=log)
         trainer.train()
         log.close()
@@ -293,7 +296,7 @@ def amp_recipe(demo: str, source: Path, out: Path, steps: int) -> Any:
             "penalty": {"form": "none"},
             "distillation": {"weight": 0.0},
             "evaluation": {"every": steps, "examples": 64, "generate": False},
-            "checkpointing": {"every": steps, "keep": 1},
+            "checkpointing": {"every": steps},
             "logging": {"every": 1},
         }
     )
@@ -306,9 +309,9 @@ def train_in_amp(demo: str, source: Path, work: Path, steps: int) -> str:
     run.mkdir(parents=True)
     recipe = amp_recipe(demo, source, work / "out", steps)
     # Not by train, which refuses a start that overflows.
-    corpus = open_corpus(recipe.data, source, load_config(source))
+    corpus = Corpus(recipe.data, source, load_config(source))
     student = load(source, torch.float32, attention="eager")
-    log = RunLog(run / "log.jsonl", recipe.logging.wandb, run, demo, {})
+    log = RunLog(run / "log.jsonl")
     trainer = Trainer(recipe, student, None, corpus, run, make_accelerator(recipe), log=log)
     try:
         trainer.train()
@@ -345,7 +348,7 @@ class Stopwatch(RunLog):
     """A log that keeps only when each step ended."""
 
     def __init__(self) -> None:
-        super().__init__(None, Wandb(), Path(), "", {})
+        super().__init__(Path(os.devnull))
         self.ends: list[float] = []
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -403,17 +406,17 @@ def cost(steps: int) -> None:
                 "data": data_of("T5"),
                 "schedule": {"steps": steps, "warmup": 1},
                 "evaluation": {"every": steps, "examples": 1, "generate": False},
-                "checkpointing": {"every": steps, "keep": 1},
+                "checkpointing": {"every": steps},
                 "logging": {"every": 1},
                 **change,
             }
             recipe = parse_recipe(settings)
-            corpus = open_corpus(recipe.data, source, load_config(source))
+            corpus = Corpus(recipe.data, source, load_config(source))
             student = load(source, torch.float32, attention="eager")
             watch = Stopwatch()
             teacher = None
             if recipe.distillation.weight:
-                teacher = Teacher(load(source, torch.float32), torch.device("cpu"), temperature=1.0)
+                teacher = Teacher(load(source, torch.float32), torch.device("cpu"))
             run = Path(scratch) / "run"
             Trainer(recipe, student, teacher, corpus, run, make_accelerator(recipe), log=watch).train()
             shutil.rmtree(run, ignore_errors=True)

@@ -70,7 +70,7 @@ from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.devices import Device, products_on
 from bf16_to_fp16.errors import UserError, first_line
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.finetuning.corpus import open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus
 from bf16_to_fp16.finetuning.distillation import arguments, counted_positions, task_loss
 from bf16_to_fp16.finetuning.recipe import read_recipe
 from bf16_to_fp16.finetuning.run import finetune
@@ -287,7 +287,7 @@ def scaled_loop(session: Session, folder: Path) -> tuple[int, float, float, str]
     recipe = hard_recipe(
         session, session.folder / "none", "data.first_sentinel=383", f"data.batch_size={16 if session.on_cuda else 2}"
     )
-    corpus = open_corpus(recipe.data, folder, load_config(folder))
+    corpus = Corpus(recipe.data, folder, load_config(folder))
     model = load(folder, torch.float32).to(place).train()
     seen: set[torch.dtype] = set()
     watched = model.get_submodule("encoder.block.0.layer.0.SelfAttention.q")

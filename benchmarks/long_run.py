@@ -35,7 +35,7 @@ from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, TrainingBatches
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.mixed_precision import MixedPrecision
-from bf16_to_fp16.finetuning.recipe import Wandb, parse_recipe
+from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import make_accelerator, write_start, written_trained
 from bf16_to_fp16.finetuning.states import RunFolder, read_tensors
 from bf16_to_fp16.finetuning.trainer import Trainer
@@ -109,9 +109,9 @@ class HeadroomLog(RunLog):
 
     def __init__(self, path: Path, model: Any, batches: Sequence[TrainingBatch]) -> None:
         """Keep what is to be measured, and on what."""
-        super().__init__(path, Wandb(), path.parent, "", {})
+        super().__init__(path)
         self.model, self.batches = model, batches
-        self.fp16 = MixedPrecision("fp16", torch.device("cpu"), loss_scale=1.0, window=1)
+        self.fp16 = MixedPrecision("fp16", torch.device("cpu"))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add one line, with the headroom in bits where it is an evaluation's."""
@@ -149,7 +149,7 @@ def recipe_of(work: Path, arm: str, steps: int) -> Any:
             "penalty": {"form": "none"},
             "distillation": {"weight": 0.0},
             "evaluation": {"every": 500, "examples": 64, "generate": False},
-            "checkpointing": {"every": 200, "keep": 3, "folder": str(work / arm)},
+            "checkpointing": {"every": 200, "folder": str(work / arm)},
             "logging": {"every": 1},
             "stability": {"rewinds": 1000},
         }
@@ -162,7 +162,7 @@ def train_arm(work: Path, arm: str, steps: int) -> None:
     recipe, folder = recipe_of(work, arm, steps), work / arm
     if not (folder / "start" / "config.json").is_file():
         write_start(open_checkpoint(recipe.source), recipe, folder / "start", Progress(quiet=True))
-    corpus = SpoiledCorpus(recipe.data, Path(recipe.source), load_config(recipe.source), seed=recipe.data_seed)
+    corpus = SpoiledCorpus(recipe.data, Path(recipe.source), load_config(recipe.source), seed=recipe.seed)
     student = load(folder / "start", torch.float32, attention="eager")
     log = HeadroomLog(folder / "log.jsonl", student, corpus.held_out(16))
     trainer = Trainer(recipe, student, None, corpus, folder, make_accelerator(recipe), log=log)
@@ -172,7 +172,7 @@ def train_arm(work: Path, arm: str, steps: int) -> None:
 def converted_again(work: Path) -> str:
     """Convert the weights of the fp16 arm's last state and return what that gave."""
     folder = work / "fp16"
-    states = RunFolder(folder, 1)
+    states = RunFolder(folder)
     step = states.steps()[-1]
     with written_trained(folder, read_tensors(states.of(step))) as trained:
         result = convert(trained, work / "fp16-out", data=str(DEMO / "held_out.txt"), force=True)
@@ -228,7 +228,7 @@ def drive(work: Path, arm: str, steps: int) -> None:
             return
         if process.returncode != -signal.SIGKILL or due is None:
             raise SystemExit(process.returncode)
-        state = (RunFolder(folder, 1).steps() or [0])[-1]
+        state = (RunFolder(folder).steps() or [0])[-1]
         after = [row for row in rows_of(log) if row["step"] > state and "task_loss" in row]
         kills.append({"due": due, "at": last_step(log), "state": state, "rows": after})
         noted.write_text(json.dumps(kills), encoding="utf-8")

@@ -38,7 +38,7 @@ from transformers.models.t5.modeling_t5 import T5LayerFF
 from bf16_to_fp16 import convert
 from bf16_to_fp16.auditing.fidelity import compared, fidelity, output_on
 from bf16_to_fp16.auditing.regimes import audit_model
-from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.recipe import Data
 from bf16_to_fp16.run.batch import Batch, run_batch
 from bf16_to_fp16.run.probe import audit_batches
@@ -205,7 +205,7 @@ def held_out(name: str, config: Any) -> list[TrainingBatch]:
         target_length=62,
         **({"first_sentinel": 383, "noise_density": 0.3, "mean_span_length": 18.0} if name.startswith("t5") else {}),
     )
-    return open_corpus(data, folder_of(name), config).held_out(32)
+    return Corpus(data, folder_of(name), config).held_out(32)
 
 
 def folder_of(name: str) -> Path:

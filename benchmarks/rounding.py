@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bf16_to_fp16 import AdamW
-from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.recipe import Data
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.svg import follow_schemes
@@ -52,7 +52,7 @@ def demo_corpus(config: Any, rows: int, *, input_length: int = 130, target_lengt
         target_length=target_length,
         batch_size=rows,
     )
-    return open_corpus(data, DEMO / "t5-gated-bytes", config, seed=seed)
+    return Corpus(data, DEMO / "t5-gated-bytes", config, seed=seed)
 
 
 class Weights:

@@ -79,7 +79,7 @@ def test_spoiled_batches_are_a_function_of_the_data_wherever_a_run_begins(tmp_pa
     stream, again = corpus.training_batches(), corpus.training_batches()
     stream.skip(bad[1] - 1)
     before, here = next(stream), next(stream)
-    again.load_state_dict({**stream.state_dict(), "steps": bad[1], "offset": stream.state_dict()["offset"] - 2})
+    again.load_state_dict({**stream.state_dict(), "steps": bad[1]})
     there = next(again)
     assert torch.equal(here.input_ids, there.input_ids) and torch.equal(here.labels, there.labels)
     text = corpus.tokenizer("plain text", add_special_tokens=False)["input_ids"]

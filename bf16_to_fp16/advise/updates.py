@@ -25,7 +25,7 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from ..families.known import stock_class
 from ..families.roles import layer_of
-from ..finetuning.corpus import open_corpus
+from ..finetuning.corpus import Corpus
 from ..finetuning.recipe import Data
 from ..optim import rounding
 from ..optim.formats import FORMATS, Format, half_gaps
@@ -214,7 +214,7 @@ def measured(
     if not predicts_tokens(model.config):
         raise UserError(f"{checkpoint.source}: only a language model has a loss of its own; leave out --data")
     wanted = Data(path=data, batch_size=settings.examples, held_out=0.0)
-    corpus = open_corpus(wanted, checkpoint.folder, model.config, seed=settings.seed)
+    corpus = Corpus(wanted, checkpoint.folder, model.config, seed=settings.seed)
     parameters = {n: p for n, p in model.named_parameters() if names is None or n in names}
     target, rate, steps = settings.format, settings.rate, settings.steps
     rule = Rule(settings.optimizer)

@@ -78,7 +78,6 @@ class BoundConstraint:
         return self.start * max(0.0, 1 - (step - self.first) / down)
 
     def hold(self, step: int, steps: int) -> None:
-        """Bring what is over the lid after a step down to it."""
         if self.first is None:
             return
         lid = self.lowest = min(self.lowest, self.lid(step, steps))
@@ -159,7 +158,6 @@ class BoundConstraint:
         return bound(self.layout, lambda name: effective(tensors[name], self._named[name].detach().cpu().half()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit."""
         return {
             "first": self.first,
             "start": self.start,
@@ -169,7 +167,6 @@ class BoundConstraint:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave."""
         self.first, self.start, self.bounds.stream = state["first"], float(state["start"]), bool(state["stream"])
         self.lowest = float(state["lowest"])
         self._last = {site: Observation(**seen) for site, seen in state["observations"].items()}

@@ -7,10 +7,9 @@ numbers. A step is cut from one endless sequence of epochs: every example is see
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,24 +24,9 @@ from ..families.known import spare_padding
 from ..run.batch import IGNORED_LABEL, stack
 from ..run.interface import class_in, decoder_start, is_causal, longest_sequence, predicts_tokens
 from ..run.stock import vocabulary_of
-from ..run.texts import open_texts, plain_errors
+from ..run.texts import open_texts
 from ..run.tokenizer import load_tokenizer, without_end
-from .objectives import (
-    BYTE_SENTINEL,
-    BYTE_SPAN,
-    DENOISING_DENSITY,
-    DENOISING_SPAN,
-    DENSITY,
-    SUBWORD_SPAN,
-    Objective,
-    conventions,
-    denoising,
-    gap_sentences,
-    noise_spans,
-    span_corruption,
-    split_sentences,
-    window_length,
-)
+from . import objectives
 from .recipe import Data
 
 _GROUP = 64  # steps of examples that are sorted by length together: long enough to group, short enough to stay shuffled
@@ -80,26 +64,17 @@ class TrainingBatch:
 Row = tuple[str, str | None]  # text and target of a row; a row whose text is blank is left out
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Rows that are shuffled together: an epoch of a table, or a buffer of streamed rows.
-
-    ``start``: JSON from which the same source makes the same block again; ``sizes``: characters of each row.
-    """
-
-    epoch: int
-    start: dict[str, Any]
-    rows: Sequence[int] | np.ndarray
-    sizes: np.ndarray
-    read: Callable[[Sequence[int]], list[Row]]
-
-
-class _TableRows:
-    """Rows that are all at hand, in an Arrow table on the disk or in memory."""
+class _Rows:
+    """Rows of text in an Arrow table on the disk or in memory: those to train on, and those that are held out."""
 
     def __init__(self, data: Data, seed: int, *, whole: bool = False) -> None:
-        self.dataset, self.columns = _open(data, streaming=False)
-        self.name = data.path
+        self.dataset, self.columns = open_texts(
+            data.path,
+            subset=data.subset,
+            split=data.split,
+            input_column=data.input_column,
+            target_column=data.target_column,
+        )
         self.sizes = self._sizes()
         rows = np.flatnonzero(self.sizes)
         if not len(rows):
@@ -123,10 +98,6 @@ class _TableRows:
             sizes.append(np.where(blank, 0, sum(lengths)))
         return np.concatenate(sizes)
 
-    def blocks(self, start: Mapping[str, Any] | None) -> Iterator[_Block]:
-        for epoch in itertools.count(int((start or {"epoch": 0})["epoch"])):
-            yield _Block(epoch, {"epoch": epoch}, self.training, self.sizes[self.training], self.read)
-
     def read(self, rows: Sequence[int]) -> list[Row]:
         part = self.dataset[[int(row) for row in rows]]
         text, target = self.columns
@@ -147,97 +118,13 @@ class _TableRows:
         }
 
 
-class _StreamedRows:
-    """Rows that are read as they are needed; a buffer of them is shuffled at a time."""
-
-    def __init__(self, data: Data, seed: int) -> None:
-        self.data, self.seed = data, seed
-        dataset, self.columns = _open(data, streaming=True)
-        if not any(text.strip() for _, (text, _) in self._rows(dataset, 0)):
-            raise UserError(f"{data.path}: no examples in it; give data with at least one line of text")
-
-    def _rows(self, dataset: Any, first: int) -> Iterator[tuple[int, Row]]:
-        text, target = self.columns
-        with plain_errors(self.data.path):
-            for number, row in enumerate(dataset, first):
-                value = row.get(text)
-                if value is not None and not isinstance(value, str):
-                    raise UserError(f"{self.data.path}: row {number} of column {text!r} is not text; make it a string")
-                yield number, (value or "", row.get(target) if target is not None else None)
-
-    def _kept_out(self, row: int) -> bool:
-        digest = hashlib.blake2b(f"{self.seed}:{row}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self.data.held_out * 2.0**64
-
-    def blocks(self, start: Mapping[str, Any] | None) -> Iterator[_Block]:
-        here: dict[str, Any] = {"epoch": 0, "row": 0, "source": None} if start is None else dict(start)
-        while True:
-            dataset, _ = _open(self.data, streaming=True)
-            if here["source"] is not None:
-                dataset.load_state_dict(here["source"])
-            rows = self._rows(dataset, here["row"])
-            seen = here["row"] > 0
-            while True:
-                buffer: list[tuple[int, Row]] = []
-                last = here["row"] - 1
-                for last, row in rows:
-                    if row[0].strip() and not self._kept_out(last):
-                        buffer.append((last, row))
-                    if len(buffer) == self.data.shuffle_buffer:
-                        break
-                if not buffer:
-                    break
-                seen = True
-                texts = dict(buffer)
-                sizes = np.array([len(text) + len(target or "") for text, target in texts.values()], np.int64)
-                yield _Block(here["epoch"], here, list(texts), sizes, _chosen(texts))
-                # The dataset's own state is where the next buffer starts.
-                here = {"epoch": here["epoch"], "row": last + 1, "source": dataset.state_dict()}
-            if not seen:
-                raise UserError(f"{self.data.path}: every example is held out; lower data.held_out")
-            here = {"epoch": here["epoch"] + 1, "row": 0, "source": None}
-
-    def held_out(self, count: int | None) -> tuple[list[int], list[Row]]:
-        if self.data.held_out == 0:
-            return [], []
-        dataset, _ = _open(self.data, streaming=True)
-        kept = ((number, row) for number, row in self._rows(dataset, 0) if row[0].strip() and self._kept_out(number))
-        rows = list(itertools.islice(kept, count))
-        return [number for number, _ in rows], [row for _, row in rows]
-
-    def describe(self) -> dict[str, Any]:
-        return {"streaming": True, "shuffle_buffer": self.data.shuffle_buffer}
-
-
-def _chosen(texts: Mapping[int, Row]) -> Callable[[Sequence[int]], list[Row]]:
-    return lambda rows: [texts[row] for row in rows]
-
-
-def _open(data: Data, *, streaming: bool) -> tuple[Any, tuple[str, str | None]]:
-    return open_texts(
-        data.path,
-        streaming=streaming,
-        subset=data.subset,
-        split=data.split,
-        input_column=data.input_column,
-        target_column=data.target_column,
-    )
-
-
-_Source = _TableRows | _StreamedRows
-
-
-def epoch_order(
-    sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator, *, group: bool
-) -> np.ndarray:
-    """Return a permutation of the examples, int64, in which those of one step are of like size where ``group`` is set.
+def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a permutation of the examples, int64, in which those of one step are of like size.
 
     sizes: any measure of length; position: how many examples the steps before have taken. What shares a step with
     another epoch stays mixed.
     """
     order = rng.permutation(len(sizes))
-    if not group:
-        return order
     head = min(-position % step_examples, len(order))
     steps = (len(order) - head) // step_examples
     body = order[head : head + steps * step_examples]
@@ -251,22 +138,23 @@ def epoch_order(
 
 
 class Corpus:
-    """Data, tokenizer and objective together: everything from a row to a batch; made by ``open_corpus``.
+    """Everything from a row of a recipe's ``data`` to a batch for a checkpoint, of which it takes the config and, from
+    ``folder``, the tokenizer.
 
-    ``window``: most tokens that are taken from one text; ``input_length``, ``target_length``: most ids of each side.
+    seed: of the split into training and held-out rows, the order and the noise. ``window``: most tokens that are taken
+    from one text; ``input_length``, ``target_length``: most ids of each side. Raises UserError for data, a tokenizer or
+    an objective that cannot be used.
     """
 
-    def __init__(self, data: Data, folder: Path, config: Any, *, seed: int) -> None:
-        """Open the data and the tokenizer and settle the objective; see ``open_corpus``."""
+    def __init__(self, data: Data, folder: str | Path, config: Any, *, seed: int = 0) -> None:
         self.data, self.folder, self.seed = data, folder, seed
         self.vocabulary = vocabulary_of(config)
-        self.tokenizer = load_tokenizer(folder)
-        self.conventions = conventions(self.tokenizer, self.vocabulary, data.first_sentinel)
+        self.tokenizer = load_tokenizer(Path(folder))
+        self.conventions = objectives.conventions(self.tokenizer, self.vocabulary, data.first_sentinel)
         own = data if data.held_out_path is None else data.model_copy(update={"held_out": 0.0})
-        self.source: _Source = _StreamedRows(own, seed) if data.streaming else _TableRows(own, seed)
-        self.held_out_source = self.source
+        self.rows = self.held_out_rows = _Rows(own, seed)
         if data.held_out_path is not None:
-            self.held_out_source = _TableRows(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
+            self.held_out_rows = _Rows(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
         spare = spare_padding(config.to_dict())
         self.spare = int(spare) if spare < math.inf else 0
         self.predicts, self.causal = predicts_tokens(config), is_causal(config)
@@ -280,9 +168,10 @@ class Corpus:
             longest -= self.target_length
         self.input_length = min(data.input_length, longest)
         whole = self.objective == "denoising"
-        self.density = data.noise_density or (DENOISING_DENSITY if whole else DENSITY)
-        span = DENOISING_SPAN if whole else BYTE_SPAN if self.conventions.bytes else SUBWORD_SPAN
-        self.mean_span = data.mean_span_length or span
+        density, span = objectives.DENSITY, objectives.BYTE_SPAN if self.conventions.bytes else objectives.SUBWORD_SPAN
+        if whole:
+            density, span = objectives.DENOISING_DENSITY, objectives.DENOISING_SPAN
+        self.density, self.mean_span = data.noise_density or density, data.mean_span_length or span
         before, after = self.conventions.before, self.conventions.after
         # A decoder begins with a token that it is given, and must learn to end, whatever the tokenizer puts there.
         self.target_frame = before[before[:1] == (decoder_start(config),) :], after or (self.conventions.end,)
@@ -290,16 +179,17 @@ class Corpus:
         if whole:
             self.window = max(1, min(self.window, self.target_length - sum(map(len, self.target_frame))))
         if self.objective == "span-corruption":
-            count = len(self.conventions.sentinels)
-            self.window = window_length(self.input_length, self.target_length, self.density, self.mean_span, count)
+            lengths, count = (self.input_length, self.target_length), len(self.conventions.sentinels)
+            self.window = objectives.window_length(*lengths, self.density, self.mean_span, count)
         # Text may spell a special token; taken for one it would break the target. Bytes are text, whatever they mean.
-        named = [k for k in self.conventions.sentinels if not (self.conventions.bytes and k <= BYTE_SENTINEL)]
+        highest = objectives.BYTE_SENTINEL if self.conventions.bytes else -1
+        named = [k for k in self.conventions.sentinels if k > highest]
         names = ("pad", "end", "mask", "span_mask")
         self._reserved = {*named, *before, *after, *(getattr(self.conventions, name) for name in names)}
 
-    def _objective(self) -> Objective:
+    def _objective(self) -> objectives.Objective:
         asked, path = self.data.objective, self.data.path
-        paired = all(source.columns[1] is not None for source in (self.source, self.held_out_source))
+        paired = all(source.columns[1] is not None for source in (self.rows, self.held_out_rows))
         if not self.predicts:
             if asked not in ("auto", "none"):
                 raise UserError(
@@ -327,7 +217,7 @@ class Corpus:
             ),
         }
         made_by = (name for name, (there, _) in by_tokenizer.items() if there)
-        chosen: Objective = next(made_by, "span-corruption") if asked == "auto" else asked
+        chosen: objectives.Objective = next(made_by, "span-corruption") if asked == "auto" else asked
         there, lacking = by_tokenizer[chosen]
         if not there:
             raise UserError(f"{self.folder}: the tokenizer has {lacking}")
@@ -380,8 +270,8 @@ class Corpus:
             return tokens[:given], tokens[given:]
         if self.objective == "text":
             return [*self.conventions.before, *tokens, *self.conventions.after], []
-        spans = noise_spans(len(tokens), self.density, self.mean_span, rng)
-        return span_corruption(tokens, spans, self.conventions.sentinels, end)
+        spans = objectives.noise_spans(len(tokens), self.density, self.mean_span, rng)
+        return objectives.span_corruption(tokens, spans, self.conventions.sentinels, end)
 
     def _cut(self, text: str, length: int, **options: Any) -> list[int]:
         # No token is longer than this, so that the cut text has the same first ids.
@@ -389,7 +279,7 @@ class Corpus:
         return self._checked(list(ids))
 
     def _denoised(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-        sentences = [self.tokens(sentence) for sentence in split_sentences(text)]
+        sentences = [self.tokens(sentence) for sentence in objectives.split_sentences(text)]
         first = _first(sum(map(len, sentences)), self.window, rng)
         pieces, place = [], 0
         for ids in sentences:
@@ -397,14 +287,16 @@ class Corpus:
             place += len(ids)
         mask = self.conventions.span_mask
         assert mask is not None
-        source, target = denoising(pieces, density=self.density, mean_span=self.mean_span, mask=mask, rng=rng)
+        source, target = objectives.denoising(
+            pieces, density=self.density, mean_span=self.mean_span, mask=mask, rng=rng
+        )
         before, after = self.target_frame
         return [*self.conventions.before, *source, *self.conventions.after], [*before, *target, *after]
 
     def _gaps(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
         limit = min(self.window, self.target_length - 1)
         sentences: list[tuple[str, list[int]]] = []
-        for sentence in split_sentences(text):
+        for sentence in objectives.split_sentences(text):
             ids = self.tokens(sentence)
             parts = [ids[k : k + limit] for k in range(0, len(ids), limit)]
             texts = [sentence] if len(parts) == 1 else [self.tokenizer.decode(part) for part in parts]
@@ -421,8 +313,8 @@ class Corpus:
             sentences = [("", ids[: len(ids) // 2]), ("", ids[len(ids) // 2 :])]
         mask = self.conventions.mask
         assert mask is not None
-        ratio, end = self.data.gap_ratio, self.conventions.end
-        return gap_sentences(sentences, ratio=ratio, mask=mask, end=end, target_length=self.target_length, rng=rng)
+        end = self.conventions.end
+        return objectives.gap_sentences(sentences, mask=mask, end=end, target_length=self.target_length, rng=rng)
 
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
         """Return the batch of (epoch, row, content) of at least one example."""
@@ -446,7 +338,7 @@ class Corpus:
 
     def check_processes(self, count: int) -> None:
         """Raise UserError for more processes than there are examples, of which some would only repeat the others'."""
-        examples = len(next(self.source.blocks(None)).sizes)
+        examples = len(self.rows.training)
         if examples < count:
             raise UserError(
                 f"{self.data.path}: {examples} examples to train on are too few for {count} processes;"
@@ -459,10 +351,9 @@ class Corpus:
         examples: at most so many in all. Every process gets equally many batches; one for which none is left gets a
         batch without examples, whose labels are all −100.
         """
-        numbers, contents = self.held_out_source.held_out(examples)
+        numbers, contents = self.held_out_rows.held_out(examples)
         rows = [(0, row, content) for row, content in zip(numbers, contents, strict=True)]
-        if self.data.group_by_length:
-            rows.sort(key=lambda item: -len(item[2][0]))
+        rows.sort(key=lambda item: -len(item[2][0]))
         size = self.data.batch_size * world
         batches = []
         for first in range(0, len(rows), size):
@@ -476,7 +367,7 @@ class Corpus:
 
     def describe(self) -> dict[str, Any]:
         """Return the data and the objective as JSON types, for a report and to tell whether a checkpoint fits."""
-        described = self.source.describe() | {
+        described = self.rows.describe() | {
             "path": self.data.path,
             "objective": self.objective,
             "input_length": self.input_length,
@@ -485,13 +376,13 @@ class Corpus:
             "seed": self.seed,
         }
         if self.data.held_out_path is not None:
-            described["held_out"] = self.held_out_source.describe()["held_out"]
+            described["held_out"] = self.held_out_rows.describe()["held_out"]
         if self.objective in ("span-corruption", "denoising"):
             described["noise_density"], described["mean_span_length"] = self.density, self.mean_span
         if self.objective == "span-corruption":
             described["first_sentinel"] = self.conventions.sentinels[0]
         if self.objective == "gap-sentences":
-            described["gap_ratio"], described["mask"] = self.data.gap_ratio, self.conventions.mask
+            described["gap_ratio"], described["mask"] = objectives.GAP_RATIO, self.conventions.mask
         return described
 
 
@@ -509,15 +400,6 @@ def _first(length: int, most: int, rng: np.random.Generator) -> int:
     return max(0, min(place, length - most))
 
 
-def open_corpus(data: Data, folder: str | Path, config: Any, *, seed: int = 0) -> Corpus:
-    """Return the corpus of a recipe's ``data`` for a checkpoint: ``folder`` for its tokenizer, and its config.
-
-    seed: of the split into training and held-out rows, the order and the noise. Raises UserError for data, a tokenizer
-    or an objective that cannot be used.
-    """
-    return Corpus(data, Path(folder), config, seed=seed)
-
-
 class TrainingBatches(Iterator[TrainingBatch]):
     """The endless training batches of one process; made by ``Corpus.training_batches``.
 
@@ -526,81 +408,48 @@ class TrainingBatches(Iterator[TrainingBatch]):
     """
 
     def __init__(self, corpus: Corpus, rank: int = 0, world: int = 1) -> None:
-        """Begin at the first batch of the first epoch."""
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}")
         self.corpus, self.rank, self.world = corpus, rank, world
         self.pass_examples = corpus.data.batch_size * world
         self.step_examples = self.pass_examples * corpus.data.gradient_accumulation
-        self.steps = 0
-        self._pass = 0
-        self._current: list[tuple[_Block, int]] = []
-        self._begin: dict[str, Any] = {}
-        self._blocks = corpus.source.blocks(None)
-        self._enter(0)
+        self.steps = self._pass = 0
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
 
-    def _enter(self, position: int, offset: int = 0) -> None:
-        self._block = next(self._blocks)
-        seeds = [self.corpus.seed, _ORDER, self._block.epoch, int(self._block.start.get("row", 0))]
-        self._order = epoch_order(
-            self._block.sizes,
-            self.step_examples,
-            position,
-            np.random.default_rng(seeds),
-            group=self.corpus.data.group_by_length,
-        )
-        self._offset = offset
-
-    def _take(self) -> None:
-        """Choose the examples of the next step."""
-        self._begin = {"steps": self.steps, "start": self._block.start, "offset": self._offset}
-        self._current = []
-        while len(self._current) < self.step_examples:
-            if self._offset == len(self._order):
-                self._enter(self.steps * self.step_examples + len(self._current))
-            more = self._order[self._offset : self._offset + self.step_examples - len(self._current)]
-            self._current += [(self._block, int(index)) for index in more]
-            self._offset += len(more)
+    def _example(self, place: int) -> tuple[int, int]:
+        """The epoch and the row of an example of the endless sequence."""
+        rows = self.corpus.rows
+        epoch, index = divmod(place, len(rows.training))
+        if epoch != self._epoch:
+            rng = np.random.default_rng([self.corpus.seed, _ORDER, epoch, 0])
+            first = epoch * len(rows.training)
+            self._order = epoch_order(rows.sizes[rows.training], self.step_examples, first, rng)
+            self._epoch = epoch
+        return epoch, int(rows.training[self._order[index]])
 
     def __next__(self) -> TrainingBatch:
-        """Return the next forward pass of this process."""
-        if self._pass == 0:
-            self._take()
-        first = self._pass * self.pass_examples
-        mine = self._current[first : first + self.pass_examples][self.rank :: self.world]
-        rows: list[tuple[int, int, Row]] = []
-        for block, items in itertools.groupby(mine, key=lambda item: item[0]):
-            numbers = [int(block.rows[index]) for _, index in items]
-            rows += zip(itertools.repeat(block.epoch), numbers, block.read(numbers), strict=False)
-        batch = self.corpus.batch(rows)
+        first = self.steps * self.step_examples + self._pass * self.pass_examples
+        examples = [self._example(place) for place in range(first, first + self.pass_examples)[self.rank :: self.world]]
+        contents = self.corpus.rows.read([row for _, row in examples])
+        batch = self.corpus.batch([(*each, content) for each, content in zip(examples, contents, strict=True)])
         self._pass += 1
         if self._pass == self.corpus.data.gradient_accumulation:
-            self._end_step()
+            self.skip(0)
         return batch
-
-    def _end_step(self) -> None:
-        self.steps += 1
-        self._pass = 0
 
     def skip(self, steps: int) -> None:
         """Leave out the rest of the step that has begun, if one has, and then ``steps`` more, without making them."""
-        if self._pass:
-            self._end_step()
-        for _ in range(steps):
-            self._take()
-            self._end_step()
+        self.steps += steps + (self._pass > 0)
+        self._pass = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the batches stand, as JSON types; it is the same for every process."""
-        here = {"steps": self.steps, "start": self._block.start, "offset": self._offset}
-        return (self._begin if self._pass else here) | {"pass": self._pass, "settings": self._settings()}
+        return {"steps": self.steps, "pass": self._pass, "settings": self._settings()}
 
     def _settings(self) -> dict[str, Any]:
         described = {key: value for key, value in self.corpus.describe().items() if key != "path"}
         return described | {
             "step_examples": self.step_examples,
             "gradient_accumulation": self.corpus.data.gradient_accumulation,
-            "group_by_length": self.corpus.data.group_by_length,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -617,9 +466,4 @@ class TrainingBatches(Iterator[TrainingBatch]):
             raise UserError(
                 f"the checkpoint was written with other data settings ({shown}); restore them or start anew"
             )
-        self.steps, self._pass = int(state["steps"]), 0
-        self._blocks = self.corpus.source.blocks(state["start"])
-        self._enter(self.steps * self.step_examples - int(state["offset"]), int(state["offset"]))
-        if state["pass"]:
-            self._take()
-            self._pass = int(state["pass"])
+        self.steps, self._pass = int(state["steps"]), int(state["pass"])

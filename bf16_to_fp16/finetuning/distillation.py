@@ -1,8 +1,8 @@
 """Keeping the original's function: how far the student's outputs are from the frozen teacher's.
 
-For models that choose among tokens or labels it is KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), times the
-squared temperature, so that its gradient does not shrink with it; for others the squared error of what they give,
-relative to its squared length. Both are sums over the positions that count, however a step is cut.
+For models that choose among tokens or labels it is KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531); for others
+the squared error of what they give, relative to its squared length. Both are sums over the positions that count,
+however a step is cut.
 """
 
 from __future__ import annotations
@@ -27,32 +27,30 @@ from .states import on_a_disk
 
 @dataclass(frozen=True)
 class TopK:
-    """The teacher's ``k`` largest logits of each position that counts: fp32 [positions, k] log probabilities at the
-    temperature, int64 [positions, k] ids."""
+    """The teacher's ``k`` largest logits of each position that counts: fp32 [positions, k] log probabilities,
+    int64 [positions, k] ids."""
 
     log_probabilities: Tensor
     ids: Tensor
 
 
-def kl_divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return Σ over positions of KL(teacher ‖ student)·T², in nats; [positions, vocabulary] logits of any dtype."""
-    p = (teacher.float() / temperature).log_softmax(-1)
-    q = (student.float() / temperature).log_softmax(-1)
-    return functional.kl_div(q, p, reduction="sum", log_target=True) * temperature**2
+def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return Σ over positions of KL(teacher ‖ student), in nats; [positions, vocabulary] logits of any dtype."""
+    p, q = (logits.float().log_softmax(-1) for logits in (teacher, student))
+    return functional.kl_div(q, p, reduction="sum", log_target=True)
 
 
-def kl_divergence_from_top(student: Tensor, teacher: TopK, temperature: float) -> Tensor:
-    """Return Σ over positions of the KL·T² of the teacher's top k and all else as one outcome: at most the KL of the
+def kl_divergence_from_top(student: Tensor, teacher: TopK) -> Tensor:
+    """Return Σ over positions of the KL of the teacher's top k and all else as one outcome: at most the KL of the
     whole distributions (data-processing inequality), and 0 where they agree."""
-    q = (student.float() / temperature).log_softmax(-1)
+    q = student.float().log_softmax(-1)
     chosen = q.gather(-1, teacher.ids)
     p = teacher.log_probabilities
     # What is left of either is at least fp32's resolution of 1, so that its logarithm is finite.
     tiny = torch.finfo(torch.float32).eps
     rest_p = (1 - p.exp().sum(-1)).clamp(min=tiny)
     rest_q = (1 - chosen.exp().sum(-1)).clamp(min=tiny)
-    kl = (p.exp() * (p - chosen)).sum() + (rest_p * (rest_p.log() - rest_q.log())).sum()
-    return kl * temperature**2
+    return (p.exp() * (p - chosen)).sum() + (rest_p * (rest_p.log() - rest_q.log())).sum()
 
 
 def hidden_error(student: Tensor, teacher: Tensor) -> Tensor:
@@ -104,16 +102,15 @@ def arguments(model: Any, batch: TrainingBatch, device: torch.device) -> dict[st
 
 
 class Teacher:
-    """The frozen original; ``temperature``: at which ``top`` is taken.
+    """The frozen original.
 
     in_parts: each process of the default group holds its share of every weight; all must then call equally often.
     """
 
-    def __init__(self, model: Any, device: torch.device, *, temperature: float, in_parts: bool = False) -> None:
-        """Freeze ``model`` and move it."""
+    def __init__(self, model: Any, device: torch.device, *, in_parts: bool = False) -> None:
         model = model.eval().requires_grad_(False)
         self.model = deal_out(model, device) if in_parts else model.to(device)
-        self.device, self.temperature = device, temperature
+        self.device = device
         self.chooses = gives_probabilities(model.config)
 
     @torch.no_grad()
@@ -126,11 +123,10 @@ class Teacher:
     def divergence(self, out: Any, batch: TrainingBatch) -> Tensor:
         """Return how far a student's output is from this one's, summed over the positions that count."""
         student, teacher = counted_values(out, batch), self.outputs(batch)
-        return kl_divergence(student, teacher, 1.0) if self.chooses else hidden_error(student, teacher)
+        return kl_divergence(student, teacher) if self.chooses else hidden_error(student, teacher)
 
     def top(self, batch: TrainingBatch, k: int) -> TopK:
-        """Return the ``k`` most probable tokens of each position."""
-        log_p = (self.outputs(batch) / self.temperature).log_softmax(-1)
+        log_p = self.outputs(batch).log_softmax(-1)
         values, ids = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
         return TopK(values, ids)
 
@@ -161,7 +157,6 @@ class TopStore:
         return self.folder / f"top-{self.rank}-{step:08d}.safetensors"
 
     def has(self, step: int) -> bool:
-        """Return whether a step was computed."""
         return self._path(step).is_file()
 
     def write(self, step: int, passes: list[TopK]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,21 +16,19 @@ from .mixed_precision import MixedPrecision
 from .processes import Processes
 from .recipe import Evaluation
 
+MOST_NEW_TOKENS = 64  # of a generated text
 
+
+@dataclass(frozen=True)
 class Evaluator:
     """Measures ``model``, which is ``stock`` as ``processes`` run it, on a corpus's held-out data."""
 
-    def __init__(
-        self,
-        settings: Evaluation,
-        corpus: Corpus,
-        stock: Any,
-        model: Any,
-        teacher: Teacher | None,
-        processes: Processes,
-    ) -> None:
-        self.settings, self.corpus, self.teacher, self.processes = settings, corpus, teacher, processes
-        self.stock, self.model = stock, model
+    settings: Evaluation
+    corpus: Corpus
+    stock: Any
+    model: Any
+    teacher: Teacher | None
+    processes: Processes
 
     def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
         """Return the mean losses over the positions of ``held``, and the scores of generated texts where wanted."""
@@ -72,7 +71,7 @@ class Evaluator:
                 made = self.processes.accelerator.unwrap_model(self.model).generate(
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
-                    max_new_tokens=settings.max_new_tokens,
+                    max_new_tokens=MOST_NEW_TOKENS,
                     num_beams=settings.beams,
                     do_sample=False,
                     synced_gpus=self.processes.sharded,

@@ -17,23 +17,21 @@ from ..checkpoint.folder import finite
 from ..environment import how_to_install
 from ..errors import UserError
 from ..json_text import loads
-from .recipe import Wandb
 from .states import on_a_disk
 
 
 class RunLog:
-    """Writes lines of ``{"step": …, …}``. ``path`` None writes no file; ``wandb`` says whether and how to report."""
+    """Writes lines of ``{"step": …, …}`` to ``path``; ``wandb`` off, offline or online says how to report."""
 
-    def __init__(self, path: Path | None, wandb: Wandb, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, wandb: str = "off", name: str = "", settings: Mapping[str, Any] | None = None
+    ) -> None:
         self.path = path
         self._file: Any = None
-        self._run: Any = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        if wandb.mode != "off":
-            self._run = self._start(wandb, folder, name, settings)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._run = None if wandb == "off" else self._start(wandb, name, settings or {})
 
-    def _start(self, wandb: Wandb, folder: Path, name: str, settings: Mapping[str, Any]) -> Any:
+    def _start(self, mode: str, name: str, settings: Mapping[str, Any]) -> Any:
         try:
             import wandb as library
         except ImportError as error:
@@ -43,11 +41,11 @@ class RunLog:
         os.environ.setdefault("WANDB_SILENT", "true")
         try:
             return library.init(
-                project=wandb.project,
-                entity=wandb.entity,
-                name=wandb.name or name,
-                mode="offline" if wandb.mode == "offline" else "online",
-                dir=str(folder),
+                # As the library has it: its environment variables say whose project and which.
+                project=os.environ.get("WANDB_PROJECT", "bf16-to-fp16"),
+                name=os.environ.get("WANDB_NAME", name),
+                mode="offline" if mode == "offline" else "online",
+                dir=str(self.path.parent),
                 config=dict(settings),
             )
         except Exception as error:  # of many kinds; a run must not fail later for a log that cannot be
@@ -57,7 +55,7 @@ class RunLog:
     def rewind(self, step: int) -> None:
         """Take back the lines after ``step``, and one that a crash cut short."""
         self._close_file()
-        if self.path is None or not self.path.is_file():
+        if not self.path.is_file():
             return
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -73,12 +71,11 @@ class RunLog:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add one line; infinite numbers become the largest ones, NaN null."""
         row = {"step": step, **values}
-        if self.path is not None:
-            with on_a_disk(self.path):
-                if self._file is None:
-                    self._file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115  (closed by close)
-                self._file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
-                self._file.flush()
+        with on_a_disk(self.path):
+            if self._file is None:
+                self._file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115  (closed by close)
+            self._file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.flush()
         if self._run is not None:
             self._run.log(_flat(row), step=step)
 
@@ -88,7 +85,6 @@ class RunLog:
             self._file = None
 
     def close(self) -> None:
-        """Close the file and the run."""
         self._close_file()
         if self._run is not None:
             self._run.finish()

@@ -22,18 +22,21 @@ from ..run.products import FastProducts
 
 PRECISION_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
+FIRST_LOSS_SCALE = 2.0**16  # of fp16; the first step is computed again until one holds
+CALM_STEPS = 2000  # without overflow after which the loss scale doubles
+CLIP_NORM = 1.0  # largest norm of the whole gradient
+
 
 @dataclass
 class LossScale:
     """A factor on the loss that keeps gradients above fp16's subnormals: it halves at an overflow and doubles after
-    ``window`` steps without one (Micikevicius et al., arXiv:1710.03740).
+    ``CALM_STEPS`` without one (Micikevicius et al., arXiv:1710.03740).
 
     ``overflows``: in a row; ``calm``: steps since the last one or doubling. ``settled``: a step has been taken. Until
     then one that passed after overflows lowers the scale by ``SPARE`` more: another batch's gradient is larger.
     """
 
-    scale: float
-    window: int
+    scale: float = FIRST_LOSS_SCALE
     calm: int = 0
     overflows: int = 0
     settled: bool = False
@@ -42,14 +45,13 @@ class LossScale:
     SPARE = 4.0
 
     def update(self, *, overflowed: bool) -> None:
-        """Take note of one step."""
         if not overflowed and not self.settled:
             self.scale, self.settled = self.scale / (self.SPARE if self.overflows else 1.0), True
         self.overflows = self.overflows + 1 if overflowed else 0
         self.calm = 0 if overflowed else self.calm + 1
         if overflowed:
             self.scale /= 2
-        elif self.calm == self.window:
+        elif self.calm == CALM_STEPS:
             self.scale, self.calm = min(self.scale * 2, self.MOST), 0
 
 
@@ -71,12 +73,12 @@ _POWER_FUNCTIONS = {torch.pow, Tensor.pow, Tensor.__pow__, torch.square, Tensor.
 class MixedPrecision:
     """The precision of a run: ``fp16`` (autocast and loss scale), ``bf16`` (autocast) or ``fp32``."""
 
-    def __init__(self, precision: str, device: torch.device, *, loss_scale: float, window: int) -> None:
+    def __init__(self, precision: str, device: torch.device) -> None:
         self.precision, self.device = precision, device
         self.dtype = PRECISION_DTYPES[precision]
-        self.loss_scale = LossScale(loss_scale, window) if precision == "fp16" else None
+        self.loss_scale = LossScale() if precision == "fp16" else None
         self.counted_norm = 0.0
-        """What ``finish`` last compared with ``clip_norm``; not finite where the gradient was not."""
+        """What ``finish`` last compared with ``CLIP_NORM``; not finite where the gradient was not."""
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
@@ -88,7 +90,6 @@ class MixedPrecision:
             yield
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Cover a forward: autocast, unless fp32."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     @property
@@ -96,10 +97,8 @@ class MixedPrecision:
         """The factor on the loss, 1 where there is none."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def finish(
-        self, parameters: Iterable[nn.Parameter], clip_norm: float, units: Sequence[float] | None = None
-    ) -> float:
-        """Divide the gradients by the loss scale, clip them to ``clip_norm``, move the scale, and return the norm that
+    def finish(self, parameters: Iterable[nn.Parameter], units: Sequence[float] | None = None) -> float:
+        """Divide the gradients by the loss scale, clip them to ``CLIP_NORM``, move the scale, and return the norm that
         the unscaled gradient had; where that is an overflow, infinite or NaN, they are left as they are.
 
         units: of each parameter, in which its gradient counts in what is clipped; with the tensors' sizes a rescaled
@@ -114,7 +113,7 @@ class MixedPrecision:
         counted = norms * torch.tensor([unit for gradient, unit in pairs if gradient is not None])
         self.counted_norm = float(torch.linalg.vector_norm(counted)) / self.scale
         if finite:
-            factor = min(1.0, clip_norm / max(self.counted_norm, 1e-30)) / self.scale
+            factor = min(1.0, CLIP_NORM / max(self.counted_norm, 1e-30)) / self.scale
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
         if self.loss_scale is not None:
@@ -122,11 +121,9 @@ class MixedPrecision:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the precision and the loss scale."""
         return {"precision": self.precision, "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the loss scale that ``state_dict`` of the same precision gave."""
         if self.loss_scale is not None:
             self.loss_scale = LossScale(**state["loss_scale"])
 

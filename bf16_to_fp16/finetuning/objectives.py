@@ -30,6 +30,8 @@ BYTE_SENTINEL = 258
 DENSITY, SUBWORD_SPAN, BYTE_SPAN = 0.15, 3.0, 20.0
 """Share of the tokens that are noise (T5), and mean length of a span of subwords (T5) and of bytes (ByT5)."""
 
+GAP_RATIO = 0.3  # share of the sentences that gap sentences take out, between Pegasus's 0.15 and 0.45
+
 DENOISING_DENSITY, DENOISING_SPAN = 0.35, 3.5  # the same where a text is denoised as a whole (mBART)
 
 
@@ -128,18 +130,17 @@ def principal_sentences(sentences: Sequence[str], rng: np.random.Generator | Non
 def gap_sentences(
     sentences: Sequence[tuple[str, Sequence[int]]],
     *,
-    ratio: float,
     mask: int,
     end: int,
     target_length: int,
     rng: np.random.Generator,
 ) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids: the principal ``ratio`` of the sentences become ``mask``, and the target lists them.
+    """Return (input, target) ids: the principal sentences become ``mask``, and the target lists them.
 
     sentences: text and ids of each. At least one is masked and, of two or more, at least one is kept; one that no
     longer fits into the target of ``target_length`` ids, ``end`` included, is passed over.
     """
-    wanted = max(1, min(round(len(sentences) * ratio), len(sentences) - 1))
+    wanted = max(1, min(round(len(sentences) * GAP_RATIO), len(sentences) - 1))
     room = target_length - 1
     chosen: set[int] = set()
     for k in principal_sentences([text for text, _ in sentences], rng):

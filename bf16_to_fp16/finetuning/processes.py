@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from .mixed_precision import CLIP_NORM
 from .recipe import Recipe
 
 
@@ -74,7 +75,7 @@ class Processes:
             config, zero = self._config, self._config.get("zero_optimization", {})
             config["train_micro_batch_size_per_gpu"] = recipe.data.batch_size
             config["gradient_accumulation_steps"] = recipe.data.gradient_accumulation
-            config["gradient_clipping"] = recipe.optimizer.clip_norm
+            config["gradient_clipping"] = CLIP_NORM
             if zero.get("stage") == 3:
                 zero["stage3_gather_16bit_weights_on_model_save"] = True
         # accelerate would give the embedding an FSDP group of its own, which torch refuses where encoder, decoder and
@@ -85,7 +86,6 @@ class Processes:
         return prepared, optimizer
 
     def wait(self) -> None:
-        """Wait until every process is here."""
         self.accelerator.wait_for_everyone()
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -103,7 +103,6 @@ class Processes:
         return float(self.sum(torch.tensor(float(condition)))) == self.world
 
     def gather(self, items: list[Any]) -> list[Any]:
-        """Return the items of all processes."""
         if self.world == 1:
             return items
         from accelerate.utils import gather_object
@@ -136,11 +135,9 @@ class Processes:
     # ---- a state -------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write model and optimizer, of which each process has its parts."""
         self.accelerator.save_state(str(folder))
 
     def load(self, folder: Path) -> None:
-        """Take over what ``save`` wrote."""
         self.accelerator.load_state(str(folder))
         if self.engine:
             # It counts from the beginning of the run.
@@ -184,12 +181,17 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
         return recipe.precision
     config = accelerator.state.deepspeed_plugin.deepspeed_config
+    if config.get("fp16", {}).get("enabled") is True:
+        raise UserError(
+            "DeepSpeed's fp16 keeps weights in fp16, in which nothing is trained here; put torch_autocast with dtype"
+            " float16 in its place in the JSON"
+        )
     cast = config.get("torch_autocast", {})
-    has = {
-        name: config.get(name, {}).get("enabled") is True or (cast.get("enabled") and cast.get("dtype") == dtype)
-        for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16"))
-    }
-    configured = next((name for name, there in has.items() if there), "fp32")
+    configured = (
+        {"float16": "fp16", "bfloat16": "bf16"}.get(cast.get("dtype"), "fp32") if cast.get("enabled") else "fp32"
+    )
+    if config.get("bf16", {}).get("enabled") is True:
+        configured = "bf16"
     if "precision" not in recipe.model_fields_set:
         return (configured,)
     if len(recipe.precision) > 1:
@@ -198,6 +200,6 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
     if configured != wanted:
         raise UserError(
             f"the recipe's precision is {wanted} and DeepSpeed's configuration is for {configured};"
-            f" set precision: {configured}, or change fp16, bf16 or torch_autocast in its JSON"
+            f" set precision: {configured}, or change bf16 or torch_autocast in its JSON"
         )
     return (configured,)

@@ -55,8 +55,6 @@ class Data(Section):
     split: NonBlank = _key("train", "split of the Hub dataset")
     input_column: NonBlank | None = _key(None, "column of the texts; else `input`, `text` or the first text")
     target_column: NonBlank | None = _key(None, "column of the targets; else `target`, where there is one")
-    streaming: bool = _key(False, "read while training instead of first")
-    shuffle_buffer: Positive = _key(4096, "examples shuffled together where data stream")
     objective: Literal["auto", "span-corruption", "gap-sentences", "denoising", "next-token", "none"] = _key(
         "auto", "what plain text is turned into; auto: targets where there are any, else the model's own"
     )
@@ -67,15 +65,12 @@ class Data(Section):
     first_sentinel: NonNegative | None = _key(
         None, "id of the first sentinel, from which the others count down; default: the tokenizer's"
     )
-    gap_ratio: float = _key(0.3, "share of the sentences that gap sentences take out", gt=0, lt=1)
     input_length: int = _key(512, "most tokens of an input", ge=4)
     target_length: int = _key(128, "most tokens of a target", ge=4)
     held_out: float = _key(0.02, "share of the examples kept for evaluation", ge=0, lt=1)
     held_out_path: NonBlank | None = _key(None, "data for evaluation, instead of a share")
     batch_size: Positive = _key(8, "examples of one process in one forward pass")
     gradient_accumulation: Positive = _key(1, "forward passes of one step")
-    group_by_length: bool = _key(True, "examples of like length go into one batch")
-    seed: Seed | None = _key(None, "seed of order and noise; default: the recipe's seed")
 
     @model_validator(mode="after")
     def _agree(self) -> Data:
@@ -89,18 +84,9 @@ class Data(Section):
 
 
 class Optimizer(Section):
-    """Adam or AdamW (Loshchilov and Hutter 2019), and in which format weights and moments live between steps."""
+    """AdamW (Loshchilov and Hutter 2019): the units of its steps, and the formats of weights and moments."""
 
-    name: Literal["adamw", "adam"] = _key(
-        "adamw", "adamw: decoupled decay; adam: decay as L2 in the gradient, as torch.optim.Adam"
-    )
-    betas: tuple[float, float] = _key((0.9, 0.999), "decay of the two moments", strict=False)
-    epsilon: float = _key(1e-8, "added to the root of the second moment", gt=0)
     relative: bool = _key(True, "everything in units of each tensor's median magnitude, which rescaling changes")
-    weight_decay: float = _key(
-        0.0, "decay of matrices, per unit of learning rate; adam: times the weight, in its gradient", ge=0
-    )
-    clip_norm: float = _key(1.0, "largest norm of the whole gradient, relative as above", gt=0)
     weights: Precision = _key("fp32", "dtype of the weights that the optimizer changes")
     rounding: Literal["nearest", "stochastic", "kahan"] = _key(
         "nearest", "how an update is stored in weights of bf16 or fp16"
@@ -109,13 +95,6 @@ class Optimizer(Section):
         "fp32", "how the moments are stored; the last three need torchao"
     )
     offload: bool = _key(False, "keep the moments in the machine's memory, not the GPU's, and step there")
-
-    @field_validator("betas")
-    @classmethod
-    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"is {list(betas)}; give two numbers from 0 to below 1")
-        return betas
 
     @model_validator(mode="after")
     def _agree(self) -> Optimizer:
@@ -163,15 +142,9 @@ class Penalty(Section):
         "smooth-max", "excess of a smooth maximum of the tokens' largest values; none: no penalty"
     )
     headroom_bits: float = _key(1.0, "bits that every site keeps below its limit", ge=0, lt=24)
-    train_mode: bool = _key(False, "targets that hold with dropout and in the backward pass")
-    probe: bool = _key(True, "also hold what random, long, short and repeated ids reach, which the audit runs as well")
-    search_every: Positive | None = _key(
-        50, "steps between searches for the hardest inputs, where no bounds are held; null: none"
-    )
     certify: bool | None = _key(
         None, "hold the bounds too, so that no input can overflow it; true: else unsafe; null: where possible"
     )
-    dual_step: float = _key(0.05, "step of the dual ascent on each site's weight", gt=0)
     weight: float | None = _key(None, "a fixed weight instead of the dual ascent", ge=0)
 
     @property
@@ -184,10 +157,6 @@ class Distillation(Section):
     """Keeping the original's function: the KL divergence of the logits to those of the frozen source."""
 
     weight: float = _key(0.5, "share of the KL in the loss; the task's loss has the rest", ge=0, le=1)
-    temperature: float = _key(1.0, "divides both sides' logits", gt=0)
-    teacher: Literal["source", "fp32", "bf16"] = _key(
-        "source", "precision in which the original runs; source: the dtype it is stored in"
-    )
     top_k: Positive | None = _key(None, "logits per token computed beforehand, so that no teacher stays")
 
 
@@ -208,7 +177,6 @@ class Evaluation(Section):
     every: Positive = _key(100, "steps between evaluations")
     examples: Positive = _key(256, "most held-out examples of one evaluation")
     generate: bool = _key(True, "ROUGE and BLEU of generated texts where the data have targets")
-    max_new_tokens: Positive = _key(64, "length of a generated text")
     beams: Positive = _key(1, "beams of the search")
     attack_steps: NonNegative = _key(
         64, "gradient steps of the last search for inputs that break what is not proven; 0: none"
@@ -219,16 +187,12 @@ class Wandb(Section):
     """Weights & Biases: off, offline (files only) or online."""
 
     mode: Literal["off", "offline", "online"] = "off"
-    project: NonBlank = "bf16-to-fp16"
-    entity: NonBlank | None = None
-    name: NonBlank | None = _key(None, "name of the run; default: the output's")
 
 
 class Logging(Section):
     """Where losses, headroom per layer, loss scale and skipped steps are written."""
 
     every: Positive = _key(10, "steps between lines")
-    local: bool = _key(True, "JSONL beside the checkpoints")
     wandb: Wandb = Wandb()
 
 
@@ -236,22 +200,13 @@ class Checkpointing(Section):
     """Whole states of a run, from which it continues bit for bit."""
 
     every: Positive = _key(100, "steps between checkpoints")
-    keep: Positive = _key(3, "newest checkpoints that stay; rewinding needs more than one")
     folder: NonBlank | None = _key(None, "where they go; default: beside the output")
 
 
 class Stability(Section):
-    """What happens when a run misbehaves, and when it gives up."""
+    """What happens when the loss spikes."""
 
-    spike_z: float = _key(6.0, "robust z-score of the loss from which it counts as a spike", gt=0)
-    window: int = _key(64, "losses that the z-score is measured against", ge=16)
-    rewinds: NonNegative = _key(3, "times that a spike sends the run back to an earlier checkpoint")
-    skip_batches: NonNegative = _key(20, "steps of data left out around a spike after rewinding")
-    nonfinite_stop: Positive = _key(100, "skipped steps in the whole run after which it stops")
-    overflow_stop: Positive = _key(20, "overflows in a row after which the loss scale has collapsed")
-    stuck_stop: Positive = _key(1000, "steps without progress after which the penalty will not come down")
-    loss_scale: float = _key(65536.0, "first loss scale of fp16", gt=0)
-    loss_scale_window: Positive = _key(2000, "steps without overflow after which the scale doubles")
+    rewinds: NonNegative = _key(3, "times that a spike sends the run back to an earlier checkpoint; 0: never")
 
 
 class Recipe(Section):
@@ -265,13 +220,9 @@ class Recipe(Section):
     precision: tuple[Precision, ...] = _key(
         ("bf16", "fp16"), "of the run; [bf16, fp16]: bf16 until fp16 holds it", strict=False
     )
-    attention: Literal["eager", "scaled", "sdpa"] = _key(
-        "eager", "attention of the run; scaled: √scale in q, k; sdpa: fused, hides its scores"
-    )
     gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass")
-    compile: bool = _key(False, "torch.compile the model")
     device: str = _key("auto", "auto (CUDA where there is one), cpu, cuda, cuda:N or mps")
-    seed: Seed = _key(0, "seed of dropout, stochastic rounding and, by default, data")
+    seed: Seed = _key(0, "seed of dropout, stochastic rounding, and the data's order and noise")
     data: Data = Field(description="the section that says what to train on")
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
@@ -343,11 +294,6 @@ class Recipe(Section):
     def planned_target(self) -> str:
         """Return what plans aim at: with ``penalty.certify`` the arithmetic whose bounds are trained."""
         return "half" if self.penalty.certify else self.target
-
-    @property
-    def data_seed(self) -> int:
-        """The seed of the data's order and noise."""
-        return self.seed if self.data.seed is None else self.data.seed
 
     def describe(self) -> dict[str, Any]:
         """Return every setting, defaults included, as JSON types; ``parse_recipe`` of it gives an equal recipe."""
@@ -429,8 +375,6 @@ _WANTED = {
     "bool_type": "true or false",
     "string_type": "text",
     "tuple_type": "a list, like [a, b]",
-    "too_short": "a list with more entries",
-    "too_long": "a list with fewer entries",
 } | dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a section: keys on indented lines under it")
 
 
@@ -438,6 +382,8 @@ def _problem(error: Any) -> str:
     """Return what is wrong with which key and how to mend it."""
     place = [part for part in error["loc"] if isinstance(part, str)]
     key, kind, value, context = ".".join(place) or "recipe", error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden" and key in FIXED:
+        return f"{key} is fixed now; leave it out"
     if kind == "extra_forbidden":
         return f"unknown key {key}; did you mean {nearest_key(place)}?"
     if kind == "value_error":
@@ -445,8 +391,6 @@ def _problem(error: Any) -> str:
         message = str(context["error"])
         return f"{key} {message}" if message.startswith("is ") else f"{key}: {message}" if place else message
     field: Any = _field(place) if place else None
-    if kind == "missing" and len(place) < len(error["loc"]):
-        return f"{key} has too few entries; give {field.description}, like {field.default}"
     if kind == "missing":
         return f"{key} is missing; add it: {field.description}"
     if kind == "literal_error":
@@ -466,6 +410,23 @@ def _problem(error: Any) -> str:
     wanted = _WANTED[kind].replace(" or ", ", ") + " or null" if open_too else _WANTED[kind]
     return f"{key} is {_shown(value)}, {kind_in_words(value)}; give {wanted}"
 
+
+FIXED = {"attention", "compile"} | {
+    f"{section}.{name}"
+    for section, names in {
+        "data": "streaming shuffle_buffer gap_ratio group_by_length seed",
+        "optimizer": "name betas epsilon weight_decay clip_norm",
+        "penalty": "train_mode probe search_every dual_step",
+        "distillation": "temperature teacher",
+        "evaluation": "max_new_tokens",
+        "logging": "local",
+        "logging.wandb": "project entity name",
+        "checkpointing": "keep",
+        "stability": "spike_z window skip_batches nonfinite_stop overflow_stop stuck_stop loss_scale loss_scale_window",
+    }.items()
+    for name in names.split()
+}
+"""Keys that recipes had, whose one good value is a constant of the module that uses it."""
 
 _SYNONYMS = {"lr": "learning_rate", "epochs": "steps", "model": "source", "output": "out", "dtype": "precision"}
 """What other programs call the same thing."""

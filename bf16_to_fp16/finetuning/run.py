@@ -46,15 +46,14 @@ from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS
 from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
-from ..run.scaled_attention import SCALED, register
 from ..run.stock import attentions_of, load, load_config
-from .advised import with_advised_pair
-from .corpus import Corpus, open_corpus
+from .corpus import Corpus
 from .distillation import Teacher, arguments, counted_positions, task_loss
 from .goals import Command, judged
 from .log import RunLog, curves
-from .mixed_precision import PRECISION_DTYPES, MixedPrecision
+from .mixed_precision import MixedPrecision
 from .objectives import BYTE_SENTINEL
+from .optimizers import with_advised_pair
 from .processes import in_parts, launched_with, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe
 from .states import RunFolder, on_a_disk, read_state
@@ -182,11 +181,11 @@ def train(
     folder = run_folder(recipe)
     check_run_folder(folder, recipe)
     tokenizer = tokenizer_beside(checkpoint.folder, recipe.subfolder)
-    corpus = open_corpus(
+    corpus = Corpus(
         recipe.data,
         tokenizer if tokenizer is not None and tokenizer.is_dir() else checkpoint.folder,
         load_config(checkpoint.folder),
-        seed=recipe.data_seed,
+        seed=recipe.seed,
     )
     accelerator = make_accelerator(recipe, place)
     corpus.check_processes(accelerator.num_processes)
@@ -199,9 +198,7 @@ def train(
     if main and not (start / "config.json").is_file():
         write_start(checkpoint, recipe, start, progress)
     accelerator.wait_for_everyone()
-    if recipe.attention == SCALED:
-        register()
-    student = load(start, torch.float32, attention=recipe.attention)
+    student = load(start, torch.float32, attention="eager")  # whose scores the penalty sees
     # Where stock code ties nothing the embedding is stored under several names; it is trained as the one that it was.
     student.set_input_embeddings(student.get_input_embeddings())
     if recipe.schedule.advised:
@@ -209,12 +206,11 @@ def train(
         corpus.data = recipe.data
         accelerator.gradient_accumulation_steps = recipe.data.gradient_accumulation
     fits = False
-    if not RunFolder(folder, 1).steps():
+    if not RunFolder(folder).steps():
         fits = check_start(student, recipe, corpus, accelerator, progress)
     log = None
     if main:
-        path = folder / "log.jsonl" if recipe.logging.local else None
-        log = RunLog(path, recipe.logging.wandb, folder, Path(recipe.out).name, recipe.describe())
+        log = RunLog(folder / "log.jsonl", recipe.logging.wandb.mode, Path(recipe.out).name, recipe.describe())
     trainer = Trainer(recipe, student, teacher, corpus, folder, accelerator, progress=progress, log=log)
     if not trainer.states.steps():
         untrained = trainer.weights()
@@ -276,10 +272,6 @@ def convert_or_finetune(
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise UserError for settings that are each valid but exclude one another."""
-    if recipe.compile and recipe.penalty.form != "none":
-        raise UserError(
-            "compile hides the operations that the penalty looks at; set compile: false, or penalty.form: none"
-        )
     if recipe.schedule.advised and in_parts():
         raise UserError(
             "schedule.advised looks at weights of 16 bits that are whole; launch with launch/accelerate/ddp.yaml, or"
@@ -291,10 +283,6 @@ def check_recipe(recipe: Recipe) -> None:
         raise UserError(f"device {device} is one for all processes; set device: cuda, and each takes its own")
     if device.type == "cuda" and several and not torch.distributed.is_nccl_available():
         raise UserError("several GPUs need NCCL, which torch has on Linux alone; launch one process, or under WSL 2")
-    if recipe.compile and "fp32" not in recipe.precision and device.type == "cpu":
-        raise UserError("compile on a CPU goes with precision: fp32 alone; set that, or compile: false")
-    if recipe.penalty.form != "none" and recipe.attention == "sdpa":
-        raise UserError("attention sdpa hides its scores from the penalty; set attention: eager, or penalty.form: none")
 
 
 def run_folder(recipe: Recipe) -> Path:
@@ -313,7 +301,7 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
         return
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give another checkpointing.folder")
-    states = RunFolder(folder, 1)
+    states = RunFolder(folder)
     if states.steps():
         last = states.of(states.steps()[-1])
         check_same_recipe(read_state(last), recipe, last)
@@ -371,18 +359,15 @@ def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
 
 
 def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Teacher | None:
-    """Return the frozen original in its own precision, or in the one asked for; None where nothing is distilled."""
+    """Return the frozen original in its own precision; None where nothing is distilled."""
     device = accelerator.device
     if recipe.distillation.weight == 0 and class_of(checkpoint.config).is_language_model:
         return None
-    wanted = recipe.distillation.teacher
     kept = {tensor.dtype for tensor in checkpoint.tensors.values()}
-    stored = torch.bfloat16 if kept == {"BF16"} and device.type != "cpu" else torch.float32
-    dtype = stored if wanted == "source" else PRECISION_DTYPES[wanted]
+    dtype = torch.bfloat16 if kept == {"BF16"} and device.type != "cpu" else torch.float32
     return Teacher(
         load(checkpoint.folder, dtype, attention=attentions_of(stock_class(checkpoint.config), ("sdpa", "eager"))[0]),
         device,
-        temperature=recipe.distillation.temperature,
         in_parts=weights_in_parts(accelerator),
     )
 
@@ -397,7 +382,7 @@ def with_known_sentinels(corpus: Corpus, teacher: Teacher, progress: Progress) -
     if data.first_sentinel is not None or corpus.objective != "span-corruption" or not corpus.conventions.bytes:
         return corpus
     last = data.model_copy(update={"first_sentinel": corpus.vocabulary - 1})
-    other = open_corpus(last, corpus.folder, teacher.model.config, seed=corpus.seed)
+    other = Corpus(last, corpus.folder, teacher.model.config, seed=corpus.seed)
     losses = [teacher_loss(teacher, each) for each in (corpus, other)]
     if losses[1] >= losses[0]:
         return corpus
@@ -447,7 +432,7 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
     """
     precisions, device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
-    if recipe.penalty.form != "none" and recipe.penalty.probe:
+    if recipe.penalty.form != "none":
         probe = probe_batches(student.config, None, None, seed=recipe.seed)
         given += [probe_arguments(student, batch, device) for batch in probe if not batch.generate]
     student.to(device).eval()
@@ -478,7 +463,7 @@ def overflowing(
 ) -> str | None:
     """Return the first site that is not finite in a precision, or None; raise RuntimeError where the model's linears do
     not really compute in it."""
-    mixed_precision = MixedPrecision(precision, device, loss_scale=1.0, window=1)
+    mixed_precision = MixedPrecision(precision, device)
     with (
         progress.step(f"Checking that the start is finite in {precision}") as advance,
         torch.no_grad(),

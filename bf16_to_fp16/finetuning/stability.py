@@ -22,6 +22,11 @@ from .states import RunFolder
 
 PULLED_STEPS = 16  # steps after one with a site past its target in which a rise of the loss is laid to the penalty
 
+LEFT_OUT = 20  # steps of data left out around a spike: PaLM left out 200 to 500, of runs a hundred times as long
+NONFINITE_STOP = 100  # skipped steps in the whole run after which it stops
+OVERFLOW_STOP = 20  # overflows in a row after which the loss scale, 2**20 times smaller, has collapsed
+STUCK_STOP = 1000  # steps without progress after which the penalty will not come down
+
 
 @dataclass
 class RunPosition:
@@ -48,7 +53,7 @@ class Watch:
         self, recipe: Recipe, penalty: ActivationPenalty | None, states: RunFolder, progress: Progress
     ) -> None:
         self.recipe, self.penalty, self.states, self.progress = recipe, penalty, states, progress
-        self.detector = Detector(z=recipe.stability.spike_z, window=recipe.stability.window)
+        self.detector = Detector()
 
     def spike(self, p: RunPosition, seen: Mapping[str, Any]) -> tuple[int, int] | None:
         """Return the step of the state to go back to and the spike's first step, where one begins that can be undone;
@@ -82,30 +87,27 @@ class Watch:
         return -math.inf if p.pulled is None else p.pulled + PULLED_STEPS
 
     def check(self, p: RunPosition, seen: Mapping[str, Any]) -> None:
-        """Raise UserError for a run that cannot succeed."""
-        stability = self.recipe.stability
         row = list(itertools.takewhile(lambda s: s[1]["step"] == p.step - s[0], enumerate(reversed(p.skipped))))
-        if len(row) >= stability.overflow_stop:
+        if len(row) >= OVERFLOW_STOP:
             raise UserError(
                 f"{len(row)} steps in a row overflow, down to a loss scale of {seen['loss_scale']:g}{self._worst()};"
                 " rescale first, begin with precision [bf16, fp16], or lower the learning rate"
                 if seen["loss_scale"] is not None
                 else f"{len(row)} steps in a row have no finite gradient{self._worst()}; lower the learning rate"
             )
-        if len(p.skipped) >= stability.nonfinite_stop:
+        if len(p.skipped) >= NONFINITE_STOP:
             raise UserError(
-                f"{len(p.skipped)} steps had no finite gradient{self._worst()}; look at their examples in log.jsonl,"
-                " or raise stability.nonfinite_stop"
+                f"{len(p.skipped)} steps had no finite gradient{self._worst()}; look at their examples in log.jsonl"
             )
         if self.penalty is None:
             return
         excess = max((o.excess_bits for o in self.penalty.observations().values()), default=0.0)
         if excess <= 0 or excess < p.least_excess - 0.01:
             p.least_excess, p.least_excess_step = min(excess, p.least_excess), p.step
-        elif p.step - p.least_excess_step >= stability.stuck_stop:
+        elif p.step - p.least_excess_step >= STUCK_STOP:
             raise UserError(
-                f"the penalty has not come down for {stability.stuck_stop} steps{self._worst()};"
-                " raise schedule.learning_rate or penalty.dual_step, lower penalty.headroom_bits,"
+                f"the penalty has not come down for {STUCK_STOP} steps{self._worst()};"
+                " raise schedule.learning_rate, lower penalty.headroom_bits,"
                 " or let the task go: distillation.weight 0"
             )
 

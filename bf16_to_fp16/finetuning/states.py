@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +26,8 @@ from ..system import rename_folder, sync_folder
 
 STATE, TENSORS = "state.pt", "model.safetensors"
 
+KEPT = 3  # newest states that stay: a run goes back to one before a spike, which the newest may not be
+
 GOES_ON = "free some space; the same command then goes on with the run"
 
 _MODULES = tuple(module for module, _, _ in BLOCKED.values())
@@ -34,10 +36,10 @@ _NAME = re.compile(r"step-(\d{8})\Z")
 
 
 class RunFolder:
-    """The states under ``path``; ``keep`` of them stay."""
+    """The states under ``path``, of which the newest ``KEPT`` stay."""
 
-    def __init__(self, path: Path, keep: int) -> None:
-        self.path, self.keep = path, keep
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def steps(self) -> list[int]:
         """Return the steps of the whole states, in order."""
@@ -47,42 +49,42 @@ class RunFolder:
         return sorted(int(match[1]) for match in matches if match)
 
     def of(self, step: int) -> Path:
-        """Return the folder of a step's state."""
         return self.path / f"step-{step:08d}"
 
-    def partial(self, step: int) -> Path:
-        """Return the folder in which a step's state is written."""
-        return self.path / f".step-{step:08d}.partial"
-
     @contextmanager
-    def writing(self, step: int) -> Iterator[None]:
-        """Cover the writing of a state; raise UserError where the disk fails: the states before it stay."""
+    def writing(self, step: int, *, main: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
+        """Yield an empty folder, and put what is written there in place as a step's state; the oldest beyond ``KEPT``
+        go.
+
+        main, wait: whether this process makes and moves folders, and what waits for all others. Raises UserError where
+        the disk fails: the states before it stay.
+        """
+        work, place = self.path / f".step-{step:08d}.partial", self.of(step)
         try:
-            with on_a_disk(self.of(step)):
-                yield
+            with on_a_disk(place):
+                if main:
+                    shutil.rmtree(work, ignore_errors=True)  # one that a crash left there
+                    self._make(work)
+                wait()
+                yield work
+                wait()
+                if main:
+                    sync_tree(work)
+                    self.remove(step)
+                    rename_folder(work, place)
+                    sync_folder(self.path)
+                    for old in self.steps()[:-KEPT]:
+                        self.remove(old)
+                wait()
         except UserError:
-            shutil.rmtree(self.partial(step), ignore_errors=True)
+            shutil.rmtree(work, ignore_errors=True)
             raise
 
-    def begin(self, step: int) -> Path:
-        """Return an empty folder to write a state into; one that a crash left there is removed."""
-        work = self.partial(step)
-        shutil.rmtree(work, ignore_errors=True)
+    def _make(self, work: Path) -> None:
         try:
             work.mkdir(parents=True)
         except OSError as error:
             raise UserError(f"{self.path}: {error.strerror}; choose another checkpointing.folder") from error
-        return work
-
-    def commit(self, step: int) -> None:
-        """Put the state that ``begin`` gave in place, and remove the oldest beyond ``keep``."""
-        work, place = self.partial(step), self.of(step)
-        sync_tree(work)
-        self.remove(step)
-        rename_folder(work, place)
-        sync_folder(self.path)
-        for old in self.steps()[: -self.keep]:
-            self.remove(old)
 
     def remove(self, step: int) -> None:
         """Remove a state: first from its name, so that no half of it is taken for a whole one."""

@@ -33,17 +33,9 @@ from ..run.padding import spared
 from ..run.probe import batches as probe_batches
 from ..run.probe import random_rows, rows_of
 from ..wording import counted
+from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
-from .distillation import (
-    Teacher,
-    TopStore,
-    arguments,
-    counted_positions,
-    kl_divergence,
-    kl_divergence_from_top,
-    task_loss,
-)
 from .evaluation import Evaluator
 from .log import RunLog
 from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision, recomputation
@@ -51,10 +43,11 @@ from .optimizers import make_optimizer
 from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
-from .stability import RunPosition, Watch
+from .stability import LEFT_OUT, RunPosition, Watch
 from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
 
 FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16
+SEARCH_EVERY = 50  # steps between searches for hard inputs: one costs as much as a few dozen steps
 SEARCH_STEPS = 32  # gradient steps of a search for hard inputs
 
 SEARCHED_SITES, SEARCHED_ROWS = 6, 8
@@ -78,7 +71,6 @@ class Outcome:
     evaluations: tuple[Mapping[str, Any], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same as JSON types."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
 
@@ -113,7 +105,7 @@ class Trainer:
         self,
         recipe: Recipe,
         student: Any,
-        teacher: Teacher | None,
+        teacher: distillation.Teacher | None,
         corpus: Corpus,
         folder: Path,
         accelerator: Any,
@@ -140,14 +132,14 @@ class Trainer:
         freeze_unreached(student)
         trained = [p for p in student.parameters() if p.requires_grad]
         optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
-        model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
-        self.model: Any = torch.compile(model) if recipe.compile else model
+        self.model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
         self.penalty = self._penalty() if recipe.penalty.form != "none" else None
         self.constraint = self._constraint()
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.position = RunPosition()
-        self.states = RunFolder(folder, recipe.checkpointing.keep)
-        self.tops = TopStore(folder / "teacher", self.processes.rank) if recipe.distillation.top_k and teacher else None
+        self.states = RunFolder(folder)
+        stored = recipe.distillation.top_k and teacher
+        self.tops = distillation.TopStore(folder / "teacher", self.processes.rank) if stored else None
         self.watch = Watch(recipe, self.penalty, self.states, self.progress)
         self.evaluator = Evaluator(recipe.evaluation, corpus, student, self.model, teacher, self.processes)
 
@@ -159,9 +151,8 @@ class Trainer:
             self.stock,
             headroom_bits=wanted.trained_bits,
             form=wanted.form,
-            dual_step=wanted.dual_step,
             weight=wanted.weight,
-            train_mode=wanted.train_mode,
+            train_mode=self.recipe.target == "train",
             accumulation=self.passes,
             process_group=torch.distributed.group.WORLD if self.processes.world > 1 else None,
         )
@@ -182,13 +173,12 @@ class Trainer:
         return BoundConstraint(self.layout, self.stock)
 
     def _mixed_precision(self, phase: int) -> MixedPrecision:
-        settings, precision = self.recipe.stability, self.precisions[phase]
-        scale, window = settings.loss_scale, settings.loss_scale_window
+        precision = self.precisions[phase]
         if not self.processes.engine:
-            return MixedPrecision(precision, self.device, loss_scale=scale, window=window)
+            return MixedPrecision(precision, self.device)
         # The engine autocasts, and multiplies the loss by what it is told.
-        mixed_precision = MixedPrecision("fp32", self.device, loss_scale=scale, window=window)
-        mixed_precision.loss_scale = LossScale(scale, window) if precision == "fp16" else None
+        mixed_precision = MixedPrecision("fp32", self.device)
+        mixed_precision.loss_scale = LossScale() if precision == "fp16" else None
         return mixed_precision
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -228,7 +218,6 @@ class Trainer:
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
-        """Let the penalty look away."""
         if self.penalty is not None:
             self.penalty.detach()
         try:
@@ -242,7 +231,7 @@ class Trainer:
         p, recipe = self.position, self.recipe
         data_step = self.training_batches.steps
         batches = [next(self.training_batches) for _ in range(self.passes)]
-        positions = self._total(sum(int(counted_positions(b).sum()) for b in batches))
+        positions = self._total(sum(int(distillation.counted_positions(b).sum()) for b in batches))
         rate = learning_rate(recipe.schedule, p.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("scale", 1.0)
@@ -361,8 +350,8 @@ class Trainer:
     def _losses(self, batch: TrainingBatch, data_step: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the objective (with its graph), the task's loss and the divergence, summed over positions."""
         mix = self.recipe.distillation
-        mask = counted_positions(batch).to(self.device)
-        out = self.model(**arguments(self.stock, batch, self.device))
+        mask = distillation.counted_positions(batch).to(self.device)
+        out = self.model(**distillation.arguments(self.stock, batch, self.device))
         zero = torch.zeros((), device=self.device)
         with torch.autocast(self.device.type, enabled=False):
             if batch.labels is None:
@@ -371,14 +360,14 @@ class Trainer:
                 kl = self.teacher.divergence(out, batch)
                 return kl, zero.double(), kl.detach().double()
             values = out.logits
-            task = task_loss(values, batch.labels.to(self.device)) if mix.weight < 1 else zero
+            task = distillation.task_loss(values, batch.labels.to(self.device)) if mix.weight < 1 else zero
             kl = zero
             if mix.weight > 0 and self.teacher is not None:
                 if self.tops is not None:
                     top = self.tops.read(data_step, index, self.device)
-                    kl = kl_divergence_from_top(values[mask], top, mix.temperature)
+                    kl = distillation.kl_divergence_from_top(values[mask], top)
                 else:
-                    kl = kl_divergence(values[mask], self.teacher.outputs(batch), mix.temperature)
+                    kl = distillation.kl_divergence(values[mask], self.teacher.outputs(batch))
         loss = task * (1 - mix.weight) + kl * mix.weight
         return loss, task.detach().double(), kl.detach().double()
 
@@ -389,7 +378,7 @@ class Trainer:
             return False
         for index, batch in enumerate(batches):
             with self.penalty.look_ahead(), self.mixed_precision.forward():
-                self.model(**arguments(self.stock, batch, self.device))
+                self.model(**distillation.arguments(self.stock, batch, self.device))
                 self._reach_beyond_the_data(index)
         return True
 
@@ -401,7 +390,7 @@ class Trainer:
         processes have parts of a model, returns a zero whose backward goes through this forward as well: all must
         gather the same weights, and the penalty pulls in some of them only.
         """
-        if self.penalty is None or not self.recipe.penalty.probe:
+        if self.penalty is None:
             return None
         whole, world = spared(self.stock.config, self._drawn()), self.processes.world
         count = len(whole.input_ids)
@@ -436,15 +425,13 @@ class Trainer:
         The search is the audit's, over the weights in fp32; every process finds the same. Parts of the weights cannot
         be searched, and where the bounds are held there is nothing to find.
         """
-        p, every = self.position, self.recipe.penalty.search_every
-        if self.penalty is None or not self.recipe.penalty.probe or every is None:
+        p = self.position
+        if self.penalty is None or self.processes.sharded or self.constraint is not None:
             return
-        if self.processes.sharded or self.constraint is not None:
-            return
-        if p.step == 0 or p.step % every or not (seen := self.penalty.observations()):
+        if p.step == 0 or p.step % SEARCH_EVERY or not (seen := self.penalty.observations()):
             return
         worst = sorted(seen, key=lambda site: -seen[site].excess_bits)
-        turn = p.step // every
+        turn = p.step // SEARCH_EVERY
         sites, length = worst[:SEARCHED_SITES] * SEARCHED_ROWS, SEARCHED_LENGTHS[turn % len(SEARCHED_LENGTHS)]
         with self._unobserved():
             seed = self.recipe.seed + turn
@@ -472,7 +459,7 @@ class Trainer:
         groups = self.optimizer.param_groups
         parameters = [p for group in groups for p in group["params"]]
         units = [group.get("scale", 1.0) for group in groups for _ in group["params"]]
-        norm = self.mixed_precision.finish(parameters, self.recipe.optimizer.clip_norm, units)
+        norm = self.mixed_precision.finish(parameters, units)
         if norm < math.inf:
             self.optimizer.step()
         return norm
@@ -483,7 +470,7 @@ class Trainer:
         now, rewinds, data_step = self.position.step, list(self.position.rewinds), self.training_batches.steps
         skipped, detector = list(self.position.skipped), self.watch.detector.state_dict()
         self._load(state)
-        left_out = max(self.recipe.stability.skip_batches, data_step - self.training_batches.steps)
+        left_out = max(LEFT_OUT, data_step - self.training_batches.steps)
         self.training_batches.skip(left_out)
         self.watch.detector.load_state_dict(detector)
         self.watch.detector.resumed(state)
@@ -524,7 +511,6 @@ class Trainer:
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        """Measure the held-out losses in the run's precision, and generated texts where the data have targets."""
         recipe, p = self.recipe, self.position
         held = self.corpus.held_out(recipe.evaluation.examples, self.processes.rank, self.processes.world)
         if not held:
@@ -552,7 +538,6 @@ class Trainer:
     # ---- states --------------------------------------------------------------------------------------------------
 
     def _continue(self) -> None:
-        """Go on from the last whole state, if there is one."""
         steps = self.states.steps()
         if steps:
             last = self.states.of(steps[-1])
@@ -575,47 +560,31 @@ class Trainer:
             )
 
     def _save(self) -> None:
-        """Write a whole state, together."""
-        with self.states.writing(self.position.step):
-            self._write(self.position.step)
-
-    def _write(self, step: int) -> None:
-        main, work = self.processes.main, self.states.partial(step)
-        if main:
-            self.states.begin(step)
-        self.processes.wait()
-        state: dict[str, Any] = {
-            "progress": vars(self.position),
-            "stream": self.training_batches.state_dict(),
-            "amp": self.mixed_precision.state_dict(),
-            "penalty": None if self.penalty is None else self.penalty.state_dict(),
-            "constraint": None if self.constraint is None else self.constraint.state_dict(),
-            "detector": self.watch.detector.state_dict(),
-            "recipe": self.recipe.asked.describe(),
-            "parts": self.processes.parts,
-        }
-        if self.processes.sharded:
-            state["untouched"] = not self.processes.engine and not self.optimizer.state
-            self.processes.save(work / "accelerate")
-            self._forget_if(state["untouched"])
-        elif main:
-            tensors = {name: p.detach().cpu().contiguous() for name, p in self.stock.named_parameters()}
-            write_tensors(work, tensors)
-            state["optimizer"] = self.optimizer.state_dict()
-        if main:
-            write_state(work, state)
-        self.processes.wait()
-        if main:
-            self.states.commit(step)
-        self.processes.wait()
-
-    def _forget_if(self, untouched: bool) -> None:
-        """Empty an optimizer that has not stepped: for a sharded state torch takes a step of its own."""
-        if untouched:
-            self.optimizer.state.clear()
+        processes = self.processes
+        with self.states.writing(self.position.step, main=processes.main, wait=processes.wait) as work:
+            state: dict[str, Any] = {
+                "progress": vars(self.position),
+                "stream": self.training_batches.state_dict(),
+                "amp": self.mixed_precision.state_dict(),
+                "penalty": None if self.penalty is None else self.penalty.state_dict(),
+                "constraint": None if self.constraint is None else self.constraint.state_dict(),
+                "detector": self.watch.detector.state_dict(),
+                "recipe": self.recipe.asked.describe(),
+                "parts": processes.parts,
+            }
+            if processes.sharded:
+                state["untouched"] = not processes.engine and not self.optimizer.state
+                processes.save(work / "accelerate")
+                if state["untouched"]:  # for a sharded state torch takes a step of its own
+                    self.optimizer.state.clear()
+            elif processes.main:
+                tensors = {name: p.detach().cpu().contiguous() for name, p in self.stock.named_parameters()}
+                write_tensors(work, tensors)
+                state["optimizer"] = self.optimizer.state_dict()
+            if processes.main:
+                write_state(work, state)
 
     def _load(self, step: int) -> None:
-        """Take over a state."""
         folder = self.states.of(step)
         state = read_state(folder)
         self.position = RunPosition(**state["progress"])
@@ -629,7 +598,8 @@ class Trainer:
             self.constraint.load_state_dict(state["constraint"])
         if self.processes.sharded:
             self.processes.load(folder / "accelerate")
-            self._forget_if(state["untouched"])
+            if state["untouched"]:
+                self.optimizer.state.clear()
             return
         tensors = read_tensors(folder)
         with torch.no_grad():
@@ -644,7 +614,7 @@ class Trainer:
     def _fill_tops(self) -> None:
         """Run the teacher over all the data of the run beforehand, and let go of it."""
         assert self.tops is not None and self.teacher is not None and self.recipe.distillation.top_k is not None
-        steps = self.recipe.schedule.steps + self.recipe.stability.rewinds * self.recipe.stability.skip_batches
+        steps = self.recipe.schedule.steps + self.recipe.stability.rewinds * LEFT_OUT
         training_batches = self.corpus.training_batches(self.processes.rank, self.processes.world)
         with self.progress.step(f"Computing the teacher's {self.recipe.distillation.top_k} best logits") as advance:
             for step in range(steps):

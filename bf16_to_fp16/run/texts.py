@@ -1,9 +1,13 @@
 """Rows of text from JSONL, CSV, Parquet and text files, and from datasets of the Hub: all of them are opened here.
 
-``texts`` reads data once, as the probe does; ``open_texts`` makes a table or a stream of ``datasets`` of them, which
-the training corpus reads again and again; both with the same readers of files and one rule for the columns. The Hub is
-asked once instead of for half a minute where it does not answer. The readers of ``datasets`` are not used: they change
-what they read (a text 2020-01-01 becomes a time, the cell NA nothing), and take a second to import.
+``texts`` reads data once from the first row to the last, as the probe does; ``open_texts`` makes a table of
+``datasets`` of them, which the training corpus reads again and again. Both have the same readers of files and one rule
+for which columns hold the text and its target. The Hub is asked once instead of for half a minute where it does not
+answer.
+
+``datasets`` has readers of JSON, CSV and text of its own. They are not used, because they change what they read: a text
+2020-01-01 becomes a time, the cell NA nothing, a list on a line a row of text; what is broken they name by the place in
+a block of the file, if at all. Without them a file is probed without the second that importing ``datasets`` takes.
 """
 
 from __future__ import annotations
@@ -243,10 +247,12 @@ def asking_the_hub(name: str) -> Iterator[None]:
     yield
 
 
+# ---- tables ----------------------------------------------------------------------------------------------
+
+
 def open_texts(
     path: str,
     *,
-    streaming: bool,
     subset: str | None = None,
     split: str = "train",
     input_column: str | None = None,
@@ -254,8 +260,8 @@ def open_texts(
 ) -> tuple[Any, tuple[str, str | None]]:
     """Return a dataset of ``datasets``, and the names of its columns of texts and, where there is one, of targets.
     path: what ``local_files`` takes, else the id of a dataset on the Hub, of which ``subset`` and ``split`` are taken.
-    streaming: rows are read as they are needed instead of first, into an Arrow table in the cache of ``datasets``.
-    Raises UserError for what cannot be read; rows that are read later raise within ``plain_errors``."""
+    Raises UserError for what cannot be read.
+    """
     named = (input_column, target_column)
     files = local_files(path)
     wanted: dict[str, Any] = {}
@@ -268,23 +274,22 @@ def open_texts(
         }
     import datasets
 
-    with plain_errors(path), _quiet(datasets):
+    with _plain_errors(path), _quiet(datasets):
         if files is not None and _ending(files[0]) != ".parquet":
             features = datasets.Features({"text": datasets.Value("string"), "target": datasets.Value("string")})
-            kind = datasets.IterableDataset if streaming else datasets.Dataset
             first: dict[str, Any] | None = next(_local_rows(**wanted), None)
             if first is None:
                 raise UserError(f"{path}: no examples in it; give data with at least one line of text")
             return (
-                kind.from_generator(_local_rows, features=features, gen_kwargs=wanted),
+                datasets.Dataset.from_generator(_local_rows, features=features, gen_kwargs=wanted),
                 ("text", "target" if first["target"] is not None else None),
             )
         if files is not None:
             names = [str(file) for file in files]
-            dataset = datasets.load_dataset("parquet", data_files=names, split="train", streaming=streaming)
+            dataset = datasets.load_dataset("parquet", data_files=names, split="train")
         else:
             with asking_the_hub(path):
-                dataset = datasets.load_dataset(path, subset, split=split, streaming=streaming)
+                dataset = datasets.load_dataset(path, subset, split=split)
         columns = _columns_of(path, dataset, *named)
         return dataset.select_columns([name for name in columns if name is not None]), columns
 
@@ -300,12 +305,8 @@ def _local_rows(
 
 def _columns_of(path: str, dataset: Any, input_column: str | None, target_column: str | None) -> tuple[str, str | None]:
     features = dataset.features
-    if features is None:
-        first: dict[str, Any] = next(iter(dataset), {})
-        names, strings = list(first), [name for name, value in first.items() if isinstance(value, str)]
-    else:
-        names = list(features)
-        strings = [name for name in names if getattr(features[name], "dtype", None) in ("string", "large_string")]
+    names = list(features)
+    strings = [name for name in names if getattr(features[name], "dtype", None) in ("string", "large_string")]
     for wanted in (input_column, target_column):
         if wanted is not None and wanted not in strings:
             kind = "holds something that is not text" if wanted in names else f"is not among {', '.join(names)}"
@@ -317,7 +318,7 @@ def _columns_of(path: str, dataset: Any, input_column: str | None, target_column
 
 
 @contextmanager
-def plain_errors(path: str) -> Iterator[None]:
+def _plain_errors(path: str) -> Iterator[None]:
     """Turn what ``datasets`` and its readers raise, which is of many kinds, into one line."""
     try:
         yield

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from train_demo import Recipe, ScaledAdam, save, standard_deviation
 from transformers import T5Config, T5ForConditionalGeneration
 
-from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.recipe import read_recipe
 
 HERE = Path(__file__).resolve().parent
@@ -145,7 +145,7 @@ def main() -> None:
     recipe["family"] = "pegasus"
     save(model, recipe, out)
     data = read_recipe(HERE / "hard.yaml", [f"data.batch_size={recipe['batch']}"]).data
-    corpus = open_corpus(data, out, model.config, seed=recipe["seed"])
+    corpus = Corpus(data, out, model.config, seed=recipe["seed"])
     train(model, scales, corpus, recipe)
     save(model, recipe, out)
     stored = type(model).from_pretrained(out, dtype=torch.float32).eval()

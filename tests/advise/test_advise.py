@@ -187,16 +187,14 @@ def test_real_gradients_of_a_few_steps_are_used(tmp_path: Path) -> None:
 @BOTH
 def test_what_is_looked_at_is_the_last_step_of_weights_that_moved(dtype: str) -> None:
     """Two steps of gradient descent, taken here by hand."""
-    from bf16_to_fp16.finetuning.corpus import open_corpus
+    from bf16_to_fp16.finetuning.corpus import Corpus
     from bf16_to_fp16.finetuning.recipe import Data
     from bf16_to_fp16.run.stock import load
 
     name, data = "encoder.block.0.layer.0.SelfAttention.v.weight", str(DEMO / "held_out.txt")
     model = load(T5, torch.float32, attention="sdpa")
     parameters = dict(model.named_parameters())
-    training_batches = open_corpus(
-        Data(path=data, batch_size=2, held_out=0.0), T5, model.config, seed=0
-    ).training_batches()
+    training_batches = Corpus(Data(path=data, batch_size=2, held_out=0.0), T5, model.config, seed=0).training_batches()
     target, rate = FORMATS[dtype].dtype, 1.0
     stalled: list[int] = []
     for _ in range(2):

@@ -16,7 +16,7 @@ from support.learner import recipe_tree, rows_of, saved
 from bf16_to_fp16.advise.updates import advise_updates
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.advised import with_advised_pair
+from bf16_to_fp16.finetuning.optimizers import with_advised_pair
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import check_recipe, finetune, train
 from bf16_to_fp16.finetuning.states import RunFolder
@@ -111,7 +111,7 @@ def test_a_run_takes_the_pair_and_goes_on_with_it(tmp_path: Path, capsys: pytest
         "plain": train(parse_recipe(plain), open_checkpoint(source)).weights,
     }
     more = ("schedule.steps=3", f"out={tmp_path / 'more'}", f"checkpointing.folder={tmp_path / 'out.run'}")
-    assert RunFolder(tmp_path / "out.run", 3).steps()[-1] == 2
+    assert RunFolder(tmp_path / "out.run").steps()[-1] == 2
     states["more"] = train(read_recipe(recipe, more), open_checkpoint(source)).weights
     whole = {**plain, "out": str(tmp_path / "whole"), "schedule": {**plain["schedule"], "steps": 3}}
     states["whole"] = train(parse_recipe(whole), open_checkpoint(source)).weights

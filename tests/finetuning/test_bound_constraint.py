@@ -277,7 +277,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(folder: Path, tmp_p
     outcome = whole.train()
     with pytest.raises(Killed):
         trainer(wanted, folder, tmp_path / "cut", damage=killed_at(6)).train()
-    assert RunFolder(tmp_path / "cut", 3).steps() == [0, 4]
+    assert RunFolder(tmp_path / "cut").steps() == [0, 4]
     again = trainer(wanted, folder, tmp_path / "cut", model=hard_model(seed=9))
     assert again.train() == outcome
     for name, tensor in whole.weights().items():
@@ -378,6 +378,7 @@ def test_convert_finetunes_what_is_safe_and_not_certified_where_the_recipe_asks_
     assert len(called) == finetuned
 
 
+@pytest.mark.exhaustive  # test_goals.py has the verdict without the run
 def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do_and_where_it_was_not_asked_for_attacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bf16_to_fp16.commands.convert import convert
-from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import arguments, counted_positions, task_loss
 from bf16_to_fp16.finetuning.recipe import Optimizer, Penalty, Recipe, Stability, read_recipe
 from bf16_to_fp16.finetuning.run import finetune
@@ -49,7 +49,7 @@ def shipped(folder: Path, *changes: str) -> Recipe:
 def held_out() -> list[TrainingBatch]:
     """Text that neither training nor finetuning saw, with the gaps that the checkpoint was trained to fill."""
     recipe = shipped(Path("unused"), "data.first_sentinel=383")
-    corpus = open_corpus(recipe.data, HARD, load_config(HARD), seed=recipe.data_seed)
+    corpus = Corpus(recipe.data, HARD, load_config(HARD), seed=recipe.seed)
     return corpus.held_out(158, 0, 1)
 
 
@@ -92,6 +92,7 @@ def assert_safe(result: Any, folder: Path) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.exhaustive
 def test_a_short_finetune_from_plain_text_makes_it_safe_and_keeps_its_loss(
     tmp_path: Path, held_out: list[TrainingBatch]
 ) -> None:

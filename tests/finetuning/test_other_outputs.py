@@ -9,10 +9,11 @@ import pytest
 import torch
 import transformers
 from support import tiny
+from support.exhaustive import beyond
 from support.learner import recipe_tree
 
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import Teacher, arguments, counted_positions, counted_values
 from bf16_to_fp16.finetuning.recipe import Data, parse_recipe
 from bf16_to_fp16.finetuning.run import finetune
@@ -34,7 +35,7 @@ def source_of(kind: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["t5-classifier", "t5-spans"])
+@pytest.mark.parametrize("kind", beyond(["t5-classifier"], ["t5-classifier", "t5-spans"]))
 def test_it_is_trained_until_it_fits_and_keeps_its_class(kind: str, tmp_path: Path) -> None:
     source = source_of(kind, tmp_path / "source")
     tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu", "evaluation": {"every": 100, "attack_steps": 0}}
@@ -56,12 +57,9 @@ def test_it_is_trained_until_it_fits_and_keeps_its_class(kind: str, tmp_path: Pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_no_way_from_itself_and_some_from_another(kind: str, tmp_path: Path) -> None:
     source = source_of(kind, tmp_path / "source")
-    corpus = open_corpus(Data(path=str(source / "text.txt"), input_length=24), source, load_config(source))
+    corpus = Corpus(Data(path=str(source / "text.txt"), input_length=24), source, load_config(source))
     batch = next(corpus.training_batches())
-    one, other = (
-        Teacher(tiny.build(kind, seed, factor=1.0, vocab_size=384), torch.device("cpu"), temperature=1.0)
-        for seed in (0, 1)
-    )
+    one, other = (Teacher(tiny.build(kind, seed, factor=1.0, vocab_size=384), torch.device("cpu")) for seed in (0, 1))
     with torch.no_grad():
         out = one.model(**arguments(one.model, batch, one.device))
     assert float(one.divergence(out, batch)) == pytest.approx(0.0, abs=1e-6)

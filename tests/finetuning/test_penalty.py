@@ -3,16 +3,13 @@
 import copy
 import json
 import math
-import os
-import subprocess
-from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import masks, tiny
+from support.launching import two_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -743,17 +740,11 @@ class Both(nn.Module):
         return [self.parts[name](x) for name in names]
 
 
-def on_a_rank(number: str, folder: str) -> None:
-    """Train under DDP, FSDP2 and ZeRO-3, and run different sites on each rank; write what was seen."""
-    rank = int(number)
-    torch.set_num_threads(1)
-    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def on_a_rank(rank: int) -> dict[str, Any]:
+    """Train under DDP and FSDP2, and run different sites on each rank; return what was seen."""
     found: dict[str, Any] = {"world": torch.distributed.get_world_size()}
-    for kind in ("ddp", "fsdp", "zero3"):
-        if kind != "zero3" or find_spec("deepspeed"):
-            found[kind] = trained_on(rank, kind)
-    found["ddp in two calls"] = trained_on(rank, "ddp", calls=2)
+    for kind in ("ddp", "fsdp"):
+        found[kind] = trained_on(rank, kind)
     found["watched"] = watched_under_fsdp()
     model = Both()
     penalty = ActivationPenalty(model, dual_step=1.0, headroom_bits=15.0)
@@ -766,10 +757,7 @@ def on_a_rank(number: str, folder: str) -> None:
             penalty()
     found["sites"] = penalty.state_dict()
     found["dropped"] = after_a_dropped_step(rank)
-    Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    os._exit(0)  # at an interpreter's end threads of gloo and DeepSpeed may still run, and crash
+    return found
 
 
 def after_a_dropped_step(rank: int) -> list[float]:
@@ -798,11 +786,8 @@ def watched_under_fsdp() -> list[str]:
     return list(penalty.observations())
 
 
-def trained_on(rank: int | None, kind: str, calls: int = 1) -> dict[str, Any]:
-    """Three steps on a rank's rows, or alone on all of them; the ranks' largest values are not in the same one's.
-
-    calls: of each step, with an equal number of rows.
-    """
+def trained_on(rank: int | None, kind: str) -> dict[str, Any]:
+    """Three steps on a rank's rows, or alone on all of them; the ranks' largest values are not in the same one's."""
     from torch.distributed.fsdp import fully_shard
 
     model = built(train=False)
@@ -810,48 +795,25 @@ def trained_on(rank: int | None, kind: str, calls: int = 1) -> dict[str, Any]:
     ids = torch.cat([ids_of(2, seed=0), ids_of(2, seed=1)]) if rank is None else ids_of(2, seed=rank)
     local = {site: reached_alone(model, ids)[site] for site in targets}
     wrapper: Any = model
-    optimizer: Any = None
     if kind == "ddp":
         wrapper = nn.parallel.DistributedDataParallel(model)
-    elif kind == "zero3":
-        import deepspeed
-        import deepspeed.ops
-
-        # It would be compiled first; gloo does the same.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-        settings = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": 3},
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.0,  # clips at 1 by default
-        }
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        wrapper = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
     elif kind == "fsdp":
         for block in [*model.encoder.block, *model.decoder.block]:
             fully_shard(block)
         fully_shard(model)
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
-    penalty = ActivationPenalty(wrapper, targets=targets, dual_step=0.5, accumulation=calls).attach()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    penalty = ActivationPenalty(wrapper, targets=targets, dual_step=0.5).attach()
     weights, totals, gradients = [], [], []
     first: dict[str, float] = {}
     for _ in range(3):
         optimizer.zero_grad()
         with FastProducts():
-            total = torch.zeros(())
-            for rows in ids.chunk(calls) if calls > 1 and penalty.pulls else ():
-                with penalty.look_ahead():
-                    wrapper(input_ids=rows, labels=rows)
-            for number, rows in enumerate(ids.chunk(calls), 1):
-                with wrapper.no_sync() if number < calls else nullcontext():
-                    loss = wrapper(input_ids=rows, labels=rows).loss
-                    part = penalty()
-                    total = total + part.detach() / calls
-                    wrapper.backward(loss + part) if kind == "zero3" else ((loss + part) / calls).backward()
-        if kind in ("ddp", "alone"):
+            loss = wrapper(input_ids=ids, labels=ids).loss
+            total = penalty()
+            (loss + total).backward()
+        if kind != "fsdp":
             gradients.append([float(p.grad.norm()) for p in model.parameters() if p.grad is not None])
-        wrapper.step() if kind == "zero3" else optimizer.step()
+        optimizer.step()
         seen = penalty.observations()
         first = first or {site: seen[site].amax for site in targets}
         weights.append([seen[site].weight for site in targets])
@@ -872,11 +834,6 @@ def full(parameter: Any) -> Tensor:
     """A whole parameter, also of one that lies in parts on the ranks."""
     if hasattr(parameter, "full_tensor"):
         return parameter.full_tensor()
-    if hasattr(parameter, "ds_id"):
-        from deepspeed.runtime.zero import GatheredParameters
-
-        with GatheredParameters([parameter]):
-            return parameter.detach().clone()
     return parameter
 
 
@@ -887,26 +844,15 @@ def reached_alone(model: Any, ids: Tensor) -> dict[str, float]:
     return {site.name: site.amax for site in observer.sites()}
 
 
-START = "import sys; sys.path.insert(0, sys.argv[1]); from test_penalty import on_a_rank; on_a_rank(*sys.argv[2:])"
-
-
 @pytest.fixture(scope="module")
 def ranks(warm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    given = [str(warm_python), "-c", START, str(Path(__file__).parent)]
-    processes = [subprocess.Popen([*given, str(rank), str(folder)], stderr=subprocess.PIPE) for rank in range(2)]
-    for process in processes:
-        _, said = process.communicate(timeout=240)
-        assert process.returncode == 0, said.decode()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return two_ranks(warm_python, __file__, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_agree_on_the_largest_values_the_weights_and_the_model(
     ranks: list[dict[str, Any]], kind: str
 ) -> None:
-    if kind == "zero3":
-        pytest.importorskip("deepspeed")
     assert [found["world"] for found in ranks] == [2, 2]
     first, second = (found[kind] for found in ranks)
     assert first["local"] != second["local"]
@@ -919,10 +865,9 @@ def test_two_ranks_agree_on_the_largest_values_the_weights_and_the_model(
     assert first["totals"] == second["totals"]
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp in two calls"])
-def test_two_ranks_pull_as_one_process_with_all_their_rows(ranks: list[dict[str, Any]], name: str) -> None:
-    """Each rank's own maximum pulling, at half weight, is another gradient; and each call's of two."""
-    together, alone = [found[name] for found in ranks], trained_on(None, "alone")
+def test_two_ranks_pull_as_one_process_with_all_their_rows(ranks: list[dict[str, Any]]) -> None:
+    """Each rank's own maximum pulling, at half weight, is another gradient. test_launch.py has two calls a step."""
+    together, alone = [found["ddp"] for found in ranks], trained_on(None, "alone")
     means = [sum(totals) / 2 for totals in zip(*(found["totals"] for found in together), strict=True)]
     assert means == pytest.approx(alone["totals"], rel=1e-3) and min(means[1:]) > 0
     assert together[0]["weights"] == [pytest.approx(step, rel=1e-3) for step in alone["weights"]]
@@ -937,11 +882,8 @@ def test_under_fsdp_the_sites_are_those_of_the_model(ranks: list[dict[str, Any]]
     assert ranks[0]["watched"] == list(penalty.observations())
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "zero3"])
-def test_sharded_training_is_ddp_s(ranks: list[dict[str, Any]], kind: str) -> None:
-    if kind == "zero3":
-        pytest.importorskip("deepspeed")
-    ddp, sharded = ranks[0]["ddp"], ranks[0][kind]
+def test_sharded_training_is_ddp_s(ranks: list[dict[str, Any]]) -> None:
+    ddp, sharded = ranks[0]["ddp"], ranks[0]["fsdp"]
     assert ddp["weights"] == [pytest.approx(step, rel=1e-3) for step in sharded["weights"]]
     assert ddp["totals"] == pytest.approx(sharded["totals"], rel=1e-3)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -44,6 +46,31 @@ def run(arguments: list[str], environment: Mapping[str, str] = ON_CPU, status: i
         raise
     assert process.returncode == status, said
     return said
+
+
+WORK = "import sys; from support.launching import work; work(sys.argv[1], int(sys.argv[2]), sys.argv[3])"
+
+
+def two_ranks(python: Path, file: str, folder: Path) -> list[Any]:
+    """What ``on_a_rank(rank)`` of a test's file returns in each of two processes that are one group."""
+    given = [str(python), "-c", WORK, file]
+    processes = [subprocess.Popen([*given, str(rank), str(folder)], stderr=subprocess.PIPE) for rank in range(2)]
+    for process in processes:
+        _, said = process.communicate(timeout=240)
+        assert process.returncode == 0, said.decode()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def work(file: str, rank: int, folder: str) -> None:
+    """Be one of the two."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(runpy.run_path(file)["on_a_rank"](rank)))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # at an interpreter's end threads of gloo may still run, and crash
 
 
 def kill(process: subprocess.Popen[Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from bf16_to_fp16.finetuning.corpus import TrainingBatch, open_corpus
+from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.recipe import Recipe
@@ -95,13 +95,13 @@ def killed_at(end: int, damage: Damage = kept) -> Damage:
 
 def trainer_of(recipe: Recipe, folder: Path, run: Path, model: Any, original: Any, damage: Damage = kept) -> Trainer:
     """Return a trainer of ``model`` on the text in ``folder``, distilled from ``original``."""
-    corpus = open_corpus(recipe.data, folder, model.config, seed=recipe.data_seed)
+    corpus = Corpus(recipe.data, folder, model.config, seed=recipe.seed)
     run.mkdir(exist_ok=True)
     accelerator = make_accelerator(recipe)
     teacher = None
     if recipe.distillation.weight:
-        teacher = Teacher(original, accelerator.device, temperature=recipe.distillation.temperature)
-    log = RunLog(run / "log.jsonl", recipe.logging.wandb, run, "run", {})
+        teacher = Teacher(original, accelerator.device)
+    log = RunLog(run / "log.jsonl", recipe.logging.wandb.mode)
     trainer = Trainer(recipe, model, teacher, corpus, run, accelerator, log=log)
     batches = trainer.training_batches
     advance = type(batches).__next__
