@@ -53,10 +53,12 @@ from bf16_to_fp16.wording import (
 
 
 def figures(report: dict[str, Any]) -> list[page.Figure]:
+    """Return the figures of a report's headline."""
     return page.figures(read(Report, report))
 
 
 def verdict_sentence(report: dict[str, Any]) -> str:
+    """Return its verdict in a sentence."""
     return page.verdict_sentence(read(Report, report))
 
 
