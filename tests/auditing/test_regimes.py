@@ -454,6 +454,26 @@ def test_the_tightest_bounds_the_worst_of_the_unproven_and_the_least_precise_com
     assert facts.least_precise(report) == precision[1] and facts.least_precise(Report()) is None
 
 
+def test_what_a_bound_covers_goes_with_target_and_mode() -> None:
+    site = {"name": "x", "bound": 1.0, "partial": 1.0, "limit": 65504.0, "headroom_bits": 15.9, "holds": True}
+    residual, square = (site | {"kind": kind, "observed": None} for kind in ("residual", "squares"))
+    made = {"holds": True, "headroom_bits": 15.9, "max_length": 512, "splits": 16, "sites": [residual]}
+    squares = made | {"sites": [residual, square]}
+    options = {}
+    for name, certificate in {"half": made, "norm-safe": squares, "train": squares | {"train_mode": True}}.items():
+        covers, leaves = facts.coverage(Report(certificate=CertificateEntry.model_validate(certificate)))
+        options[name] = [option for _, option in leaves if option]
+        assert any("up to 512 positions" in line for line in covers)
+        assert any("dropout" in line for line in covers) is (name == "train")
+        assert any("squares" in line for line in covers) is (name != "half")
+    assert {name: sorted(each) for name, each in options.items()} == {
+        "half": ["--target fp16-accumulate", "--target norm-safe", "--target train"],
+        "norm-safe": ["--target fp16-accumulate", "--target train"],
+        "train": ["--target fp16-accumulate"],
+    }
+    assert facts.coverage(Report()) == ([], [])
+
+
 @pytest.mark.parametrize(("bits", "breaks"), [(0.0, False), (-0.01, True)])
 def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool) -> None:
     found = dict.fromkeys(("worst", "random", "tokens", "embeddings", "half", "covered", "limit", "gain"), 1.0)
