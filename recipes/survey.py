@@ -55,7 +55,8 @@ td.n { text-align: right; font-variant-numeric: tabular-nums; }
 <td>{% if row.page %}<a href="{{ row.page }}">{{ row.name }}</a>{% else %}{{ row.name }}{% endif %}
 <br>{{ row.revision or "" }}
 {% if row.status == "done" %}
-<td class="{{ 'bad' if row.source_largest > limit }}">{{ row.source_largest | number }}<br>{{ row.source_site }}
+<td class="{{ 'bad' if (row.source_largest or 0) > limit }}">{{ row.source_largest | number }}
+<br>{{ row.source_site or "" }}
 <td class="{{ 'bad' if row.verdict != 'safe' }}">{{ row.verdict }} ({{ row.proof or "no proof" }})
 <br>target {{ row.target }}
 <td class="n">{{ row.headroom_bits | number }}<br>{{ row.bound_bits | number }}
@@ -129,7 +130,7 @@ def row_of(entry: dict[str, str], folder: Path, error: str | None) -> dict[str, 
     if not (folder / REPORT).is_file():
         return row
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"), parse_float=real)
-    largest = max(report["signals"], key=lambda each: each["before"] or 0, default={"before": 0, "module": None})
+    largest = max(report["signals"], key=lambda each: each["before"] or 0, default={"before": None, "module": None})
     fidelity = report["fidelity"] or {}
     return row | {
         "status": "done",

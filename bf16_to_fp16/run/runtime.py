@@ -52,7 +52,7 @@ class Arithmetic:
 @dataclass(frozen=True)
 class Outcome:
     """A checkpoint's values in a runtime, fp32 on the CPU, the device, and the arithmetic. ``values``: [rows, length,
-    channels] logits or last hidden states, or what ``known.Runtime.expected`` makes of those."""
+    channels] logits or last hidden states, or what ``Runtime.expected`` makes of those."""
 
     values: Tensor
     device: str
@@ -65,9 +65,9 @@ Run = Callable[[Path, Layout, Batch], Outcome]
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime by its name: the package that it needs and whose version counts, and how it is run. ``expected``: makes
-    what this runtime gives, [rows, length], from stock logits, the batch and the config; None where it gives what stock
-    code does."""
+    """A runtime by its name: the package that it needs, imported and installed under one name, whose version counts, and
+    how it is run. ``expected``: makes what this runtime gives, [rows, length], from stock logits, the batch
+    and the config; None where it gives what stock code does."""
 
     name: str
     package: str

@@ -76,7 +76,7 @@ def test_scores_are_the_log_probabilities_of_the_following_ids_and_of_the_end() 
 
 
 def test_each_module_here_is_a_runtime_of_its_name_known_before_any_is_imported() -> None:
-    assert NAMES == ("ctranslate2", "onnx-reference", "onnxruntime", "openvino")
+    assert {"ctranslate2", "onnx-reference", "onnxruntime", "openvino"} <= set(NAMES)
     modules = [import_module(f"bf16_to_fp16.run.runtimes.{name.replace('-', '_')}") for name in NAMES]
     assert tuple(module.RUNTIME.name for module in modules) == NAMES
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["runtimes"]
@@ -86,7 +86,7 @@ def test_each_module_here_is_a_runtime_of_its_name_known_before_any_is_imported(
 
 
 def test_a_runtime_that_is_unknown_is_one_line_that_lists_the_known() -> None:
-    with pytest.raises(UserError, match="known ones are ctranslate2, onnx-reference, onnxruntime, openvino"):
+    with pytest.raises(UserError, match=f"known ones are {', '.join(NAMES)}"):
         runtime_named("tensorrt")
 
 
