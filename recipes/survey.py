@@ -39,8 +39,7 @@ TEMPLATE = """<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8"><meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">
 <title>fp16 survey: {{ sentence }}</title>
-<style>
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem; }
+<style>body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .8rem; border-bottom: 1px solid #8886; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
 .bad { color: #c0392b; }

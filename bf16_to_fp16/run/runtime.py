@@ -65,8 +65,8 @@ Run = Callable[[Path, Layout, Batch], Outcome]
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime by its name: the package that it needs, imported and installed under one name, whose version counts, and
-    how it is run. ``expected``: makes what this runtime gives, [rows, length], from stock logits, the batch
+    """A runtime by its name: the package that it needs, imported and installed under one name, whose version counts,
+    and how it is run. ``expected``: makes what this runtime gives, [rows, length], from stock logits, the batch
     and the config; None where it gives what stock code does."""
 
     name: str
