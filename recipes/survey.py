@@ -54,8 +54,8 @@ td.n { text-align: right; font-variant-numeric: tabular-nums; }
 <td>{% if row.page %}<a href="{{ row.page }}">{{ row.name }}</a>{% else %}{{ row.name }}{% endif %}
 <br>{{ row.revision or "" }}
 {% if row.status == "done" %}
-<td class="{{ 'bad' if (row.source_largest or 0) > limit }}">{{ row.source_largest | number }}
-<br>{{ row.source_site or "" }}
+<td class="{{ 'bad' if (row.source_largest or 0) > limit }}">{{ row.source_largest | number }}<br>
+{{ row.source_site or "" }}
 <td class="{{ 'bad' if row.verdict != 'safe' }}">{{ row.verdict }} ({{ row.proof or "no proof" }})
 <br>target {{ row.target }}
 <td class="n">{{ row.headroom_bits | number }}<br>{{ row.bound_bits | number }}

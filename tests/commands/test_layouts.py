@@ -189,6 +189,20 @@ def test_what_a_tool_cannot_read_is_refused_before_the_work(name: str, tmp_path:
     assert said in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize(
+    ("layout", "kind", "tool"), [("comfy", "t5-encoder", "ComfyUI"), ("wan", "umt5-encoder", "Wan")]
+)
+def test_an_eps_that_a_tool_does_not_have_is_refused(
+    layout: str, kind: str, tool: str, tmp_path: Path, capsys: Any
+) -> None:
+    model = tiny.small(kind, feed_forward_proj="gated-gelu", layer_norm_epsilon=1e-5)
+    source = tiny.save(model, tmp_path / "source")
+    capsys.readouterr()
+    assert main(["convert", str(source), str(tmp_path / "out.safetensors"), "--layout", layout, "--no-audit"]) == 2
+    assert f"{tool} has 1e-06 for eps, and the config 1e-05" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_a_file_is_replaced_only_when_asked_and_never_the_source(sources: Any, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "out.safetensors").write_text("kept")
     ask = ["convert", str(sources["t5"]), str(tmp_path / "out.safetensors"), "--layout", "single", "--no-audit"]

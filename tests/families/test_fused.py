@@ -66,10 +66,13 @@ def joined(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
-@pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[ModelTensors, Layout], tuple[ModelTensors, Layout]]:
-    """A Llama's weights with its matrices apart and together, each with its layout."""
-    model = tiny.build("llama", 1)
+@pytest.fixture(params=[2, 4])
+def sources(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[tuple[ModelTensors, Layout], tuple[ModelTensors, Layout]]:
+    """A Llama's weights with its matrices apart and together, each with its layout; keys for two heads of queries or
+    for one."""
+    model = tiny.build("llama", 1, num_key_value_heads=request.param)
     with torch.no_grad():
         for layer in model.model.layers:  # what overflows unless its channel moves
             m, mlp = layer.self_attn, layer.mlp

@@ -180,7 +180,7 @@ def originals(root: Path) -> Originals:
         "data": {"path": "text.txt", "input_length": 16, "held_out": 0.1},
         "schedule": {"steps": 3, "learning_rate": 1e-3, "warmup": 1},
         "penalty": {"headroom_bits": 2.0},
-        "optimizer": {"betas": [0.9, 0.999], "moments": "fp32"},
+        "optimizer": {"relative": True, "moments": "fp32"},
         "checkpointing": {"every": 2},
     }
     return Originals(folders, recipe)
