@@ -184,7 +184,9 @@ def test_what_was_measured_on_the_original_is_measured_again(
 
 @pytest.mark.parametrize(("key", "value"), [("stack", "decoder"), ("block", 7), ("role", "head")])
 def test_a_site_that_is_put_elsewhere_is_found(folder: Path, key: str, value: object) -> None:
-    [*names] = (site["name"] for site in report_of(folder)["certificate"]["sites"] if site.get(key) not in (None, value))
+    [*names] = (
+        site["name"] for site in report_of(folder)["certificate"]["sites"] if site.get(key) not in (None, value)
+    )
 
     def moved(report: dict[str, Any]) -> None:
         next(site for site in report["certificate"]["sites"] if site["name"] == names[0])[key] = value
