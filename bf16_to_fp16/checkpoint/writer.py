@@ -206,11 +206,13 @@ def count(wanted: Array, written: Array, zero: Array, tiny: float) -> TensorStat
     lossless, magnitude = np.equal(wanted, written), np.abs(written)
     normal, none = np.greater_equal(magnitude, tiny), np.equal(magnitude, 0)
     amax, nonzero = float(magnitude.max()), zero.size - np.count_nonzero(zero)
-    flushed, finite = np.count_nonzero(none) - np.count_nonzero(zero), np.isfinite(written)
+    flushed, nonfinite = np.count_nonzero(none) - np.count_nonzero(zero), 0
     if flushed:
         lossless &= ~none | zero
     if not math.isfinite(amax):
+        finite = np.isfinite(written)
         lossless &= finite
         normal &= finite
-    exact, large, nonfinite = (int(np.count_nonzero(mask)) for mask in (lossless, normal, ~finite))
+        nonfinite = int(np.count_nonzero(~finite))
+    exact, large = (int(np.count_nonzero(mask)) for mask in (lossless, normal))
     return TensorStats(zero.size, exact, large, int(flushed), nonfinite, amax, int(nonzero))
