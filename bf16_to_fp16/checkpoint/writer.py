@@ -98,6 +98,9 @@ def write_fp16(
     records: list[FileRecord] = []
     done, total = 0, sum(file.size for file in files)
     with ExitStack() as stack:
+        # The cores are the hashes': chunks are too small for threads, which wait for one another by spinning.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         read = {checkpoint.tensors[write.source].file for write in writes if write.source is not None}
         hashed = checkpoint.weight_files if hashes else ()
         sources = {path: stack.enter_context(reading(path)) for path in sorted(read)}
