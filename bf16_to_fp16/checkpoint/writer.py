@@ -208,8 +208,8 @@ def count(wanted: Array, written: Array, zero: Array, tiny: float) -> TensorStat
     normal number."""
     lossless, magnitude = np.equal(wanted, written), np.abs(written)
     normal, none = np.greater_equal(magnitude, tiny), np.equal(magnitude, 0)
-    amax, nonzero = float(magnitude.max()), zero.size - np.count_nonzero(zero)
-    flushed, nonfinite = np.count_nonzero(none) - np.count_nonzero(zero), 0
+    amax, zeros, nonfinite = float(magnitude.max()), int(np.count_nonzero(zero)), 0
+    flushed = int(np.count_nonzero(none)) - zeros
     if flushed:
         lossless &= ~none | zero
     if not math.isfinite(amax):
@@ -218,4 +218,4 @@ def count(wanted: Array, written: Array, zero: Array, tiny: float) -> TensorStat
         normal &= finite
         nonfinite = int(np.count_nonzero(~finite))
     exact, large = (int(np.count_nonzero(mask)) for mask in (lossless, normal))
-    return TensorStats(zero.size, exact, large, int(flushed), nonfinite, amax, int(nonzero))
+    return TensorStats(zero.size, exact, large, flushed, nonfinite, amax, zero.size - zeros)

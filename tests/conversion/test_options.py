@@ -5,11 +5,13 @@ from __future__ import annotations
 import shlex
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from bf16_to_fp16 import UserError, cli
 from bf16_to_fp16.conversion.options import FLAGS, PUBLISHED, GivenOptions, Options, parse_size, read_command
+from bf16_to_fp16.targets import AUTO, TARGETS, AskedTarget
 
 GIVEN = (
     "--target half --no-audit --margin 0.5 --data x.txt --sweep --plan r.json --subfolder encoder --config c.json"
@@ -23,6 +25,7 @@ def test_every_field_is_a_keyword_and_every_flag_an_option_of_convert() -> None:
     flags = {option for parameter in cli.app.commands["convert"].params for option in parameter.opts}
     assert flags >= {flag.name for flag in FLAGS.values()}
     assert set(FLAGS) - set(PUBLISHED) == {"device"}
+    assert get_args(AskedTarget) == (AUTO, *TARGETS)  # which a recipe takes too
 
 
 def test_a_published_command_asks_for_the_very_same_options() -> None:
