@@ -83,7 +83,7 @@ class DifferentiableBounds:
         self, layout: Layout, weights: TensorReader, arithmetic: Arithmetic | None = None, *, stream: bool = False
     ) -> None:
         self.layout, self.read, self.arithmetic, self.stream = layout, weights, arithmetic or Arithmetic(), stream
-        fixed = [signal for signal in layout.signals.values() if signal.kind is Kind.FIXED]
+        fixed = [signal for signal in layout.signals.values() if signal.kind is Kind.FIXED or signal.kind.has_price]
         self.fixed = {point.module for signal in fixed for point in signal.seen if point.side == "output"}
         self.means: dict[str, float] = {}
 

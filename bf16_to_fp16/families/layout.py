@@ -98,12 +98,13 @@ class ResolvedTensor:
 
 @dataclass(frozen=True)
 class ResolvedSignal:
-    """A signal of one checkpoint with its number of channels."""
+    """A signal of one checkpoint with its number of channels; ``beside`` as in ``Signal``."""
 
     name: str
     kind: Kind
     size: int
     seen: tuple[ObservationPoint, ...]
+    beside: tuple[ObservationPoint, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from . import pegasus
 from .parts import logits, states
 from .pegasus import BODY, FINAL_NORM, HEAD, LOGITS_BIAS, PEGASUS, STYLE
 from .types import (
+    LOGITS,
     RESIDUAL,
     Kind,
     Part,
@@ -80,6 +81,8 @@ MBART = replace(
     encoder_ends=stack_ends("encoder", Tensor("shared.weight", ("vocab", "model"), (None, None))),
     decoder=Stack("decoder_layers", decoder_block),
     decoder_ends=of_decoder(stack_ends("decoder")),
-    tied_head=Part((*FINAL_STATES.signals, logits(HEAD)), (*FINAL_STATES.tensors, LOGITS_BIAS), HEAD),
+    tied_head=Part(
+        (*FINAL_STATES.signals, logits(HEAD)), (*STYLE.norm(FINAL_NORM, multiplied_by(LOGITS)), LOGITS_BIAS), HEAD
+    ),
     initialisation=pegasus.learned_positions("mBART"),
 )

@@ -7,9 +7,10 @@ weights are stored (``Style``) and how a sublayer is wired (``Attention``, ``Fee
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .types import (
+    LOGITS,
     RESIDUAL,
     Attention,
     Axis,
@@ -104,9 +105,10 @@ def attention(w: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
     """Return the records of an attention that is wired as ``w``; share: how the heads of queries share those of keys
     and values, see ``pairs``.
 
-    Queries and keys that go through norms of their own carry the stream's factor, whose eps those norms share.
+    Queries and keys that go through norms of their own carry the stream's factor, whose eps those norms share. Scores
+    carry what queries alone do, or the gains of their norm.
     """
-    query_key, value = f"{w.at}.query_key", f"{w.at}.value"
+    query_key, value, scores = f"{w.at}.query_key", f"{w.at}.value", f"{w.at}.scores"
     signal, gains = style.normalised(w.norm)
     own, (read, of_keys) = style.reads(w.norm), pairs(w, share)
     others, columns = (None, style.memory or style.model) if w.memory else (own, style.model)
@@ -118,7 +120,8 @@ def attention(w: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
     if w.query_norm:
         queries = keys = multiplied_by(RESIDUAL)
         stream += [output_of(w.query), output_of(w.key), input_of(w.query_norm), input_of(w.key_norm)]
-        inner = [*style.norm(w.query_norm, None, "head"), *style.norm(w.key_norm, None, "head")]
+        inner = [*style.norm(w.query_norm, multiplied_by(scores), "head"), *style.norm(w.key_norm, None, "head")]
+        priced = Signal(scores, Kind.ASYMPTOTIC, "head", (), beside=(output_of(w.query_norm),))
         # By a norm's own name plans weigh what it reads by what it gives.
         names = (f"{w.at}.query", f"{w.at}.key") if style.offset else (w.query_norm, w.key_norm)
         norms = zip(names, (w.query_norm, w.key_norm), strict=True)
@@ -126,11 +129,14 @@ def attention(w: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
     else:
         seen = output_of(w.query, 1, rows[0]), output_of(w.key, -1, rows[1])
         scored = [Signal(query_key, Kind.QUERY_KEY, style.kv_inner, seen, of_keys)]
+        first = fused_rows(w.fused, 0)
+        queries = queries.beside(multiplied_by(scores, first))
+        priced = Signal(scores, Kind.ASYMPTOTIC, style.inner, (), beside=(output_of(w.query, 1, first),))
     stream.append(output_of(w.output))
     if w.post_norm:
         stream += [input_of(w.post_norm), output_of(w.post_norm)]
     if w.fused:
-        linears = (*style.linear(w.query, "qkv", columns, queries.beside(keys, values), own), *inner)
+        linears = (*style.linear(w.query, "qkv", columns, queries.beside(*queries.others, keys, values), own), *inner)
     else:
         linears = (
             *style.linear(w.query, style.inner, style.model, queries, own),
@@ -143,6 +149,7 @@ def attention(w: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
             Signal(RESIDUAL, Kind.RESIDUAL, style.model, tuple(stream)),
             signal,
             *scored,
+            priced,
             Signal(value, Kind.VALUE, style.kv_inner, (output_of(w.value, 1, rows[2]), input_of(w.output, share))),
         ),
         tensors=(
@@ -158,31 +165,37 @@ def attention(w: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
 def feed_forward(w: FeedForward, style: Style = PLAIN) -> Part:
     """Return the records of a feed-forward that is wired as ``w``.
 
-    Only the linear branch of a gate, or a ReLU, passes a factor through; GELU and SiLU do not.
+    Only the linear branch of a gate, or a ReLU, passes a factor through; GELU and SiLU do so far out alone.
     """
-    neuron = f"{w.at}.neuron"
+    neuron, gate = f"{w.at}.neuron", f"{w.at}.gate"
     signal, gains = style.normalised(w.norm)
     moves = bool(w.gate) or w.activation == "relu"
     gates, neurons = (fused_rows(w.fused, number) for number in (0, 1))
-    out, back = (multiplied_by(neuron, neurons), divided_by(neuron)) if moves else (None, None)
+    out, back = multiplied_by(neuron, neurons), divided_by(neuron)
+    opened = multiplied_by(gate, gates)
+    if w.gate:
+        back = back.beside(divided_by(gate))
+    if w.fused:
+        out = out.beside(opened)
     seen = output_of(w.linear, 1, neurons), input_of(w.output)
+    pre_activations = Signal(gate, Kind.ASYMPTOTIC, style.ff, (output_of(w.gate, 1, gates),), beside=seen[1:])
     stream = [input_of(w.norm), output_of(w.output)]
     if w.post_norm:
         stream += [input_of(w.post_norm), output_of(w.post_norm)]
     own = style.reads(w.norm)
-    gate = style.linear(w.gate, style.ff, style.model, None, own) if w.gate and not w.fused else ()
+    gated = style.linear(w.gate, style.ff, style.model, opened, own) if w.gate and not w.fused else ()
     return Part(
         signals=(
             Signal(RESIDUAL, Kind.RESIDUAL, style.model, tuple(stream)),
             signal,
-            Signal(neuron, Kind.NEURON if moves else Kind.FIXED, style.ff, seen),
-            *((Signal(f"{w.at}.gate", Kind.FIXED, style.ff, (output_of(w.gate, 1, gates),)),) if w.gate else ()),
+            Signal(neuron, Kind.NEURON if moves else Kind.ASYMPTOTIC, style.ff, seen),
+            *((pre_activations,) if w.gate else ()),
         ),
         tensors=(
             *gains,
             *style.linear(w.linear, f"gate_and_{style.ff}" if w.fused else style.ff, style.model, out, own),
             *style.linear(w.output, style.model, style.ff, multiplied_by(RESIDUAL), back),
-            *gate,
+            *gated,
             *style.behind(w),
         ),
         topology=w,
@@ -213,13 +226,17 @@ def head(weight: str, at: str = "lm_head", cap: str = "") -> Head:
 
 def logits(of: Head) -> Signal:
     """Return the signal of a language-modelling head."""
-    return Signal("logits", Kind.FIXED, "vocab", (output_of(of.linears[0].at),))
+    return Signal(LOGITS, Kind.LOGITS, "vocab", (output_of(of.linears[0].at),))
 
 
 def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
     """Return a final norm that takes out the factor of the embedding, which reads it as a head."""
     seen = Signal(RESIDUAL, Kind.RESIDUAL, style.model, (output_of(norm, -1),))
-    return Part((seen, logits(of)), (*style.norm(norm, divided_by(RESIDUAL)), *others), of)
+    return Part(
+        (seen, replace(logits(of), beside=(output_of(norm),))),
+        (*style.norm(norm, divided_by(RESIDUAL).beside(multiplied_by(LOGITS))), *others),
+        of,
+    )
 
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
@@ -227,5 +244,5 @@ def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> P
     signal, gains = style.normalised(norm)
     if style.offset:
         (signal,), gains = states(norm, style).signals, states(norm, style).tensors
-    own = Tensor(of.linears[0].weight, ("vocab", style.model), (None, style.reads(norm)))
+    own = Tensor(of.linears[0].weight, ("vocab", style.model), (multiplied_by(LOGITS), style.reads(norm)))
     return Part((signal, logits(of)), (*gains, own, *others), of)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .parts import Style, ends, feed_forward, head, states, table, tied_head, untied_head
 from .parts import attention as attention_part
 from .types import (
+    LOGITS,
     RESIDUAL,
     Attention,
     Deviation,
@@ -111,7 +112,9 @@ SHARED = table("shared.weight")
 BODY = "model"  # where the stacks stand in a model with a head
 FINAL_NORM = f"{BODY}.decoder.layer_norm"
 HEAD = head(f"{BODY}.shared.weight")
-LOGITS_BIAS = Tensor("final_logits_bias", ("one", "vocab"), (None, None), absent="stock code takes zeros")
+LOGITS_BIAS = Tensor(
+    "final_logits_bias", ("one", "vocab"), (None, multiplied_by(LOGITS)), absent="stock code takes zeros"
+)
 
 PEGASUS = Family(
     name="pegasus",

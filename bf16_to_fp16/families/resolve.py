@@ -19,7 +19,7 @@ from .configs import axis_size, config_value, full_config, looked_up
 from .known import class_of, named_as, placed_family
 from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorSource
 from .spread import channels_along
-from .types import RESIDUAL, Family, OutputScale, Part, Stack, StackEnds, StockClass, Tensor, carried_by
+from .types import Family, OutputScale, Part, Stack, StackEnds, StockClass, Tensor, carried_by
 
 ROWS_AT_A_TIME = 4096
 
@@ -270,14 +270,13 @@ def merge_signals(
             record.kind,
             old.size if old else channels_along(axis_size(family, config, record.size), record.spread),
             old.seen + record.seen if old else record.seen,
+            old.beside + record.beside if old else record.beside,
         )
     for tensor in tensors.values():
         for axis, length in zip(tensor.axes, tensor.shape, strict=True):
-            for each in carried_by(axis):
-                # The stream's factor is one number, which any axis can carry.
-                if each.signal != RESIDUAL and merged[each.signal].size != channels_along(length, each.spread):
-                    size = merged[each.signal].size
-                    raise AssertionError(f"{tensor.name}: axis of {length} carries {each.signal} of {size}")
+            for signal, spread in ((merged[each.signal], each.spread) for each in carried_by(axis)):
+                if not signal.kind.is_one_number and signal.size != channels_along(length, spread):
+                    raise AssertionError(f"{tensor.name}: axis of {length} carries {signal.name} of {signal.size}")
     return merged
 
 

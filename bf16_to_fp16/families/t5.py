@@ -14,6 +14,7 @@ from typing import Any
 from .parts import Style, ends, feed_forward, head, states, table, tied_head, untied_head
 from .parts import attention as attention_part
 from .types import (
+    LOGITS,
     Attention,
     Axis,
     Deviation,
@@ -121,16 +122,17 @@ def stack_ends(stack: str, *tensors: Tensor) -> Part:
 def head_of(norm: str, topology: Head, *sizes: str) -> Part:
     """Return a final norm and the head of its own that reads it: linears with biases, whose outputs have these sizes.
 
-    Behind the first of them nothing moves: a tanh passes no factor on, and logits are read.
+    Behind the first of them nothing moves: a tanh passes no factor on, and of logits the differences are read.
     """
     tensors = [Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),))]
     signals = [Signal(norm, Kind.NORM, "model", (output_of(norm),))]
     reads: Axis | None = divided_by(norm)
     width = "model"
     for linear, size in zip(topology.linears, sizes, strict=True):
-        tensors.append(Tensor(linear.weight, (size, width), (None, reads)))
-        tensors.append(Tensor(linear.bias, (size,), (None,)))
-        signals.append(Signal(linear.at, Kind.FIXED, size, (output_of(linear.at),)))
+        name, kind = (linear.at, Kind.ASYMPTOTIC) if linear.tanh else (LOGITS, Kind.LOGITS)
+        tensors.append(Tensor(linear.weight, (size, width), (multiplied_by(name), reads)))
+        tensors.append(Tensor(linear.bias, (size,), (multiplied_by(name),)))
+        signals.append(Signal(name, kind, size, (output_of(linear.at),)))
         reads, width = None, size
     return Part(tuple(signals), tuple(tensors), topology)
 

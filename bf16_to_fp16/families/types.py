@@ -30,10 +30,25 @@ class Kind(StrEnum):
     QUERY_KEY = "query_key"  # queries (+) and keys (−) of one attention, per channel
     NEURON = "neuron"
     """Feed-forward neurons behind a homogeneous function (ReLU, or the linear branch of a gate), per channel."""
-    FIXED = "fixed"  # a signal that no coupling can move: gate pre-activations, the encoder's output, logits
+    ASYMPTOTIC = "asymptotic"
+    """What a function reads that is homogeneous or constant far out, per channel: pre-activations of a gate, queries. A
+    power of two there costs little where all that it reads is far out, and much elsewhere."""
+    LOGITS = "logits"  # the same of what a softmax over choices reads, one exponent for all
+    FIXED = "fixed"  # a signal that no power of two can move: states that users read
+
+    @property
+    def has_price(self) -> bool:
+        """Whether an exponent of such a signal changes the function, so that no exact plan has one."""
+        return self in (Kind.ASYMPTOTIC, Kind.LOGITS)
+
+    @property
+    def is_one_number(self) -> bool:
+        """Whether such a signal has one exponent, which axes of any length can carry."""
+        return self in (Kind.RESIDUAL, Kind.LOGITS)
 
 
 RESIDUAL = "residual"  # name of the residual signal, of the encoder's where stacks have one each
+LOGITS = "logits"  # name of the signal that a softmax over choices reads
 Sign = Literal[1, -1]  # how a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides
 Side = Literal["input", "output"]  # side of a module
 
@@ -52,7 +67,7 @@ negative number at either end stands for so many elements that carry nothing: ne
 class Axis:
     """The signal whose exponent an axis of a tensor carries, its sign there, and how its elements share channels.
 
-    ``others``: what further elements of the axis carry, where several linears stand in one matrix.
+    ``others``: what its elements carry besides, or others of them, where several linears stand in one matrix.
     """
 
     sign: Sign
@@ -61,7 +76,7 @@ class Axis:
     others: tuple[Axis, ...] = ()
 
     def beside(self, *others: Axis) -> Axis:
-        """Return an axis of whose other elements some carry other signals."""
+        """Return an axis whose elements, some or all of them, carry other signals as well."""
         return replace(self, others=others)
 
 
@@ -104,13 +119,14 @@ def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
 @dataclass(frozen=True)
 class Signal:
     """A signal, the named size of its channels, or with ``spread`` that of an axis whose elements share them so, and
-    the sites where it can be observed."""
+    the sites where it can be observed; ``beside``: those where another signal is observed that it joins."""
 
     name: str
     kind: Kind
     size: str
     seen: tuple[ObservationPoint, ...]
     spread: Spread = ()
+    beside: tuple[ObservationPoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -623,25 +639,25 @@ def inside(part: Part, body: str) -> Part:
         return f"{body}.{name}" if name else name
 
     def topology(of: Topology) -> Topology:
-        moved: dict[str, object] = {}
+        new: dict[str, object] = {}
         for each in fields(of):
             value = getattr(of, each.name)
             if each.name == "at":  # a stack may be the whole body
-                moved[each.name] = path(value) or body
+                new[each.name] = path(value) or body
             elif isinstance(value, str) and each.name not in _OF_CONFIG:
-                moved[each.name] = path(value)
+                new[each.name] = path(value)
             elif each.name == "dropouts":
-                moved[each.name] = tuple(map(path, value))
+                new[each.name] = tuple(map(path, value))
             elif each.name == "experts":
-                moved[each.name] = tuple(map(topology, value))
-        return replace(of, **moved)  # type: ignore[arg-type]
+                new[each.name] = tuple(map(topology, value))
+        return replace(of, **new)  # type: ignore[arg-type]
 
-    def seen(of: Signal) -> tuple[ObservationPoint, ...]:
-        return tuple(replace(point, module=path(point.module)) for point in of.seen)
+    def moved(points: Iterable[ObservationPoint]) -> tuple[ObservationPoint, ...]:
+        return tuple(replace(point, module=path(point.module)) for point in points)
 
     part = renamed_signals(part, lambda name: name if name == RESIDUAL else path(name))
     return Part(
-        tuple(replace(signal, seen=seen(signal)) for signal in part.signals),
+        tuple(replace(signal, seen=moved(signal.seen), beside=moved(signal.beside)) for signal in part.signals),
         tuple(replace(tensor, name=path(tensor.name)) for tensor in part.tensors),
         None if part.topology is None else topology(part.topology),
     )

@@ -27,7 +27,7 @@ from ..families.layout import Layout
 from ..families.older import differences
 from ..families.places import places
 from ..families.spread import carrying, spread_out
-from ..families.types import RESIDUAL
+from ..families.types import RESIDUAL, Attention, ObservationPoint, Side
 from ..families.walk import walk
 from ..numerics import NORM_FLOOR
 from ..ranges import ModuleRange
@@ -333,32 +333,32 @@ def weight_counts(layout: Layout, written: Written) -> schema.WeightsEntry:
 
 
 def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.SignalEntry]:
-    """Return for every observed signal what it reached in the source and what it reaches after the plan. Scores and
-    logits, which no plan moves, are among them."""
+    """Return for every observed signal what it reached in the source and what it reaches after the plan, scores, which
+    are no module's output, among them."""
+    joined = {(p.module, p.side): (signal.name, p) for signal in layout.signals.values() for p in signal.beside}
     rows, place = [], places(layout)
+
+    def exponents(name: str, point: ObservationPoint) -> torch.Tensor:
+        exponent = torch.as_tensor(plan.exponent(name), dtype=torch.float64)
+        return point.sign * (spread_out(exponent, point.spread) if exponent.dim() else exponent)
+
+    def entry(module: str, side: Side, kind: str, before: float, after: float) -> schema.SignalEntry:
+        where = place(module).to_json()
+        return schema.SignalEntry(module=module, **where, side=side, kind=kind, before=before, after=after)
+
     for signal in layout.signals.values():
-        exponent = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)
         for point in signal.seen:
             module = ranges.get(point.module)
-            if module is not None:
-                amax = (module.input if point.side == "input" else module.output).amax.double()
-                amax = carrying(amax, point.spread)
-                seen = carrying(spread_out(exponent, point.spread), point.spread) if exponent.dim() else exponent
-                rows.append(
-                    schema.SignalEntry(
-                        module=point.module,
-                        **place(point.module).to_json(),
-                        side=point.side,
-                        kind=str(signal.kind),
-                        before=float(amax.amax()),
-                        after=float((amax * 2.0 ** (point.sign * seen)).amax()),
-                    )
-                )
-    fixed = {path: ("scores", seen.scores.largest) for path, seen in ranges.items() if seen.scores is not None}
-    logits = "" if layout.head is None else layout.head.linears[-1].at
-    if logits in ranges:
-        fixed[logits] = ("logits", float(ranges[logits].output.amax.amax()))
-    return rows + [
-        schema.SignalEntry(module=path, **place(path).to_json(), side="output", kind=kind, before=most, after=most)
-        for path, (kind, most) in fixed.items()
-    ]
+            if module is None:
+                continue
+            amax = (module.input if point.side == "input" else module.output).amax.double()
+            total = exponents(signal.name, point)
+            if (point.module, point.side) in joined:
+                total = total + exponents(*joined[point.module, point.side])
+            before, after = (carrying(x, point.spread) for x in (amax, amax * 2.0**total))
+            rows.append(entry(point.module, point.side, str(signal.kind), float(before.amax()), float(after.amax())))
+    for w in layout.topology:
+        if isinstance(w, Attention) and w.at in ranges and (seen := ranges[w.at].scores) is not None:
+            moved = torch.as_tensor(plan.exponent(f"{w.at}.scores"), dtype=torch.float64)
+            rows.append(entry(w.at, "output", "scores", seen.largest, seen.largest * 2.0 ** float(moved.amin())))
+    return rows

@@ -12,7 +12,7 @@ What was observed must fit with a margin, always; what is possible, by a certifi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -182,8 +182,12 @@ class _Costs:
         self.touched: dict[str, list[tuple[ResolvedTensor, int, Axis]]] = {name: [] for name in layout.signals}
         for tensor in layout.tensors.values():
             for place, axis in enumerate(tensor.axes):
-                for carried in carried_by(axis):
+                for carried in self.planned(carried_by(axis)):
                     self.touched[carried.signal].append((tensor, place, carried))
+
+    def planned(self, carried: Iterable[Axis]) -> list[Axis]:
+        """Return what is carried of signals that an exact plan may move."""
+        return [c for c in carried if not self.layout.signals[c.signal].kind.has_price]
 
     # -- what is known ----------------------------------------------------------------------------------------------
 
@@ -357,7 +361,7 @@ class _Costs:
                 length = self.stream_norm(self.ranges, point.module) * 2.0**e
                 cost += EXCESS * float(excess_bits(length, self.norm_limit(self.margin_bits)))
         for tensor, axis, carried in self.touched[self.stream]:
-            if all(c.signal == self.stream for c in tensor.carries):
+            if all(c.signal == self.stream for c in self.planned(tensor.carries)):
                 table = self.table(tensor, axis, carried).total()
                 cost += float(self.weight_cost(table, carried.sign * at, torch.ones(1, 1)).sum())
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)

@@ -29,7 +29,7 @@ from support.contract import (
 from bf16_to_fp16 import UserError
 from bf16_to_fp16.families.known import FAMILIES, may_be_absent
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, Kind
+from bf16_to_fp16.families.types import Attention, Kind, carried_by
 from bf16_to_fp16.rescaling.apply import apply, scale
 from bf16_to_fp16.rescaling.plan import exponents_of
 from bf16_to_fp16.rescaling.weights import ModelTensors
@@ -100,7 +100,7 @@ def test_every_axis_matters(kind: str) -> None:
         if name == layout.family.embedding and set(layout.family.copies) & set(layout.tensors):
             continue  # what is read are its copies
         for position, axis in enumerate(tensor.axes):
-            if axis is None:
+            if all(layout.signals[each.signal].kind.has_price for each in carried_by(axis)):
                 continue
             axes = tuple(None if p == position else a for p, a in enumerate(tensor.axes))
             stored = moved.state_dict()[name]

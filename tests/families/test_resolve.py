@@ -103,7 +103,8 @@ def test_a_plan_of_another_checkpoint_is_refused() -> None:
         Plan(family="pegasus"),
         Plan(family="t5", exponents={"encoder.block.9.layer.0.SelfAttention.value": 1}),
         Plan(family="t5", exponents={signal: [1] * 14}),
-        Plan(family="t5", exponents={"encoder.block.0.layer.1.DenseReluDense.gate": 1}),
+        Plan(family="t5", exponents={"encoder.final_layer_norm.output": 1}),
+        Plan(family="t5", exponents={"logits": [1] * 97}),
     ):
         with pytest.raises(UserError, match=r"plan"):
             apply(tiny.build("gated"), layout, plan)

@@ -27,7 +27,7 @@ from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.spread import channels_along
-from bf16_to_fp16.families.types import RESIDUAL, Kind
+from bf16_to_fp16.families.types import RESIDUAL, Kind, carried_by
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
@@ -140,10 +140,11 @@ def check_classified(model: Any) -> None:
     for name, tensor in layout.tensors.items():
         assert tuple(state[name].shape) == tensor.shape
         for axis, size in zip(tensor.axes, tensor.shape, strict=True):
-            if axis is not None and axis.signal != RESIDUAL:
-                assert layout.signals[axis.signal].size == channels_along(size, axis.spread)
+            for each in carried_by(axis):
+                signal = layout.signals[each.signal]
+                assert signal.kind.is_one_number or signal.size == channels_along(size, each.spread)
     for signal in layout.signals.values():
-        assert signal.seen
+        assert signal.seen or signal.kind.has_price
         for point in signal.seen:
             model.get_submodule(point.module)
 
