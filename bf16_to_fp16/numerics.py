@@ -26,6 +26,9 @@ BF16_SIGNIFICANT_BITS = 8
 SATURATED_FROM = 64504.0
 """Values from here to 65504 count as saturated: stock T5 and Pegasus code clamps to 64504 (65504 − 1000)."""
 
+PROOF_MARGIN_BITS = 1 / 32
+"""What a bound of the unscaled weights keeps to its limit, for rounding them to fp16 afterwards."""
+
 GELU_CUBE_BACKWARD_LIMIT = math.sqrt(FP16_MAX / 3)
 """|x| beyond which the derivative of x³ is inf in fp16 and 0·inf gives NaN gradients (147.8)."""
 

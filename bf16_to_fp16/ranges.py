@@ -35,11 +35,13 @@ class ScoreRange:
     """Largest |score| of an attention: the bare product QKᵀ, and any value from there to the softmax.
 
     The second covers the scaled product and the product with its position bias; positions are left out from
-    where the mask is added.
+    where the mask is added. ``excess_bits``: of a bound, by how many bits the queries of each head have to fall for all
+    its limits to hold, fp64 [heads]; None where it was observed.
     """
 
     product: float
     biased: float
+    excess_bits: Tensor | None = None
 
     @property
     def largest(self) -> float:

@@ -30,7 +30,7 @@ from ..families.types import (
     Sublayer,
 )
 from ..families.walk import walk
-from ..numerics import FP16_MAX
+from ..numerics import FP16_MAX, PROOF_MARGIN_BITS
 from ..ranges import NormRange, ScoreRange
 from ..targets import SQUARING, TARGETS
 from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, full_precision, growth, largest
@@ -410,15 +410,18 @@ class _Walk(Findings):
             self.note(f"{name.removesuffix('.weight')}:embedding", SiteKind.POSITION_BIAS, largest_bias)
         biased = self.rounded(scaled + offset)
         self.note(w.joining, SiteKind.SCORES, biased)
-        if not w.radius:  # whose mask is −inf
-            self.note(
-                f"{w.at}:masked",
-                SiteKind.MASKED_SCORES,
-                masked_span(span, scaled, None if bias is None else bias.double(), self.arithmetic),
-            )
-        self.note(f"{w.at}:softmax", SiteKind.WEIGHTS, 1.0)
         product = torch.maximum(made.product, made.partial)
-        self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)))
+        excess = excess_bits(torch.maximum(product, top))
+        if cap is None:  # whose scores no factor on queries moves
+            excess = torch.maximum(excess, excess_bits(scaled, offset))
+        if not w.radius:  # whose mask is −inf
+            table = None if bias is None else bias.double()
+            whole, still = (masked_span(x * span, x * scaled, table, self.arithmetic) for x in (1.0, 0.0))
+            self.note(f"{w.at}:masked", SiteKind.MASKED_SCORES, whole)
+            if cap is None:
+                excess = torch.maximum(excess, excess_bits(whole - still, still))
+        self.note(f"{w.at}:softmax", SiteKind.WEIGHTS, 1.0)
+        self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)), excess)
 
     def feed_forward(self, w: FeedForward) -> None:
         """Bound one feed-forward sublayer and add it to the stream."""
@@ -548,6 +551,13 @@ class _Walk(Findings):
         self.record(linear.at, SiteKind.LOGITS, (bound, bound), expected, (caps, square))
         self.inner[f"{linear.at}:input"] = largest(caps)
         return bound, expected
+
+
+def excess_bits(values: Tensor, still: Tensor | float = 0.0) -> Tensor:
+    """Return by how many bits bounds have to fall so that each fits fp16 with what stays beside it, ``still``: inf
+    where that does not fit by itself."""
+    room = (FP16_MAX * 2.0**-PROOF_MARGIN_BITS - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
+    return (values / room).nan_to_num(nan=1.0, posinf=math.inf).clamp(min=1).log2()
 
 
 def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, float]:

@@ -130,9 +130,10 @@ def convert_by(
     opened = open_source(source, options, place, endpoint, progress)
     check_unconverted(opened.checkpoint)
     decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
+    opened = opened.under(decided)
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
-        signals = reports.signals_of(decided.layout, decided.plan, decided.ranges) if decided.ranges else []
+        signals = reports.signals_of(decided.layout, decided.plan, decided.of_source) if decided.of_source else []
         summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals)
         nbytes = sum(math.prod(w.shape) * w.dtype.itemsize for w in writes(decided.layout, decided.plan))
         seconds = WHOLE * (time.monotonic() - begun) if decided.ranges else None
@@ -156,6 +157,7 @@ def convert_by(
             command=provenance.command if provenance else options.command(source, place.out),
             inputs=inputs,
             others=records(work, {file.name for file in rewritten.written.files}),
+            max_kl=options.max_kl,
         )
         if provenance is not None:
             with progress.step("Comparing fp16 with the original"):

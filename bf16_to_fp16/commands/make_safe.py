@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ def make_fp16_safe(
         if is_certified(layout, rounded(source, layout), arithmetic, target, replace(spectra, fixed=True)):
             plan = Plan(family=layout.family.name)
         else:
-            bounds = bound_source(source, target, max_length, Progress(quiet=True), spectra)
+            bounds = bound_source(partial(source_weights, source), target, max_length, Progress(quiet=True), spectra)
             options: dict[str, Any] = {"target": target, "margin_bits": margin_bits, "bounds": bounds}
             plan = observed_plan(model, source, layout, **options)
         known = replace(spectra, fixed=True)

@@ -194,7 +194,7 @@ def examine(
         found.add("files", check_tensors(subject.place, checkpoint, subject.packed))
     else:
         found.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
-    found.add("plan", check_plan(checkpoint, layout, plan, subject.source))
+    found.add("plan", check_plan(checkpoint, layout, plan, subject.source, claim.inexact))
     if original is not None:
         replayed = replay(original, checkpoint, plan, subject.source, progress)
         found.unchecked |= replayed.unchecked
@@ -323,7 +323,9 @@ def run_again(
         else:
             how["chosen"] = probe.usable(said.chosen, config)
         inputs = probe.audit_batches(config, folder, data, **how)
-        in_fp32 = [] if original is None or report.plan is None else in_fp32_too(inputs, report.plan)
+        in_fp32 = (
+            [] if original is None or report.plan is None else in_fp32_too(inputs, resolve(original[0]), report.plan)
+        )
         train = report.target == "train"
         ran = audited(open_checkpoint(folder), inputs, in_fp32, device, progress, train=train, seed=seed)
     return Repeated(inputs, said, data, in_fp32, ran)

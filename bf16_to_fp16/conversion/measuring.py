@@ -5,7 +5,7 @@ All three read the files as anyone would, so that nothing that is still in memor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,14 @@ from ..families.resolve import resolve
 from ..progress import Progress
 from ..report.build import Decided, Measured
 from ..report.schema import FidelityEntry
-from ..rescaling.plan import Drift, Plan
+from ..rescaling.edits import Edit, edits_of, listed_edits
+from ..rescaling.plan import Drift, Plan, inverse
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch
-from ..run.lanes import Walk
+from ..run.lanes import Change, Walk
 from ..run.stock import attentions_of, eps_attribute, load, load_config
+from .editing import change_by
 from .options import Options
 from .planning import Opened, checkpoint_batches, drifted_outputs, reference_of
 
@@ -51,7 +53,11 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
     )
     if options.run_model:
         attentions_of(decided.layout.stock.names[0], ATTENTIONS, progress)
-        inputs, in_fp32, train = opened.inputs, in_fp32_too(opened.inputs, decided.plan), decided.target == "train"
+        inputs, in_fp32, train = (
+            opened.inputs,
+            in_fp32_too(opened.inputs, decided.layout, decided.plan),
+            decided.target == "train",
+        )
         ran = audited(written, inputs, in_fp32, device, progress, train=train, seed=options.seed)
     else:
         inputs = in_fp32 = [probe.few_rows(load_config(opened.checkpoint.folder))]
@@ -59,14 +65,40 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         reference = decided.reference or reference_of(opened.checkpoint, inputs)
         closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, reference, ran, inputs, in_fp32)
-    return Measured(certificate, plan, tiers, ran.regimes, closeness, ran.half, device.environment())
+        edits = measured_edits(written, decided, in_fp32)
+    environment = device.environment()
+    return Measured(certificate, plan, tiers, ran.regimes, closeness, ran.half, environment, edits=edits)
 
 
-def in_fp32_too(inputs: list[Batch], plan: Plan) -> list[Batch]:
-    """Return what a written checkpoint is run on in fp32: all for the drift of a plan that has one, else the batch with
-    the fewest ids, which shows that the function is the source's."""
+def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -> tuple[Edit, ...]:
+    """Return the edits of a plan, each with the divergence that it alone makes of what was written, in fp32."""
+    layout, exponents = decided.layout, edits_of(decided.layout, decided.plan).exponents
+    edits = listed_edits(layout, decided.plan, decided.predicted)
+    if not edits:
+        return ()
+
+    def undone(names: Iterable[str]) -> Change:
+        back = Plan(family=decided.plan.family, exponents={name: exponents[name] for name in names})
+        return change_by(layout, inverse(back))
+
+    walk = Walk(written)
+    changes = [undone(exponents), *(undone(exponents.keys() - {edit.signal}) for edit in edits)]
+    lanes = [add_outputs(walk, inputs, torch.float32, change=change) for change in changes]
+    walk.run()
+    without, *each = ([lane.result for lane in batch] for batch in lanes)
+    found = [fidelity(without, None, other, probabilities=layout.gives_probabilities).kl_fp16 for other in each]
+    return tuple(replace(edit, measured=kl) for edit, kl in zip(edits, found, strict=True))
+
+
+def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
+    """Return what a written checkpoint is run on in fp32: all for the drift of a plan that has one, or edits, else the
+    batch with the fewest ids, which shows that the function is the source's."""
     sizes = {id(b): sum(x.numel() for x in b.tensors.values() if x is not None) for b in inputs}
-    return inputs if plan.drift is not None else [min(compared(inputs), key=lambda batch: sizes[id(batch)])]
+    return (
+        inputs
+        if plan.drift is not None or edits_of(layout, plan).exponents
+        else [min(compared(inputs), key=lambda batch: sizes[id(batch)])]
+    )
 
 
 def outputs_of_few(written: Checkpoint, rows: list[Batch], progress: Progress) -> Audited:

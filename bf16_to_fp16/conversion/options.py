@@ -196,6 +196,20 @@ class Options:
             metavar="DEVICE",
         ),
     )
+    exact: bool = field(
+        default=False,
+        metadata=flag("--exact", "Change the function by nothing but what fp16 rounds.", is_flag=True),
+    )
+    max_kl: float | None = field(
+        default=None,
+        metadata=flag(
+            "--max-kl",
+            "Nats (of states: relative squared error) that the output may be from the source; default: what bf16 is.",
+            written="{:g}".format,
+            type=click.FloatRange(0, min_open=True),
+            metavar="X",
+        ),
+    )
     prove: bool = False
     variant: bool = False
 
@@ -247,7 +261,7 @@ FLAGS: Mapping[str, Flag] = {each.name: each.metadata["flag"] for each in fields
 """The flag of each field that has one."""
 
 PUBLISHED = ("target", "run_model", "margin_bits", "data", "sweep", "plan", "subfolder", "config", "layout",
-             "max_shard_size", "seed", "max_length")  # fmt: skip
+             "max_shard_size", "seed", "max_length", "exact", "max_kl")  # fmt: skip
 """The fields that change the output, in their order in the command line that a report has."""
 
 
@@ -267,6 +281,8 @@ class GivenOptions(TypedDict, total=False):
     seed: int
     sweep: bool
     device: str | torch.device
+    exact: bool
+    max_kl: float | None
     prove: bool
     variant: bool
 

@@ -14,6 +14,7 @@ from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidel
 from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound, check_bounded
 from ..bounds.findings import Certificate
+from ..bounds.kinds import traits
 from ..bounds.side_modules import sites_behind
 from ..bounds.spectral import Spectra
 from ..checkpoint.folder import MODULES, tokenizer_beside
@@ -21,25 +22,27 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.side_modules import encoder_config, read_side_modules
 from ..devices import Device, products_on
 from ..errors import UserError
-from ..families.layout import Layout, TensorSource
+from ..families.layout import Layout, TensorReader
 from ..families.resolve import check_norms, resolve
+from ..numerics import PROOF_MARGIN_BITS
 from ..observe.meter import RangeObserver
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
 from ..report.build import Decided
 from ..rescaling.apply import through_fp16
+from ..rescaling.edits import edited_weights, edits_of, with_edits, without_edits
 from ..rescaling.plan import Plan, check_plan_fits, exponents_of
-from ..rescaling.planner import PROOF_FIRST, PROOF_MARGIN_BITS, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
+from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
 from ..rescaling.squares import can_fit, squares_of
-from ..rescaling.weights import source_weights
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch, run_batch
-from ..run.lanes import Walk
+from ..run.lanes import Change, Walk
 from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
 from ..targets import AUTO, TIERS
 from ..wording import counted
+from .editing import change_by, least_edits, needed_edits
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of an unscaled eps may cause
@@ -48,17 +51,27 @@ ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift 
 @dataclass(frozen=True)
 class Opened:
     """A source that can be converted: its tensors, what each of them is, what to run it on (nothing, where the
-    certificate alone decides), and where."""
+    certificate alone decides), and where. edits: what its weights are changed by before anything exact."""
 
     checkpoint: Checkpoint
     layout: Layout
     inputs: list[Batch]
     device: Device = field(default_factory=Device)
+    edits: Plan | None = None
+
+    def weights(self, layout: Layout) -> TensorReader:
+        """Return a function from a layout's tensor name to its unscaled values."""
+        return edited_weights(self.checkpoint, layout, self.edits)
+
+    def under(self, decided: Decided) -> Opened:
+        """Return the source with the edits that were decided; itself where there are none, or they are made."""
+        edits = edits_of(decided.layout, decided.plan)
+        return self if edits == (self.edits or Plan(family=edits.family)) else replace(self, edits=edits)
 
     @cached_property
     def spectra(self) -> Spectra:
         """The eigenvalues of the source's products, as far as they have been computed."""
-        return Spectra(source_weights(self.checkpoint, self.layout))
+        return Spectra(self.weights(self.layout))
 
 
 def open_source(
@@ -131,37 +144,81 @@ def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
 
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
-    """Bound the source's sites, observe them unless nothing is to be run, and choose the plan."""
+    """Bound the source's sites, observe them unless nothing is to be run, and choose the plan, with edits of the source
+    where no exact plan is enough."""
     checkpoint, device = opened.checkpoint, opened.device
     check_bounded(opened.layout)  # what the bounds would refuse after all has been run
-    ranges, reference, acceptable = None, None, None
-    modules, failing = read_side_modules(checkpoint.folder), dict[str, set[str]]()
+    auto, search = options.target == AUTO, Search(opened, options, progress)
+    first = TIERS[0].target if auto else options.target
     if options.run_model:
-        ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)
-        acceptable = drift_is_acceptable(opened, reference, progress)
+        search.ranges, search.reference = observe_source(checkpoint, opened.inputs, progress, device)
+    decided = search.decided(first)
+    if search.ranges is not None and search.reference is not None and not options.exact:
+        needed = needed_edits(opened.layout, search.bounds, search.ranges, options.margin_bits)
+        source, most = (checkpoint, opened.layout, search.reference, opened.inputs), options.max_kl
+        edits = least_edits(*source, needed, most, progress) if needed else None
+        if edits is not None:
+            change = change_by(opened.layout, edits.plan)
+            after, outputs = observe_source(checkpoint, opened.inputs, progress, device, change)
+            reference = replace(search.reference, fp32=outputs.fp32)
+            edited = replace(search, opened=replace(opened, edits=edits.plan), ranges=after, reference=reference)
+            found = edited.strictest(edited.decided(first)) if auto else edited.decided(first)
+            own = {"ranges_before": search.ranges, "reference": search.reference, "predicted": edits.predicted}
+            return replace(found, **own)  # type: ignore[arg-type]
+    return search.strictest(decided) if auto else decided
 
-    def decided(target: str, weaker: Decided | None = None) -> Decided:
+
+@dataclass
+class Search:
+    """The choice of a plan for one source, target by target, on what was observed of it as it is, edits included.
+
+    ranges, reference: what modules reach, and the outputs in fp32, and of the source in bf16; None where nothing is
+    run. bounds: what modules can reach, by the last bounds that were made. failing: by target the sites that no exact
+    exponent moves and that do not hold.
+    """
+
+    opened: Opened
+    options: Options
+    progress: Progress
+    ranges: Mapping[str, ModuleRange] | None = None
+    reference: Reference | None = None
+    bounds: Mapping[str, ModuleRange] = field(default_factory=dict)
+    failing: dict[str, set[str]] = field(default_factory=dict)
+
+    def decided(self, target: str, weaker: Decided | None = None) -> Decided:
+        """Return the plan for a target; weaker: what was decided for a weaker one."""
+        opened, acceptable = self.opened, None
+        modules = read_side_modules(opened.checkpoint.folder)
+        if self.reference is not None:
+            acceptable = drift_is_acceptable(opened, self.reference, self.progress)
+
         def note(bounds: Certificate, layout: Layout) -> None:
-            failing[target] = {site.name for site in sites_behind(bounds, layout, modules) if not site.holds}
+            self.bounds = bounds.ranges
+            unmoved = [site for site in bounds.sites if not traits(site.kind).movable]
+            sites = (*sites_behind(bounds, layout, modules), *unmoved)
+            self.failing[target] = {site.name for site in sites if not site.holds}
 
-        bounds = bound_source(checkpoint, target, options.max_length, progress, opened.spectra, note)
-        grounds = Grounds(ranges, bounds, acceptable, weaker)
-        with products_on(device, "certificate"):
-            layout, planned = best_plan(opened, grounds, replace(options, target=target), progress)
-        return Decided(layout, planned.plan, target, planned, ranges, reference)
+        bounds = bound_source(opened.weights, target, self.options.max_length, self.progress, opened.spectra, note)
+        grounds = Grounds(self.ranges, bounds, acceptable, weaker)
+        with products_on(opened.device, "certificate"):
+            layout, planned = best_plan(opened, grounds, replace(self.options, target=target), self.progress)
+        plan = planned.plan if opened.edits is None else with_edits(planned.plan, opened.edits)
+        return Decided(layout, plan, target, planned, self.ranges, self.reference)
 
-    if options.target != AUTO:
-        return decided(options.target)
-    weakest = best = decided(TIERS[0].target)
-    for tier in TIERS[1:]:
-        if not can_fit(opened.layout, norms_of(ranges)):
-            break
-        stricter = decided(tier.target, weakest)
-        # What stands behind a sentence encoder no exponent moves.
-        if not costs_little(stricter, weakest) or not failing[tier.target] <= failing[TIERS[0].target]:
-            break
-        best = stricter
-    return best
+    def strictest(self, weakest: Decided) -> Decided:
+        """Return the plan for the strictest tier that costs next to nothing beside that of the weakest."""
+        best = weakest
+        for tier in TIERS[1:]:
+            if not can_fit(self.opened.layout, norms_of(self.ranges)):
+                break
+            stricter = self.decided(tier.target, weakest)
+            # What stands behind a sentence encoder no exponent moves.
+            if not costs_little(stricter, weakest):
+                break
+            if not self.failing[tier.target] <= self.failing[weakest.target]:
+                break
+            best = stricter
+        return best
 
 
 def stream_exponents(layout: Layout, plan: Plan) -> dict[str, int]:
@@ -227,7 +284,7 @@ class Grounds:
 
 
 def bound_source(
-    checkpoint: TensorSource,
+    weights: Callable[[Layout], TensorReader],
     target: str,
     max_length: int,
     progress: Progress,
@@ -236,15 +293,16 @@ def bound_source(
 ) -> Bounds:
     """Return a function that bounds the signals of the unscaled source, in arithmetic without subnormals.
 
-    spectra: where the eigenvalues that it computes are kept. note: is called with the bounds.
+    weights: gives a layout's. spectra: where the eigenvalues that it computes are kept. note: is called with the
+    bounds.
     """
 
     def of(layout: Layout, exponents: Mapping[str, int]) -> Mapping[str, ModuleRange]:
         again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {powers(exponents)}"
         with progress.step(f"Bounding every site of the source for {target}{again}") as advance:
             arithmetic = Arithmetic(max_length, planned=exponents)
-            weights = source_weights(checkpoint, layout)
-            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
+            how: dict[str, Any] = {"target": target, "spectra": spectra, "advance": advance}
+            found = bound(layout, weights(layout), arithmetic, **how)
         note(found, layout)
         return found.ranges
 
@@ -252,10 +310,11 @@ def bound_source(
 
 
 def observe_source(
-    checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device
+    checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device, change: Change | None = None
 ) -> tuple[Mapping[str, ModuleRange], Reference]:
     """Run the source in one walk, in fp32 on all of ``inputs`` and in bf16 where outputs are compared, and return what
-    every module's input and output reach in fp32, and the outputs of both."""
+    every module's input and output reach in fp32, and the outputs of both. change: what it is edited by; then it runs
+    in fp32 alone."""
 
     def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
         walk = Walk(checkpoint, place)
@@ -267,13 +326,15 @@ def observe_source(
                 output = run_batch(model, batch)
             return output_on(batch, output) if compared([batch]) else None
 
-        fp32 = [walk.add(partial(run, batch), torch.float32, again=batch.generate) for batch in inputs]
-        bf16 = add_outputs(walk, inputs, torch.bfloat16)
+        how: dict[str, Any] = {"change": change}
+        fp32 = [walk.add(partial(run, batch), torch.float32, again=batch.generate, **how) for batch in inputs]
+        bf16 = add_outputs(walk, inputs if change is None else [], torch.bfloat16)
         walk.run(advance)
         kept = [lane.result for lane in fp32 if lane.result is not None]
         return observers[0].ranges(), Reference(kept, [lane.result for lane in bf16])
 
-    with full_precision(), progress.step("Observing the source in fp32") as advance:
+    what = "source" if change is None else "edited source"
+    with full_precision(), progress.step(f"Observing the {what} in fp32") as advance:
         ranges, reference = device.run("observation", observed, wide=True)
     check_finite(checkpoint, ranges)
     return ranges, reference
@@ -382,7 +443,7 @@ def planned_once(
 ) -> Planned:
     """Return the plan for what was observed under the bounds ``possible``, or for these alone; held: as in
     ``make_plan``."""
-    weights, options, ranges = source_weights(case.opened.checkpoint, layout), case.options, case.grounds.ranges
+    weights, options, ranges = case.opened.weights(layout), case.options, case.grounds.ranges
     if ranges is None:
         assert possible is not None
         how: dict[str, Any] = {"margin_bits": PROOF_MARGIN_BITS}
@@ -399,7 +460,8 @@ def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress
     def of(layout: Layout, plan: Plan) -> bool:
         tried = powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
         with progress.step(f"Trying the drift of eps with {tried}") as advance:
-            drifted = drifted_outputs(opened.checkpoint, layout, plan, opened.inputs, advance)
+            whole = plan if opened.edits is None else with_edits(plan, opened.edits)
+            drifted = drifted_outputs(opened.checkpoint, layout, whole, opened.inputs, advance)
             found = fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
         return found.kl_bf16 is not None and found.kl_fp16 <= found.kl_bf16 * ACCEPTABLE_DRIFT
 
@@ -416,11 +478,12 @@ def drifted_outputs(
     weight, since what those lose is of one size with what fp16 cannot hold of the others.
     """
     rounds = any(tensor.offset for tensor in layout.tensors.values())
+    edit, exact = change_by(layout, edits_of(layout, plan)), without_edits(layout, plan)
 
     def corrected(name: str, weight: torch.Tensor) -> torch.Tensor:
-        tensor = layout.tensors.get(name)
+        tensor, weight = layout.tensors.get(name), edit(name, weight)
         if tensor is not None and rounds:
-            return through_fp16(weight, exponents_of(tensor, plan).full(tensor.shape), tensor.offset)
+            return through_fp16(weight, exponents_of(tensor, exact).full(tensor.shape), tensor.offset)
         correction = plan.gain_correction.get(name)
         return weight if correction is None else (weight * correction).half().float()
 

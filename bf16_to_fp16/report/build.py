@@ -32,6 +32,7 @@ from ..families.walk import walk
 from ..numerics import NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
+from ..rescaling.edits import Edit
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import ROUNDING, Planned
 from ..rescaling.rounding_loss import STEP_NOISE
@@ -51,7 +52,8 @@ log-uniform."""
 class Decided:
     """What will be done: the plan, for a layout with its head tied or apart, and what it was chosen from. target: that
     the plan holds, never "auto". planned: None where a stored plan is replayed. ranges: what was observed, None where
-    nothing was. reference: the source's outputs, where it was run."""
+    nothing was. reference: the source's outputs, where it was run. predicted: what each edit was found to cost, by
+    signal. ranges_before: what the source reached, where ``ranges`` are of the edited one."""
 
     layout: Layout
     plan: Plan
@@ -59,6 +61,13 @@ class Decided:
     planned: Planned | None = None
     ranges: Mapping[str, ModuleRange] | None = None
     reference: Reference | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    ranges_before: Mapping[str, ModuleRange] | None = None
+
+    @property
+    def of_source(self) -> Mapping[str, ModuleRange] | None:
+        """What the source itself reached."""
+        return self.ranges if self.ranges_before is None else self.ranges_before
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class Measured:
     """What the written files are: bounded, run in every regime, and compared with the source (where anything runs).
     plan: with the drift's predicted and measured figures. tiers: by name whether the certificate of each holds. half:
     the outputs of the written model in fp16. environment: what it was all made with. attack: what a search found, where
-    one was made."""
+    one was made. edits: those of the plan, as they were measured."""
 
     certificate: Certificate
     plan: Plan
@@ -87,6 +96,7 @@ class Measured:
     half: Outputs = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     attack: Attack | None = None
+    edits: Sequence[Edit] = ()
 
 
 def build(
@@ -98,16 +108,19 @@ def build(
     command: str,
     inputs: Mapping[str, Any] | None = None,
     others: Sequence[Mapping[str, Any]] = (),
+    max_kl: float | None = None,
 ) -> schema.Report:
     """Return the report of a conversion of ``checkpoint`` from what its steps found. command: that does the same again.
     inputs: what was run on, as ``run.batch.describe_batches`` returns it. others: records of the files in the output
-    besides its weights, as ``checkpoint.folder.records`` returns them."""
-    layout, planned, ranges, written = decided.layout, decided.planned, decided.ranges, rewritten.written
+    besides its weights, as ``checkpoint.folder.records`` returns them. max_kl: the distance from the source that is
+    accepted, where it is more than bf16's."""
+    layout, planned, ranges, written = decided.layout, decided.planned, decided.of_source, rewritten.written
     plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
     over, close = passed_limits(planned, regimes, plan, certificate)
     counts, source = weight_counts(layout, written), source_of(checkpoint, layout, plan, rewritten)
     if fidelity is not None:
-        over += too_inexact(fidelity, exact=is_exact(plan, counts, source), ran=bool(regimes))
+        exact = not measured.edits and is_exact(plan, counts, source)
+        over += too_inexact(fidelity, exact=exact, ran=bool(regimes), max_kl=max_kl, edited=bool(measured.edits))
     half = regimes.get("half")
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
@@ -116,6 +129,10 @@ def build(
     broken = remedies.overflowing(attack) if attack is not None else []
     for site in attack.sites if attack is not None else ():
         seen[site.name] = max(seen.get(site.name, 0.0), site.worst)
+    inexact = [schema.InexactEntry(**without(asdict(edit), "signal")) for edit in measured.edits]
+    # Keys of what is rare, which other reports are without.
+    rare: dict[str, Any] = {"inexact": inexact} if inexact else {}
+    rare |= {} if max_kl is None else {"max_kl": max_kl}
     return schema.Report(
         schema=SCHEMA,
         verdict="unsafe" if broken else conclude(regimes, over, certificate),
@@ -142,7 +159,13 @@ def build(
         close=close,
         command=command,
         environment=schema.Environment.model_validate(measured.environment),
+        **rare,
     )
+
+
+def without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return a mapping without some of its keys."""
+    return {key: value for key, value in values.items() if key not in names}
 
 
 def descended(report: schema.Report, lineage: schema.Lineage, kept: schema.FidelityEntry | None) -> schema.Report:
@@ -262,17 +285,22 @@ def is_exact(plan: Plan | None, weights: schema.WeightsEntry | None, source: sch
 
 
 def too_inexact(
-    fidelity: Fidelity | schema.FidelityEntry, *, exact: bool = False, ran: bool = True
+    fidelity: Fidelity | schema.FidelityEntry,
+    *,
+    exact: bool = False,
+    ran: bool = True,
+    max_kl: float | None = None,
+    edited: bool = False,
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry if fp16 is further from the fp32 source than bf16 is, since too much has become too small, or if
-    the output of an ``exact`` plan is another function in fp32."""
+    """Return an entry if fp16 is further from the fp32 source than bf16 is, and than ``max_kl``, since too much has
+    become too small or was ``edited``, or if the output of an ``exact`` plan is another function in fp32."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
         return [remedies.inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
-    if bf16 is None or not math.isfinite(bf16) or fp16 <= max(bf16, NOISE):
+    if bf16 is None or not math.isfinite(bf16) or fp16 <= (most := max(bf16, NOISE, max_kl or 0.0)):
         return []
-    return [remedies.inexact(bits_between(fp16, max(bf16, NOISE)), finite=math.isfinite(fp16), ran=ran)]
+    return [remedies.inexact(bits_between(fp16, most), finite=math.isfinite(fp16), ran=ran, edited=edited)]
 
 
 def bits_between(error: float, other: float) -> float:

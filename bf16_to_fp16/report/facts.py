@@ -223,8 +223,18 @@ def standing(report: schema.Report) -> str:
 
 def verdict_sentence(report: schema.Report) -> str:
     """Return the verdict in one sentence, with what it rests on, and a second on padding where it depends on that."""
-    advice = padding_advice(report)
-    return f"{_verdict(report)} {advice[:1].upper()}{advice[1:]}." if advice else _verdict(report)
+    further = [f"{said[:1].upper()}{said[1:]}." for said in (inexactness(report), padding_advice(report)) if said]
+    return " ".join([_verdict(report), *further])
+
+
+def inexactness(report: schema.Report) -> str:
+    """Return how far edits take the function from the source's, in words; empty where there are none."""
+    close = report.fidelity
+    if not report.inexact or close is None or close.kl_fp16 is None:
+        return ""
+    unit = " nats" if close.measure == "kl" else ""
+    beside = "" if close.kl_bf16 is None else f"; bf16 is {close.kl_bf16:.1e}"
+    return f"not exactly the same function: {close.kl_fp16:.1e}{unit} from it{beside}"
 
 
 def _verdict(report: schema.Report) -> str:

@@ -20,7 +20,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ..numerics import FP16_MAX
-from ..rescaling.plan import Plan
 from ..wording import (
     about,
     bound_magnitude,
@@ -342,9 +341,10 @@ def remedies_of(report: Report, unproven: Sequence[UnprovenEntry]) -> list[str]:
     return [] if report.next else list(dict.fromkeys(site.remedy for site in unproven))
 
 
-def is_exact(plan: Plan) -> bool:
-    """Return whether a plan is powers of two and nothing else, so that fp32 outputs keep every bit."""
-    return not (plan.gain_correction or plan.untied_head or plan.drift)
+def is_exact(report: Report) -> bool:
+    """Return whether a plan is powers of two that change nothing, so that fp32 outputs keep every bit."""
+    plan = report.plan
+    return plan is None or not (plan.gain_correction or plan.untied_head or plan.drift or report.inexact)
 
 
 def plan_rows(report: Report) -> list[tuple[str, str]]:

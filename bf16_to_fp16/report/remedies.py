@@ -70,10 +70,17 @@ A_BUG = "do not use it: this is a mistake of this program; report it with the co
 INEXACT_BY_BOUNDS = "leave out --no-audit: what is observed asks for less shrinking than the bounds do"
 
 
-def inexact(excess_bits: float, *, finite: bool, exact: bool = False, ran: bool = True) -> UnsafeEntry:
+EDITED = "fp16 is further from the fp32 source than bf16: no exact exponent was enough, and the edits cost more"
+ACCEPT = f"{FINETUNE}, which starts from here, or accept it with --max-kl"
+
+
+def inexact(
+    excess_bits: float, *, finite: bool, exact: bool = False, ran: bool = True, edited: bool = False
+) -> UnsafeEntry:
     """Return an output that is less accurate than bf16's, or of an ``exact`` plan than fp32's noise, by so many bits,
-    as an entry of the report; ran: whether the plan is from what was observed."""
+    as an entry of the report; ran: whether the plan is from what was observed. edited: whether it has edits."""
     why, remedy = (TOO_FEW_BITS, INEXACT if ran else INEXACT_BY_BOUNDS) if finite else (NOT_FINITE, SOMETHING_INSIDE)
+    why, remedy = (EDITED, ACCEPT) if edited and finite else (why, remedy)
     why, remedy = (ANOTHER_FUNCTION, A_BUG) if exact else (why, remedy)
     return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=remedy, reason=why)
 

@@ -435,6 +435,17 @@ class PrecisionEntry(PlacedEntry):
     bits: NumberOrNaN
 
 
+class InexactEntry(ReportObject):
+    """An edit that changes the function: the site whose limit it is made for, its power of two, the least where
+    channels have one each, and the divergence that it alone makes in fp32, of the source, and of what was written
+    without the others; None where it was not run."""
+
+    site: str
+    exponent: int
+    predicted: Real | None = None
+    measured: Real | None = None
+
+
 class UnsafeEntry(ReportObject):
     """What is unsafe, short of what was asked or over its limit less the margin, with the reason and the remedy.
 
@@ -532,6 +543,10 @@ class Report(Versioned):
     uncertified: list[UnprovenEntry] | None = None
     attack: AttackEntry | None = None
     fidelity: FidelityEntry | None = None
+    inexact: list[InexactEntry] = Field(
+        default=[], description="what changes the function besides fp16's rounding, edit by edit"
+    )
+    max_kl: Real | None = Field(default=None, description="the distance from the source that was asked to be accepted")
     weights: WeightsEntry | None = None
     plan: Plan | None = None
     signals: list[SignalEntry] = []

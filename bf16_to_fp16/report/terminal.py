@@ -105,7 +105,12 @@ def print_advice(screen: Output, report: schema.Report) -> None:
     """Print what an older transformers makes of it, what padding does in fp16, and what is not covered."""
     _, inside = facts.tower_advice(report)
     older = "; ".join(report.older)
-    for what, advice in (("older versions", older), ("padding", facts.padding_advice(report)), ("not covered", inside)):
+    for what, advice in (
+        ("function", facts.inexactness(report)),
+        ("older versions", older),
+        ("padding", facts.padding_advice(report)),
+        ("not covered", inside),
+    ):
         if advice:
             screen.say(f"{what}: {advice}")
 

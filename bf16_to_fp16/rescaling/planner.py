@@ -22,15 +22,12 @@ from ..errors import UserError
 from ..families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from ..families.spread import shared, spread_out
 from ..families.types import RESIDUAL, Axis, Kind, ObservationPoint, Sign, carried_by
-from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
+from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, PROOF_MARGIN_BITS
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
 from ..targets import MARGIN_BITS, SQUARING
 from .plan import Drift, Plan
 from .rounding_loss import LossTable, channel_energy, loss_table, of_channels, offset_loss_table, signal_noise
-
-PROOF_MARGIN_BITS = 1 / 32
-"""What a bound of the unscaled weights keeps to its limit, for rounding them to fp16 afterwards."""
 
 TRAIN_MARGIN_BITS = 2.0
 """Further bits that the target ``train`` keeps: for weights that move, and gradients that flow back."""

@@ -88,7 +88,11 @@ def expected_unsafe(report: Report) -> list[UnsafeEntry]:
     ]
     if report.fidelity is not None:
         entries += too_inexact(
-            report.fidelity, exact=is_exact(report.plan, report.weights, report.source), ran=bool(report.regimes)
+            report.fidelity,
+            exact=not report.inexact and is_exact(report.plan, report.weights, report.source),
+            ran=bool(report.regimes),
+            max_kl=report.max_kl,
+            edited=bool(report.inexact),
         )
     if report.finetune is not None:  # which has a remedy of its own for all
         own = {entry.signal: entry.remedy for entry in report.unsafe}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from ..families.resolve import resolve
 from ..progress import Progress
 from ..report.build import Rewritten, source_of, weight_counts
 from ..report.remedies import RIGHT_REVISION
-from ..report.schema import Source, WeightsEntry, dump
+from ..report.schema import InexactEntry, Source, WeightsEntry, dump
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
+from ..rescaling.edits import listed_edits
 from ..rescaling.plan import Plan, exponents_of
 from ..run.agreement import agreed_layout
 from .comparing import Problem, compared
@@ -36,8 +37,11 @@ OF_OTHER_FILES = ("carried_over", "left_out", "card")  # keys of a source that c
 OBEYED = ("generation_config.json", MODULES)  # files beside the weights on which it depends what a folder computes
 
 
-def check_plan(checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Source) -> list[Problem]:
-    """Return where the recorded plan and the checkpoint contradict each other: family, signals, channels, config."""
+def check_plan(
+    checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Source, inexact: Sequence[InexactEntry] = ()
+) -> list[Problem]:
+    """Return where the recorded plan and the checkpoint contradict each other: family, signals, channels, config;
+    inexact: what the report says of the plan's edits."""
 
     def problem(name: str, reason: str) -> Problem:
         return Problem("plan", name, reason)
@@ -54,6 +58,10 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Sourc
             exponents_of(tensor, plan)
         except (UserError, RuntimeError, OverflowError) as error:
             problems.append(problem(tensor.name, " ".join(str(error).partition(";")[0].split())))
+    if not problems:
+        said, made = ([(e.site, e.exponent) for e in each] for each in (inexact, listed_edits(layout, plan)))
+        if sorted(said) != sorted(made):
+            problems.append(problem("inexact", "does not list the edits that the plan makes"))
     if plan.untied_head and layout.tied is not False:
         problems.append(problem("config.json", "the plan separates the head, and the checkpoint has it tied"))
     for key in layout.family.eps_keys if plan.eps is not None else ():

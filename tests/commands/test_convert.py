@@ -44,7 +44,7 @@ from bf16_to_fp16.report.schema import FinetuneEntry, Lineage, Report, Source, d
 from bf16_to_fp16.rescaling import plan as plans
 from bf16_to_fp16.rescaling.apply import apply, edited_config
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 from bf16_to_fp16.run.batch import Batch, run_batch
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
@@ -933,7 +933,7 @@ def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(tmp
     inputs = batches(load(source, torch.float32).config, None, None)
     progress = Progress(quiet=True)
     ranges, reference = observe_source(checkpoint, inputs, progress, Device("cpu"))
-    bounds = bound_source(checkpoint, "half", 512, progress)
+    bounds = bound_source(functools.partial(source_weights, checkpoint), "half", 512, progress)
     opened, options = Opened(checkpoint, layout, inputs), Options(margin_bits=1.25)
     _, refused = best_plan(opened, Grounds(ranges, bounds, lambda *_: False), options, progress)
     _, taken = best_plan(opened, Grounds(ranges, bounds, lambda *_: True), options, progress)

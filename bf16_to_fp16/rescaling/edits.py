@@ -1,0 +1,113 @@
+"""Edits: powers of two on signals that a nonlinearity reads, which change the function by little where all that it
+reads is far out.
+
+GELU and SiLU are ReLU there, which is homogeneous: act(x) = 2^k·act(2^-k·x) up to (2^k + 1)·sup|act(x) − max(x, 0)|.
+A softmax is one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is ±1. A plan that has
+such exponents is the exact one of the source that is edited so; both parts are told apart by the signals' kinds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..families.layout import Layout, ResolvedTensor, TensorReader, TensorSource
+from ..families.types import LOGITS, Attention, Kind
+from ..ranges import ModuleRange
+from .apply import scale
+from .plan import Plan, exponents_of
+from .planner import folded, known_points
+from .weights import source_weights
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit of a plan: the signal, the site whose limit it is made for, and its exponent, the least of them where
+    channels have one each. ``predicted``: the divergence that it alone makes of the source in fp32; ``measured``: that
+    of what was written without the other edits. None where that was not run."""
+
+    signal: str
+    site: str
+    exponent: int
+    predicted: float | None = None
+    measured: float | None = None
+
+
+def edits_of(layout: Layout, plan: Plan) -> Plan:
+    """Return the part of a plan that changes the function."""
+    priced = {name: e for name, e in plan.exponents.items() if layout.signals[name].kind.has_price}
+    return Plan(family=plan.family, exponents=priced)
+
+
+def without_edits(layout: Layout, plan: Plan) -> Plan:
+    """Return the part of a plan that is exact on the source that its edits make."""
+    exact = {name: e for name, e in plan.exponents.items() if not layout.signals[name].kind.has_price}
+    return plan.model_copy(update={"exponents": exact})
+
+
+def with_edits(plan: Plan, edits: Plan) -> Plan:
+    """Return an exact plan of an edited source as one of the source itself."""
+    return plan.model_copy(update={"exponents": plan.exponents | edits.exponents})
+
+
+def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | None = None) -> tuple[Edit, ...]:
+    """Return a plan's edits one by one; predicted: divergences by signal."""
+    sites, known = sites_of(layout), predicted or {}
+    exponents = edits_of(layout, plan).exponents.items()
+    return tuple(Edit(n, sites[n], min(e) if isinstance(e, list) else e, known.get(n)) for n, e in exponents)
+
+
+def sites_of(layout: Layout) -> dict[str, str]:
+    """Return by signal with a price the site that tells whether it has to fall, as the audit names it."""
+    scores = {f"{w.at}.scores": f"{w.at}:scores" for w in layout.topology if isinstance(w, Attention)}
+    return {name: scores.get(name) or s.seen[0].module for name, s in layout.signals.items() if s.kind.has_price}
+
+
+def edited(tensor: ResolvedTensor, weight: Tensor, edits: Plan, offset: float = 0.0) -> Tensor:
+    """Return a weight under edits, itself where they leave it; offset: what stock code adds to it."""
+    exponents = exponents_of(tensor, edits).full(tensor.shape)
+    if not bool((exponents != 0).any()):
+        return weight
+    result = weight.clone()
+    scale(result, exponents, offset)
+    return result
+
+
+def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> TensorReader:
+    """Return a function from a layout's tensor name to its unscaled values under edits."""
+    read = source_weights(source, layout)
+    return read if edits is None else lambda name: edited(layout.tensors[name], read(name), edits)
+
+
+def excess_bits(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
+    """Return by signal with a price the bits by which each of its channels passes ``limit``, or one number for all of
+    them: fp64 [channels] or []. Of scores that were observed nothing says which head reached the largest."""
+    found = {}
+    for signal in layout.signals.values():
+        if not signal.kind.has_price:
+            continue
+        bits = [(reached.amax.double() / limit).clamp(min=1).log2() for _, reached in known_points(ranges, signal)]
+        if bits:
+            found[signal.name] = torch.stack([b for b in bits if len(b) == len(bits[0])]).amax(0)
+            if signal.kind is Kind.LOGITS:
+                found[signal.name] = found[signal.name].amax()
+    for w in layout.topology:
+        if isinstance(w, Attention) and w.at in ranges and (seen := ranges[w.at].scores) is not None:
+            if (each := seen.excess_bits) is None:
+                found[f"{w.at}.scores"] = torch.tensor(max(0.0, math.log2(max(seen.largest, limit) / limit))).double()
+            else:
+                # A norm's gains are the same for all heads.
+                found[f"{w.at}.scores"] = each.amax() if w.query_norm else each.repeat_interleave(layout.head_size(w))
+    if not layout.gives_probabilities:
+        found.pop(LOGITS, None)
+    return found
+
+
+def exponents_for(bits: Tensor) -> int | list[int]:
+    """Return the exponents that make up for an excess in bits, folded where all are one."""
+    whole = -torch.ceil(bits - 2.0**-20).to(torch.int32)
+    return folded(whole.view(-1))
