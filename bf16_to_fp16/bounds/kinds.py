@@ -43,6 +43,7 @@ class Remedy(StrEnum):
     """What brings a bound under its limit."""
 
     RESCALE = "rescale"
+    EDIT = "rescale at a price"
     FINETUNE = "finetune"
     NORMALISE = "normalise in fp32"
 
@@ -68,7 +69,7 @@ class Traits:
 
     @property
     def movable(self) -> bool:
-        """Whether an exponent can move it."""
+        """Whether an exact exponent can move it."""
         return self.remedy is Remedy.RESCALE
 
 
@@ -76,12 +77,12 @@ _TRAITS: Mapping[str, Traits] = {
     SiteKind.RESIDUAL: Traits(line=Line.STREAM),
     SiteKind.OUTPUT: Traits(line=Line.ATTENTION),
     SiteKind.PRODUCT: Traits(line=Line.PRODUCT),
-    SiteKind.ACTIVATION: Traits(Remedy.FINETUNE, Line.PRODUCT),
-    SiteKind.SCORES: Traits(Remedy.FINETUNE, Line.SCORES),
-    SiteKind.MASKED_SCORES: Traits(Remedy.FINETUNE, Line.SCORES),
-    SiteKind.LOGITS: Traits(Remedy.FINETUNE, Line.SCORES),
+    SiteKind.ACTIVATION: Traits(Remedy.EDIT, Line.PRODUCT),
+    SiteKind.SCORES: Traits(Remedy.EDIT, Line.SCORES),
+    SiteKind.MASKED_SCORES: Traits(Remedy.EDIT, Line.SCORES),
+    SiteKind.LOGITS: Traits(Remedy.EDIT, Line.SCORES),
     SiteKind.POSITION_BIAS: Traits(Remedy.FINETUNE),
-    SiteKind.GATE: Traits(Remedy.FINETUNE, limit_in_training=GELU_CUBE_BACKWARD_LIMIT),
+    SiteKind.GATE: Traits(Remedy.EDIT, limit_in_training=GELU_CUBE_BACKWARD_LIMIT),
     SiteKind.ZERO_VECTOR: Traits(Remedy.NORMALISE),
 }
 

@@ -21,9 +21,9 @@ OUTPUT = "the output, against bf16's error"  # names the violation of an fp16 ou
 TEXT = "TEXT.txt"  # stands for the user's own text
 FINETUNE = "finetune with the activation-magnitude penalty"
 CONVERT = "bf16-to-fp16 convert rescales what can be"
-PENALTY = f"rescaling cannot lower it; {FINETUNE}"
+PENALTY = f"rescaling was not enough; {FINETUNE}"
+EDITED_BY_CONVERT = "bf16-to-fp16 convert lowers it where that changes the function by less than bf16 does"
 NOT_CONVERTED = f"{CONVERT}; what cannot, a finetune lowers"
-CONVERTED = f"rescaling was not enough; {FINETUNE}"
 STAY = "stay with bf16 (fp32 on a card without it)"
 NO_FAMILY = f"{STAY}, or finetune it with ActivationPenalty in a loop of your own"
 OBSERVED = (
@@ -40,8 +40,8 @@ OVER = "its bound is over the limit with these weights"
 SQUARES_UNSEEN = (
     "its bounds hold, and only an audit in half tells whether a token's mean square falls to where fp16 squares vanish"
 )
-UNMOVED = "no exponent moves it"
-NOTHING_MOVES = "no rescaling moves it"
+UNMOVED = "no exact exponent moves it, and another costs more than a proof is worth"
+NOTHING_MOVES = "no exact exponent moves it"
 TOO_COSTLY = "holding it for every input would push weights or signals under fp16's smallest numbers"
 SINKING = "the mean square of a token in the stream falls to "
 MAY_BE_ZERO = "the vector may be zero, and fp16 rounds the eps to 0 by which it is then divided: 0/0 is NaN"
@@ -92,7 +92,7 @@ def unsafe_sites(
     converted: whether rescaling has been tried on these weights already; convertible: whether it can be."""
     broken = {name: {site.name: site for site in regime.broken_sites} for name, regime in regimes.items()}
     clean = " or ".join(name for name, sites in broken.items() if not sites)
-    remedy = NO_FAMILY if not convertible else CONVERTED if converted else NOT_CONVERTED
+    remedy = NO_FAMILY if not convertible else PENALTY if converted else NOT_CONVERTED
     if clean and (converted or not convertible):
         remedy += f", or use {clean}, which is clean"
     rows = []
@@ -136,7 +136,7 @@ def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEn
             kind="found",
             excess_bits=math.log2(max(site.limit, site.fp32) / site.limit),
             reason=f"{reached(site.fp32)} on an input that {steps} of search found",
-            remedy=CONVERTED if converted else NOT_CONVERTED,
+            remedy=PENALTY if converted else NOT_CONVERTED,
         )
         for site in first or past
     ]
@@ -146,7 +146,8 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
     """Return the sites whose bound passes its limit, the worst first; converted: as in ``unsafe_sites``."""
 
     why = {
-        Remedy.RESCALE: (OVER, CONVERTED if converted else CONVERT),
+        Remedy.RESCALE: (OVER, PENALTY if converted else CONVERT),
+        Remedy.EDIT: (NOTHING_MOVES, PENALTY if converted else EDITED_BY_CONVERT),
         Remedy.FINETUNE: (NOTHING_MOVES, PENALTY),
         Remedy.NORMALISE: (MAY_BE_ZERO, NORMALISE_IN_FP32),
     }

@@ -15,7 +15,7 @@ from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
 from bf16_to_fp16.report.card import notice
 from bf16_to_fp16.report.facts import verdict_sentence
 from bf16_to_fp16.report.page import render
-from bf16_to_fp16.report.remedies import CONVERTED, PENALTY
+from bf16_to_fp16.report.remedies import PENALTY
 from bf16_to_fp16.report.schema import AttackEntry, Report, UnsafeEntry, dump, read
 from bf16_to_fp16.report.terminal import print_conversion
 
@@ -87,7 +87,7 @@ def test_the_next_command_of_a_finetune_stands_once_on_page_card_and_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = {"bound": 9e4, "limit": 65504.0, "excess_bits": 0.5, "reason": "r", "remedy": PENALTY}
-    found = [UnsafeEntry(signal=f"a.{i}", kind="found", excess_bits=0.5, reason="x", remedy=CONVERTED) for i in (1, 2)]
+    found = [UnsafeEntry(signal=f"a.{i}", kind="found", excess_bits=0.5, reason="x", remedy=PENALTY) for i in (1, 2)]
     unproven = {"uncertified": [site | {"name": name} for name in ("a.1", "a.2")]}
     report = read(Report, dump(finetuned(0.6)) | unproven | {"verdict": "unsafe"})
     result, go_on = after(report.model_copy(update={"unsafe": found}))
@@ -100,7 +100,7 @@ def test_the_next_command_of_a_finetune_stands_once_on_page_card_and_terminal(
 
 def test_what_a_search_breaks_is_unsafe_and_goes_on_however_much_headroom_the_audit_saw() -> None:
     report = finetuned(2.0, curve=[2.0] * 20)
-    entry = UnsafeEntry(signal="a.wi_0", kind="found", excess_bits=0.5, reason="90,000 on an input", remedy=CONVERTED)
+    entry = UnsafeEntry(signal="a.wi_0", kind="found", excess_bits=0.5, reason="90,000 on an input", remedy=PENALTY)
     search = AttackEntry(steps=64, seed=0, worst_headroom_bits=-0.5, median_gain=None, sites=[])
     report = report.model_copy(update={"verdict": "unsafe", "unsafe": [entry], "attack": search})
     result, said = after(report)
