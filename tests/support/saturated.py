@@ -1,0 +1,432 @@
+"""Trained checkpoints that no rescaling makes safe in fp16: each has one site past 65504 that is the same under every
+rescaling. ``saturated(kind, folder)`` makes one in at most half a minute of one core, the same on every call.
+
+A kind starts from a demo checkpoint, or from a small model that is trained first. In the first half of its training the
+units of its site (neurons, heads, a norm) are multiplied a little after every step, until the largest magnitude in the
+batch is the target; the second half is ordinary training, in which the rest of the model gets used to them. Steps are
+relative to the size of a row, as in ``recipes/demo/make_hard.py``. The weights are stored in bf16.
+
+``edit`` applies by hand the closed form that is exact in the limit: gates and scores times 2**-k, a norm's gain times
+2**-k, a key bias without effect left out.
+"""
+
+import gzip
+import json
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.append(str(ROOT / "recipes"))
+import train_demo  # noqa: E402
+
+DEMO = ROOT / "bf16_to_fp16" / "demo_data"
+HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"
+T5, PEGASUS, GEMMA = (DEMO / f"{name}-bytes" for name in ("t5-gated", "pegasus", "gemma3"))
+LIMIT = 65504.0
+WINDOW = 180
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where values grow: ``what`` is gate, plain (a feed-forward without gate), scores, gains (of the norms of queries
+    and keys), logits or bias (of keys); ``units`` are its neurons or heads."""
+
+    what: str
+    module: str
+    targets: tuple[float, ...]
+    units: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A recipe of one checkpoint: the folder or class it starts from, what grows, and how long it trains."""
+
+    base: Path | str
+    sites: tuple[Site, ...]
+    steps: int = 60
+    changes: dict[str, Any] = field(default_factory=dict)
+    edited: tuple[Site, ...] = ()  # sites that the base has already and this one should not: ``edit`` takes them first
+    first_steps: int = 0  # ordinary training of a new model
+    rate: float = 0.01
+    batch: int = 8
+
+
+ENCODER, DECODER = "encoder.block.{}.layer.0.SelfAttention", "decoder.block.{}.layer.1.EncDecAttention"
+HARD_GATE = Site("gate", "decoder.block.1.layer.2.DenseReluDense", (4e4,), tuple(range(192)))
+HARD_SCORES = Site("scores", ENCODER.format(1), (4e4,), (2,))
+HARD_LOGITS = Site("logits", "decoder.final_layer_norm", (4e4,))
+NINE = (3, 17, 40, 77, 101, 150, 202, 256, 311)
+SMALL = {
+    "vocab_size": 259,
+    "hidden_size": 96,
+    "intermediate_size": 224,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+
+KINDS = {
+    "gate": Kind(T5, (Site("gate", "encoder.block.1.layer.1.DenseReluDense", (6.2e5,) * 9, NINE),)),
+    "gate-decoder": Kind(T5, (Site("gate", "decoder.block.1.layer.2.DenseReluDense", (2.5e5,) * 4, (8, 90, 91, 300)),)),
+    "gate-silu": Kind(
+        "LlamaForCausalLM", (Site("gate", "model.layers.1.mlp", (3e5, 2e5, 1.2e5), (5, 60, 200)),), first_steps=120
+    ),
+    "gate-gemma": Kind(GEMMA, (Site("gate", "model.layers.2.mlp", (4e5,) * 5, (7, 50, 200, 301, 440)),), batch=6),
+    "gate-rewarded": Kind(HARD, (), edited=(HARD_SCORES, HARD_LOGITS)),
+    "scores": Kind(T5, (Site("scores", ENCODER.format(1), (6.9e5,), (2,)),)),
+    "scores-cross": Kind(T5, (Site("scores", DECODER.format(1), (1.4e7, 2.8e7), (0, 3)),), steps=120),
+    "scores-classifier": Kind(
+        T5, (Site("scores", "transformer." + ENCODER.format(2), (6.9e5,), (1,)),), steps=120, changes={"num_labels": 3}
+    ),
+    "scores-rewarded": Kind(HARD, (), edited=(HARD_GATE, HARD_LOGITS)),
+    "logits": Kind(HARD, (Site("logits", "decoder.final_layer_norm", (2e5,)),), edited=(HARD_GATE, HARD_SCORES)),
+    "bias": Kind(PEGASUS, (Site("bias", "model.encoder.layers.1.self_attn", (4e5,), (1,)),)),
+    "gains-gemma": Kind(GEMMA, (Site("gains", "model.layers.1.self_attn", (2.9e5,)),), batch=6),
+    "gains-qwen": Kind("Qwen3ForCausalLM", (Site("gains", "model.layers.1.self_attn", (3e5,)),), first_steps=120),
+    "plain": Kind(
+        PEGASUS,
+        (Site("plain", "model.encoder.layers.1", (2.5e5,) * 3, (11, 200, 401)),),
+        changes={"activation_function": "gelu"},
+    ),
+    "hard": Kind(HARD, (HARD_GATE, HARD_SCORES, HARD_LOGITS), steps=0),
+}
+"""Every kind by its name; ``hard`` is the shipped checkpoint, and its targets are those of ``edit`` alone."""
+
+
+# ---- sites ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(site: Site, model: Any) -> Tensor:
+    """Return the rows of the query projection that the site's heads are."""
+    size = getattr(model.config, "d_kv", None) or model.config.d_model // model.config.encoder_attention_heads
+    return torch.cat([torch.arange(head * size, (head + 1) * size) for head in site.units])
+
+
+@torch.no_grad()
+def scale(model: Any, site: Site, factors: Tensor) -> None:
+    """Multiply what the site computes by one factor per unit, and divide what reads a gate by them, in place."""
+    module, units = model.get_submodule(site.module), list(site.units)
+    if site.what == "gate":
+        gate, down = (module.wi_0, module.wo) if hasattr(module, "wi_0") else (module.gate_proj, module.down_proj)
+        gate.weight[units] *= factors[:, None]
+        down.weight[:, units] /= factors
+    elif site.what == "plain":
+        module.fc1.weight[units] *= factors[:, None]
+        module.fc1.bias[units] *= factors
+        module.fc2.weight[:, units] /= factors
+    elif site.what == "scores":
+        rows = rows_of(site, model)
+        module.q.weight[rows] *= factors.repeat_interleave(len(rows) // len(units))[:, None]
+    elif site.what == "gains":
+        offset = 1.0 if "gemma3" in model.config.model_type else 0.0
+        for norm in (module.q_norm, module.k_norm):
+            norm.weight.copy_((offset + norm.weight) * factors.sqrt() - offset)
+    elif site.what == "logits":
+        module.weight.mul_(factors)
+    else:
+        module.k_proj.bias[rows_of(site, model)] *= factors
+
+
+@contextmanager
+def magnitudes(model: Any, sites: tuple[Site, ...]) -> Iterator[dict[Site, Tensor]]:
+    """Give the largest magnitudes of every unit in the last forward."""
+    seen: dict[Site, Tensor] = {}
+    by_module = {id(model.get_submodule(site.module)): site for site in sites}
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any) -> Any:
+        site = by_module.get(id(module))
+        if site is not None:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                keys = key.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
+                scores = (query.float() @ keys.transpose(2, 3)).abs().amax((0, 2, 3)) * (rest.get("scaling") or 1.0)
+                seen[site] = scores[list(site.units)] if site.what != "gains" else scores.amax()[None]
+        return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **rest)
+
+    def watch(site: Site) -> Callable[..., None]:
+        def hook(module: Any, inputs: Any, output: Tensor) -> None:
+            values = output.detach().float().abs()
+            seen[site] = values.amax()[None] if site.what == "logits" else values.flatten(0, -2)[:, site.units].amax(0)
+
+        return hook
+
+    AttentionInterface.register("recorded", attention)
+    AttentionMaskInterface.register("recorded", eager_mask)
+    model.set_attn_implementation("recorded")
+    inner = {"gate": ("wi_0", "gate_proj"), "plain": ("fc1",)}
+    handles = []
+    for site in sites:
+        if site.what == "logits":
+            handles.append(model.lm_head.register_forward_hook(watch(site)))
+        elif site.what in inner:
+            module = model.get_submodule(site.module)
+            name = next(name for name in inner[site.what] if hasattr(module, name))
+            handles.append(getattr(module, name).register_forward_hook(watch(site)))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.set_attn_implementation("eager")
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+class RelativeAdam(train_demo.ScaledAdam):
+    """Adam whose step is multiplied by the present size of what it moves: the root mean square of a matrix's row, the
+    magnitude of a vector's element, and at least a twentieth of that of the tensor."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, {name: torch.ones_like(weight) for name, weight in model.named_parameters()})
+
+    @torch.no_grad()
+    def step(self, rate: float) -> float:
+        for weight, size in zip(self.weights, self.scales, strict=True):
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            rows = weight.square().mean(-1, keepdim=True).sqrt() if weight.dim() == 2 else weight.abs()
+            least = 0.05 * weight.square().mean().sqrt() + 1e-8
+            size.copy_(rows.clamp_min(least).expand_as(weight))
+        return float(super().step(rate))
+
+
+def batches(model: Any, rows: int, seed: int, held_out: bool = False) -> Iterator[Batch]:
+    """Yield batches without end: gaps of a text and what fills them, a text and its next bytes, or a text as it is,
+    with capital initials or in capitals, and which of these it is."""
+    rng = torch.Generator().manual_seed(seed)
+    text = train_demo.HELD_OUT.read_bytes() if held_out else gzip.decompress(train_demo.TRAIN.read_bytes())
+    family = model.config.model_type if model.config.is_encoder_decoder else "gemma3"
+    spans = {"spans": 1, "span_length": 54} if family == "pegasus" else {"spans": 3, "span_length": 18}
+    recipe = {"family": family, "window": WINDOW, "batch": rows, **spans}
+    while True:
+        if "Classification" not in type(model).__name__:
+            yield train_demo.training_batch(text, recipe, rng)
+            continue
+        starts = torch.randint(0, len(text) - 96, (rows,), generator=rng).tolist()
+        labels = torch.randint(0, 3, (rows,), generator=rng)
+        ids = []
+        for start, label in zip(starts, labels.tolist(), strict=True):
+            piece = text[start : start + 96]
+            piece = (piece, piece.title(), piece.upper())[label]
+            ids.append([*(byte + 3 for byte in piece), 1])
+        yield {"input_ids": torch.tensor(ids), "labels": labels}
+
+
+def loss_of(model: Any, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy in nats."""
+    inputs = batch if model.config.is_encoder_decoder else {"input_ids": batch["input_ids"]}
+    logits = model(**inputs, use_cache=False).logits.float()
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch["labels"].flatten())
+
+
+@torch.no_grad()
+def held_out_loss(folder: Path, rows: int = 16) -> float:
+    """Return the loss of a saved checkpoint in fp32 on held-out text, in nats per token or text."""
+    model = load(folder)
+    return float(loss_of(model, next(batches(model, rows, 1, held_out=True))))
+
+
+def train(model: Any, kind: Kind, sites: tuple[Site, ...], steps: int, seed: int) -> None:
+    """Train in place, and let the sites grow to their targets in the first half."""
+    optimizer, given = RelativeAdam(model), batches(model, kind.batch, seed)
+    growing = max(1, steps // 2)
+    with magnitudes(model, sites) as seen:
+        for step in range(steps):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, next(given))
+            loss.backward()
+            norm = optimizer.step(kind.rate * min(1.0, (step + 1) / 10, 2 * (steps - step) / steps))
+            assert math.isfinite(norm), f"step {step}: the gradient is not finite"
+            if step < growing:
+                for site in sites:
+                    scale(model, site, missing(seen[site], site) ** (1 / (growing - step)))
+    for site, peak in peaks_of(model, sites).items():  # the second half has moved it
+        scale(model, site, missing(peak, site))
+
+
+def missing(seen: Tensor, site: Site) -> Tensor:
+    """Return the factor from what was seen to the target of each unit."""
+    return torch.tensor(site.targets) / seen.clamp_min(1e-3)
+
+
+# ---- folders -------------------------------------------------------------------------------------------------------
+
+
+def load(folder: Path, **changes: Any) -> Any:
+    """Return the model of a folder in fp32, in eager attention."""
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    name = "T5ForSequenceClassification" if "num_labels" in changes else name
+    kind = getattr(transformers, name)
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **changes).eval()
+
+
+def new(name: str) -> Any:
+    """Return a small causal model with random weights."""
+    torch.manual_seed(3)
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**SMALL, attn_implementation="eager"))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0.0, weight.shape[1] ** -0.5)
+        model.get_input_embeddings().weight.normal_()
+    return model.eval()
+
+
+def write(model: Any, base: Path | str, folder: Path) -> None:
+    """Write weights in bf16 under the names that the base's file has, the configuration and the tokenizer's files."""
+    state = {name: weight.to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
+    if isinstance(base, Path) and "Classification" not in type(model).__name__:
+        with safe_open(base / "model.safetensors", "pt") as file:
+            state = {name: state[name] for name in file.keys()}  # noqa: SIM118
+    else:
+        state = {name: weight for name, weight in state.items() if not name.endswith("embed_tokens.weight")} | {
+            name: weight for name, weight in state.items() if name == "model.embed_tokens.weight"
+        }
+    folder.mkdir(parents=True)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "bfloat16"}
+    tokenizer = GEMMA
+    if isinstance(base, Path):
+        config["tie_word_embeddings"] = json.loads((base / "config.json").read_text())["tie_word_embeddings"]
+        tokenizer = base
+    for key in ("scale_decoder_outputs", "_name_or_path", "_attn_implementation"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (tokenizer / name).is_file():
+            shutil.copy(tokenizer / name, folder)
+
+
+def saturated(kind: str, folder: Path) -> Path:
+    """Make the checkpoint of a kind in ``folder / kind``, unless it is there, and return its path."""
+    out, recipe = folder / kind, KINDS[kind]
+    if out.is_dir():
+        return out
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        made = Path(temporary) / kind
+        if recipe.steps == 0:
+            assert isinstance(recipe.base, Path)
+            shutil.copytree(recipe.base, made)
+        else:
+            torch.manual_seed(7)
+            model = new(recipe.base) if isinstance(recipe.base, str) else load(recipe.base, **recipe.changes)
+            if recipe.first_steps:
+                train(model, recipe, (), recipe.first_steps, seed=1)
+            for site in recipe.edited:
+                edit_site(model, site)
+            start(model, recipe)
+            train(model, recipe, recipe.sites, recipe.steps, seed=2)
+            write(model, recipe.base, made)
+        made.rename(out)
+    return out
+
+
+def start(model: Any, recipe: Kind) -> None:
+    """Give key biases that grow a direction."""
+    for site in recipe.sites:
+        if site.what == "bias":
+            rng = torch.Generator().manual_seed(4)
+            with torch.no_grad():
+                rows = rows_of(site, model)
+                model.get_submodule(site.module).k_proj.bias[rows] = torch.randn(len(rows), generator=rng)
+
+
+# ---- the edit by hand ----------------------------------------------------------------------------------------------
+
+
+def peaks_of(model: Any, sites: tuple[Site, ...]) -> dict[Site, Tensor]:
+    """Return the largest magnitudes of every unit over some training text."""
+    peaks = {site: torch.zeros(()) for site in sites}
+    given = batches(model, 16, 5)
+    with magnitudes(model, sites) as seen, torch.no_grad():
+        for _ in range(2):
+            loss_of(model, next(given))
+            peaks = {site: torch.maximum(peaks[site], seen[site]) for site in sites}
+    return peaks
+
+
+@torch.no_grad()
+def edit_site(model: Any, site: Site, limit: float = LIMIT / 2) -> list[int]:
+    """Divide each unit of a site by the least power of two with which text stays under the limit, and return the
+    exponents; of a site with a key bias the bias becomes what cancels the constant part of the keys."""
+    if site.what == "bias":
+        attention = model.get_submodule(site.module)
+        norm = model.get_submodule(site.module.rpartition(".")[0]).self_attn_layer_norm
+        attention.k_proj.bias.copy_(-attention.k_proj.weight @ norm.bias)
+        return []
+    exponents = (peaks_of(model, (site,))[site] / limit).log2().ceil().clamp_min(0)
+    if site.what == "gains":
+        exponents = 2 * (exponents / 2).ceil()  # half of it to each gain
+    scale(model, site, 2.0**-exponents)
+    return [int(k) for k in exponents]
+
+
+@torch.no_grad()
+def edit_head(model: Any, limit: float = LIMIT / 2) -> list[int]:
+    """Take a tied T5's head apart, divide the rows of the tokens whose logits pass the limit on text, and return the
+    exponents of these."""
+    largest = []
+    handle = model.lm_head.register_forward_hook(lambda *call: largest.append(call[-1].abs().amax((0, 1))))
+    given = batches(model, 16, 5)
+    for _ in range(2):
+        loss_of(model, next(given))
+    handle.remove()
+    exponents = (torch.stack(largest).amax(0) / limit).log2().ceil().clamp_min(0)
+    # An untied head gets hidden states that are not multiplied by the root of the width.
+    rows = model.lm_head.weight * model.config.d_model**-0.5 * (2.0**-exponents)[:, None]
+    model.lm_head.weight = torch.nn.Parameter(rows)
+    model.config.tie_word_embeddings = False
+    return [int(k) for k in exponents if k]
+
+
+def edit(kind: str, source: Path, out: Path, rows: bool = False) -> dict[str, list[int]]:
+    """Write the checkpoint with every site of its kind edited by hand, in fp32, and return the exponents by module.
+
+    ``rows``: of logits, edit the rows of the tokens that need it instead of the norm's gain.
+    """
+    model = load(source)
+    exponents = {
+        site.module: edit_head(model) if rows and site.what == "logits" else edit_site(model, site)
+        for site in sites_of(kind)
+    }
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("model.safetensors"))
+    state = model.state_dict()
+    with safe_open(source / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    if not model.config.tie_word_embeddings and "lm_head.weight" in state:
+        names.add("lm_head.weight")
+        config = json.loads((out / "config.json").read_text()) | {"tie_word_embeddings": False}
+        (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    tensors = {name: state[name].clone().contiguous() for name in sorted(names)}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return exponents
+
+
+def sites_of(kind: str) -> tuple[Site, ...]:
+    """Return the sites that are past the limit in a kind: those that grew, or those that its base has and keeps."""
+    recipe = KINDS[kind]
+    return recipe.sites or tuple(site for site in (HARD_GATE, HARD_SCORES) if site not in recipe.edited)
