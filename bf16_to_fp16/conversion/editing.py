@@ -12,6 +12,7 @@ from torch import Tensor
 from ..auditing.fidelity import Outputs, Reference, add_outputs, fidelity
 from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout
+from ..families.types import LOGITS
 from ..numerics import FP16_MAX, PROOF_MARGIN_BITS
 from ..progress import Progress
 from ..ranges import ModuleRange
@@ -19,8 +20,10 @@ from ..rescaling.edits import edited, excess_bits, exponents_for
 from ..rescaling.plan import Plan
 from ..rescaling.planner import CHANNEL_RANGE
 from ..run.batch import Batch
-from ..run.lanes import Change, Walk
+from ..run.lanes import Change, Lane, Walk
 from ..wording import counted
+
+Exponents = int | list[int]  # of all channels of a signal, or of each
 
 PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence that edits may cost which nothing but a proof needs
 
@@ -30,16 +33,18 @@ class Needed:
     """What a signal would have to fall by: exponents for every input, and for what was observed alone, None where that
     fits already."""
 
-    proven: int | list[int]
-    observed: int | list[int] | None
+    proven: Exponents
+    observed: Exponents | None
 
 
 @dataclass(frozen=True)
 class Edits:
-    """Edits that were chosen, and the divergence that each alone makes of the source in fp32, by signal."""
+    """Edits that were chosen, the divergence that each alone makes of the source in fp32, by signal, and whether the
+    head is to be separated for them."""
 
     plan: Plan
     predicted: Mapping[str, float]
+    apart: bool = False
 
 
 def needed_edits(
@@ -58,57 +63,105 @@ def needed_edits(
     return found
 
 
-def least_edits(
-    checkpoint: Checkpoint,
-    layout: Layout,
-    reference: Reference,
-    inputs: Sequence[Batch],
-    needed: Mapping[str, Needed],
-    max_kl: float | None,
-    progress: Progress,
-) -> Edits | None:
+@dataclass(frozen=True)
+class Trial:
+    """Runs of a source under edits, in fp32, and how far they are from its own outputs."""
+
+    checkpoint: Checkpoint
+    layout: Layout
+    reference: Reference
+    inputs: Sequence[Batch]
+    progress: Progress
+
+    @property
+    def bf16(self) -> float:
+        """The divergence of the source in bf16."""
+        return self.divergence(self.reference.bf16)
+
+    def divergence(self, outputs: Outputs) -> float:
+        """Return how far outputs are from the source's."""
+        probabilities = self.layout.gives_probabilities
+        return fidelity(self.reference.fp32, None, outputs, probabilities=probabilities).kl_fp16
+
+    def costs(self, trials: Sequence[Mapping[str, Exponents]], what: str) -> list[float]:
+        """Return the divergence that each of several edits makes, all run in one walk; what: are tried, in words."""
+        plans, family = [dict(trial) for trial in trials], self.layout.family.name
+        # What a head without a cap makes of the last states is scaled after the run, as a head of its own would.
+        logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
+        lanes: list[list[Lane[Tensor]] | None] = []
+        with self.progress.step(f"Trying {what} on the source") as advance:
+            walk = Walk(self.checkpoint)
+            for exponents in plans:
+                change = change_by(self.layout, Plan(family=family, exponents=exponents))
+                lanes.append(add_outputs(walk, self.inputs, torch.float32, change=change) if exponents else None)
+            walk.run(advance)
+        found = [self.reference.fp32 if each is None else [lane.result for lane in each] for each in lanes]
+        return [self.divergence([scaled_by(x, e) for x in outputs]) for outputs, e in zip(found, logits, strict=True)]
+
+
+def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None) -> Edits | None:
     """Return the edits that are worth their price, as running the source with them shows; None for none.
 
     Where something that was observed passes its limit, they may cost what bf16 costs, or ``max_kl``; where only a proof
     asks for them, 1/128 of that. As long as they cost more, the dearest falls back to what was observed, and after that
     stays away unless it is needed.
     """
-
-    def cost(found: Outputs) -> float:
-        return fidelity(reference.fp32, None, found, probabilities=layout.gives_probabilities).kl_fp16
-
-    def plan_of(chosen: Mapping[str, int | list[int]]) -> Plan:
-        return Plan(family=layout.family.name, exponents=dict(chosen))
-
-    def costs_of(trials: Sequence[Mapping[str, int | list[int]]], what: str) -> list[float]:
-        with progress.step(f"Trying {what} on the source") as advance:
-            walk = Walk(checkpoint)
-            lanes = [add_outputs(walk, inputs, torch.float32, change=change_by(layout, plan_of(t))) for t in trials]
-            walk.run(advance)
-        return [cost([lane.result for lane in each]) for each in lanes]
-
-    bf16 = fidelity(reference.fp32, None, reference.bf16, probabilities=layout.gives_probabilities).kl_fp16
+    bf16 = trial.bf16
     must = any(each.observed is not None for each in needed.values())
     allowed = max(bf16, max_kl or 0.0) if must else bf16 * PRICE_OF_A_PROOF
+    needed, apart = with_logits(trial, needed, bf16 * PRICE_OF_A_PROOF)
     chosen = {name: each.proven for name, each in needed.items()}
-    alone = [{name: exponents} for name, exponents in chosen.items()]
-    own = costs_of(alone, f"{counted(len(alone), 'edit')} of what no exact exponent reaches")
+    alone: list[Mapping[str, Exponents]] = [{name: exponents} for name, exponents in chosen.items()]
+    own = trial.costs(alone, f"{counted(len(alone), 'edit')} of what no exact exponent reaches")
     predicted = dict(zip(chosen, own, strict=True))
-    total = predicted[next(iter(chosen))] if len(chosen) == 1 else costs_of([chosen], "them together")[0]
+    total = own[0] if len(own) == 1 else trial.costs([chosen], "them together")[0]
     while not total <= allowed and (dearer := reducible(chosen, needed)):
         dearest = max(dearer, key=lambda name: predicted[name])
         observed = needed[dearest].observed
         del chosen[dearest], predicted[dearest]
         if observed is not None:
             chosen[dearest] = observed
-            predicted[dearest] = costs_of([{dearest: observed}], "less of the dearest")[0]
+            predicted[dearest] = trial.costs([{dearest: observed}], "less of the dearest")[0]
         if not chosen:
             return None
-        total = costs_of([chosen], "what is left")[0]
-    return Edits(plan_of(chosen), predicted)
+        total = trial.costs([chosen], "what is left")[0]
+    plan = Plan(family=trial.layout.family.name, exponents=chosen)
+    return Edits(plan, predicted, apart and LOGITS in chosen)
 
 
-def reducible(chosen: Mapping[str, int | list[int]], needed: Mapping[str, Needed]) -> list[str]:
+def with_logits(trial: Trial, needed: Mapping[str, Needed], little: float) -> tuple[Mapping[str, Needed], bool]:
+    """Return what is needed with the exponents of logits as the head can carry them, and whether it must be separated
+    for that: it is where one exponent for all choices costs more than ``little`` and than one for each."""
+    layout = trial.layout
+    if LOGITS not in needed or not layout.tied:
+        return needed, False
+    each = needed[LOGITS]
+    one = Needed(least(each.proven), None if each.observed is None else least(each.observed))
+    if layout.family.untie and scales_logits(layout):
+        together, apart = trial.costs(
+            [{LOGITS: one.proven}, {LOGITS: each.proven}], "logits with one exponent and more"
+        )
+        if not together <= max(little, apart):
+            return needed, True
+    return {**needed, LOGITS: one}, False
+
+
+def least(exponents: Exponents) -> int:
+    """Return the least of several exponents."""
+    return min(exponents) if isinstance(exponents, list) else exponents
+
+
+def scales_logits(layout: Layout) -> bool:
+    """Return whether exponents of logits scale what a language model gives, and nothing stands between."""
+    return layout.stock.is_language_model and layout.head is not None and layout.cap(layout.head) is None
+
+
+def scaled_by(logits: Tensor, exponents: Exponents) -> Tensor:
+    """Return logits times 2 to the exponents: [positions, choices]."""
+    return logits * 2.0 ** torch.as_tensor(exponents, dtype=logits.dtype)
+
+
+def reducible(chosen: Mapping[str, Exponents], needed: Mapping[str, Needed]) -> list[str]:
     """Return the signals of which less than what was chosen would do."""
     return [name for name, exponents in chosen.items() if exponents != needed[name].observed]
 

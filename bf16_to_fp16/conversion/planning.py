@@ -24,6 +24,7 @@ from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.layout import Layout, TensorReader
 from ..families.resolve import check_norms, resolve
+from ..families.types import LOGITS
 from ..numerics import PROOF_MARGIN_BITS
 from ..observe.meter import RangeObserver
 from ..progress import Advance, Progress
@@ -42,7 +43,7 @@ from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
 from ..targets import AUTO, TIERS
 from ..wording import counted
-from .editing import change_by, least_edits, needed_edits
+from .editing import Edits, Trial, change_by, least_edits, needed_edits
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of an unscaled eps may cause
@@ -66,7 +67,7 @@ class Opened:
     def under(self, decided: Decided) -> Opened:
         """Return the source with the edits that were decided; itself where there are none, or they are made."""
         edits = edits_of(decided.layout, decided.plan)
-        return self if edits == (self.edits or Plan(family=edits.family)) else replace(self, edits=edits)
+        return self if not edits.exponents else replace(self, layout=decided.layout, edits=edits)
 
     @cached_property
     def spectra(self) -> Spectra:
@@ -155,14 +156,11 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     decided = search.decided(first)
     if search.ranges is not None and search.reference is not None and not options.exact:
         needed = needed_edits(opened.layout, search.bounds, search.ranges, options.margin_bits)
-        source, most = (checkpoint, opened.layout, search.reference, opened.inputs), options.max_kl
-        edits = least_edits(*source, needed, most, progress) if needed else None
+        trial = Trial(checkpoint, opened.layout, search.reference, opened.inputs, progress)
+        edits = least_edits(trial, needed, options.max_kl) if needed else None
         if edits is not None:
-            change = change_by(opened.layout, edits.plan)
-            after, outputs = observe_source(checkpoint, opened.inputs, progress, device, change)
-            reference = replace(search.reference, fp32=outputs.fp32)
-            edited = replace(search, opened=replace(opened, edits=edits.plan), ranges=after, reference=reference)
-            found = edited.strictest(edited.decided(first)) if auto else edited.decided(first)
+            after = edited_search(search, edits)
+            found = after.strictest(after.decided(first)) if auto else after.decided(first)
             own = {"ranges_before": search.ranges, "reference": search.reference, "predicted": edits.predicted}
             return replace(found, **own)  # type: ignore[arg-type]
     return search.strictest(decided) if auto else decided
@@ -219,6 +217,28 @@ class Search:
                 break
             best = stricter
         return best
+
+
+def edited_search(search: Search, edits: Edits) -> Search:
+    """Return the choice of a plan for a source that is edited, which is observed again."""
+    opened, reference = search.opened, search.reference
+    assert reference is not None
+    layout = resolve(opened.checkpoint, untie=True) if edits.apart else opened.layout
+    change, inputs = change_by(layout, edits.plan), opened.inputs
+    ranges, outputs = observe_source(opened.checkpoint, inputs, search.progress, opened.device, change)
+    if edits.apart and layout.head is not None:
+        ranges = with_scaled_output(ranges, layout.head.linears[0].at, edits.plan.exponent(LOGITS))
+    edited = replace(opened, layout=layout, edits=edits.plan)
+    return Search(edited, search.options, search.progress, ranges, replace(reference, fp32=outputs.fp32))
+
+
+def with_scaled_output(
+    ranges: Mapping[str, ModuleRange], path: str, exponents: int | list[int]
+) -> Mapping[str, ModuleRange]:
+    """Return ranges in which what one module gives is multiplied by 2 to the exponents."""
+    factor, seen = 2.0 ** torch.as_tensor(exponents, dtype=torch.float32), ranges[path].output
+    scaled = replace(seen, amax=seen.amax * factor, mean_square=seen.mean_square * factor.square())
+    return {**ranges, path: replace(ranges[path], output=scaled)}
 
 
 def stream_exponents(layout: Layout, plan: Plan) -> dict[str, int]:

@@ -275,7 +275,7 @@ def merge_signals(
     for tensor in tensors.values():
         for axis, length in zip(tensor.axes, tensor.shape, strict=True):
             for signal, spread in ((merged[each.signal], each.spread) for each in carried_by(axis)):
-                if not signal.kind.is_one_number and signal.size != channels_along(length, spread):
+                if not signal.kind.may_be_one_number and signal.size != channels_along(length, spread):
                     raise AssertionError(f"{tensor.name}: axis of {length} carries {signal.name} of {signal.size}")
     return merged
 

@@ -33,7 +33,9 @@ class Kind(StrEnum):
     ASYMPTOTIC = "asymptotic"
     """What a function reads that is homogeneous or constant far out, per channel: pre-activations of a gate, queries. A
     power of two there costs little where all that it reads is far out, and much elsewhere."""
-    LOGITS = "logits"  # the same of what a softmax over choices reads, one exponent for all
+    LOGITS = "logits"
+    """The same of what a softmax over choices reads: one exponent where the embedding serves as head, since the norm in
+    front carries it, else one for each choice."""
     FIXED = "fixed"  # a signal that no power of two can move: states that users read
 
     @property
@@ -42,8 +44,8 @@ class Kind(StrEnum):
         return self in (Kind.ASYMPTOTIC, Kind.LOGITS)
 
     @property
-    def is_one_number(self) -> bool:
-        """Whether such a signal has one exponent, which axes of any length can carry."""
+    def may_be_one_number(self) -> bool:
+        """Whether axes of any length can carry such a signal, which then has one exponent."""
         return self in (Kind.RESIDUAL, Kind.LOGITS)
 
 

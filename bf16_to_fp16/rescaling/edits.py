@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..families.layout import Layout, ResolvedTensor, TensorReader, TensorSource
-from ..families.types import LOGITS, Attention, Kind
+from ..families.types import LOGITS, Attention
 from ..ranges import ModuleRange
 from .apply import scale
 from .plan import Plan, exponents_of
@@ -84,8 +84,8 @@ def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> 
 
 
 def excess_bits(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
-    """Return by signal with a price the bits by which each of its channels passes ``limit``, or one number for all of
-    them: fp64 [channels] or []. Of scores that were observed nothing says which head reached the largest."""
+    """Return by signal with a price the bits by which each of its channels passes ``limit``: fp64 [channels], or []
+    for one number, as of scores that were observed, where nothing says which head reached the largest."""
     found = {}
     for signal in layout.signals.values():
         if not signal.kind.has_price:
@@ -93,8 +93,6 @@ def excess_bits(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float)
         bits = [(reached.amax.double() / limit).clamp(min=1).log2() for _, reached in known_points(ranges, signal)]
         if bits:
             found[signal.name] = torch.stack([b for b in bits if len(b) == len(bits[0])]).amax(0)
-            if signal.kind is Kind.LOGITS:
-                found[signal.name] = found[signal.name].amax()
     for w in layout.topology:
         if isinstance(w, Attention) and w.at in ranges and (seen := ranges[w.at].scores) is not None:
             if (each := seen.excess_bits) is None:

@@ -151,7 +151,7 @@ def check_plan_fits(layout: Layout, plan: Plan) -> None:
         )
     for signal, exponent in plan.exponents.items():
         known = layout.signals.get(signal)
-        whole = isinstance(exponent, list) and known is not None and known.kind.is_one_number
+        whole = isinstance(exponent, list) and known is not None and known.kind is Kind.RESIDUAL
         if known is None or known.kind is Kind.FIXED or signal == RESIDUAL or whole:
             raise UserError(
                 f"the plan moves {signal!r}, which this checkpoint does not have; use the plan of this checkpoint"

@@ -104,7 +104,7 @@ def test_a_plan_of_another_checkpoint_is_refused() -> None:
         Plan(family="t5", exponents={"encoder.block.9.layer.0.SelfAttention.value": 1}),
         Plan(family="t5", exponents={signal: [1] * 14}),
         Plan(family="t5", exponents={"encoder.final_layer_norm.output": 1}),
-        Plan(family="t5", exponents={"logits": [1] * 97}),
+        Plan(family="t5", exponents={"logits": [1] * 9}),
     ):
         with pytest.raises(UserError, match=r"plan"):
             apply(tiny.build("gated"), layout, plan)

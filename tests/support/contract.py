@@ -142,7 +142,7 @@ def check_classified(model: Any) -> None:
         for axis, size in zip(tensor.axes, tensor.shape, strict=True):
             for each in carried_by(axis):
                 signal = layout.signals[each.signal]
-                assert signal.kind.is_one_number or signal.size == channels_along(size, each.spread)
+                assert signal.kind.may_be_one_number or signal.size == channels_along(size, each.spread)
     for signal in layout.signals.values():
         assert signal.seen or signal.kind.has_price
         for point in signal.seen:
