@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ from safetensors.torch import load_file
 from support import tiny
 from support.contract import outputs, random_plan
 
-from bf16_to_fp16 import UserError, convert, undo, verify
+from bf16_to_fp16 import UserError, convert, make_fp16_safe, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.commands import make_safe
+from bf16_to_fp16.commands.rescale import observed_plan
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind
 from bf16_to_fp16.json_text import loads
 from bf16_to_fp16.report.schema import REPORT
+from bf16_to_fp16.rescaling.adapters import PREFIX, scaled_adapter
+from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.centred import centrable, centred_bias, key_biases
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan
-from bf16_to_fp16.rescaling.weights import source_weights
+from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 from bf16_to_fp16.run.stock import load
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -62,7 +67,7 @@ def copied(folder: Path, place: Path, change: Callable[[dict[str, Any]], object]
     return place
 
 
-def test_centred_biases_are_written_and_the_function_is_the_sources(converted: Converted) -> None:
+def test_centred_biases_are_written_and_give_what_the_sources_do(converted: Converted) -> None:
     source, out, plan = converted
     layout, written = resolve(checkpoint := open_checkpoint(source)), load_file(out / "model.safetensors")
     biases = key_biases(layout, plan.centred_keys)
@@ -74,8 +79,12 @@ def test_centred_biases_are_written_and_the_function_is_the_sources(converted: C
     report = loads((out / REPORT).read_bytes())
     assert report["plan"]["centred_keys"] == plan.centred_keys and set(report["source"]["replaced"]) == set(biases)
     assert report["source"]["made"] == []
-    before, after = (outputs(load(folder, torch.float32)) for folder in (source, out))
-    assert all((x - y).abs().max() <= 1e-2 * x.abs().max() for x, y in zip(before, after, strict=True))
+    model = load(out, torch.float32)
+    found = outputs(model)
+    for name, attention in biases.items():
+        exponents = torch.tensor(plan.exponents[f"{attention.at}.query_key"])
+        model.get_parameter(name).data.copy_(torch.ldexp(checkpoint.read(name).float(), -exponents))
+    assert all((x - y).abs().max() <= 1e-6 * x.abs().max() for x, y in zip(outputs(model), found, strict=True))
 
 
 def test_verify_makes_the_same_bits_again(converted: Converted) -> None:
@@ -124,3 +133,54 @@ def test_a_changed_original_is_noticed_by_undo_and_verify(converted: Converted, 
     assert {p["name"] for p in found["problems"] if p["check"] == "replay"} == {
         f"source.replaced.{name}.{key}" for key in ("values", "sha256")
     }
+
+
+def test_a_model_in_memory_is_centred_and_undone_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.small("pegasus", factor=40000.0)
+    layout = resolve(ModelTensors(model))
+    before, unchanged = outputs(model), deepcopy(model)
+
+    def planned(*given: Any, **options: Any) -> Plan:
+        centred = [w.at for w in centrable(layout)]
+        return observed_plan(*given, **options).model_copy(update={"centred_keys": centred})
+
+    monkeypatch.setattr(make_safe, "observed_plan", planned)
+    made = make_fp16_safe(model)
+    assert made.plan.residual_exponent and set(made.originals) == set(key_biases(layout, made.plan.centred_keys))
+    assert all((x - y).abs().max() <= 1e-6 * x.abs().max() for x, y in zip(before, outputs(model), strict=True))
+    bounded = make_safe.rounded(ModelTensors(unchanged), layout, made.plan)
+    state = model.state_dict()
+    assert all(torch.equal(bounded(name), state[name].half()) for name in layout.tensors)
+    with torch.no_grad():
+        for name in made.originals:
+            model.get_parameter(name).add_(1.0)  # as training may, which leaves the function as it is
+    made.undo(model)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in unchanged.state_dict().items())
+
+
+def test_a_plan_that_only_centres_keys_changes_a_model() -> None:
+    plan = Plan(family="pegasus", centred_keys=["a"])
+    assert make_safe.MadeSafe(plan, "half", True, 1.0, "a", 1e-5).changed
+
+
+def test_an_adapter_follows_on_centred_keys_with_a_bias_of_its_own() -> None:
+    """Its key bias is as free as the checkpoint's, so it needs no more than the exponents."""
+    base = tiny.small("pegasus").double()
+    layout = resolve(ModelTensors(base))
+    plan = random_plan(layout, (Kind.NORM, Kind.QUERY_KEY))
+    plan = plan.model_copy(update={"centred_keys": [w.at for w in centrable(layout)]})
+    key = f"{plan.centred_keys[0]}.k_proj"
+    names = [f"{PREFIX}{key}.{part}" for part in ("lora_A.weight", "lora_B.weight", "bias")]
+    adapter = dict(zip(names, map(torch.randn, ((2, 24), (24, 2), (24,))), strict=True))
+
+    def with_adapter(model: Any, tensors: Iterable[torch.Tensor]) -> Any:
+        a, b, bias = (each.double() for each in tensors)
+        model.get_submodule(key).weight.data += b @ a
+        model.get_submodule(key).bias.data.copy_(bias)
+        return model
+
+    before = outputs(with_adapter(deepcopy(base), adapter.values()))
+    moved = [scaled_adapter(adapter, layout, plan)[name].values for name in names]
+    after = outputs(with_adapter(apply(deepcopy(base), layout, plan), moved))
+    assert all((x - y).abs().max() <= 1e-12 * x.abs().max() for x, y in zip(before, after, strict=True))
+    assert (before[0] - outputs(base)[0]).abs().max() > 1e-4 * before[0].abs().max()
