@@ -21,7 +21,11 @@ from bf16_to_fp16.commands import make_safe
 from bf16_to_fp16.commands.rescale import observed_plan
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind
+from bf16_to_fp16.finetuning import run
+from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.json_text import loads
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.build import Decided
 from bf16_to_fp16.report.schema import REPORT
 from bf16_to_fp16.rescaling.adapters import PREFIX, scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply
@@ -133,6 +137,24 @@ def test_a_changed_original_is_noticed_by_undo_and_verify(converted: Converted, 
     assert {p["name"] for p in found["problems"] if p["check"] == "replay"} == {
         f"source.replaced.{name}.{key}" for key in ("values", "sha256")
     }
+
+
+def test_a_finetune_of_a_converted_folder_begins_with_the_same_function_centred_again(
+    converted: Converted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, out, plan = converted
+    checkpoint = open_checkpoint(out)
+    recipe = parse_recipe({"source": str(out), "out": "out", "data": {"path": "texts.jsonl"}})
+    monkeypatch.setattr(run, "decide", lambda opened, *_: Decided(opened.layout, plan, "half"))
+    run.write_start(checkpoint, recipe, tmp_path / "start", Progress(quiet=True))
+    before, after = (outputs(load(folder, torch.float32)) for folder in (out, tmp_path / "start"))
+    assert all((x - y).abs().max() <= 1e-6 * x.abs().max() for x, y in zip(before, after, strict=True))
+    layout = resolve(checkpoint)
+    written = load_file(tmp_path / "start" / "model.safetensors")
+    for name, attention in key_biases(layout, plan.centred_keys).items():
+        exponents = torch.tensor(plan.exponents[f"{attention.at}.query_key"]).double()
+        wanted = torch.ldexp(centred_bias(source_weights(checkpoint, layout), layout, attention), -exponents)
+        assert torch.equal(written[name], wanted.float()) and written[name].dtype == torch.float32
 
 
 def test_a_model_in_memory_is_centred_and_undone_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
