@@ -26,7 +26,7 @@ from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.json_text import loads
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.build import Decided
-from bf16_to_fp16.report.schema import REPORT
+from bf16_to_fp16.report.schema import PAGE, REPORT
 from bf16_to_fp16.rescaling.adapters import PREFIX, scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.centred import centrable, centred_bias, key_biases
@@ -83,6 +83,10 @@ def test_centred_biases_are_written_and_give_what_the_sources_do(converted: Conv
     report = loads((out / REPORT).read_bytes())
     assert report["plan"]["centred_keys"] == plan.centred_keys and set(report["source"]["replaced"]) == set(biases)
     assert report["source"]["made"] == []
+    carried = sum(tensor.numel() for name, tensor in written.items() if name not in biases)
+    assert report["weights"]["elements"] == carried
+    page = (out / PAGE).read_text(encoding="utf-8")
+    assert "centres the keys of 3 attentions" in page and "outputs keep every bit" not in page
     model = load(out, torch.float32)
     found = outputs(model)
     for name, attention in biases.items():

@@ -104,8 +104,19 @@ def test_a_reader_centres_the_keys_of_the_given_attentions_alone() -> None:
     for name in layout.tensors:
         wanted = centred_bias(weights, layout, first) if name == f"{first.key}.bias" else weights(name)
         assert torch.equal(read(name), wanted)
-    product = weights(f"{first.key}.weight").double() @ weights(f"{first.norm}.bias").double()
-    assert torch.allclose(read(f"{first.key}.bias"), -product, rtol=1e-12)
+
+
+def test_a_centred_bias_is_the_negative_product_of_weight_and_the_norms_bias() -> None:
+    """To the last bit, for weights of so few bits that fp64 holds every sum exactly, and of any number of columns."""
+    for columns in (1, 2, 7, 24):
+        weight = torch.randint(-99, 99, (5, columns)) / 8
+        beta = torch.randint(-99, 99, (columns,)) / 8
+        layout = layout_of(tiny.small("pegasus"))
+        first = centrable(layout)[0]
+        given = {f"{first.key}.weight": weight.bfloat16(), f"{first.norm}.bias": beta.bfloat16()}
+        found = centred_bias(given.__getitem__, layout, first)
+        product = given[f"{first.key}.weight"].double() @ given[f"{first.norm}.bias"].double()
+        assert found.dtype == torch.float64 and torch.equal(found, -product)
 
 
 def test_a_plan_that_centres_other_keys_does_not_fit() -> None:
