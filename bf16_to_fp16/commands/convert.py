@@ -135,7 +135,9 @@ def convert_by(
         plan = Plan.model_validate(describe_plan(decided.plan))
         signals = reports.signals_of(decided.layout, decided.plan, decided.of_source) if decided.of_source else []
         summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals)
-        nbytes = sum(math.prod(w.shape) * w.dtype.itemsize for w in writes(decided.layout, decided.plan))
+        nbytes = sum(
+            math.prod(w.shape) * w.dtype.itemsize for w in writes(opened.checkpoint, decided.layout, decided.plan)
+        )
         seconds = WHOLE * (time.monotonic() - begun) if decided.ranges else None
         return Conversion(dump(summary), None, decided.planned, decided.plan, nbytes, seconds)
     generates = decided.layout.stock.is_language_model

@@ -7,9 +7,9 @@ config says so, so that ``save_pretrained`` writes weights and eps that belong t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..progress import Progress
 from ..quiet import quiet
 from ..report.facts import tower_of
 from ..rescaling.apply import apply, scale
+from ..rescaling.centred import centred, key_biases
 from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.plan import Plan, exponents_of, inverse
 from ..rescaling.weights import ModelTensors, source_weights
@@ -46,6 +47,7 @@ class MadeSafe:
     plan: the powers of two, all 0 where nothing had to be done. certified: whether no input can overflow the weights as
     they are now, rounded to fp16; training moves them. headroom_bits: log2(limit / bound) at ``tightest``, the site
     with the least. eps: of the norms before. ``again``: the model had been made safe before, and nothing was done.
+    originals: the key biases, by name, that others replaced.
     """
 
     plan: Plan
@@ -55,13 +57,13 @@ class MadeSafe:
     tightest: str
     eps: float
     again: bool = False
+    originals: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def changed(self) -> bool:
         """Whether the plan moves anything."""
-        return bool(self.plan.residual_exponent) or any(
-            any(e) if isinstance(e, list) else e for e in self.plan.exponents.values()
-        )
+        moved = (any(e) if isinstance(e, list) else e for e in self.plan.exponents.values())
+        return bool(self.plan.residual_exponent or self.plan.centred_keys) or any(moved)
 
     def __str__(self) -> str:
         """Return what was done, and what is proven of it."""
@@ -103,6 +105,8 @@ class MadeSafe:
             layout = resolve(source)
             with on_the_cpu(model):
                 apply(model, layout, inverse(self.plan))
+                for name, bias in self.originals.items():  # training moves a free bias, and no output with it
+                    model.get_parameter(name).data.copy_(bias)
             set_eps(model, layout, self.eps)
         model.__dict__.pop(MARK, None)
         return model
@@ -172,7 +176,9 @@ def make_fp16_safe(
         planned = layout_under(layout, plan)
         proof = bound(planned, rounded(source, layout, plan), arithmetic, target=target, spectra=known)
         worst = min(proof.sites, key=lambda site: site.headroom_bits)
-        made = MadeSafe(plan, target, proof.holds, worst.headroom_bits, worst.name, layout.eps)
+        originals = {name: source.read(name).clone() for name in key_biases(layout, plan.centred_keys)}
+        facts = proof.holds, worst.headroom_bits, worst.name, layout.eps
+        made = MadeSafe(plan, target, *facts, originals=originals)
         if made.changed:
             apply(model, layout, plan)
             if layout.family.eps_key is not None:
@@ -185,9 +191,13 @@ def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> T
     """Return a function from a layout's tensor name to its values under a plan, rounded to fp16 as autocast and
     ``half`` round them."""
 
+    def own(name: str) -> torch.Tensor:
+        return stored(source, layout.tensors[name])
+
+    weights = own if plan is None else centred(own, layout, plan.centred_keys)
+
     def read(name: str) -> torch.Tensor:
-        tensor = layout.tensors[name]
-        weight = stored(source, tensor)
+        tensor, weight = layout.tensors[name], weights(name).to(own(name).dtype)
         if plan is not None:
             weight = weight.clone()
             scale(weight, exponents_of(tensor, plan).full(tensor.shape), tensor.offset)

@@ -18,7 +18,7 @@ from ..checkpoint.packing import (
 )
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.shards import WEIGHTS
+from ..checkpoint.shards import WEIGHTS, Write
 from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import check_out, scratch, staged
@@ -28,7 +28,7 @@ from ..families.configs import with_value, without_value
 from ..families.resolve import resolve
 from ..progress import Progress
 from ..report.schema import REPORT, Source
-from ..report.stored import check_written_files, read_origin, read_packed, read_plan
+from ..report.stored import check_written_files, originals, read_origin, read_packed, read_plan
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, inverse
 
@@ -40,9 +40,9 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     A file that ``convert --layout`` wrote is brought back as a file with the same names, or as a folder where ``out``
     does not end in ``.safetensors``. Bit for bit where the conversion was lossless, but for the sign of a 0 in a gain
     that is stored less 1 and moved; a sentence encoder's linears, in fp32, come back as fp16 holds them. Tensors that
-    the conversion made (positions, a separated head) are left out; those that it dropped as copies are not restored.
-    Nothing is claimed of what the weights compute, so whether stock code of the installed version agrees is not asked.
-    Raises UserError where the folder has no plan.
+    the conversion made (positions, a separated head) are left out; those that it dropped as copies are not restored;
+    those that it replaced come from the report. Nothing is claimed of what the weights compute, so whether stock code
+    of the installed version agrees is not asked. Raises UserError where the folder has no plan.
     """
     progress = progress or Progress(quiet=True)
     if Path(folder).is_file():
@@ -66,9 +66,13 @@ def write_weights(
     """Write the tensors of a converted checkpoint's source again; how: as ``write_fp16`` takes it."""
     assert origin.dtype is not None  # as read
     stored = {"F64": "F32"}  # which holds all that came through fp16
+    layout = resolve(checkpoint)
+    replaced = {name: Write(name, tuple(t.shape), None, t) for name, t in originals(layout, plan, origin).items()}
     back = [
-        write.as_dtype(stored.get(dtype := origin.dtypes.get(write.name, origin.dtype), dtype))
-        for write in writes(resolve(checkpoint), inverse(plan))
+        replaced.get(write.name, write).as_dtype(
+            stored.get(dtype := origin.dtypes.get(write.name, origin.dtype), dtype)
+        )
+        for write in writes(checkpoint, layout, inverse(plan))
         if write.name not in origin.made
     ]
     with progress.step(f"Writing {len(back)} tensors") as advance:

@@ -28,7 +28,7 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
     with progress.step(f"Writing {len(layout.tensors)} tensors") as advance:
         written = write_fp16(
             checkpoint,
-            writes(layout, decided.plan),
+            writes(checkpoint, layout, decided.plan),
             work,
             max_shard_size=options.max_shard_size if options.layout == FOLDER_LAYOUT else sys.maxsize,
             advance=advance,

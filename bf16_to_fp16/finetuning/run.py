@@ -412,7 +412,7 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
         decided = decide(opened, options_of(recipe, max_length=recipe.data.input_length), progress)
         layout, plan = decided.layout, decided.plan
     with staged(start) as work:
-        tensors = [write.as_dtype("F32") for write in writes(layout, plan)]
+        tensors = [write.as_dtype("F32") for write in writes(checkpoint, layout, plan)]
         with progress.step(
             f"Writing {len(tensors)} rescaled tensors in fp32" if recipe.rescale else "Copying in fp32"
         ) as a:

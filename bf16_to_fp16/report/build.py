@@ -5,6 +5,8 @@ Terminal, page and model card are made from this object, so they cannot disagree
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +19,7 @@ from ..auditing.fidelity import Fidelity, Outputs, Reference
 from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.findings import Certificate
 from ..bounds.kinds import SiteKind
+from ..checkpoint.formats import bytes_of
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import INDEX
 from ..checkpoint.writer import Written
@@ -32,6 +35,7 @@ from ..families.walk import walk
 from ..numerics import NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
+from ..rescaling.centred import key_biases
 from ..rescaling.edits import Edit
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import ROUNDING, Planned
@@ -117,7 +121,7 @@ def build(
     layout, planned, ranges, written = decided.layout, decided.planned, decided.of_source, rewritten.written
     plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
     over, close = passed_limits(planned, regimes, plan, certificate)
-    counts, source = weight_counts(layout, written), source_of(checkpoint, layout, plan, rewritten)
+    counts, source = weight_counts(layout, plan, written), source_of(checkpoint, layout, plan, rewritten)
     if fidelity is not None:
         exact = not measured.edits and is_exact(plan, counts, source)
         over += too_inexact(fidelity, exact=exact, ran=bool(regimes), max_kl=max_kl, edited=bool(measured.edits))
@@ -278,8 +282,9 @@ def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) 
 
 
 def is_exact(plan: Plan | None, weights: schema.WeightsEntry | None, source: schema.Source) -> bool:
-    """Return whether the output must compute the source's function to the bit: no weight was rounded or made."""
-    if plan is None or weights is None or plan.drift is not None or plan.gain_correction or source.made:
+    """Return whether the output must compute the source's function to the bit: no weight was rounded, made or
+    replaced."""
+    if plan is None or weights is None or plan.drift or plan.gain_correction or plan.centred_keys or source.made:
         return False
     return weights.lossless_fraction == 1
 
@@ -317,6 +322,7 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
     ]
     if layout.tied is False and layout.family.head in made:
         made += [name for name in layout.family.copies if name in layout.tensors]
+    replaced: dict[str, Any] = {"replaced": found} if (found := replaced_by(layout, plan, checkpoint)) else {}
     return schema.Source(
         **schema.Source.place_of(checkpoint),
         sha256=rewritten.written.source_sha256,
@@ -330,6 +336,7 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
         left_out=rewritten.left_out,
         side_dtypes=dict(rewritten.side_dtypes),
         card=front_matter(checkpoint.folder),
+        **replaced,
     )
 
 
@@ -346,9 +353,21 @@ def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[st
     return found
 
 
-def weight_counts(layout: Layout, written: Written) -> schema.WeightsEntry:
-    """Return how the weights came through, counted over the tensors that the source stores."""
-    stats = [s for name, s in written.stats.items() if layout.tensors[name].source is not None]
+def replaced_by(layout: Layout, plan: Plan, checkpoint: Checkpoint) -> dict[str, schema.Original]:
+    """Return the tensors of the source, by name, in place of which a plan writes others."""
+    found = {}
+    for name in key_biases(layout, plan.centred_keys):
+        values = bytes_of(checkpoint.read(str(layout.tensors[name].source)))
+        digest = hashlib.sha256(values).hexdigest()
+        found[name] = schema.Original(values=base64.b64encode(values).decode(), sha256=digest)
+    return found
+
+
+def weight_counts(layout: Layout, plan: Plan, written: Written) -> schema.WeightsEntry:
+    """Return how the weights came through, counted over the tensors that the source stores and the plan keeps."""
+    left_out = {name for name, tensor in layout.tensors.items() if tensor.source is None}
+    left_out.update(key_biases(layout, plan.centred_keys))
+    stats = [s for name, s in written.stats.items() if name not in left_out]
     elements, nonzero = sum(s.elements for s in stats), sum(s.nonzero for s in stats)
     return schema.WeightsEntry(
         elements=elements,

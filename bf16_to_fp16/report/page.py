@@ -344,7 +344,9 @@ def remedies_of(report: Report, unproven: Sequence[UnprovenEntry]) -> list[str]:
 def is_exact(report: Report) -> bool:
     """Return whether a plan is powers of two that change nothing, so that fp32 outputs keep every bit."""
     plan = report.plan
-    return plan is None or not (plan.gain_correction or plan.untied_head or plan.drift or report.inexact)
+    return plan is None or not (
+        plan.gain_correction or plan.untied_head or plan.drift or plan.centred_keys or report.inexact
+    )
 
 
 def plan_rows(report: Report) -> list[tuple[str, str]]:
@@ -362,6 +364,8 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("norm eps", "fixed in stock code, so it drifts (below)"))
     if plan.untied_head:
         rows.append(("head", "separated from the embedding, whose limit stood in the way"))
+    if plan.centred_keys:
+        rows.append(("key bias", f"centres the keys of {counted(len(plan.centred_keys), 'attention')}"))
     if plan.gain_correction:
         n = len(plan.gain_correction)
         rows.append(("gain correction", f"{n} norm weights, against the mean of the eps drift"))

@@ -88,6 +88,14 @@ def dump(part: BaseModel) -> dict[str, Any]:
 # --- where it comes from ---------------------------------------------------------------------------------------------
 
 
+class Original(ReportObject):
+    """The values of a tensor of the source that the conversion replaced, since nothing else holds them: their bytes, in
+    base64, and the SHA-256 of these, in hexadecimal."""
+
+    values: str
+    sha256: str
+
+
 class Source(ReportObject):
     """Where the weights came from, and what ``undo`` needs to bring them back.
 
@@ -98,7 +106,8 @@ class Source(ReportObject):
     into a config inside. ``carried_over`` and ``left_out``: files besides the weights. ``side_dtypes``: what the
     tensors of a sentence encoder's other modules were in, by sub-folder and name. Of a checkpoint that was finetuned,
     path, revision and hashes are the original's. ``adapter``: the LoRA adapter that ``certify`` merged with it.
-    ``card``: licence, languages, tags and task as the source's own card gives them.
+    ``card``: licence, languages, tags and task as the source's own card gives them. ``replaced``: key biases, by name,
+    in place of which the conversion wrote others.
     """
 
     path: str | None = None
@@ -116,6 +125,7 @@ class Source(ReportObject):
     left_out: list[str] = []
     side_dtypes: dict[str, str] = {}
     card: dict[str, str | list[str]] = {}
+    replaced: dict[str, Original] = {}
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:

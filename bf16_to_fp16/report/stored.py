@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 
+from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.packing import way_back_of
 from ..errors import UserError
-from ..rescaling.plan import Plan
+from ..families.layout import Layout
+from ..rescaling.centred import key_biases
+from ..rescaling.plan import Plan, check_centred
 from .schema import REPORT, Source, WeightsEntry, read_report
 
 STORED = {"F64", "F32", "F16", "BF16"}  # dtypes that ``undo`` can write back, in safetensors' spelling
@@ -94,3 +101,25 @@ def read_origin(path: Path) -> Source:
     if not {origin.dtype, *origin.dtypes.values()} <= STORED:
         raise UserError(f"{path / REPORT}: {words}")
     return origin
+
+
+def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Tensor]:
+    """Return the source's tensors, by name, in place of which a plan wrote others; raise UserError where ``source``
+    does not hold these very tensors, unchanged."""
+    check_centred(layout, plan)
+    names, found = key_biases(layout, plan.centred_keys), {}
+    for name in sorted({*names, *source.replaced}):
+        entry, dtype = source.replaced.get(name), SAFETENSORS_DTYPES.get(source.dtypes.get(name, str(source.dtype)))
+        if entry is None or dtype is None or name not in names:
+            raise UserError(
+                f"the report does not hold what the plan replaced ({name}); take the one that convert wrote"
+            )
+        shape = layout.tensors[name].shape
+        try:
+            values = base64.b64decode(entry.values, validate=True)
+        except ValueError:
+            values = b""
+        if hashlib.sha256(values).hexdigest() != entry.sha256 or len(values) != math.prod(shape) * dtype.itemsize:
+            raise UserError(f"the original of {name} in the report was changed; take the one that convert wrote")
+        found[name] = torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
+    return found

@@ -10,26 +10,33 @@ import torch
 from ..bounds.factored import chunks
 from ..checkpoint.shards import Write
 from ..families.configs import with_value
-from ..families.layout import Layout
+from ..families.layout import Layout, TensorSource
 from ..families.older import with_older_keys
 from ..families.types import OutputScale
 from ..run.stock import eps_attribute
+from .centred import centred_bias, key_biases
 from .plan import Plan, check_plan_fits, correction_of, exponents_of
+from .weights import source_weights
 
 
-def writes(layout: Layout, plan: Plan) -> list[Write]:
-    """Return what to write for ``layout`` under ``plan``, tensor by tensor, sorted by name."""
+def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
+    """Return what to write for ``layout``, which is of ``source``, under ``plan``, tensor by tensor, sorted by name."""
     check_plan_fits(layout, plan)
+    replaced, weights = key_biases(layout, plan.centred_keys), source_weights(source, layout)
     result = []
     for name in sorted(layout.tensors):
-        tensor = layout.tensors[name]
+        tensor, data = layout.tensors[name], None
         exponents = exponents_of(tensor, plan)
+        if name in replaced:
+            data = centred_bias(weights, layout, replaced[name])
+        elif tensor.generate:
+            data = tensor.generate(tensor.shape[0], tensor.shape[1])
         result.append(
             Write(
                 name=name,
                 shape=tensor.shape,
-                source=tensor.source,
-                data=tensor.generate(tensor.shape[0], tensor.shape[1]) if tensor.generate else None,
+                source=tensor.source if data is None else None,
+                data=data,
                 exponent=exponents.scalar,
                 row_exponents=exponents.rows,
                 column_exponents=exponents.columns,
@@ -41,7 +48,8 @@ def writes(layout: Layout, plan: Plan) -> list[Write]:
 
 
 def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module:
-    """Rescale ``model`` in place by ``plan`` and return it; in fp32 its outputs keep every bit.
+    """Rescale ``model`` in place by ``plan`` and return it; in fp32 its outputs keep every bit, but for what other sums
+    round where keys are centred.
 
     The model's parameters are named as in ``layout`` and the head is as tied as the layout says. Norm eps
     attributes are multiplied by 4^r, also where no config could say so (LayerNorm).
@@ -50,6 +58,8 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     done: set[int] = set()
     with torch.no_grad():
+        for name, attention in key_biases(layout, plan.centred_keys).items():  # of weights that are not scaled yet
+            found[name].copy_(centred_bias(found.__getitem__, layout, attention))
         for name, tensor in layout.tensors.items():
             parameter = found[name]
             if id(parameter) in done:

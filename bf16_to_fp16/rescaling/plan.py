@@ -19,6 +19,7 @@ from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
 from ..families.spread import all_carry, channels_along, spread_out
 from ..families.types import RESIDUAL, Axis, Kind, carried_by
+from .centred import centrable
 
 Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
 """An exponent of a plan; an element carries three at most, which the writer then can apply."""
@@ -48,7 +49,8 @@ class Plan(BaseModel):
     ``residual_exponent``: of the residual stream, of the encoder's where stacks have one each. ``exponents``: per other
     signal one integer for all channels or a list with one per channel; those of channels at 0 are left out.
     ``gain_correction``: factor on a norm's weight, not a power of two, that takes out the mean of the eps drift.
-    ``eps``: what the config must say, None where it cannot.
+    ``eps``: what the config must say, None where it cannot. ``centred_keys``: paths of the attentions whose key bias is
+    replaced by the one that centres keys, see ``centred``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,6 +63,7 @@ class Plan(BaseModel):
     gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     drift: Drift | None = None
     margin_bits: float | None = None
+    centred_keys: list[str] = Field(default_factory=list)
 
     @property
     def drifts_by(self) -> str:
@@ -144,7 +147,8 @@ def correction_of(tensor: ResolvedTensor, plan: Plan) -> float:
 
 
 def check_plan_fits(layout: Layout, plan: Plan) -> None:
-    """Raise UserError unless ``plan`` fits ``layout``: same family, known signals, right numbers of channels."""
+    """Raise UserError unless ``plan`` fits ``layout``: same family, known signals, right numbers of channels, centred
+    keys where they may be."""
     if plan.family != layout.family.name:
         raise UserError(
             f"the plan is for {plan.family}, the checkpoint is {layout.family.name}; use the plan of this checkpoint"
@@ -158,10 +162,22 @@ def check_plan_fits(layout: Layout, plan: Plan) -> None:
             )
         if isinstance(exponent, list) and len(exponent) != known.size:
             raise UserError(f"the plan has {len(exponent)} exponents for {signal}, which has {known.size} channels")
+    check_centred(layout, plan)
+
+
+def check_centred(layout: Layout, plan: Plan) -> None:
+    """Raise UserError unless the attentions whose keys ``plan`` centres are of ``layout`` and have a free key bias."""
+    free = {attention.at for attention in centrable(layout)}
+    if unknown := [path for path in plan.centred_keys if path not in free]:
+        raise UserError(
+            f"the plan centres the keys of {unknown[0]!r}, which has no free key bias here; use the plan of this"
+            " checkpoint"
+        )
 
 
 def inverse(plan: Plan) -> Plan:
-    """Return the plan that takes the weights back: every exponent negated, every correction inverted."""
+    """Return the plan that takes the weights back: every exponent negated, every correction inverted. Centred keys stay
+    centred: the biases that they had are no function of the weights."""
     return Plan(
         family=plan.family,
         residual_exponent=-plan.residual_exponent,
@@ -171,8 +187,8 @@ def inverse(plan: Plan) -> Plan:
 
 
 def describe_plan(plan: Plan) -> Mapping[str, object]:
-    """Return the plan as JSON data, lists of one repeated number folded into that number."""
-    data = plan.model_dump()
+    """Return the plan as JSON data, lists of one repeated number folded into that number, no centred keys left out."""
+    data = plan.model_dump(exclude=None if plan.centred_keys else {"centred_keys"})
     data["exponents"] = {
         k: v[0] if isinstance(v, list) and len(set(v)) == 1 else v for k, v in data["exponents"].items()
     }

@@ -23,6 +23,7 @@ from ..progress import Progress
 from ..report.build import Rewritten, source_of, weight_counts
 from ..report.remedies import RIGHT_REVISION
 from ..report.schema import InexactEntry, Source, WeightsEntry, dump
+from ..report.stored import originals
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
 from ..rescaling.edits import listed_edits
 from ..rescaling.plan import Plan, exponents_of
@@ -58,6 +59,10 @@ def check_plan(
             exponents_of(tensor, plan)
         except (UserError, RuntimeError, OverflowError) as error:
             problems.append(problem(tensor.name, " ".join(str(error).partition(";")[0].split())))
+    try:
+        originals(layout, plan, source)
+    except UserError as error:
+        problems.append(problem("plan", str(error).partition(";")[0]))
     if not problems:
         said, made = ([(e.site, e.exponent) for e in each] for each in (inexact, listed_edits(layout, plan)))
         if sorted(said) != sorted(made):
@@ -121,7 +126,7 @@ def replay(original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Sou
     layout = resolve(original, untie=plan.untied_head)
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch:
         with progress.step("Replaying the plan on the original") as advance:
-            written = write_fp16(original, writes(layout, plan), Path(scratch), hashes=False, advance=advance)
+            written = write_fp16(original, writes(original, layout, plan), Path(scratch), hashes=False, advance=advance)
         (Path(scratch) / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8", newline="\n")
         again = open_checkpoint(scratch)
         differing = sorted(set(again.tensors) ^ set(checkpoint.tensors))
@@ -131,7 +136,7 @@ def replay(original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Sou
                 differing.append(name)
     reason = "is not what the plan makes of the original"
     problems = [Problem("replay", name, reason) for name in differing]
-    weights = weight_counts(layout, written)
+    weights = weight_counts(layout, plan, written)
     rewritten = Rewritten(replace(written, source_sha256=hashes), [], [])
     if original.folder in VIEWS:
         # Its config was told from the weights or given, and nothing lies beside it.
@@ -154,7 +159,7 @@ def check_source(said: Source, found: Source) -> tuple[list[Problem], dict[str, 
     """Return the keys of a recorded source that are not what the original gives, and those that cannot be told, since
     files beside the original's weights were changed, with the reason."""
     data, truth, unchecked = dump(said), dump(found), dict[str, str]()
-    keys = ["sha256", "dtype", "dtypes", "made", "dropped", "config_changes", "side_dtypes"]
+    keys = ["sha256", "dtype", "dtypes", "made", "dropped", "config_changes", "side_dtypes", "replaced"]
     if said.other_sha256 == found.other_sha256:
         keys += OF_OTHER_FILES
     else:

@@ -172,6 +172,7 @@ def test_an_output_must_be_the_source_to_the_bit_unless_something_drifted_was_co
     assert is_exact(plan, whole, source)
     assert not is_exact(plan.model_copy(update={"drift": Drift(relative_error=0.0)}), whole, source)
     assert not is_exact(plan.model_copy(update={"gain_correction": {"a": 1.1}}), whole, source)
+    assert not is_exact(plan.model_copy(update={"centred_keys": ["a"]}), whole, source)
     assert not is_exact(plan, whole.model_copy(update={"lossless_fraction": 0.999}), source)
     assert not is_exact(plan, whole, source.model_copy(update={"made": ["lm_head.weight"]}))
     other = replace(apart(1.0, 0.0), squared_error_fp32=1e-3)

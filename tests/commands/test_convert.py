@@ -602,7 +602,7 @@ def test_generated_tensors_do_not_count_as_carried_over() -> None:
     stats = dict.fromkeys(layout.tensors, TensorStats(10, 9, 6, 1, 0, 3.0, 8))
     stats |= dict.fromkeys(made, TensorStats(1000, 300, 200, 500, 7, 5.0, 900))
     stored = len(layout.tensors) - 2
-    assert len(made) == 2 and dump(weight_counts(layout, Written(stats, (), {}))) == {
+    assert len(made) == 2 and dump(weight_counts(layout, Plan(family="t5"), Written(stats, (), {}))) == {
         "elements": 10 * stored,
         "lossless_fraction": 0.9,
         "normal_fraction": 0.75,

@@ -112,19 +112,21 @@ def test_a_plan_of_another_checkpoint_is_refused() -> None:
 
 def test_a_gain_correction_is_written_and_taken_back_by_the_inverse() -> None:
     model = tiny.build("pegasus")
-    layout = resolve(ModelTensors(model))
+    layout = resolve(source := ModelTensors(model))
     names = [f"{path}.weight" for path in layout.norms[:2]]
     before = {n: t.clone() for n, t in model.state_dict().items()}
     plan = Plan(family="pegasus", gain_correction={names[0]: 1.25, names[1]: 0.75})
-    assert {w.name: w.gain for w in writes(layout, plan) if w.gain != 1} == plan.gain_correction
+    assert {w.name: w.gain for w in writes(source, layout, plan) if w.gain != 1} == plan.gain_correction
     assert inverse(plan).gain_correction == {names[0]: 0.8, names[1]: 1 / 0.75}
     apply(apply(model, layout, plan), layout, inverse(plan))
     assert all(torch.equal(t.bfloat16(), before[n].bfloat16()) for n, t in model.state_dict().items())
 
 
 def test_a_separated_t5_head_is_written_times_its_scale() -> None:
-    layout = resolve(ModelTensors(tiny.build("t5", d_model=16)), untie=True)
-    assert {w.name: w.gain for w in writes(layout, Plan(family="t5")) if w.gain != 1} == {"lm_head.weight": 0.25}
+    layout = resolve(source := ModelTensors(tiny.build("t5", d_model=16)), untie=True)
+    assert {w.name: w.gain for w in writes(source, layout, Plan(family="t5")) if w.gain != 1} == {
+        "lm_head.weight": 0.25
+    }
 
 
 def test_the_tie_flag_does_not_decide() -> None:

@@ -26,7 +26,7 @@ from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.finetuning.trainer import Outcome
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange
-from bf16_to_fp16.report.build import descended, signals_of
+from bf16_to_fp16.report.build import descended, replaced_by, signals_of
 from bf16_to_fp16.report.remedies import going_on
 from bf16_to_fp16.report.schema import (
     REPORT,
@@ -39,6 +39,7 @@ from bf16_to_fp16.report.schema import (
     Report,
     ReportObject,
     RuntimeCheck,
+    Source,
     SunkSignal,
     Text,
     Verification,
@@ -100,6 +101,8 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     (both / "config.json").write_text(json.dumps(config))
     edited = Path(shutil.copytree(converted, folder / "edited"))
     (edited / "README.md").write_text("mine")
+    theirs = open_checkpoint(tiny.save(tiny.small("pegasus"), folder / "biased"))
+    plan = Plan(family="pegasus", centred_keys=["model.encoder.layers.0.self_attn"])
     whole = convert_pipeline(folder / "pipeline", folder / "pipeline-fp16", run_model=False)
     return {
         "convert": report,
@@ -108,6 +111,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         "finetune": descended(report, lineage, FidelityEntry(kl_fp16=1.0)),
         "finetune that goes on": going_on(descended(report, lineage, FidelityEntry(kl_fp16=1.0)), [], "go on: ..."),
         "lineage": lineage,
+        "what was replaced": Source(replaced=replaced_by(resolve(theirs), plan, theirs)),
         "audit": Report.model_validate(attacked),
         "certify": Report.model_validate(certify(source)),
         "certify a part": Report.model_validate(certify(both)),

@@ -1,0 +1,136 @@
+"""Centred keys: the same function, smaller keys, and a way back."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from support import tiny
+from support.contract import certified, layout_of, outputs, random_plan
+
+from bf16_to_fp16 import UserError
+from bf16_to_fp16.families.types import Attention, Kind
+from bf16_to_fp16.rescaling.apply import apply, writes
+from bf16_to_fp16.rescaling.centred import centrable, centred, centred_bias, key_biases
+from bf16_to_fp16.rescaling.plan import Plan, describe_plan, inverse
+from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+
+KINDS = ("pegasus", "mbart", "bigbird_pegasus")
+
+
+def centring(model: torch.nn.Module) -> Plan:
+    """Return the plan that does nothing but centre all keys."""
+    layout = layout_of(model)
+    return Plan(family=layout.family.name, centred_keys=[w.at for w in centrable(layout)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_attention_of_a_family_with_a_free_key_bias_is_centrable(kind: str) -> None:
+    layout = layout_of(tiny.small(kind))
+    assert centrable(layout) == tuple(w for w in layout.topology if isinstance(w, Attention))
+
+
+@pytest.mark.parametrize("kind", ["t5", "longt5", "gemma3", "llama-biased", "glm4"])
+def test_none_is_centrable_without_a_key_bias_or_with_something_between_key_and_score(kind: str) -> None:
+    assert centrable(layout_of(tiny.small(kind))) == ()
+    assert centrable(layout_of(tiny.small("bigbird_pegasus", use_bias=False))) == ()
+
+
+def test_the_bias_of_a_rotated_key_is_not_free() -> None:
+    model = tiny.small("llama-biased")
+    before = outputs(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.bias.zero_()
+    assert not torch.allclose(before[0], outputs(model)[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_centred_keys_leave_outputs_equal_to_rounding_errors(kind: str) -> None:
+    model = tiny.small(kind)
+    for dtype, most in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        same = deepcopy(model).to(dtype)
+        before = outputs(same)
+        after = outputs(apply(same, layout_of(model), centring(model)))
+        assert all(x.dtype == dtype for x in after)
+        assert all((x - y).abs().max() <= most * x.abs().max() for x, y in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_centred_keys_are_the_norm_without_its_bias_through_the_weight(kind: str) -> None:
+    """Whichever norm keys read, their bias takes out what its own bias adds: keys of what it gives at zero are zero."""
+    model = tiny.small(kind).double()
+    layout = layout_of(model)
+    apply(model, layout, centring(model))
+    for w in centrable(layout):
+        norm = model.get_submodule(layout.stacks()[0].ends.norm if w.memory else w.norm)
+        keys = model.get_submodule(w.key)(norm(torch.zeros(1, norm.weight.numel()).double()))
+        assert keys.abs().max() <= 1e-12 * model.get_submodule(w.key).bias.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounds_of_keys_and_scores_fall_and_no_other_rises(kind: str) -> None:
+    model = tiny.small(kind)
+    layout, before = certified(model)
+    _, after = certified(apply(model, layout, centring(model)))
+    bounds = {site.name: site.bound for site in after.sites}
+    for site in before.sites:
+        falls = site.kind in ("key", "scores", "masked scores")
+        assert bounds[site.name] < site.bound if falls else bounds[site.name] == site.bound, site.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exponents_go_on_a_centred_bias_as_on_any_other(kind: str) -> None:
+    """Centred and rescaled is to the bit what is centred first and rescaled then, in files as in memory."""
+    model = tiny.small(kind)
+    layout = layout_of(model)
+    moves = random_plan(layout, (Kind.RESIDUAL, Kind.NORM, Kind.QUERY_KEY))
+    both = moves.model_copy(update={"centred_keys": centring(model).centred_keys})
+    one, two = deepcopy(model), apply(apply(deepcopy(model), layout, centring(model)), layout, moves)
+    found = apply(one, layout, both).state_dict()
+    assert all(torch.equal(weight, found[name]) for name, weight in two.state_dict().items())
+    for write in writes(ModelTensors(model), layout, both):
+        if write.name in key_biases(layout, both.centred_keys):
+            assert write.source is None and write.data is not None and write.row_exponents is not None
+            scaled = torch.ldexp(write.data, write.row_exponents.double() + write.exponent)
+            assert torch.equal(scaled.float(), found[write.name])
+
+
+def test_a_reader_centres_the_keys_of_the_given_attentions_alone() -> None:
+    model = tiny.small("pegasus")
+    source, layout = ModelTensors(model), layout_of(model)
+    weights, (first, *_) = source_weights(source, layout), centrable(layout)
+    read = centred(weights, layout, [first.at])
+    for name in layout.tensors:
+        wanted = centred_bias(weights, layout, first) if name == f"{first.key}.bias" else weights(name)
+        assert torch.equal(read(name), wanted)
+
+
+def test_a_centred_bias_is_the_negative_product_of_weight_and_the_norms_bias() -> None:
+    """To the last bit, for weights of so few bits that fp64 holds every sum exactly, and of any number of columns."""
+    for columns in (1, 2, 7, 24):
+        weight = torch.randint(-99, 99, (5, columns)) / 8
+        beta = torch.randint(-99, 99, (columns,)) / 8
+        layout = layout_of(tiny.small("pegasus"))
+        first = centrable(layout)[0]
+        given = {f"{first.key}.weight": weight.bfloat16(), f"{first.norm}.bias": beta.bfloat16()}
+        found = centred_bias(given.__getitem__, layout, first)
+        product = given[f"{first.key}.weight"].double() @ given[f"{first.norm}.bias"].double()
+        assert found.dtype == torch.float64 and torch.equal(found, -product)
+
+
+def test_a_plan_that_centres_other_keys_does_not_fit() -> None:
+    model = tiny.small("pegasus")
+    for path in ("model.encoder.layers.0.self_attn.k_proj", "nowhere"):
+        with pytest.raises(UserError, match="centres the keys of"):
+            apply(model, layout_of(model), Plan(family="pegasus", centred_keys=[path]))
+    rotated = tiny.small("llama-biased")
+    with pytest.raises(UserError, match="no free key bias"):
+        apply(rotated, layout_of(rotated), Plan(family="llama", centred_keys=["model.layers.0.self_attn"]))
+
+
+def test_only_a_plan_that_centres_keys_says_so() -> None:
+    plan = Plan(family="pegasus", centred_keys=["a"])
+    assert describe_plan(plan)["centred_keys"] == ["a"]
+    assert "centred_keys" not in describe_plan(Plan(family="pegasus"))
+    assert inverse(plan).centred_keys == []
