@@ -11,14 +11,16 @@ from torch import Tensor
 
 from ..auditing.fidelity import Outputs, Reference, add_outputs, fidelity
 from ..checkpoint.reader import Checkpoint
-from ..families.layout import Layout
+from ..families.layout import Layout, TensorSource
 from ..families.types import LOGITS
 from ..numerics import FP16_MAX, PROOF_MARGIN_BITS
 from ..progress import Progress
 from ..ranges import ModuleRange
+from ..rescaling.centred import centrable, centred, key_biases
 from ..rescaling.edits import edited, excess_bits, exponents_for
 from ..rescaling.plan import Plan
 from ..rescaling.planner import CHANNEL_RANGE
+from ..rescaling.weights import source_weights
 from ..run.batch import Batch
 from ..run.lanes import Change, Lane, Walk
 from ..wording import counted
@@ -63,15 +65,23 @@ def needed_edits(
     return found
 
 
+def needlessly_shared(layout: Layout, bounds: Mapping[str, ModuleRange]) -> list[str]:
+    """Return the paths of the attentions whose scores pass their limits, by ``bounds``, and whose keys may be
+    centred."""
+    passed = excess_bits(layout, bounds, FP16_MAX * 2.0**-PROOF_MARGIN_BITS)
+    return [w.at for w in centrable(layout) if bool((passed[f"{w.at}.scores"] > 0).any())]
+
+
 @dataclass(frozen=True)
 class Trial:
-    """Runs of a source under edits, in fp32, and how far they are from its own outputs."""
+    """Runs of a source under edits, in fp32, and how far they are from its own outputs; made: edits of every run."""
 
     checkpoint: Checkpoint
     layout: Layout
     reference: Reference
     inputs: Sequence[Batch]
     progress: Progress
+    made: Plan
 
     @property
     def bf16(self) -> float:
@@ -85,14 +95,15 @@ class Trial:
 
     def costs(self, trials: Sequence[Mapping[str, Exponents]], what: str) -> list[float]:
         """Return the divergence that each of several edits makes, all run in one walk; what: are tried, in words."""
-        plans, family = [dict(trial) for trial in trials], self.layout.family.name
+        plans = [dict(trial) for trial in trials]
         # What a head without a cap makes of the last states is scaled after the run, as a head of its own would.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
         lanes: list[list[Lane[Tensor]] | None] = []
         with self.progress.step(f"Trying {what} on the source") as advance:
             walk = Walk(self.checkpoint)
             for exponents in plans:
-                change = change_by(self.layout, Plan(family=family, exponents=exponents))
+                edits = self.made.model_copy(update={"exponents": exponents})
+                change = change_by(self.checkpoint, self.layout, edits)
                 lanes.append(add_outputs(walk, self.inputs, torch.float32, change=change) if exponents else None)
             walk.run(advance)
         found = [self.reference.fp32 if each is None else [lane.result for lane in each] for each in lanes]
@@ -125,7 +136,7 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
         if not chosen:
             return None
         total = trial.costs([chosen], "what is left")[0]
-    plan = Plan(family=trial.layout.family.name, exponents=chosen)
+    plan = trial.made.model_copy(update={"exponents": chosen})
     return Edits(plan, predicted, apart and LOGITS in chosen)
 
 
@@ -166,11 +177,14 @@ def reducible(chosen: Mapping[str, Exponents], needed: Mapping[str, Needed]) -> 
     return [name for name, exponents in chosen.items() if exponents != needed[name].observed]
 
 
-def change_by(layout: Layout, edits: Plan) -> Change:
-    """Return the change that edits make of a source's stored weights."""
+def change_by(source: TensorSource, layout: Layout, edits: Plan) -> Change:
+    """Return the change that edits make of the stored weights of ``source``."""
+    biases = key_biases(layout, edits.centred_keys)
+    read = centred(source_weights(source, layout), layout, edits.centred_keys)
 
     def changed(name: str, weight: Tensor) -> Tensor:
-        tensor = layout.tensors.get(name)
-        return weight if tensor is None else edited(tensor, weight, edits, tensor.offset)
+        if (tensor := layout.tensors.get(name)) is None:
+            return weight
+        return edited(tensor, read(name).to(weight) if name in biases else weight, edits, tensor.offset)
 
     return changed

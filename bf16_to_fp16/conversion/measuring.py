@@ -79,7 +79,7 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
 
     def undone(names: Iterable[str]) -> Change:
         back = Plan(family=decided.plan.family, exponents={name: exponents[name] for name in names})
-        return change_by(layout, inverse(back))
+        return change_by(written, layout, inverse(back))
 
     walk = Walk(written)
     changes = [undone(exponents), *(undone(exponents.keys() - {edit.signal}) for edit in edits)]

@@ -43,7 +43,7 @@ from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
 from ..targets import AUTO, TIERS
 from ..wording import counted
-from .editing import Edits, Trial, change_by, least_edits, needed_edits
+from .editing import Edits, Trial, change_by, least_edits, needed_edits, needlessly_shared
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of an unscaled eps may cause
@@ -67,7 +67,9 @@ class Opened:
     def under(self, decided: Decided) -> Opened:
         """Return the source with the edits that were decided; itself where there are none, or they are made."""
         edits = edits_of(decided.layout, decided.plan)
-        return self if not edits.exponents else replace(self, layout=decided.layout, edits=edits)
+        return (
+            self if not (edits.exponents or edits.centred_keys) else replace(self, layout=decided.layout, edits=edits)
+        )
 
     @cached_property
     def spectra(self) -> Spectra:
@@ -150,20 +152,35 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     checkpoint, device = opened.checkpoint, opened.device
     check_bounded(opened.layout)  # what the bounds would refuse after all has been run
     auto, search = options.target == AUTO, Search(opened, options, progress)
+    source = search
+    predicted: Mapping[str, float] = {}
     first = TIERS[0].target if auto else options.target
     if options.run_model:
         search.ranges, search.reference = observe_source(checkpoint, opened.inputs, progress, device)
     decided = search.decided(first)
-    if search.ranges is not None and search.reference is not None and not options.exact:
-        needed = needed_edits(opened.layout, search.bounds, search.ranges, options.margin_bits)
-        trial = Trial(checkpoint, opened.layout, search.reference, opened.inputs, progress)
-        edits = least_edits(trial, needed, options.max_kl) if needed else None
-        if edits is not None:
-            after = edited_search(search, edits)
-            found = after.strictest(after.decided(first)) if auto else after.decided(first)
-            own = {"ranges_before": search.ranges, "reference": search.reference, "predicted": edits.predicted}
-            return replace(found, **own)  # type: ignore[arg-type]
-    return search.strictest(decided) if auto else decided
+    if options.run_model and not options.exact:
+        search, decided, predicted = edited_enough(search, decided)
+    best = search.strictest(decided) if auto else decided
+    return replace(best, ranges_before=source.ranges, reference=source.reference, predicted=predicted)
+
+
+def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Mapping[str, float]]:
+    """Return the choice of a plan for a source that is edited where no exact plan is enough, its plan, and what each
+    edit was found to cost, by signal; first keys are centred, which costs nothing."""
+    source, opened = search, search.opened
+    shared = needlessly_shared(opened.layout, search.bounds)
+    made = Plan(family=opened.layout.family.name, centred_keys=shared)
+    if shared:
+        search = edited_search(source, Edits(made, {}))
+        decided = search.decided(decided.target)
+    assert search.ranges is not None and source.reference is not None
+    needed = needed_edits(opened.layout, search.bounds, search.ranges, search.options.margin_bits)
+    trial = Trial(opened.checkpoint, opened.layout, source.reference, opened.inputs, search.progress, made)
+    edits = least_edits(trial, needed, search.options.max_kl) if needed else None
+    if edits is None:
+        return search, decided, {}
+    search = edited_search(source, edits)
+    return search, search.decided(decided.target), edits.predicted
 
 
 @dataclass
@@ -224,7 +241,7 @@ def edited_search(search: Search, edits: Edits) -> Search:
     opened, reference = search.opened, search.reference
     assert reference is not None
     layout = resolve(opened.checkpoint, untie=True) if edits.apart else opened.layout
-    change, inputs = change_by(layout, edits.plan), opened.inputs
+    change, inputs = change_by(opened.checkpoint, layout, edits.plan), opened.inputs
     ranges, outputs = observe_source(opened.checkpoint, inputs, search.progress, opened.device, change)
     if edits.apart and layout.head is not None:
         ranges = with_scaled_output(ranges, layout.head.linears[0].at, edits.plan.exponent(LOGITS))
@@ -498,7 +515,7 @@ def drifted_outputs(
     weight, since what those lose is of one size with what fp16 cannot hold of the others.
     """
     rounds = any(tensor.offset for tensor in layout.tensors.values())
-    edit, exact = change_by(layout, edits_of(layout, plan)), without_edits(layout, plan)
+    edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 
     def corrected(name: str, weight: torch.Tensor) -> torch.Tensor:
         tensor, weight = layout.tensors.get(name), edit(name, weight)

@@ -19,6 +19,7 @@ from ..families.layout import Layout, ResolvedTensor, TensorReader, TensorSource
 from ..families.types import LOGITS, Attention
 from ..ranges import ModuleRange
 from .apply import scale
+from .centred import centred
 from .plan import Plan, exponents_of
 from .planner import folded, known_points
 from .weights import source_weights
@@ -38,24 +39,25 @@ class Edit:
 
 
 def edits_of(layout: Layout, plan: Plan) -> Plan:
-    """Return the part of a plan that changes the function."""
+    """Return the part of a plan that is no exact rescaling: exponents with a price, and centred keys."""
     priced = {name: e for name, e in plan.exponents.items() if layout.signals[name].kind.has_price}
-    return Plan(family=plan.family, exponents=priced)
+    return Plan(family=plan.family, exponents=priced, centred_keys=plan.centred_keys)
 
 
 def without_edits(layout: Layout, plan: Plan) -> Plan:
     """Return the part of a plan that is exact on the source that its edits make."""
     exact = {name: e for name, e in plan.exponents.items() if not layout.signals[name].kind.has_price}
-    return plan.model_copy(update={"exponents": exact})
+    return plan.model_copy(update={"exponents": exact, "centred_keys": []})
 
 
 def with_edits(plan: Plan, edits: Plan) -> Plan:
     """Return an exact plan of an edited source as one of the source itself."""
-    return plan.model_copy(update={"exponents": plan.exponents | edits.exponents})
+    exponents, centred = plan.exponents | edits.exponents, sorted({*plan.centred_keys, *edits.centred_keys})
+    return plan.model_copy(update={"exponents": exponents, "centred_keys": centred})
 
 
 def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | None = None) -> tuple[Edit, ...]:
-    """Return a plan's edits one by one; predicted: divergences by signal."""
+    """Return the edits of a plan that have a price, one by one; predicted: divergences by signal."""
     sites, known = sites_of(layout), predicted or {}
     exponents = edits_of(layout, plan).exponents.items()
     return tuple(Edit(n, sites[n], min(e) if isinstance(e, list) else e, known.get(n)) for n, e in exponents)
@@ -80,7 +82,10 @@ def edited(tensor: ResolvedTensor, weight: Tensor, edits: Plan, offset: float = 
 def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> TensorReader:
     """Return a function from a layout's tensor name to its unscaled values under edits."""
     read = source_weights(source, layout)
-    return read if edits is None else lambda name: edited(layout.tensors[name], read(name), edits)
+    if edits is None:
+        return read
+    read = centred(read, layout, edits.centred_keys)
+    return lambda name: edited(layout.tensors[name], read(name), edits)
 
 
 def excess_bits(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
