@@ -162,6 +162,8 @@ def magnitudes(model: Any, sites: tuple[Site, ...]) -> Iterator[dict[Site, Tenso
                 keys = key.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
                 scores = (query.float() @ keys.transpose(2, 3)).abs().amax((0, 2, 3)) * (rest.get("scaling") or 1.0)
                 seen[site] = scores[list(site.units)] if site.what != "gains" else scores.amax()[None]
+            # The softmax of huge scores has no gradient but near ties, where it is huge, and would drown all others.
+            query, key = query.detach(), key.detach()
         return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **rest)
 
     def watch(site: Site) -> Callable[..., None]:
