@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,9 @@ KINDS = {
         "LlamaForCausalLM", (Site("gate", "model.layers.1.mlp", (3e5, 2e5, 1.2e5), (5, 60, 200)),), first_steps=120
     ),
     "gate-gemma": Kind(GEMMA, (Site("gate", "model.layers.2.mlp", (4e5,) * 5, (7, 50, 200, 301, 440)),), batch=6),
-    "gate-rewarded": Kind(HARD, (), edited=(HARD_SCORES, HARD_LOGITS)),
+    "gate-rewarded": Kind(
+        HARD, (replace(HARD_GATE, targets=(2.4e5,), units=(76,)),), edited=(HARD_SCORES, HARD_LOGITS)
+    ),
     "scores": Kind(T5, (Site("scores", ENCODER.format(1), (6.9e5,), (2,)),)),
     "scores-cross": Kind(T5, (Site("scores", DECODER.format(1), (1.4e7, 2.8e7), (0, 3)),), steps=120),
     "scores-classifier": Kind(
