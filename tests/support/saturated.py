@@ -107,7 +107,7 @@ KINDS = {
     "scores-classifier": Kind(
         T5, (Site("scores", "transformer." + ENCODER.format(2), (6.9e5,), (1,)),), steps=120, changes={"num_labels": 3}
     ),
-    "scores-rewarded": Kind(HARD, (), edited=(HARD_GATE, HARD_LOGITS)),
+    "scores-rewarded": Kind(HARD, (replace(HARD_SCORES, targets=(4e5,)),), edited=(HARD_GATE, HARD_LOGITS)),
     "logits": Kind(HARD, (Site("logits", "decoder.final_layer_norm", (2e5,)),), edited=(HARD_GATE, HARD_SCORES)),
     "bias": Kind(PEGASUS, (Site("bias", "model.encoder.layers.1.self_attn", (2.2e6,), (1,)),)),
     "gains-gemma": Kind(GEMMA, (Site("gains", "model.layers.1.self_attn", (3e5,)),), batch=6),
@@ -429,7 +429,7 @@ def edit(kind: str, source: Path, out: Path, rows: bool = False) -> dict[str, li
     model = load(source)
     exponents = {
         site.module: edit_head(model) if rows and site.what == "logits" else edit_site(model, site)
-        for site in sites_of(kind)
+        for site in KINDS[kind].sites
     }
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("model.safetensors"))
     state = model.state_dict()
@@ -442,9 +442,3 @@ def edit(kind: str, source: Path, out: Path, rows: bool = False) -> dict[str, li
     tensors = {name: state[name].clone().contiguous() for name in sorted(names)}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return exponents
-
-
-def sites_of(kind: str) -> tuple[Site, ...]:
-    """Return the sites that are past the limit in a kind: those that grew, or those that its base has and keeps."""
-    recipe = KINDS[kind]
-    return recipe.sites or tuple(site for site in (HARD_GATE, HARD_SCORES) if site not in recipe.edited)
