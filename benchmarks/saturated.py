@@ -40,6 +40,7 @@ def row_of(kind: str, made: Path, out: Path, exact: bool) -> str:
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--made", type=Path, default=Path(tempfile.gettempdir()) / "saturated")

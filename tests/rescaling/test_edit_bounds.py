@@ -55,7 +55,7 @@ def test_softmax_rows_that_are_edited_keep_their_leader_and_their_bounds(k: int,
     others = torch.exp(-gaps(rows) * 2.0**-k).sum(1) - 1
     moved = (after - before).clamp(min=0).sum(1)
     assert bool((moved <= others + 1e-12).all())
-    divergence = (before * ((rows.log_softmax(1) - (rows * 2.0**-k).log_softmax(1)))).sum(1)
+    divergence = (before * (rows.log_softmax(1) - (rows * 2.0**-k).log_softmax(1))).sum(1)
     assert bool((divergence <= torch.log1p(others) + 1e-12).all())
 
 
