@@ -52,6 +52,7 @@ MOST_UNSAFE = 12
 MAIN_FIGURES = 3
 """Figures of the headline: headroom, what is certified, fp16's error against bf16's; others where one is missing."""
 MOST_FIGURES = 4  # figures of the headline of an audit, so that they stand in one row
+MOST_EDITS = 12  # edits that the plan lists, the dearest
 MOST_EXPONENTS = 300  # signals of the plan that are listed with their exponents
 MOST_SUNK = 12  # signals under the normal numbers that are listed
 LARGEST = 6  # signals named below the picture
@@ -349,6 +350,19 @@ def is_exact(report: Report) -> bool:
     )
 
 
+def edit_rows(report: Report) -> list[tuple[str, str]]:
+    """Return the edits of a plan as pairs of what and how, the dearest first."""
+    dearest = sorted(report.inexact, key=lambda edit: -(edit.measured or 0.0))
+    rows = []
+    for edit in dearest[:MOST_EDITS]:
+        costs = (("predicted", edit.predicted), ("measured", edit.measured))
+        parts = [f"{what} {scientific(value)}" for what, value in costs if value is not None]
+        rows.append((f"edit for {edit.site}", ", ".join([f"down to {power(edit.exponent)}", *parts])))
+    if more := len(dearest) - len(rows):
+        rows.append(("further edits", f"{more}, each cheaper, in the report"))
+    return rows
+
+
 def plan_rows(report: Report) -> list[tuple[str, str]]:
     """Return what the plan does besides channels, as pairs of what and how; nothing without a plan."""
     plan = report.plan
@@ -366,6 +380,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("head", "separated from the embedding, whose limit stood in the way"))
     if plan.centred_keys:
         rows.append(("key bias", f"centres the keys of {counted(len(plan.centred_keys), 'attention')}"))
+    rows += edit_rows(report)
     if plan.gain_correction:
         n = len(plan.gain_correction)
         rows.append(("gain correction", f"{n} norm weights, against the mean of the eps drift"))
