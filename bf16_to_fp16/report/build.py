@@ -305,7 +305,13 @@ def too_inexact(
         return [remedies.inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
     if bf16 is None or not math.isfinite(bf16) or fp16 <= (most := max(bf16, NOISE, max_kl or 0.0)):
         return []
-    return [remedies.inexact(bits_between(fp16, most), finite=math.isfinite(fp16), ran=ran, edited=edited)]
+    blamed = edited and fp32_share(fidelity) > 0.5
+    return [remedies.inexact(bits_between(fp16, most), finite=math.isfinite(fp16), ran=ran, edited=blamed)]
+
+
+def fp32_share(fidelity: Fidelity | schema.FidelityEntry) -> float:
+    """Return the share of fp16's distance from the source that the written weights have in fp32 already."""
+    return (fidelity.kl_fp32 or 0.0) / fidelity.kl_fp16 if fidelity.kl_fp16 else 0.0
 
 
 def bits_between(error: float, other: float) -> float:

@@ -31,7 +31,7 @@ OBSERVED = (
     " exponent can, convert --plan then runs that plan; or finetune with penalty.certify: true"
 )
 TOO_FEW_BITS = "fp16 is further from the fp32 source than bf16: the limits leave too few bits"
-INEXACT = f"{FINETUNE}, or try a smaller --margin"
+INEXACT = f"{FINETUNE}, try a smaller --margin, or accept it with --max-kl"
 NOT_FINITE = "the output is inf or NaN, since something inside overflows"
 SOMETHING_INSIDE = f"{FINETUNE}, which brings down what overflows inside"
 PASSED = "no exponent brings it under its limit with the margin"
@@ -78,7 +78,7 @@ def inexact(
     excess_bits: float, *, finite: bool, exact: bool = False, ran: bool = True, edited: bool = False
 ) -> UnsafeEntry:
     """Return an output that is less accurate than bf16's, or of an ``exact`` plan than fp32's noise, by so many bits,
-    as an entry of the report; ran: whether the plan is from what was observed. edited: whether it has edits."""
+    as an entry of the report; ran: whether the plan is from what was observed. edited: whether edits are the reason."""
     why, remedy = (TOO_FEW_BITS, INEXACT if ran else INEXACT_BY_BOUNDS) if finite else (NOT_FINITE, SOMETHING_INSIDE)
     why, remedy = (EDITED, ACCEPT) if edited and finite else (why, remedy)
     why, remedy = (ANOTHER_FUNCTION, A_BUG) if exact else (why, remedy)
