@@ -57,7 +57,16 @@ MOST_EXPONENTS = 300  # signals of the plan that are listed with their exponents
 MOST_SUNK = 12  # signals under the normal numbers that are listed
 LARGEST = 6  # signals named below the picture
 MOST_EVALUATIONS = 12  # rows of the table of evaluations; of more the last, and others spread evenly
-_KINDS = {"value": "values", "neuron": "neurons", "query_key": "queries and keys"}
+_NAMES = {"query_key": "query/key", "asymptotic": "gate or neuron"}  # of kinds of signals, in words
+_KINDS = {
+    "value": "values",
+    "neuron": "neurons",
+    "query_key": "queries and keys",
+    "gate": "gates, by edits",
+    "scores": "scores, by edits",
+    "logits": "logits, by edits",
+    "dense": "a classifier's tanh, by edits",
+}
 """Ends of signal names, and what to call them; every other signal that a plan moves is the output of a norm."""
 _over2 = partial(excess, decimals=2)
 
@@ -254,7 +263,7 @@ SUNK = Markup("Below fp16's smallest normal number, 2⁻¹⁴, on every input: n
 SUNK_COLUMNS = (names("site", 0), Column("regimes", 2, ", ".join), numbers("max |x|", 1, magnitude))
 LARGEST_COLUMNS = (
     names("site", "module"),
-    Column("what", lambda signal: f"{signal.kind.replace('_', '/')}, {signal.side}"),
+    Column("what", lambda signal: f"{_NAMES.get(signal.kind, signal.kind)}, {signal.side}"),
     numbers("before", "before", magnitude, over=lambda signal: not signal.before <= FP16_MAX),
     numbers("after", "after", magnitude, over=lambda signal: not signal.after <= FP16_MAX),
 )
@@ -377,7 +386,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
     if plan.eps is None and any(plan.residual_exponents):
         rows.append(("norm eps", "fixed in stock code, so it drifts (below)"))
     if plan.untied_head:
-        rows.append(("head", "separated from the embedding, whose limit stood in the way"))
+        rows.append(("head", "separated from the embedding, which could not carry its exponents"))
     if plan.centred_keys:
         rows.append(("key bias", f"centres the keys of {counted(len(plan.centred_keys), 'attention')}"))
     rows += edit_rows(report)
