@@ -35,7 +35,7 @@ INEXACT = f"{FINETUNE}, try a smaller --margin, or accept it with --max-kl"
 NOT_FINITE = "the output is inf or NaN, since something inside overflows"
 SOMETHING_INSIDE = f"{FINETUNE}, which brings down what overflows inside"
 PASSED = "no exponent brings it under its limit with the margin"
-THIN = "it is under its limit by less than the margin, and no exponent lowers it"
+THIN = "it is under its limit by less than the margin, and no exact exponent lowers it"
 OVER = "its bound is over the limit with these weights"
 SQUARES_UNSEEN = (
     "its bounds hold, and only an audit in half tells whether a token's mean square falls to where fp16 squares vanish"
