@@ -341,7 +341,9 @@ def unsafe_tables(report: Report) -> dict[str, Any]:
         "goals": [entry for entry in report.unsafe if entry.kind in ("goal", "inexact")],
         "limits": Table((signal, bits), kinds["limit"], "No exponent brings these under their limit with the margin"),
         "close": Table(
-            (signal, short), report.close, "Under their limit by less than the margin, and no exact exponent lowers them"
+            (signal, short),
+            report.close,
+            "Under their limit by less than the margin, and no exact exponent lowers them",
         ),
     }
 
