@@ -22,7 +22,7 @@ from ..bounds.findings import Certificate
 from ..checkpoint.packing import summary_of
 from ..checkpoint.places import own_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..conversion.measuring import audited, bounded, compare, in_fp32_too, outputs_of_few
+from ..conversion.measuring import audited, bounded, compare, in_fp32_too, measured_edits, outputs_of_few
 from ..conversion.options import read_command
 from ..conversion.planning import observe_source, own_length, reference_of
 from ..devices import Device
@@ -34,7 +34,7 @@ from ..families.older import differences
 from ..families.resolve import resolve
 from ..progress import Progress
 from ..quiet import quiet
-from ..report.build import kept_bits_of, signals_of, tiers_of
+from ..report.build import Decided, kept_bits_of, signals_of, tiers_of
 from ..report.remedies import UNSAFE_BY_REPORT
 from ..report.schema import (
     REPORT,
@@ -220,7 +220,9 @@ def examine(
     layout_before = None if replayed is None or replayed.problems else replayed.layout
     if original is not None and layout_before is not None:  # what is not its output differs anyhow
         if again is not None and claim.regimes and again.same_text:
-            found.add("fidelity", check_fidelity(original, layout_before, claim, plan, again, progress, device))
+            found.add(
+                "fidelity", check_fidelity(original, checkpoint, layout_before, claim, plan, again, progress, device)
+            )
         elif not claim.regimes and claim.fidelity is not None:
             found.add("fidelity", check_few(original, checkpoint, layout_before, claim, plan, progress))
     found.tiers = tiers_of(layout, certified, found.regimes)
@@ -351,6 +353,7 @@ def close_as_said(report: Report, close: Fidelity, plan: Plan) -> list[Problem]:
 
 def check_fidelity(
     original: Checkpoint,
+    checkpoint: Checkpoint,
     layout: Layout,
     report: Report,
     plan: Plan,
@@ -358,11 +361,15 @@ def check_fidelity(
     progress: Progress,
     device: Device,
 ) -> list[Problem]:
-    """Return where fidelity, signals, precision and drift are not what running the original again shows."""
+    """Return where fidelity, signals, precision, drift and the cost of edits are not what running the original again
+    shows."""
     ranges, reference = observe_source(original, again.inputs, progress, device)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
+        edits = measured_edits(checkpoint, Decided(layout, plan, report.target or "half"), again.in_fp32)
         close, plan = compare(original, layout, plan, reference, again.ran, again.inputs, again.in_fp32)
     said, problems = dump(report), close_as_said(report, close, plan)
+    said_of, found_of = ({edit.site: {"measured": edit.measured} for edit in each} for each in (report.inexact, edits))
+    problems += compared("fidelity", said_of, found_of, "inexact")
     for key, describe in (("signals", signals_of), ("precision", kept_bits_of)):
         if said.get(key):  # not where a stored plan was replayed without observing anything
             again_said = [dump(entry) for entry in describe(layout, plan, ranges)]
@@ -398,6 +405,7 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
             "--no-audit": None if run else "",
             "--seed": str(said.seed) if said.seed else None,
             "--max-length": None if length == MAX_LENGTH else str(length),
+            "--max-kl": None if report.max_kl is None else f"{report.max_kl:g}",
         }
         margin = report.plan.margin_bits if report.plan is not None else None
         if run and "--plan" not in given and margin is not None:

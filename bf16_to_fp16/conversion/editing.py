@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..auditing.fidelity import Outputs, Reference, add_outputs, fidelity
+from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidelity
 from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout, TensorSource
 from ..families.types import LOGITS
@@ -24,6 +24,8 @@ from ..rescaling.weights import source_weights
 from ..run.batch import Batch
 from ..run.lanes import Change, Lane, Walk
 from ..wording import counted
+
+MANY = 4  # edits that are tried one by one on all that outputs are compared on; more are on little of it
 
 Exponents = int | list[int]  # of all channels of a signal, or of each
 
@@ -86,28 +88,46 @@ class Trial:
     @property
     def bf16(self) -> float:
         """The divergence of the source in bf16."""
-        return self.divergence(self.reference.bf16)
+        return self.divergence(self.reference.fp32, self.reference.bf16)
 
-    def divergence(self, outputs: Outputs) -> float:
+    def divergence(self, source: Outputs, outputs: Outputs) -> float:
         """Return how far outputs are from the source's."""
-        probabilities = self.layout.gives_probabilities
-        return fidelity(self.reference.fp32, None, outputs, probabilities=probabilities).kl_fp16
+        return fidelity(source, None, outputs, probabilities=self.layout.gives_probabilities).kl_fp16
+
+    def cost(self, chosen: Mapping[str, Exponents], alone: Mapping[str, float]) -> float:
+        """Return the divergence that edits make together; alone: what each makes."""
+        if len(chosen) < 2:
+            return sum(alone.values())
+        return self.costs([chosen], "them together")[0]
 
     def costs(self, trials: Sequence[Mapping[str, Exponents]], what: str) -> list[float]:
-        """Return the divergence that each of several edits makes, all run in one walk; what: are tried, in words."""
+        """Return the divergence that each of several edits makes, all run in one walk, on less where there are many;
+        what: are tried, in words."""
         plans = [dict(trial) for trial in trials]
         # What a head without a cap makes of the last states is scaled after the run, as a head of its own would.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
         lanes: list[list[Lane[Tensor]] | None] = []
+        inputs = some_of(self.inputs, len(trials))
+        chosen = {id(batch) for batch in inputs}
+        source = [x for b, x in zip(compared(self.inputs), self.reference.fp32, strict=True) if id(b) in chosen]
         with self.progress.step(f"Trying {what} on the source") as advance:
             walk = Walk(self.checkpoint)
             for exponents in plans:
                 edits = self.made.model_copy(update={"exponents": exponents})
                 change = change_by(self.checkpoint, self.layout, edits)
-                lanes.append(add_outputs(walk, self.inputs, torch.float32, change=change) if exponents else None)
+                lanes.append(add_outputs(walk, inputs, torch.float32, change=change) if exponents else None)
             walk.run(advance)
-        found = [self.reference.fp32 if each is None else [lane.result for lane in each] for each in lanes]
-        return [self.divergence([scaled_by(x, e) for x in outputs]) for outputs, e in zip(found, logits, strict=True)]
+        found = [source if each is None else [lane.result for lane in each] for each in lanes]
+        scaled = [[scaled_by(x, e) for x in outputs] for outputs, e in zip(found, logits, strict=True)]
+        return [self.divergence(source, outputs) for outputs in scaled]
+
+
+def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
+    """Return what so many edits are tried on, one by one: all that outputs are compared on, or where there are many
+    the two batches with the fewest ids."""
+    batches = compared(inputs)
+    few = batches if trials <= MANY else sorted(batches, key=lambda batch: batch.size)[:2]
+    return [batch for batch in batches if any(batch is one for one in few)]
 
 
 def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None) -> Edits | None:
@@ -122,20 +142,19 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
     allowed = max(bf16, max_kl or 0.0) if must else bf16 * PRICE_OF_A_PROOF
     needed, apart = with_logits(trial, needed, bf16 * PRICE_OF_A_PROOF)
     chosen = {name: each.proven for name, each in needed.items()}
-    alone: list[Mapping[str, Exponents]] = [{name: exponents} for name, exponents in chosen.items()]
-    own = trial.costs(alone, f"{counted(len(alone), 'edit')} of what no exact exponent reaches")
-    predicted = dict(zip(chosen, own, strict=True))
-    total = own[0] if len(own) == 1 else trial.costs([chosen], "them together")[0]
-    while not total <= allowed and (dearer := reducible(chosen, needed)):
+    of_each = f"{counted(len(chosen), 'edit')} of what no exact exponent reaches"
+    predicted = dict(zip(chosen, trial.costs([{n: e} for n, e in chosen.items()], of_each), strict=True))
+    while not (within(predicted, allowed) and trial.cost(chosen, predicted) <= allowed):
+        if not (dearer := [name for name, exponents in chosen.items() if exponents != needed[name].observed]):
+            break
         dearest = max(dearer, key=lambda name: predicted[name])
         observed = needed[dearest].observed
         del chosen[dearest], predicted[dearest]
         if observed is not None:
             chosen[dearest] = observed
             predicted[dearest] = trial.costs([{dearest: observed}], "less of the dearest")[0]
-        if not chosen:
-            return None
-        total = trial.costs([chosen], "what is left")[0]
+    if not chosen:
+        return None
     plan = trial.made.model_copy(update={"exponents": chosen})
     return Edits(plan, predicted, apart and LOGITS in chosen)
 
@@ -172,9 +191,9 @@ def scaled_by(logits: Tensor, exponents: Exponents) -> Tensor:
     return logits * 2.0 ** torch.as_tensor(exponents, dtype=logits.dtype)
 
 
-def reducible(chosen: Mapping[str, Exponents], needed: Mapping[str, Needed]) -> list[str]:
-    """Return the signals of which less than what was chosen would do."""
-    return [name for name, exponents in chosen.items() if exponents != needed[name].observed]
+def within(costs: Mapping[str, float], allowed: float) -> bool:
+    """Return whether edits cost little enough together where each adds its own; none do, whatever is allowed."""
+    return not costs or sum(costs.values()) <= allowed
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan) -> Change:

@@ -36,7 +36,7 @@ from ..run.agreement import agreed_layout
 from ..run.batch import Batch
 from ..run.lanes import Change, Walk
 from ..run.stock import attentions_of, eps_attribute, load, load_config
-from .editing import change_by
+from .editing import change_by, some_of
 from .options import Options
 from .planning import Opened, checkpoint_batches, drifted_outputs, reference_of
 
@@ -83,7 +83,8 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
 
     walk = Walk(written)
     changes = [undone(exponents), *(undone(exponents.keys() - {edit.signal}) for edit in edits)]
-    lanes = [add_outputs(walk, inputs, torch.float32, change=change) for change in changes]
+    some = some_of(inputs, len(edits))
+    lanes = [add_outputs(walk, some, torch.float32, change=change) for change in changes]
     walk.run()
     without, *each = ([lane.result for lane in batch] for batch in lanes)
     found = [fidelity(without, None, other, probabilities=layout.gives_probabilities).kl_fp16 for other in each]
@@ -93,11 +94,10 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
     """Return what a written checkpoint is run on in fp32: all for the drift of a plan that has one, or edits, else the
     batch with the fewest ids, which shows that the function is the source's."""
-    sizes = {id(b): sum(x.numel() for x in b.tensors.values() if x is not None) for b in inputs}
     return (
         inputs
         if plan.drift is not None or edits_of(layout, plan).exponents
-        else [min(compared(inputs), key=lambda batch: sizes[id(batch)])]
+        else [min(compared(inputs), key=lambda batch: batch.size)]
     )
 
 

@@ -54,6 +54,11 @@ class Batch:
         return {name: getattr(self, name) for name in names}
 
     @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return sum(x.numel() for x in self.tensors.values() if x is not None)
+
+    @property
     def unpadded(self) -> Tensor:
         """Which of its rows have no padding, in the encoder or in the decoder: bool [rows]."""
         masks = (self.attention_mask, self.decoder_attention_mask)

@@ -33,6 +33,7 @@ KEYS: Mapping[str, How] = {
     **row(
         How.ALWAYS, "", "schema verdict proof family target train_mode model_class padding older attention next command"
     ),
+    **row(How.ALWAYS, "", "max_kl inexact.site inexact.exponent"),
     **row(How.ALWAYS, "tiers", "holds proof runtimes reason"),
     **row(How.ALWAYS, "output", "files.name files.nbytes files.sha256 card_edited"),
     **row(How.ALWAYS, "source", "adapter"),
@@ -54,6 +55,8 @@ KEYS: Mapping[str, How] = {
     ),
     **row(How.NEVER, "certificate", "cost_bits"),
     **row(How.ALWAYS, "uncertified", "name bound limit excess_bits reason remedy"),
+    **row(How.NEVER, "inexact", "predicted"),
+    **row(How.BOTH, "inexact", "measured"),
     **row(How.NEVER, "attack", "steps seed worst_headroom_bits median_gain"),
     **row(How.NEVER, "attack.sites", "name worst random tokens embeddings half covered limit headroom_bits gain ids"),
     **row(How.BOTH, "fidelity", "measure kl_bf16 kl_fp16 kl_fp32 squared_error_fp32 max_logit_error_bf16"),

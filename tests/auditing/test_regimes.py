@@ -445,7 +445,7 @@ def test_the_tightest_bounds_the_worst_of_the_unproven_and_the_least_precise_com
     assert [row.name for row in facts.bound_rows(certificate, 3)] == ["d", "b", "c"]
     rows = facts.uncertified_rows(Report(certificate=certificate))
     assert [(row.name, row.excess_bits) for row in rows] == [("d", 5.0), ("b", 2.0)]
-    assert "finetune" in rows[0].remedy and "convert" in rows[1].remedy
+    assert "changes the function" in rows[0].remedy and "rescales what can be" in rows[1].remedy
     precision = [
         PrecisionEntry(module=name, bits=bits, stack=None, block=None, role=None)
         for name, bits in (("x", 9.5), ("y", 8.25), ("z", math.nan))

@@ -30,7 +30,7 @@ from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.places import places
 from bf16_to_fp16.families.roles import STACKS, stack_in
-from bf16_to_fp16.families.types import Attention, Sublayer
+from bf16_to_fp16.families.types import Attention, Kind, Sublayer
 from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
@@ -338,6 +338,7 @@ def test_a_pictures_lines_are_of_the_stream_at_sublayers_of_their_outputs_and_of
         {"module": p.module, "side": p.side, "kind": str(signal.kind), "before": 2.0 + n, "after": 1.0}
         | place(p.module).to_json()
         for signal in layout.signals.values()
+        if signal.kind is not Kind.LOGITS
         for n, p in enumerate(signal.seen)
     ]
     attentions = [w.at for w in layout.topology if isinstance(w, Attention)]

@@ -97,7 +97,7 @@ def test_a_conversion_that_stays_unsafe_names_what_broke_when_run(tmp_path: Path
     for name, weight in model.named_parameters():
         if name.endswith("wi_0.weight"):
             weight.data.mul_(1e5)
-    report = convert(tiny.save(model, tmp_path / "theirs"), tmp_path / "out").report
+    report = convert(tiny.save(model, tmp_path / "theirs"), tmp_path / "out", exact=True).report
     assert report["verdict"] == "unsafe" and all(row["reason"] and row["remedy"] for row in report["unsafe"])
     broken = [row for row in report["unsafe"] if "regimes" in row]
     assert any(row["signal"].endswith("wi_0") and "finetune" in row["remedy"] for row in broken)

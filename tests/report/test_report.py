@@ -104,8 +104,13 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     theirs = open_checkpoint(tiny.save(tiny.small("pegasus"), folder / "biased"))
     plan = Plan(family="pegasus", centred_keys=["model.encoder.layers.0.self_attn"])
     whole = convert_pipeline(folder / "pipeline", folder / "pipeline-fp16", run_model=False)
+    for name, weight in model.named_parameters():
+        if name.endswith("wi_0.weight"):
+            weight.data.mul_(1e5)
+    gated = convert(tiny.save(model, folder / "gated"), folder / "gated-fp16", max_kl=1.0).report
     return {
         "convert": report,
+        "convert with edits": Report.model_validate(gated),
         "convert a pipeline": PipelineReport.model_validate(whole.report),
         "convert its encoder": Report.model_validate(whole.encoders["text_encoder"].report),
         "finetune": descended(report, lineage, FidelityEntry(kl_fp16=1.0)),

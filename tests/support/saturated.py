@@ -13,12 +13,13 @@ relative to the size of a row, as in ``recipes/demo/make_hard.py``. The weights 
 import gzip
 import json
 import math
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,11 @@ from transformers.masking_utils import eager_mask
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.append(str(ROOT / "recipes"))
+offline = os.environ.get("HF_HUB_OFFLINE")
 import train_demo  # noqa: E402
+
+if offline is None:  # the recipe has set it, and the children of other tests would inherit it
+    os.environ.pop("HF_HUB_OFFLINE", None)
 
 DEMO = ROOT / "bf16_to_fp16" / "demo_data"
 HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"
@@ -94,17 +99,19 @@ KINDS = {
         "LlamaForCausalLM", (Site("gate", "model.layers.1.mlp", (3e5, 2e5, 1.2e5), (5, 60, 200)),), first_steps=120
     ),
     "gate-gemma": Kind(GEMMA, (Site("gate", "model.layers.2.mlp", (4e5,) * 5, (7, 50, 200, 301, 440)),), batch=6),
-    "gate-rewarded": Kind(HARD, (), edited=(HARD_SCORES, HARD_LOGITS)),
+    "gate-rewarded": Kind(
+        HARD, (replace(HARD_GATE, targets=(2.4e5,), units=(76,)),), edited=(HARD_SCORES, HARD_LOGITS)
+    ),
     "scores": Kind(T5, (Site("scores", ENCODER.format(1), (6.9e5,), (2,)),)),
     "scores-cross": Kind(T5, (Site("scores", DECODER.format(1), (1.4e7, 2.8e7), (0, 3)),), steps=120),
     "scores-classifier": Kind(
         T5, (Site("scores", "transformer." + ENCODER.format(2), (6.9e5,), (1,)),), steps=120, changes={"num_labels": 3}
     ),
-    "scores-rewarded": Kind(HARD, (), edited=(HARD_GATE, HARD_LOGITS)),
+    "scores-rewarded": Kind(HARD, (replace(HARD_SCORES, targets=(4e5,)),), edited=(HARD_GATE, HARD_LOGITS)),
     "logits": Kind(HARD, (Site("logits", "decoder.final_layer_norm", (2e5,)),), edited=(HARD_GATE, HARD_SCORES)),
-    "bias": Kind(PEGASUS, (Site("bias", "model.encoder.layers.1.self_attn", (4e5,), (1,)),)),
-    "gains-gemma": Kind(GEMMA, (Site("gains", "model.layers.1.self_attn", (2.9e5,)),), batch=6),
-    "gains-qwen": Kind("Qwen3ForCausalLM", (Site("gains", "model.layers.1.self_attn", (3e5,)),), first_steps=120),
+    "bias": Kind(PEGASUS, (Site("bias", "model.encoder.layers.1.self_attn", (2.2e6,), (1,)),)),
+    "gains-gemma": Kind(GEMMA, (Site("gains", "model.layers.1.self_attn", (3e5,)),), batch=6),
+    "gains-qwen": Kind("Qwen3ForCausalLM", (Site("gains", "model.layers.1.self_attn", (1.4e6,)),), first_steps=120),
     "plain": Kind(
         PEGASUS,
         (Site("plain", "model.encoder.layers.1", (2.5e5,) * 3, (11, 200, 401)),),
@@ -124,6 +131,12 @@ def rows_of(site: Site, model: Any) -> Tensor:
     return torch.cat([torch.arange(head * size, (head + 1) * size) for head in site.units])
 
 
+def multiply_gain(model: Any, norm: Any, factor: Tensor | float) -> None:
+    """Multiply a norm's gain, which Gemma stores less 1, in place."""
+    offset = 1.0 if "gemma3" in model.config.model_type else 0.0
+    norm.weight.copy_((offset + norm.weight) * factor - offset)
+
+
 @torch.no_grad()
 def scale(model: Any, site: Site, factors: Tensor) -> None:
     """Multiply what the site computes by one factor per unit, and divide what reads a gate by them, in place."""
@@ -140,9 +153,8 @@ def scale(model: Any, site: Site, factors: Tensor) -> None:
         rows = rows_of(site, model)
         module.q.weight[rows] *= factors.repeat_interleave(len(rows) // len(units))[:, None]
     elif site.what == "gains":
-        offset = 1.0 if "gemma3" in model.config.model_type else 0.0
-        for norm in (module.q_norm, module.k_norm):
-            norm.weight.copy_((offset + norm.weight) * factors.sqrt() - offset)
+        multiply_gain(model, module.q_norm, factors.sqrt())
+        multiply_gain(model, module.k_norm, factors.sqrt())
     elif site.what == "logits":
         module.weight.mul_(factors)
     else:
@@ -151,7 +163,8 @@ def scale(model: Any, site: Site, factors: Tensor) -> None:
 
 @contextmanager
 def magnitudes(model: Any, sites: tuple[Site, ...]) -> Iterator[dict[Site, Tensor]]:
-    """Give the largest magnitudes of every unit in the last forward."""
+    """Give the largest magnitudes of every unit in the last forward; of scores, as eager attention has them before it
+    scales them."""
     seen: dict[Site, Tensor] = {}
     by_module = {id(model.get_submodule(site.module)): site for site in sites}
 
@@ -160,8 +173,10 @@ def magnitudes(model: Any, sites: tuple[Site, ...]) -> Iterator[dict[Site, Tenso
         if site is not None:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 keys = key.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
-                scores = (query.float() @ keys.transpose(2, 3)).abs().amax((0, 2, 3)) * (rest.get("scaling") or 1.0)
+                scores = (query.float() @ keys.transpose(2, 3)).abs().amax((0, 2, 3))
                 seen[site] = scores[list(site.units)] if site.what != "gains" else scores.amax()[None]
+            # The softmax of huge scores has no gradient but near ties, where it is huge, and would drown all others.
+            query, key = query.detach(), key.detach()
         return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **rest)
 
     def watch(site: Site) -> Callable[..., None]:
@@ -380,8 +395,11 @@ def edit_site(model: Any, site: Site, limit: float = LIMIT / 2) -> list[int]:
         return []
     exponents = (peaks_of(model, (site,))[site] / limit).log2().ceil().clamp_min(0)
     if site.what == "gains":
-        exponents = 2 * (exponents / 2).ceil()  # half of it to each gain
-    scale(model, site, 2.0**-exponents)
+        module, k = model.get_submodule(site.module), int(exponents[0])
+        multiply_gain(model, module.q_norm, 2.0 ** -(k // 2))
+        multiply_gain(model, module.k_norm, 2.0 ** -(k - k // 2))
+    else:
+        scale(model, site, 2.0**-exponents)
     return [int(k) for k in exponents]
 
 
@@ -411,7 +429,7 @@ def edit(kind: str, source: Path, out: Path, rows: bool = False) -> dict[str, li
     model = load(source)
     exponents = {
         site.module: edit_head(model) if rows and site.what == "logits" else edit_site(model, site)
-        for site in sites_of(kind)
+        for site in KINDS[kind].sites
     }
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("model.safetensors"))
     state = model.state_dict()
@@ -424,9 +442,3 @@ def edit(kind: str, source: Path, out: Path, rows: bool = False) -> dict[str, li
     tensors = {name: state[name].clone().contiguous() for name in sorted(names)}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return exponents
-
-
-def sites_of(kind: str) -> tuple[Site, ...]:
-    """Return the sites that are past the limit in a kind: those that grew, or those that its base has and keeps."""
-    recipe = KINDS[kind]
-    return recipe.sites or tuple(site for site in (HARD_GATE, HARD_SCORES) if site not in recipe.edited)
