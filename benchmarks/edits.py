@@ -19,7 +19,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from bf16_to_fp16.conversion.measuring import fidelity_to_original
 from bf16_to_fp16.conversion.planning import checkpoint_batches
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.families.types import Attention, Topology
 from bf16_to_fp16.observe.meter import RangeObserver
 from bf16_to_fp16.ranges import ModuleRange
 from bf16_to_fp16.rescaling.centred import centrable
@@ -53,6 +54,7 @@ from bf16_to_fp16.run.stock import load
 NOISE = 1e-10  # divergences of two fp32 runs
 FACTOR = 3.0  # how far from the measured cost a good prediction may be
 STEPS = 40  # gradient steps of a search
+MOST = 24  # largest exponent of what is multiplied
 
 Ranges = dict[str, ModuleRange]
 
@@ -65,11 +67,18 @@ class Saturated:
     layout: Layout
     ranges: Ranges
     rng: random.Random
+    done: set[str] = field(default_factory=set)
+
+    def chosen(self, found: Sequence[Topology], path: Callable[[Any], str]) -> Any:
+        """Return a sublayer that was not chosen before, raise IndexError where there is none."""
+        w: Any = self.rng.choice([w for w in found if path(w) not in self.done])
+        self.done.add(path(w))
+        return w
 
     def factors(self, reached: Tensor) -> Tensor:
-        """Return powers of two that bring each magnitude to one number between 1e5 and 1e8."""
+        """Return powers of two that bring each magnitude to one number between 1e5 and 1e8, of a quiet one less far."""
         goal = 10.0 ** self.rng.uniform(5, 8)
-        return 2.0 ** (goal / reached.clamp(min=1e-6)).log2().round()
+        return 2.0 ** (goal / reached.clamp(min=1e-6)).log2().round().clamp(max=MOST)
 
     def some(self, count: int) -> Tensor:
         """Return a few of so many units, or sometimes all."""
@@ -88,20 +97,21 @@ class Saturated:
         for each in self.weights(path):
             each[start + chosen] *= factors.view(-1, *[1] * (each.dim() - 1))
         if self.rng.random() < 0.8:
-            self.model.get_submodule(output).weight[:, chosen] /= factors * 2.0 ** self.rng.choice((0, 0, -2, -4))
+            self.model.get_submodule(output).weight[:, chosen] /= factors * 2.0 ** self.rng.choice((0, 0, 0, -2))
 
     def gates(self) -> str:
-        w = self.rng.choice([w for w in self.layout.feed_forwards if w.gate])
+        w = self.chosen([w for w in self.layout.feed_forwards if w.gate], lambda w: w.output)
         self.neurons(w.gate, w.output, 0, self.layout.tensors[f"{w.output}.weight"].shape[1])
         return f"gate {w.activation}"
 
     def plain(self) -> str:
-        w = self.rng.choice([w for w in self.layout.feed_forwards if not w.gate and w.activation != "relu"])
+        plain = [w for w in self.layout.feed_forwards if not w.gate and w.activation != "relu"]
+        w = self.chosen(plain, lambda w: w.output)
         self.neurons(w.linear, w.output, 0, self.layout.tensors[f"{w.output}.weight"].shape[1])
         return f"plain {w.activation}"
 
     def scores(self) -> str:
-        w = self.rng.choice([w for w in self.layout.topology if isinstance(w, Attention)])
+        w = self.chosen([w for w in self.layout.topology if isinstance(w, Attention)], lambda w: w.at)
         seen = self.ranges[w.at].scores
         assert seen is not None
         factor = self.factors(torch.tensor(seen.product))
@@ -123,7 +133,7 @@ class Saturated:
             each.copy_((each + offset) * factor - offset)
 
     def keys(self) -> str:
-        w = self.rng.choice(centrable(self.layout))
+        w = self.chosen(centrable(self.layout), lambda w: w.at)
         bias = self.model.get_submodule(w.key).bias
         bias.normal_().mul_(self.factors(self.ranges[w.query].output.amax.amax()))
         return "key bias"
@@ -131,6 +141,7 @@ class Saturated:
     def logits(self) -> str:
         head = self.layout.head
         assert head is not None
+        self.chosen([head], lambda w: w.at)
         last = head.linears[-1]
         reached = self.ranges[last.at].output.amax
         if self.layout.tied:
@@ -176,7 +187,10 @@ def model_of(seed: int) -> tuple[str, Any, list[str], torch.dtype]:
         outputs(model)
     made = Saturated(model, layout, observer.ranges(), rng)
     with torch.no_grad():
-        done = [rng.choice(made.possible())() for _ in range(rng.choice((1, 1, 2, 3)))]
+        done = []
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            with suppress(IndexError):  # where all of a kind are taken
+                done.append(rng.choice(made.possible())())
         for tensor in model.state_dict().values():
             tensor.copy_(tensor.to(dtype).to(tensor.dtype))
     return kind, model, sorted(set(done)), dtype

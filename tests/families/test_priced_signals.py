@@ -27,7 +27,7 @@ each_with_logits = pytest.mark.parametrize("kind", exhaustive.beyond(FEW, WITH_L
 
 def model_of(kind: str) -> tuple[Any, Layout]:
     """Return a kind's model with a bias of logits where it has one, in eager attention, and its layout."""
-    own = {"activation_function": "gelu"} if kind in ("pegasus", "mbart", "bigbird_pegasus") else {}
+    own: dict[str, Any] = {"activation_function": "gelu"} if kind in ("pegasus", "mbart", "bigbird_pegasus") else {}
     model = tiny.small(kind, factor=1.0, **own)
     model.set_attn_implementation("eager")
     layout = layout_of(model)

@@ -34,8 +34,8 @@ def exponents(size: int, generator: torch.Generator) -> list[int]:
 
 
 def asymptotic_plan(layout: Layout, seed: int = 0) -> Plan:
-    """Return a plan that moves every channel of what an activation, a softmax of scores or a tanh reads, all channels of
-    a head alike, and with gains those of all heads."""
+    """Return a plan that moves every channel of what an activation, a softmax of scores or a tanh reads, all of a head
+    alike, and with gains those of all heads."""
     generator, made = torch.Generator().manual_seed(seed), dict[str, int | list[int]]()
     heads = {f"{w.at}.scores": 1 if w.query_norm else layout.heads(w) for w in attentions(layout)}
     for name, signal in layout.signals.items():
