@@ -36,6 +36,7 @@ NORM_FLOOR = 2.0**-17
 """Least mean square of a stream that a norm may square in fp16: squares then lose at most 2⁻²⁵ each, and the norm's
 output no more than 2⁻⁹, as much as one rounding to bf16."""
 
+NOISE = 1e-9  # divergences under it are the noise of fp32 logits
 MAX_LENGTH = 32768  # positions for which a certificate holds unless it is asked for another number
 MOST_POSITIONS = 2**31 - 1  # the longest sequence that a certificate may be asked for, in positions
 

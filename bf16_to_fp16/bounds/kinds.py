@@ -81,6 +81,7 @@ _TRAITS: Mapping[str, Traits] = {
     SiteKind.SCORES: Traits(Remedy.EDIT, Line.SCORES),
     SiteKind.MASKED_SCORES: Traits(Remedy.EDIT, Line.SCORES),
     SiteKind.LOGITS: Traits(Remedy.EDIT, Line.SCORES),
+    SiteKind.ROUTING: Traits(Remedy.EDIT),
     SiteKind.POSITION_BIAS: Traits(Remedy.FINETUNE),
     SiteKind.GATE: Traits(Remedy.EDIT, limit_in_training=GELU_CUBE_BACKWARD_LIMIT),
     SiteKind.ZERO_VECTOR: Traits(Remedy.NORMALISE),

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidelity
+from ..auditing.fidelity import Outputs, add_outputs, compared, fidelity
 from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout, TensorSource
 from ..families.types import LOGITS
-from ..numerics import FP16_MAX, PROOF_MARGIN_BITS
+from ..numerics import FP16_MAX, NOISE, PROOF_MARGIN_BITS
 from ..progress import Progress
 from ..ranges import ModuleRange
 from ..rescaling.centred import centrable, centred, key_biases
@@ -21,9 +23,14 @@ from ..rescaling.edits import edited, excess_bits, exponents_for
 from ..rescaling.plan import Plan
 from ..rescaling.planner import CHANNEL_RANGE
 from ..rescaling.weights import source_weights
+from ..run import probe
 from ..run.batch import Batch
 from ..run.lanes import Change, Lane, Walk
+from ..run.tokenizer import has_tokenizer
 from ..wording import counted
+
+MOST_ON_TEXT = 2.0  # times what bf16 costs on text: a proof is worth as much again
+TEXT = Path(__file__).parents[1] / "demo_data" / "held_out.txt"
 
 MANY = 4  # edits that are tried one by one on all that outputs are compared on; more are on little of it
 
@@ -75,51 +82,68 @@ def needlessly_shared(layout: Layout, bounds: Mapping[str, ModuleRange]) -> list
 
 
 @dataclass(frozen=True)
+class Known:
+    """What the source gives on some inputs: its outputs in fp32 on those that are compared, and its divergence in bf16
+    from them, ``most`` times which edits that are needed may cost there."""
+
+    inputs: Sequence[Batch]
+    fp32: Outputs
+    bf16: float
+    most: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What edits cost: the divergence from the source on what the conversion runs on, and the largest share of what
+    they may cost there or on shipped text."""
+
+    divergence: float
+    share: float
+
+
+@dataclass(frozen=True)
 class Trial:
-    """Runs of a source under edits, in fp32, and how far they are from its own outputs; made: edits of every run."""
+    """Runs of a source under edits, in fp32, and how far they are from its own outputs; known: those, first on what the
+    conversion runs on. made: edits of every run."""
 
     checkpoint: Checkpoint
     layout: Layout
-    reference: Reference
-    inputs: Sequence[Batch]
+    known: Sequence[Known]
     progress: Progress
     made: Plan
 
-    @property
-    def bf16(self) -> float:
-        """The divergence of the source in bf16."""
-        return self.divergence(self.reference.fp32, self.reference.bf16)
-
-    def divergence(self, source: Outputs, outputs: Outputs) -> float:
-        """Return how far outputs are from the source's."""
-        return fidelity(source, None, outputs, probabilities=self.layout.gives_probabilities).kl_fp16
-
-    def cost(self, chosen: Mapping[str, Exponents], alone: Mapping[str, float]) -> float:
-        """Return the divergence that edits make together; alone: what each makes."""
+    def cost(self, chosen: Mapping[str, Exponents], alone: Mapping[str, Cost]) -> float:
+        """Return the share that edits cost together; alone: what each costs."""
         if len(chosen) < 2:
-            return sum(alone.values())
-        return self.costs([chosen], "them together")[0]
+            return sum(each.share for each in alone.values())
+        return self.costs([chosen], "them together")[0].share
 
-    def costs(self, trials: Sequence[Mapping[str, Exponents]], what: str) -> list[float]:
-        """Return the divergence that each of several edits makes, all run in one walk, on less where there are many;
-        what: are tried, in words."""
+    def costs(self, trials: Sequence[Mapping[str, Exponents]], what: str) -> list[Cost]:
+        """Return what each of several edits costs, all run in one walk, on less where there are many; what: are tried,
+        in words."""
         plans = [dict(trial) for trial in trials]
         # What a head without a cap makes of the last states is scaled after the run, as a head of its own would.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
-        lanes: list[list[Lane[Tensor]] | None] = []
-        inputs = some_of(self.inputs, len(trials))
-        chosen = {id(batch) for batch in inputs}
-        source = [x for b, x in zip(compared(self.inputs), self.reference.fp32, strict=True) if id(b) in chosen]
+        changes = [
+            change_by(self.checkpoint, self.layout, self.made.model_copy(update={"exponents": exponents}))
+            for exponents in plans
+        ]
+        divergences: list[list[float]] = [[] for _ in plans]
         with self.progress.step(f"Trying {what} on the source") as advance:
-            walk = Walk(self.checkpoint)
-            for exponents in plans:
-                edits = self.made.model_copy(update={"exponents": exponents})
-                change = change_by(self.checkpoint, self.layout, edits)
-                lanes.append(add_outputs(walk, inputs, torch.float32, change=change) if exponents else None)
+            walk, lanes = Walk(self.checkpoint), list[list[list[Lane[Tensor]]]]()
+            for known in self.known:
+                some = some_of(known.inputs, len(trials))
+                how = zip(plans, changes, strict=True)
+                lanes.append([add_outputs(walk, some, torch.float32, change=c) if plan else [] for plan, c in how])
             walk.run(advance)
-        found = [source if each is None else [lane.result for lane in each] for each in lanes]
-        scaled = [[scaled_by(x, e) for x in outputs] for outputs, e in zip(found, logits, strict=True)]
-        return [self.divergence(source, outputs) for outputs in scaled]
+        for known, of_each in zip(self.known, lanes, strict=True):
+            ran = {id(batch) for batch in some_of(known.inputs, len(trials))}
+            source = [x for b, x in zip(compared(known.inputs), known.fp32, strict=True) if id(b) in ran]
+            for found, each, exponents in zip(divergences, of_each, logits, strict=True):
+                outputs = [scaled_by(x, exponents) for x in ([lane.result for lane in each] or source)]
+                found.append(fidelity(source, None, outputs, probabilities=self.layout.gives_probabilities).kl_fp16)
+        limits = [known.most * max(known.bf16, NOISE) for known in self.known]
+        return [Cost(d[0], max(x / most for x, most in zip(d, limits, strict=True))) for d in divergences]
 
 
 def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
@@ -137,17 +161,16 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
     asks for them, 1/128 of that. As long as they cost more, the dearest falls back to what was observed, and after that
     stays away unless it is needed.
     """
-    bf16 = trial.bf16
     must = any(each.observed is not None for each in needed.values())
-    allowed = max(bf16, max_kl or 0.0) if must else bf16 * PRICE_OF_A_PROOF
-    needed, apart = with_logits(trial, needed, bf16 * PRICE_OF_A_PROOF)
+    allowed = max(1.0, (max_kl or 0.0) / max(trial.known[0].bf16, NOISE)) if must else PRICE_OF_A_PROOF
+    needed, apart = with_logits(trial, needed)
     chosen = {name: each.proven for name, each in needed.items()}
     of_each = f"{counted(len(chosen), 'edit')} of what no exact exponent reaches"
     predicted = dict(zip(chosen, trial.costs([{n: e} for n, e in chosen.items()], of_each), strict=True))
     while not (within(predicted, allowed) and trial.cost(chosen, predicted) <= allowed):
         if not (dearer := [name for name, exponents in chosen.items() if exponents != needed[name].observed]):
             break
-        dearest = max(dearer, key=lambda name: predicted[name])
+        dearest = max(dearer, key=lambda name: predicted[name].share)
         observed = needed[dearest].observed
         del chosen[dearest], predicted[dearest]
         if observed is not None:
@@ -156,12 +179,13 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
     if not chosen:
         return None
     plan = trial.made.model_copy(update={"exponents": chosen})
-    return Edits(plan, predicted, apart and LOGITS in chosen)
+    costs = {name: cost.divergence for name, cost in predicted.items()}
+    return Edits(plan, costs, apart and LOGITS in chosen)
 
 
-def with_logits(trial: Trial, needed: Mapping[str, Needed], little: float) -> tuple[Mapping[str, Needed], bool]:
+def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str, Needed], bool]:
     """Return what is needed with the exponents of logits as the head can carry them, and whether it must be separated
-    for that: it is where one exponent for all choices costs more than ``little`` and than one for each."""
+    for that: it is where one exponent for all choices costs more than a proof is worth, and than one for each."""
     layout = trial.layout
     if LOGITS not in needed or not layout.tied:
         return needed, False
@@ -171,7 +195,7 @@ def with_logits(trial: Trial, needed: Mapping[str, Needed], little: float) -> tu
         together, apart = trial.costs(
             [{LOGITS: one.proven}, {LOGITS: each.proven}], "logits with one exponent and more"
         )
-        if not together <= max(little, apart):
+        if not together.share <= max(PRICE_OF_A_PROOF, apart.share):
             return needed, True
     return {**needed, LOGITS: one}, False
 
@@ -191,9 +215,24 @@ def scaled_by(logits: Tensor, exponents: Exponents) -> Tensor:
     return logits * 2.0 ** torch.as_tensor(exponents, dtype=logits.dtype)
 
 
-def within(costs: Mapping[str, float], allowed: float) -> bool:
+def within(costs: Mapping[str, Cost], allowed: float) -> bool:
     """Return whether edits cost little enough together where each adds its own; none do, whatever is allowed."""
-    return not costs or sum(costs.values()) <= allowed
+    return not costs or sum(cost.share for cost in costs.values()) <= allowed
+
+
+def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress: Progress) -> list[Known]:
+    """Return what the source gives on the shipped text, nothing where it has no tokenizer: random ids alone would tell
+    little of what edits cost where a user's text is."""
+    if not has_tokenizer(checkpoint.folder):
+        return []
+    inputs = compared(probe.batches(config, checkpoint.folder, str(TEXT)))
+    walk = Walk(checkpoint)
+    with progress.step("Running the source on text") as advance:
+        lanes = [add_outputs(walk, inputs, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        walk.run(advance)
+    fp32, bf16 = ([lane.result for lane in each] for each in lanes)
+    own = fidelity(fp32, None, bf16, probabilities=layout.gives_probabilities).kl_fp16
+    return [Known(inputs, fp32, own, MOST_ON_TEXT)]
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan) -> Change:

@@ -43,7 +43,16 @@ from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
 from ..targets import AUTO, TIERS
 from ..wording import counted
-from .editing import Edits, Trial, change_by, least_edits, needed_edits, needlessly_shared
+from .editing import (
+    Edits,
+    Known,
+    Trial,
+    change_by,
+    known_on_text,
+    least_edits,
+    needed_edits,
+    needlessly_shared,
+)
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of an unscaled eps may cause
@@ -175,8 +184,14 @@ def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Ma
         decided = search.decided(decided.target)
     assert search.ranges is not None and source.reference is not None
     needed = needed_edits(opened.layout, search.bounds, search.ranges, search.options.margin_bits)
-    trial = Trial(opened.checkpoint, opened.layout, source.reference, opened.inputs, search.progress, made)
-    edits = least_edits(trial, needed, search.options.max_kl) if needed else None
+    if not needed:
+        return search, decided, {}
+    own = fidelity(source.reference.fp32, None, source.reference.bf16, probabilities=opened.layout.gives_probabilities)
+    known = [Known(opened.inputs, source.reference.fp32, own.kl_fp16)]
+    known += known_on_text(opened.checkpoint, opened.layout, load_config(opened.checkpoint.folder), search.progress)
+    edits = least_edits(
+        Trial(opened.checkpoint, opened.layout, known, search.progress, made), needed, search.options.max_kl
+    )
     if edits is None:
         return search, decided, {}
     search = edited_search(source, edits)

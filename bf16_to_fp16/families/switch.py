@@ -15,7 +15,19 @@ from ..errors import UserError
 from . import t5
 from .configs import number_of
 from .t5 import DEFAULTS, INPUTS, T5
-from .types import Deviation, Experts, FeedForward, Kind, Part, Signal, Stack, Tensor, divided_by, output_of
+from .types import (
+    Deviation,
+    Experts,
+    FeedForward,
+    Kind,
+    Part,
+    Signal,
+    Stack,
+    Tensor,
+    divided_by,
+    multiplied_by,
+    output_of,
+)
 
 ACTIVATION, CAPACITY, DTYPE, BIAS = "dense_act_fn", "expert_capacity", "router_dtype", "router_bias"
 DENSE = {"feed_forward_proj": "relu"}
@@ -48,12 +60,13 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
     each = [part.topology for part in parts if isinstance(part.topology, FeedForward)]
     norm, router = each[0].norm, f"{at}.mlp.router"
     classifier = f"{router}.classifier"
-    tensors = [Tensor(f"{classifier}.weight", ("experts", "model"), (None, divided_by(norm)))]
+    chosen = multiplied_by(classifier)
+    tensors = [Tensor(f"{classifier}.weight", ("experts", "model"), (chosen, divided_by(norm)))]
     if config[BIAS]:
-        tensors.append(Tensor(f"{classifier}.bias", ("experts",), (None,)))
+        tensors.append(Tensor(f"{classifier}.bias", ("experts",), (chosen,)))
     signals = {(signal.name, signal.seen): signal for part in parts for signal in part.signals}
     return Part(
-        signals=(*signals.values(), Signal(classifier, Kind.FIXED, "experts", (output_of(classifier),))),
+        signals=(*signals.values(), Signal(classifier, Kind.ASYMPTOTIC, "experts", (output_of(classifier),))),
         tensors=(*dict.fromkeys(t for part in parts for t in part.tensors), *tensors),
         topology=Experts(
             at=f"{at}.mlp.experts",

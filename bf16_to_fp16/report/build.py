@@ -32,7 +32,7 @@ from ..families.places import places
 from ..families.spread import carrying, spread_out
 from ..families.types import RESIDUAL, Attention, ObservationPoint, Side
 from ..families.walk import walk
-from ..numerics import NORM_FLOOR
+from ..numerics import NOISE, NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import key_biases
@@ -45,7 +45,6 @@ from ..targets import SQUARING, TIERS
 from . import remedies, schema
 from .card import front_matter
 
-NOISE = 1e-9  # divergences under it are the noise of fp32 logits
 FP16_RANGE_BITS = 40.0  # bits between fp16's last subnormal and its limit: what a model loses that gives inf or NaN
 ONE_ROUNDING = 0.541 * 2.0**-20 / 12
 """Mean squared relative error of rounding to 11 significant bits: (2⁻¹⁰)²/12 times the mean of 1/x² over x in [1, 2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -130,9 +132,16 @@ def test_a_changed_original_is_noticed_by_undo_and_verify(converted: Converted, 
     def not_centred(report: dict[str, Any]) -> None:
         del report["plan"]["centred_keys"][0]
 
-    for number, change in enumerate((changed, removed, not_centred)):
+    def shortened(report: dict[str, Any]) -> None:
+        digest = hashlib.sha256(b"ab").hexdigest()
+        report["source"]["replaced"][name] = {"values": base64.b64encode(b"ab").decode(), "sha256": digest}
+
+    def nowhere(report: dict[str, Any]) -> None:
+        report["plan"]["centred_keys"].append("nowhere")
+
+    for number, change in enumerate((changed, removed, not_centred, shortened, nowhere)):
         folder = copied(out, tmp_path / str(number), change)
-        with pytest.raises(UserError, match="take the one that convert wrote"):
+        with pytest.raises(UserError, match=r"take the one that convert wrote|no free key bias"):
             undo(folder, tmp_path / "back")
         found = verify(folder, run_model=False)
         assert found["checks"]["plan"] == "failed", change
