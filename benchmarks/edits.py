@@ -43,7 +43,7 @@ from bf16_to_fp16.conversion.measuring import fidelity_to_original
 from bf16_to_fp16.conversion.planning import checkpoint_batches
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, Topology
+from bf16_to_fp16.families.types import Attention, Experts, Topology
 from bf16_to_fp16.observe.meter import RangeObserver
 from bf16_to_fp16.ranges import ModuleRange
 from bf16_to_fp16.rescaling.centred import centrable
@@ -156,6 +156,13 @@ class Saturated:
             each[chosen] *= factors.view(-1, *[1] * (each.dim() - 1))
         return "logits" if linear is last else "dense of a classifier"
 
+    def routing(self) -> str:
+        w = self.chosen([w for w in self.layout.topology if isinstance(w, Experts)], lambda w: w.classifier)
+        factor = self.factors(self.ranges[w.classifier].output.amax.amax())
+        for each in self.weights(w.classifier):
+            each *= factor
+        return "router"
+
     def possible(self) -> list[Callable[[], str]]:
         """Return what can be saturated in this model."""
         found: list[Callable[[], str]] = [self.scores]
@@ -163,6 +170,8 @@ class Saturated:
             found += [self.gates, self.gates]
         if any(not w.gate and w.activation != "relu" for w in self.layout.feed_forwards):
             found += [self.plain, self.plain]
+        if any(isinstance(w, Experts) for w in self.layout.topology):
+            found.append(self.routing)
         if centrable(self.layout):
             found.append(self.keys)
         if self.layout.head is not None and self.layout.cap(self.layout.head) is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,25 +15,30 @@ from support import tiny
 from support.contract import layout_of
 
 from bf16_to_fp16 import convert
+from bf16_to_fp16.auditing.fidelity import add_outputs, compared, fidelity
 from bf16_to_fp16.checkpoint.folder import sha256_of
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.editing import (
+    MANY,
+    Cost,
     Edits,
     Exponents,
+    Known,
     Needed,
     Trial,
     change_by,
     least_edits,
     scaled_by,
     scales_logits,
+    some_of,
     with_logits,
 )
 from bf16_to_fp16.conversion.planning import checkpoint_batches, reference_of
-from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import LOGITS
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.run.lanes import Walk
 
 BF16 = 0.128  # so that a proof may cost 0.001
 
@@ -50,7 +55,7 @@ class Given:
     tied: bool | None = False
     untie: str = "copy"
     language_model: bool = True
-    bf16: float = BF16
+    on_text: float = 1.0  # how much larger a share they cost on text
     made: Plan = field(default_factory=lambda: Plan(family="t5", centred_keys=["here"]))
     asked: list[list[dict[str, Exponents]]] = field(default_factory=list)
 
@@ -59,9 +64,16 @@ class Given:
         family, stock = SimpleNamespace(untie=self.untie), SimpleNamespace(is_language_model=self.language_model)
         return SimpleNamespace(tied=self.tied, family=family, stock=stock, head="head", cap=lambda _: None)
 
-    def costs(self, trials: Sequence[Mapping[str, Exponents]], what: str) -> list[float]:
+    @property
+    def known(self) -> list[Known]:
+        return [Known([], [], BF16)]
+
+    cost = Trial.cost
+
+    def costs(self, trials: Sequence[Mapping[str, Exponents]], what: str) -> list[Cost]:
         self.asked.append([dict(trial) for trial in trials])
-        return [sum(self.prices[name, frozen(e)] for name, e in trial.items()) for trial in trials]
+        found = [sum(self.prices[name, frozen(e)] for name, e in trial.items()) for trial in trials]
+        return [Cost(each, each * self.on_text / BF16) for each in found]
 
 
 def chosen(trial: Given, needed: Mapping[str, Needed], max_kl: float | None = None) -> Edits | None:
@@ -75,9 +87,9 @@ def exponents(edits: Edits | None) -> dict[str, Exponents]:
 
 def test_edits_that_something_observed_needs_may_cost_what_bf16_costs() -> None:
     needed = {"a": Needed([-3, 0], -1), "b": Needed(-2, None)}
-    trial = Given({("a", (-3, 0)): 0.1, ("b", -2): BF16 - 0.1})
+    trial = Given({("a", (-3, 0)): 0.1, ("b", -2): 0.02})
     edits = chosen(trial, needed)
-    assert edits is not None and edits.predicted == {"a": 0.1, "b": BF16 - 0.1} and not edits.apart
+    assert edits is not None and edits.predicted == {"a": 0.1, "b": 0.02} and not edits.apart
     # With what was made before, and each tried alone and all together.
     assert edits.plan == Plan(family="t5", centred_keys=["here"], exponents={"a": [-3, 0], "b": -2})
     assert trial.asked == [[{"a": [-3, 0]}, {"b": -2}], [{"a": [-3, 0], "b": -2}]]
@@ -127,6 +139,17 @@ def test_max_kl_is_for_what_was_observed_and_never_less_than_bf16() -> None:
     assert chosen(Given({("a", -5): 0.5}), {"a": Needed(-5, None)}, max_kl=1.0) is None
 
 
+def test_what_edits_cost_on_text_counts_as_well() -> None:
+    needed = {"a": Needed(-5, -2), "b": Needed(-1, None)}
+    prices = {("a", -5): 0.05, ("a", -2): 0.02, ("b", -1): 0.01}
+    assert exponents(chosen(Given(prices), needed)) == {"a": -5, "b": -1}
+    edits = chosen(Given(prices, on_text=4.0), needed)
+    assert (
+        edits is not None and edits.plan.exponents == {"a": -2, "b": -1} and edits.predicted == {"a": 0.02, "b": 0.01}
+    )
+    assert exponents(chosen(Given(prices, on_text=9.0), needed)) == {"a": -2}
+
+
 def test_a_cost_that_is_no_number_is_too_much() -> None:
     needed = {"a": Needed(-5, None), "b": Needed(-1, -1)}
     edits = chosen(Given({("a", -5): math.nan, ("b", -1): 0.0}), {"a": needed["a"]})
@@ -169,7 +192,7 @@ def test_a_tied_head_is_separated_where_one_exponent_costs_more_than_little_and_
 @pytest.mark.parametrize("own", [{"untie": ""}, {"language_model": False}])
 def test_a_tied_head_that_cannot_be_separated_has_one_exponent(own: dict[str, Any]) -> None:
     trial = Given({(LOGITS, -4): 0.1, (LOGITS, -3): 0.05}, tied=True, **own)
-    needed, apart = with_logits(cast("Trial", trial), LOGITS_NEEDED, 0.001)
+    needed, apart = with_logits(cast("Trial", trial), LOGITS_NEEDED)
     assert needed == {LOGITS: Needed(-4, -3)} and not apart
     assert trial.asked == []
 
@@ -205,38 +228,57 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     source = open_checkpoint(tiny.save(tiny.small("gelu", factor=1.0), root / "source"))
     layout = resolve(source)
     inputs = checkpoint_batches(source, layout, None, 0)[:4]
-    made = Plan(family="t5")
-    return Trial(source, layout, reference_of(source, inputs), inputs, Progress(quiet=True), made)
-
-
-def neuron(layout: Layout) -> str:
-    return f"{layout.feed_forwards[0].at}.neuron"
+    fp32 = reference_of(source, inputs).fp32
+    known = [Known(inputs, fp32, 0.5), Known(inputs[:1], fp32[:1], 0.25, most=2.0)]
+    return Trial(source, layout, known, Progress(quiet=True), Plan(family="t5"))
 
 
 def test_a_trial_tells_what_edits_cost_each_for_itself(trial: Trial) -> None:
-    name = neuron(trial.layout)
+    name = f"{trial.layout.feed_forwards[0].at}.neuron"
     logits: list[Exponents] = [-1, [-1, *[0] * 96]]
-    trials: list[dict[str, Exponents]] = [{name: 0}, {name: -1}, {name: -6}, *({LOGITS: e} for e in logits), {}]
-    nothing, little, much, all_logits, one, none = trial.costs(trials, "edits")
+    first = trial.costs([{name: 0}, {name: -1}, {name: -6}, {}], "edits")
+    nothing, little, much, none = (cost.divergence for cost in first)
+    all_logits, one = (cost.divergence for cost in trial.costs([{LOGITS: e} for e in logits], "logits"))
     assert nothing == none == 0 and 0 < little < much
-    assert 0 < one < all_logits and 0 < trial.bf16 < all_logits
+    assert 0 < one < all_logits
     [both] = trial.costs([{name: -6, LOGITS: -1}], "both")
-    assert both > max(much, all_logits) / 2 and both not in (much, all_logits)
+    assert both.divergence > all_logits / 2 and both.divergence not in (much, all_logits)
+
+
+def test_a_share_is_the_largest_of_what_bf16_costs_on_each_kind_of_input(trial: Trial) -> None:
+    [cost] = trial.costs([{LOGITS: -3}], "logits")
+    each = [own.costs([{LOGITS: -3}], "logits")[0] for own in (replace(trial, known=[k]) for k in trial.known)]
+    assert [one.share for one in each] == [one.divergence / 0.5 for one in each]
+    assert cost == Cost(each[0].divergence, max(one.share for one in each))
+
+
+def test_more_edits_than_a_few_are_tried_one_by_one_on_less(trial: Trial) -> None:
+    inputs = compared(trial.known[0].inputs)
+    assert some_of(inputs, MANY) == inputs and len(some_of(inputs, MANY + 1)) == 2 < len(inputs)
+    sizes = [batch.size for batch in inputs]
+    assert sorted(batch.size for batch in some_of(inputs, MANY + 1)) == sorted(sizes)[:2]
+    trials: list[dict[str, Exponents]] = [{LOGITS: -3}] * (MANY + 1)
+    few = {id(batch) for batch in some_of(inputs, MANY + 1)}
+    fp32 = [x for batch, x in zip(inputs, trial.known[0].fp32, strict=True) if id(batch) in few]
+    [alone] = replace(trial, known=[Known([b for b in inputs if id(b) in few], fp32, 0.5)]).costs([{LOGITS: -3}], "")
+    assert {cost.divergence for cost in trial.costs(trials, "many")} == {alone.divergence}
 
 
 def test_exponents_of_logits_cost_the_same_by_the_head_and_behind_it(trial: Trial) -> None:
     each: Exponents = [-1, -2, 1, *[0] * 94]
     [cost] = trial.costs([{LOGITS: each}], "logits")
-    head = f"{trial.layout.family.head}"
-    change = change_by(trial.checkpoint, trial.layout, Plan(family="t5", exponents={LOGITS: each}))
+    head, plan = f"{trial.layout.family.head}", Plan(family="t5", exponents={LOGITS: each})
     weight = trial.checkpoint.read(head).float()
+    change = change_by(trial.checkpoint, trial.layout, plan)
     assert torch.equal(change(head, weight)[:4], weight[:4] * torch.tensor([[0.5], [0.25], [2.0], [1.0]]))
-    outputs = [x * 2.0 ** torch.tensor(each) for x in trial.reference.fp32]
-    assert cost == trial.divergence(outputs) > 0
+    walk, inputs, source = Walk(trial.checkpoint), trial.known[0].inputs, trial.known[0].fp32
+    lanes = add_outputs(walk, inputs, torch.float32, change=change)
+    walk.run()
+    assert cost.divergence == fidelity(source, None, [lane.result for lane in lanes], probabilities=True).kl_fp16
 
 
 def test_where_nothing_is_needed_an_exact_conversion_is_the_same_bit_by_bit(tmp_path: Path) -> None:
-    source = tiny.save(tiny.small("gated", factor=1.0), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder", factor=1.0), tmp_path / "source")
     with tiny.no_pictures():
         plain, exact = (convert(source, tmp_path / out, exact=out == "exact").report for out in ("plain", "exact"))
     for report in (plain, exact):

@@ -1,7 +1,8 @@
 """What every family promises of signals whose exponents have a price: where the function behind them is homogeneous, or
 constant, an exponent moves what it says and nothing else, to the bit.
 
-Activations are replaced by ReLU, a classifier's tanh by the sign, and attention weights by equal ones.
+Activations are replaced by ReLU, a classifier's tanh by the sign, attention weights by equal ones, and a router gives
+all to the expert that it prefers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from support.contract import layout_of, outputs
 from torch import Tensor
 
 from bf16_to_fp16.families.layout import Layout, ResolvedTensor
-from bf16_to_fp16.families.types import LOGITS, Attention, Axis, Kind, carried_by
+from bf16_to_fp16.families.types import LOGITS, Attention, Axis, Experts, Kind, carried_by
 from bf16_to_fp16.observe.points import watched
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan, inverse
@@ -38,6 +39,7 @@ def asymptotic_plan(layout: Layout, seed: int = 0) -> Plan:
     alike, and with gains those of all heads."""
     generator, made = torch.Generator().manual_seed(seed), dict[str, int | list[int]]()
     heads = {f"{w.at}.scores": 1 if w.query_norm else layout.heads(w) for w in attentions(layout)}
+    heads |= {w.classifier: 1 for w in layout.topology if isinstance(w, Experts)}  # whose order must stay
     for name, signal in layout.signals.items():
         if signal.kind is Kind.ASYMPTOTIC:
             count = heads.get(name, signal.size)
@@ -69,6 +71,7 @@ def moved_sites(layout: Layout, plan: Plan) -> Values:
             found[f"{a.query_norm}:{layout.family.norm_site}"] = of(name)
         else:
             found[a.query] = of(name, 0, sum(a.fused[1:]))
+    found |= {w.classifier: of(w.classifier) for w in layout.topology if isinstance(w, Experts)}
     for linear in layout.head.linears if layout.head is not None else ():
         if linear.tanh:
             found[linear.at] = of(linear.at)
@@ -78,11 +81,12 @@ def moved_sites(layout: Layout, plan: Plan) -> Values:
 @contextmanager
 def homogeneous(model: Any, layout: Layout) -> Iterator[None]:
     """Let nothing that a priced signal enters change its shape: ReLU, the sign, and weights that no score moves."""
-    softmax = torch.nn.functional.softmax
 
     def equal(x: Tensor, *given: Any, **options: Any) -> Tensor:
+        if x.dim() > 3:
+            return torch.full_like(x, 1 / x.shape[-1])
         # A router's has three dimensions.
-        return torch.full_like(x, 1 / x.shape[-1]) if x.dim() > 3 else softmax(x, *given, **options)
+        return torch.nn.functional.one_hot(x.argmax(-1), x.shape[-1]).to(x)
 
     with pytest.MonkeyPatch.context() as patch:
         for w in layout.feed_forwards:
