@@ -16,7 +16,7 @@ CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")
 """Endings of a file that may be a source by itself, as the tools for diffusion models keep text encoders."""
 
-PENALTY = "a converted folder or a Hub id like org/name"
+CONVERTED = "a converted folder or a Hub id like org/name"
 
 
 def own_name(path: str | Path) -> str:

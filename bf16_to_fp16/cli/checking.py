@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checkpoint.places import PENALTY, local_folder, local_source
+from ..checkpoint.places import CONVERTED, local_folder, local_source
 from ..environment import how_to_install
 from ..errors import UserError
 from ..run.runtimes import NAMES
@@ -178,7 +178,7 @@ def verify_command(
     """Check SOURCE, a converted folder, its Hub id or one converted file, against its report: hashes, plan, certificate
     and audit, all computed again."""
     if not Path(source).is_file():
-        local_folder(source, PENALTY)
+        local_folder(source, CONVERTED)
     check_given(original, data)
     from ..commands.verify import verify
     from ..report import terminal

@@ -1,4 +1,4 @@
-"""LoRA adapters between a checkpoint and its conversion: ``convert PENALTY OUT --adapter ADAPTER``, and back.
+"""LoRA adapters between a checkpoint and its conversion: ``convert CONVERTED OUT --adapter ADAPTER``, and back.
 
 An adapter that was trained on the original is taken to the converted checkpoint by the plan that is recorded there, one
 that was trained on the converted checkpoint to the original by its inverse. Nothing is run. A certificate is of

@@ -46,6 +46,7 @@ from ..wording import counted
 from .editing import (
     Edits,
     Known,
+    Needed,
     Trial,
     change_by,
     known_on_text,
@@ -189,13 +190,18 @@ def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Ma
     own = fidelity(source.reference.fp32, None, source.reference.bf16, probabilities=opened.layout.gives_probabilities)
     known = [Known(opened.inputs, source.reference.fp32, own.kl_fp16)]
     known += known_on_text(opened.checkpoint, opened.layout, load_config(opened.checkpoint.folder), search.progress)
-    edits = least_edits(
-        Trial(opened.checkpoint, opened.layout, known, search.progress, made), needed, search.options.max_kl
-    )
-    if edits is None:
-        return search, decided, {}
-    search = edited_search(source, edits)
-    return search, search.decided(decided.target), edits.predicted
+    trial = Trial(opened.checkpoint, opened.layout, known, search.progress, made)
+    of_observed = {n: Needed(e.observed, e.observed) for n, e in needed.items() if e.observed is not None}
+    # Where no proof comes of it all the same, only what was observed is worth a price.
+    for wanted in (needed, of_observed):
+        edits = least_edits(trial, wanted, search.options.max_kl) if wanted else None
+        if edits is None:
+            break
+        after = edited_search(source, edits)
+        found = after.decided(decided.target)
+        if wanted == of_observed or after.proves(found):
+            return after, found, edits.predicted
+    return search, decided, {}
 
 
 @dataclass
@@ -203,8 +209,8 @@ class Search:
     """The choice of a plan for one source, target by target, on what was observed of it as it is, edits included.
 
     ranges, reference: what modules reach, and the outputs in fp32, and of the source in bf16; None where nothing is
-    run. bounds: what modules can reach, by the last bounds that were made. failing: by target the sites that no exact
-    exponent moves and that do not hold.
+    run. bounds: what modules can reach, by the last bounds that were made, and unmoved: the sites that no exact
+    exponent moves and that do not hold by these. failing: by target those, and those behind a sentence encoder.
     """
 
     opened: Opened
@@ -213,7 +219,12 @@ class Search:
     ranges: Mapping[str, ModuleRange] | None = None
     reference: Reference | None = None
     bounds: Mapping[str, ModuleRange] = field(default_factory=dict)
+    unmoved: set[str] = field(default_factory=set)
     failing: dict[str, set[str]] = field(default_factory=dict)
+
+    def proves(self, decided: Decided) -> bool:
+        """Return whether nothing in the model stands against a proof of the plan that was decided last."""
+        return decided.planned is not None and not decided.planned.fallbacks and not self.unmoved
 
     def decided(self, target: str, weaker: Decided | None = None) -> Decided:
         """Return the plan for a target; weaker: what was decided for a weaker one."""
@@ -224,9 +235,9 @@ class Search:
 
         def note(bounds: Certificate, layout: Layout) -> None:
             self.bounds = bounds.ranges
-            unmoved = [site for site in bounds.sites if not traits(site.kind).movable]
-            sites = (*sites_behind(bounds, layout, modules), *unmoved)
-            self.failing[target] = {site.name for site in sites if not site.holds}
+            self.unmoved = {s.name for s in bounds.sites if not s.holds and not traits(s.kind).movable}
+            behind = {site.name for site in sites_behind(bounds, layout, modules) if not site.holds}
+            self.failing[target] = self.unmoved | behind
 
         bounds = bound_source(opened.weights, target, self.options.max_length, self.progress, opened.spectra, note)
         grounds = Grounds(self.ranges, bounds, acceptable, weaker)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoint.hub import reading_from
-from ..checkpoint.places import PENALTY, local_folder
+from ..checkpoint.places import CONVERTED, local_folder
 from ..checkpoint.reader import contained, subfolder_of
 from ..checkpoint.staging import check_free_space
 from ..environment import SCHEMA
@@ -39,7 +39,7 @@ def locate(
 ) -> tuple[Path, str | None, list[str]]:
     """Return the folder of a converted checkpoint, the commit that a Hub id stood for (else None), and the files of
     its repository that its report does not know."""
-    folder = local_folder(source, PENALTY)
+    folder = local_folder(source, CONVERTED)
     if folder is None:
         return fetch(str(source), subfolder, endpoint, progress)
     folder = folder if subfolder is None else subfolder_of(folder, subfolder)
