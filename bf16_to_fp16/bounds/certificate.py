@@ -393,10 +393,11 @@ class _Walk(Findings):
         self.note(w.scaling[0], SiteKind.SCORES, scaled)
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
         self.inner |= dict.fromkeys(w.scaling, factors * max(1.0, scale))
-        top, span, cap = scaled, made.span, self.layout.cap(w)
+        top, steps, span, cap = scaled, scaled, made.span, self.layout.cap(w)
         if cap is not None:
             capped = soft_capped(scaled, cap, self.arithmetic)
             self.note(f"{w.at}:div", SiteKind.SCORES, capped.quotient)
+            steps = torch.maximum(scaled, capped.quotient)  # of a cap under 1 that is the larger one
             self.note(f"{w.at}:tanh", SiteKind.SCORES, capped.tanh)
             self.note(w.capping, SiteKind.SCORES, capped.result)
             scaled, span = capped.result, capped_span(span, capped)
@@ -411,7 +412,7 @@ class _Walk(Findings):
         biased = self.rounded(scaled + offset)
         self.note(w.joining, SiteKind.SCORES, biased)
         product = torch.maximum(made.product, made.partial)
-        excess = excess_bits(torch.maximum(product, top))
+        excess = excess_bits(torch.maximum(product, steps))
         if cap is None:  # whose scores no factor on queries moves
             excess = torch.maximum(excess, excess_bits(scaled, offset))
         if not w.radius:  # whose mask is −inf

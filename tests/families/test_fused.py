@@ -116,7 +116,7 @@ def test_the_rows_of_each_linear_get_its_exponents(sources: Any) -> None:
     exponents: dict[str, int | list[int]] = {
         name: torch.randint(-3, 4, (signal.size,), generator=generator).tolist()
         for name, signal in layout.signals.items()
-        if name.endswith(("query_key", "value", "neuron", "layernorm"))
+        if name.endswith(("query_key", "value", "neuron", "layernorm", "gate", "scores"))
     }
     plan = Plan(family="llama", residual_exponent=-2, exponents=exponents)
     moved = {n: torch.ldexp(source.read(n), exponents_of(t, plan).full(t.shape)) for n, t in layout.tensors.items()}

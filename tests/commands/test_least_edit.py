@@ -1,0 +1,239 @@
+"""Conversions of what no exact exponent reaches: edited, priced, told, verified, replayed and undone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support import tiny
+
+from bf16_to_fp16 import cli, convert, undo, verify
+from bf16_to_fp16.checkpoint.folder import sha256_of
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.json_text import loads
+from bf16_to_fp16.report.schema import CARD, PAGE, REPORT
+from bf16_to_fp16.rescaling.edits import edits_of, sites_of
+from bf16_to_fp16.rescaling.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
+FLOOR = 1e-9  # divergences under it are the noise of fp32
+Weights = dict[str, torch.Tensor]
+
+
+def saturated_demo(folder: Path) -> Path:
+    """Write the demo T5 with nine loud gates and a loud head of queries, as rewarded training leaves them."""
+    shutil.copytree(DEMO, folder)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    gate, heads = "encoder.block.1.layer.1.DenseReluDense", "encoder.block.1.layer.0.SelfAttention.q.weight"
+    weights[f"{gate}.wi_0.weight"][:9] *= 2.0**16
+    weights[f"{gate}.wo.weight"][:, :9] *= 2.0**-13
+    size = json.loads((folder / "config.json").read_text())["d_kv"]
+    weights[heads][:size] *= 2.0**12
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def saturated_t5(folder: Path, loud: list[int]) -> Path:
+    """Write a tiny T5 of which some rows of the tied embedding are 2^13 times louder, and so the logits of these."""
+    model = tiny.small("t5", factor=1.0)
+    with torch.no_grad():
+        model.shared.weight[loud] *= 2.0**13
+    return tiny.save(model, folder)
+
+
+def saturated_qwen(folder: Path) -> Path:
+    """Write a tiny Qwen3 whose gains of queries are 2^13 times louder in one layer."""
+    model = tiny.small("qwen3", factor=1.0)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_norm.weight.mul_(2.0**13)
+    return tiny.save(model, folder)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A source, what was converted from it, and its report."""
+
+    source: Path
+    out: Path
+    report: Any
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    root = tmp_path_factory.mktemp("qwen")
+    source = saturated_qwen(root / "source")
+    return Converted(source, root / "out", convert(source, root / "out").report)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    root = tmp_path_factory.mktemp("demo")
+    source = saturated_demo(root / "source")
+    return Converted(source, root / "out", convert(source, root / "out").report)
+
+
+def is_near(predicted: float, measured: float) -> bool:
+    """Return whether a predicted cost is within a factor 3 of the measured one, or both are noise."""
+    return max(predicted, measured) < FLOOR or max(predicted, measured) <= 3 * min(predicted, measured)
+
+
+def check_told(report: Any, sites: set[str]) -> None:
+    """The report is safe, certified, and lists the edits at these sites with costs that were predicted rightly."""
+    assert (report["verdict"], report["proof"]) == ("safe", "certified")
+    assert {entry["site"] for entry in report["inexact"]} == sites
+    assert all(entry["exponent"] < 0 for entry in report["inexact"])
+    assert all(is_near(entry["predicted"], entry["measured"]) for entry in report["inexact"]), report["inexact"]
+    assert report["fidelity"]["kl_fp16"] <= report["fidelity"]["kl_bf16"]
+
+
+def test_gates_and_a_head_past_the_limit_are_edited_proven_and_told(demo: Converted) -> None:
+    gate, scores = "encoder.block.1.layer.1.DenseReluDense.wi_0", "encoder.block.1.layer.0.SelfAttention:scores"
+    check_told(demo.report, {gate, scores})
+    exponents = demo.report["plan"]["exponents"]
+    gates = exponents["encoder.block.1.layer.1.DenseReluDense.gate"]
+    queries = exponents["encoder.block.1.layer.0.SelfAttention.scores"]
+    # Those that were made loud, and no other.
+    assert all(e < 0 for e in gates[:9]) and not any(gates[9:])
+    assert len(set(queries[:16])) == 1 and queries[0] < 0 and not any(queries[16:])
+    said = {entry["site"]: entry["exponent"] for entry in demo.report["inexact"]}
+    assert said == {gate: min(gates), scores: queries[0]}
+
+
+def test_the_verdict_says_that_it_is_not_the_same_function(demo: Converted) -> None:
+    close = demo.report["fidelity"]
+    sentence = f"Not exactly the same function: {close['kl_fp16']:.1e} nats from it; bf16 is {close['kl_bf16']:.1e}."
+    card = (demo.out / CARD).read_text(encoding="utf-8")
+    page = (demo.out / PAGE).read_text(encoding="utf-8")
+    assert sentence in " ".join(card.split()) and sentence in " ".join(re.sub("<[^>]*>", "", page).split())
+    assert "outputs keep every bit" not in page and "Safe in fp16" in page
+
+
+def test_without_edits_it_stays_unsafe_and_the_command_fails(
+    qwen: Converted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "exact"
+    assert cli.main(["convert", str(qwen.source), str(out), "--exact"]) == 1
+    report = loads((out / REPORT).read_bytes())
+    assert report["verdict"] == "unsafe" and "inexact" not in report
+    assert "--exact" in report["command"] and "unsafe" in capsys.readouterr().out
+    layout = resolve(open_checkpoint(qwen.source))
+    assert edits_of(layout, Plan.model_validate(report["plan"])).exponents == {}
+
+
+def test_an_edited_conversion_is_verified_against_its_original(qwen: Converted) -> None:
+    found = verify(qwen.out, original=qwen.source)
+    assert found["verified"] and found["verdict"] == "safe", found["problems"]
+
+
+def copied(folder: Path, place: Path, change: Callable[[list[dict[str, Any]]], object]) -> Path:
+    """Return a copy of a converted folder whose list of edits was changed."""
+    shutil.copytree(folder, place)
+    report = loads((place / REPORT).read_bytes())
+    change(report["inexact"])
+    if not report["inexact"]:
+        del report["inexact"]
+    (place / REPORT).write_text(json.dumps(report))
+    return place
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries: entries.clear(),
+        lambda entries: entries.pop(),
+        lambda entries: entries.append(dict(entries[0])),
+        lambda entries: entries[0].update(site="encoder.block.0.layer.1.DenseReluDense.wi_0"),
+        lambda entries: entries[1].update(exponent=entries[1]["exponent"] + 1),
+    ],
+    ids=["none", "missing", "twice", "elsewhere", "smaller"],
+)
+def test_verify_notices_a_list_of_edits_that_is_not_the_plans(
+    demo: Converted, tmp_path: Path, change: Callable[[list[dict[str, Any]]], object]
+) -> None:
+    found = verify(copied(demo.out, tmp_path / "out", change), run_model=False)
+    assert not found["verified"] and found["checks"]["plan"] == "failed"
+    assert {(p["check"], p["name"]) for p in found["problems"] if p["check"] == "plan"} == {("plan", "inexact")}
+
+
+def test_the_plan_of_an_edited_conversion_is_replayed_to_the_same_bits(qwen: Converted, tmp_path: Path) -> None:
+    again = convert(qwen.source, tmp_path / "again", plan=qwen.out / REPORT)
+    assert again.safe and again.plan == Plan.model_validate(qwen.report["plan"])
+    weights = [sha256_of(folder / "model.safetensors") for folder in (qwen.out, tmp_path / "again")]
+    assert weights[0] == weights[1]
+    # Nothing was predicted of what was replayed; it was measured all the same.
+    told = [(e["site"], e["exponent"], e.get("predicted"), e["measured"]) for e in again.report["inexact"]]
+    assert told == [(e["site"], e["exponent"], None, e["measured"]) for e in qwen.report["inexact"]]
+
+
+def test_undo_takes_edits_back_to_the_bit(demo: Converted, tmp_path: Path) -> None:
+    before, after = (load_file(f / "model.safetensors") for f in (demo.source, undo(demo.out, tmp_path / "back")))
+    assert {name: (t.dtype, t.shape) for name, t in before.items()} == {
+        name: (t.dtype, t.shape) for name, t in after.items()
+    }
+    lost = {name: int((tensor != after[name]).sum()) for name, tensor in before.items()}
+    # What fp16 cannot hold is lost with edits as without.
+    total = sum(tensor.numel() for tensor in before.values())
+    assert sum(lost.values()) <= round((1 - demo.report["weights"]["lossless_fraction"]) * total)
+    for name in (
+        "encoder.block.1.layer.1.DenseReluDense.wi_0.weight",
+        "encoder.block.1.layer.0.SelfAttention.q.weight",
+    ):
+        assert torch.equal(before[name][:16], after[name][:16]), name
+
+
+def test_gains_of_queries_are_edited_for_all_heads_at_once(qwen: Converted) -> None:
+    check_told(qwen.report, {"model.layers.0.self_attn:scores"})
+    exponent = qwen.report["plan"]["exponents"]["model.layers.0.self_attn.scores"]
+    assert isinstance(exponent, int)
+    before, after = (load_file(folder / "model.safetensors") for folder in (qwen.source, qwen.out))
+    name = "model.layers.0.self_attn.q_norm.weight"
+    assert torch.equal(after[name].float(), before[name].float() * 2.0**exponent)
+
+
+def test_logits_of_one_choice_take_a_tied_head_apart(tmp_path: Path) -> None:
+    source = saturated_t5(tmp_path / "source", [5])
+    result = convert(source, tmp_path / "out")
+    check_told(result.report, {"lm_head"})
+    each = result.report["plan"]["exponents"]["logits"]
+    assert result.plan.untied_head and isinstance(each, list)
+    assert [number for number, e in enumerate(each) if e] == [5] and each[5] < 0
+    found = verify(tmp_path / "out", original=source)
+    assert found["verified"] and found["verdict"] == "safe", found["problems"]
+
+
+def test_max_kl_accepts_what_costs_more_than_bf16(tmp_path: Path) -> None:
+    """Of two loud choices the second best counts: no exponent of theirs is worth it, unless it is accepted."""
+    source = saturated_t5(tmp_path / "source", [5, 6])
+    plain = convert(source, tmp_path / "plain").report
+    kl = plain["fidelity"]["kl_fp16"]
+    assert [entry["site"] for entry in plain["inexact"]] == ["lm_head"] and "max_kl" not in plain
+    assert kl > plain["fidelity"]["kl_bf16"] and plain["verdict"] == "unsafe" and plain["certificate"]["holds"]
+    [entry] = plain["unsafe"]
+    assert entry["kind"] == "inexact" and "--max-kl" in entry["remedy"]
+    for share, safe in ((0.5, False), (2.0, True)):
+        out = tmp_path / str(share)
+        most = float(f"{share * kl:.2g}")
+        words = ["convert", str(source), str(out), "--max-kl", f"{most:g}", "--plan", str(tmp_path / "plain" / REPORT)]
+        assert cli.main(words) == (0 if safe else 1)
+        report = loads((out / REPORT).read_bytes())
+        assert (report["verdict"] == "safe") == safe and report["max_kl"] == most
+        assert f"--max-kl {most:g}" in report["command"]
+
+
+def test_every_edit_of_a_report_names_a_site_of_its_certificate(demo: Converted) -> None:
+    layout = resolve(open_checkpoint(demo.source))
+    names = {site["name"] for site in demo.report["certificate"]["sites"]}
+    assert {entry["site"] for entry in demo.report["inexact"]} <= names & set(sites_of(layout).values())

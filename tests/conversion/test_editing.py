@@ -1,0 +1,290 @@
+"""Which edits are taken, by what each costs: with a trial whose costs are given, and on files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from support import tiny
+from support.contract import layout_of
+
+from bf16_to_fp16 import convert
+from bf16_to_fp16.auditing.fidelity import add_outputs, compared, fidelity
+from bf16_to_fp16.checkpoint.folder import sha256_of
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.conversion.editing import (
+    MANY,
+    Cost,
+    Edits,
+    Exponents,
+    Known,
+    Needed,
+    Trial,
+    change_by,
+    least_edits,
+    scaled_by,
+    scales_logits,
+    some_of,
+    with_logits,
+)
+from bf16_to_fp16.conversion.planning import checkpoint_batches, reference_of
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import LOGITS
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.run.lanes import Walk
+
+BF16 = 0.128  # so that a proof may cost 0.001
+
+
+def frozen(exponents: Exponents) -> Any:
+    return tuple(exponents) if isinstance(exponents, list) else exponents
+
+
+@dataclass
+class Given:
+    """A trial in which edits cost what ``prices`` say, by signal and exponents, and together their sum."""
+
+    prices: Mapping[tuple[str, Any], float]
+    tied: bool | None = False
+    untie: str = "copy"
+    language_model: bool = True
+    on_text: float = 1.0  # how much larger a share they cost on text
+    made: Plan = field(default_factory=lambda: Plan(family="t5", centred_keys=["here"]))
+    asked: list[list[dict[str, Exponents]]] = field(default_factory=list)
+
+    @property
+    def layout(self) -> Any:
+        family, stock = SimpleNamespace(untie=self.untie), SimpleNamespace(is_language_model=self.language_model)
+        return SimpleNamespace(tied=self.tied, family=family, stock=stock, head="head", cap=lambda _: None)
+
+    @property
+    def known(self) -> list[Known]:
+        return [Known([], [], BF16)]
+
+    cost = Trial.cost
+
+    def costs(self, trials: Sequence[Mapping[str, Exponents]], what: str) -> list[Cost]:
+        self.asked.append([dict(trial) for trial in trials])
+        found = [sum(self.prices[name, frozen(e)] for name, e in trial.items()) for trial in trials]
+        return [Cost(each, each * self.on_text / BF16) for each in found]
+
+
+def chosen(trial: Given, needed: Mapping[str, Needed], max_kl: float | None = None) -> Edits | None:
+    return least_edits(cast("Trial", trial), needed, max_kl)
+
+
+def exponents(edits: Edits | None) -> dict[str, Exponents]:
+    assert edits is not None
+    return dict(edits.plan.exponents)
+
+
+def test_edits_that_something_observed_needs_may_cost_what_bf16_costs() -> None:
+    needed = {"a": Needed([-3, 0], -1), "b": Needed(-2, None)}
+    trial = Given({("a", (-3, 0)): 0.1, ("b", -2): 0.02})
+    edits = chosen(trial, needed)
+    assert edits is not None and edits.predicted == {"a": 0.1, "b": 0.02} and not edits.apart
+    # With what was made before, and each tried alone and all together.
+    assert edits.plan == Plan(family="t5", centred_keys=["here"], exponents={"a": [-3, 0], "b": -2})
+    assert trial.asked == [[{"a": [-3, 0]}, {"b": -2}], [{"a": [-3, 0], "b": -2}]]
+
+
+def test_the_dearest_falls_back_to_what_was_observed() -> None:
+    needed = {"a": Needed([-5, -4], [-2, 0]), "b": Needed(-2, -1)}
+    prices = {("a", (-5, -4)): 0.2, ("a", (-2, 0)): 0.02, ("b", -2): 0.1, ("b", -1): 0.05}
+    edits = chosen(Given(prices), needed)
+    assert edits is not None and edits.plan.exponents == {"a": [-2, 0], "b": -2}
+    assert edits.predicted == {"a": 0.02, "b": 0.1}
+
+
+def test_one_after_the_other_falls_back_and_what_is_observed_stays_whatever_it_costs() -> None:
+    needed = {"a": Needed(-5, -2), "b": Needed(-3, -1)}
+    prices = {("a", -5): 0.9, ("a", -2): 0.8, ("b", -3): 0.5, ("b", -1): 0.4}
+    edits = chosen(Given(prices), needed)
+    assert edits is not None and edits.plan.exponents == {"a": -2, "b": -1}
+    assert edits.predicted == {"a": 0.8, "b": 0.4}
+
+
+def test_an_edit_for_a_proof_alone_goes_first_only_where_it_is_the_dearest() -> None:
+    needed = {"a": Needed(-2, -2), "b": Needed(-3, None), "c": Needed(-4, None)}
+    prices = {("a", -2): 0.1, ("b", -3): 0.02, ("c", -4): 0.03}
+    edits = chosen(Given(prices), needed)
+    assert edits is not None and edits.plan.exponents == {"a": -2, "b": -3} and edits.predicted.keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize("cost,taken", [(BF16 / 128, True), (BF16 / 128 * 1.01, False)])
+def test_edits_for_a_proof_alone_may_cost_a_128th_of_bf16(cost: float, taken: bool) -> None:
+    edits = chosen(Given({("a", -2): cost}), {"a": Needed(-2, None)})
+    assert (edits is not None) == taken
+    # The dearest of several goes; the others are still worth it.
+    edits = chosen(Given({("a", -2): cost, ("b", -1): 0.0}), {"a": Needed(-2, None), "b": Needed(-1, None)})
+    assert exponents(edits) == ({"a": -2, "b": -1} if taken else {"b": -1})
+
+
+def test_max_kl_is_for_what_was_observed_and_never_less_than_bf16() -> None:
+    needed = {"a": Needed(-5, -2)}
+    prices = {("a", -5): 0.5, ("a", -2): 0.3}
+    assert exponents(chosen(Given(prices), needed)) == {"a": -2}
+    assert exponents(chosen(Given(prices), needed, max_kl=0.6)) == {"a": -5}
+    assert exponents(chosen(Given(prices), needed, max_kl=0.4)) == {"a": -2}
+    cheap = {("a", -5): BF16, ("a", -2): 0.0}
+    assert exponents(chosen(Given(cheap), needed, max_kl=1e-9)) == {"a": -5}
+    # It buys no proof.
+    assert chosen(Given({("a", -5): 0.5}), {"a": Needed(-5, None)}, max_kl=1.0) is None
+
+
+def test_what_edits_cost_on_text_counts_as_well() -> None:
+    needed = {"a": Needed(-5, -2), "b": Needed(-1, None)}
+    prices = {("a", -5): 0.05, ("a", -2): 0.02, ("b", -1): 0.01}
+    assert exponents(chosen(Given(prices), needed)) == {"a": -5, "b": -1}
+    edits = chosen(Given(prices, on_text=4.0), needed)
+    assert (
+        edits is not None and edits.plan.exponents == {"a": -2, "b": -1} and edits.predicted == {"a": 0.02, "b": 0.01}
+    )
+    assert exponents(chosen(Given(prices, on_text=9.0), needed)) == {"a": -2}
+
+
+def test_a_cost_that_is_no_number_is_too_much() -> None:
+    needed = {"a": Needed(-5, None), "b": Needed(-1, -1)}
+    edits = chosen(Given({("a", -5): math.nan, ("b", -1): 0.0}), {"a": needed["a"]})
+    assert edits is None
+    edits = chosen(Given({("a", -5): math.inf, ("b", -1): 0.0}), needed)
+    assert exponents(edits) == {"b": -1}
+
+
+# -- logits ------------------------------------------------------------------------------------------------------------
+
+EACH = [-4, 0, -1]
+LOGITS_NEEDED = {LOGITS: Needed(EACH, [-3, 0, 0])}
+
+
+def test_a_head_of_its_own_has_an_exponent_for_each_choice_at_once() -> None:
+    trial = Given({(LOGITS, tuple(EACH)): 0.01})
+    edits = chosen(trial, LOGITS_NEEDED)
+    assert exponents(edits) == {LOGITS: EACH} and edits is not None and not edits.apart
+
+
+@pytest.mark.parametrize(
+    "together,each,apart",
+    [
+        (0.0009, 0.0, False),  # little enough for the head to stay as it is
+        (0.0011, 0.0, True),
+        (0.0011, 0.0012, False),
+        (0.0012, 0.0012, False),
+    ],
+)
+def test_a_tied_head_is_separated_where_one_exponent_costs_more_than_little_and_than_one_for_each(
+    together: float, each: float, apart: bool
+) -> None:
+    trial = Given({(LOGITS, -4): together, (LOGITS, tuple(EACH)): each}, tied=True)
+    edits = chosen(trial, LOGITS_NEEDED)
+    assert edits is not None and edits.apart == apart
+    assert edits.plan.exponents == {LOGITS: EACH if apart else -4}
+    assert edits.predicted == {LOGITS: each if apart else together}
+
+
+@pytest.mark.parametrize("own", [{"untie": ""}, {"language_model": False}])
+def test_a_tied_head_that_cannot_be_separated_has_one_exponent(own: dict[str, Any]) -> None:
+    trial = Given({(LOGITS, -4): 0.1, (LOGITS, -3): 0.05}, tied=True, **own)
+    needed, apart = with_logits(cast("Trial", trial), LOGITS_NEEDED)
+    assert needed == {LOGITS: Needed(-4, -3)} and not apart
+    assert trial.asked == []
+
+
+def test_a_head_is_not_separated_for_logits_that_stay_as_they_are() -> None:
+    """Where what only a proof needs is too dear in every way."""
+    trial = Given({(LOGITS, -4): 9.0, (LOGITS, tuple(EACH)): 8.0, ("a", -1): 0.0}, tied=True)
+    edits = chosen(trial, {LOGITS: Needed(EACH, None), "a": Needed(-1, None)})
+    assert edits is not None and edits.plan.exponents == {"a": -1} and not edits.apart
+
+
+def test_logits_times_powers_of_two_are_one_for_each_choice() -> None:
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    assert torch.equal(scaled_by(values, [-1, 0, 1]), values * torch.tensor([0.5, 1.0, 2.0]))
+    assert torch.equal(scaled_by(values, -2), values / 4)
+
+
+@pytest.mark.parametrize(
+    "kind,scales",
+    {"t5": True, "gemma": True, "gemma3-untied": False, "t5-spans": False, "t5-encoder": False}.items(),
+)
+def test_only_logits_of_a_language_model_without_a_soft_cap_are_scaled_afterwards(kind: str, scales: bool) -> None:
+    assert scales_logits(layout_of(tiny.small(kind))) == scales
+
+
+# -- on files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    """A trial of a tiny model with plain GELU and a head of its own."""
+    root = tmp_path_factory.mktemp("trial")
+    source = open_checkpoint(tiny.save(tiny.small("gelu", factor=1.0), root / "source"))
+    layout = resolve(source)
+    inputs = checkpoint_batches(source, layout, None, 0)[:4]
+    fp32 = reference_of(source, inputs).fp32
+    known = [Known(inputs, fp32, 0.5), Known(inputs[:1], fp32[:1], 0.25, most=2.0)]
+    return Trial(source, layout, known, Progress(quiet=True), Plan(family="t5"))
+
+
+def test_a_trial_tells_what_edits_cost_each_for_itself(trial: Trial) -> None:
+    name = f"{trial.layout.feed_forwards[0].at}.neuron"
+    logits: list[Exponents] = [-1, [-1, *[0] * 96]]
+    first = trial.costs([{name: 0}, {name: -1}, {name: -6}, {}], "edits")
+    nothing, little, much, none = (cost.divergence for cost in first)
+    all_logits, one = (cost.divergence for cost in trial.costs([{LOGITS: e} for e in logits], "logits"))
+    assert nothing == none == 0 and 0 < little < much
+    assert 0 < one < all_logits
+    [both] = trial.costs([{name: -6, LOGITS: -1}], "both")
+    assert both.divergence > all_logits / 2 and both.divergence not in (much, all_logits)
+
+
+def test_a_share_is_the_largest_of_what_bf16_costs_on_each_kind_of_input(trial: Trial) -> None:
+    [cost] = trial.costs([{LOGITS: -3}], "logits")
+    each = [own.costs([{LOGITS: -3}], "logits")[0] for own in (replace(trial, known=[k]) for k in trial.known)]
+    assert [one.share for one in each] == [one.divergence / 0.5 for one in each]
+    assert cost == Cost(each[0].divergence, max(one.share for one in each))
+
+
+def test_more_edits_than_a_few_are_tried_one_by_one_on_less(trial: Trial) -> None:
+    inputs = compared(trial.known[0].inputs)
+    assert some_of(inputs, MANY) == inputs and len(some_of(inputs, MANY + 1)) == 2 < len(inputs)
+    sizes = [batch.size for batch in inputs]
+    assert sorted(batch.size for batch in some_of(inputs, MANY + 1)) == sorted(sizes)[:2]
+    trials: list[dict[str, Exponents]] = [{LOGITS: -3}] * (MANY + 1)
+    few = {id(batch) for batch in some_of(inputs, MANY + 1)}
+    fp32 = [x for batch, x in zip(inputs, trial.known[0].fp32, strict=True) if id(batch) in few]
+    [alone] = replace(trial, known=[Known([b for b in inputs if id(b) in few], fp32, 0.5)]).costs([{LOGITS: -3}], "")
+    assert {cost.divergence for cost in trial.costs(trials, "many")} == {alone.divergence}
+
+
+def test_exponents_of_logits_cost_the_same_by_the_head_and_behind_it(trial: Trial) -> None:
+    each: Exponents = [-1, -2, 1, *[0] * 94]
+    [cost] = trial.costs([{LOGITS: each}], "logits")
+    head, plan = f"{trial.layout.family.head}", Plan(family="t5", exponents={LOGITS: each})
+    weight = trial.checkpoint.read(head).float()
+    change = change_by(trial.checkpoint, trial.layout, plan)
+    assert torch.equal(change(head, weight)[:4], weight[:4] * torch.tensor([[0.5], [0.25], [2.0], [1.0]]))
+    walk, inputs, source = Walk(trial.checkpoint), trial.known[0].inputs, trial.known[0].fp32
+    lanes = add_outputs(walk, inputs, torch.float32, change=change)
+    walk.run()
+    assert cost.divergence == fidelity(source, None, [lane.result for lane in lanes], probabilities=True).kl_fp16
+
+
+def test_where_nothing_is_needed_an_exact_conversion_is_the_same_bit_by_bit(tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("t5-encoder", factor=1.0), tmp_path / "source")
+    with tiny.no_pictures():
+        plain, exact = (convert(source, tmp_path / out, exact=out == "exact").report for out in ("plain", "exact"))
+    for report in (plain, exact):
+        assert report["verdict"] == "safe" and report["proof"] == "certified"
+        assert not {"inexact", "max_kl"} & report.keys()
+        assert not any(name.endswith((".gate", ".scores")) or name == LOGITS for name in report["plan"]["exponents"])
+    assert plain["plan"] == exact["plan"] and plain["fidelity"] == exact["fidelity"]
+    one, other = (sha256_of(tmp_path / out / "model.safetensors") for out in ("plain", "exact"))
+    assert one == other

@@ -1,0 +1,78 @@
+"""Signals whose exponents have a price: every family declares on which axes they stand, and none too few."""
+
+from typing import Any
+
+import pytest
+import torch
+from support import exhaustive, tiny
+from support.contract import layout_of
+from support.priced import (
+    Check,
+    Values,
+    check_asymptotic,
+    check_logits,
+    left_out,
+    logits_of,
+    values_at_sites,
+)
+
+from bf16_to_fp16.families.layout import Layout
+from bf16_to_fp16.families.types import LOGITS, Kind
+
+WITH_LOGITS = [kind for kind in tiny.KINDS if LOGITS in layout_of(tiny.small(kind)).signals]
+FEW = {*tiny.FIRST, "gelu", "t5-classifier", "t5-spans", "gemma3-untied", "llama-biased", "mbart"}
+each_kind = pytest.mark.parametrize("kind", exhaustive.beyond(FEW, tiny.KINDS))
+each_with_logits = pytest.mark.parametrize("kind", exhaustive.beyond(FEW, WITH_LOGITS))
+
+
+def model_of(kind: str) -> tuple[Any, Layout]:
+    """Return a kind's model with a bias of logits where it has one, in eager attention, and its layout."""
+    own: dict[str, Any] = {"activation_function": "gelu"} if kind in ("pegasus", "mbart", "bigbird_pegasus") else {}
+    model = tiny.small(kind, factor=1.0, **own)
+    model.set_attn_implementation("eager")
+    layout = layout_of(model)
+    if layout.family.logits_bias in layout.tensors:
+        model.get_buffer(layout.family.logits_bias).normal_()
+    return model, layout
+
+
+def noticed(check: Check, model: Any, layout: Layout, kind: Kind, before: Values) -> list[str]:
+    """Return which axes of a kind of signal are left out without an effect, of which there must be some."""
+    unnoticed, count = [], 0
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for what, wrong in left_out(layout, kind):
+        count += 1
+        try:
+            check(model, wrong, before)
+            unnoticed.append(what)
+        except AssertionError:
+            model.load_state_dict(state)
+    assert count
+    return unnoticed
+
+
+@each_kind
+def test_exponents_before_a_homogeneous_function_move_what_they_say_and_nothing_else(kind: str) -> None:
+    """Pre-activations of gates and plain neurons, scores of every head, a classifier's dense: each axis counts."""
+    model, layout = model_of(kind)
+    before = values_at_sites(model, layout)
+    check_asymptotic(model, layout, before)
+    assert not noticed(check_asymptotic, model, layout, Kind.ASYMPTOTIC, before)
+
+
+@each_with_logits
+def test_exponents_of_logits_multiply_them_exactly_before_a_soft_cap(kind: str) -> None:
+    model, layout = model_of(kind)
+    before = logits_of(model, layout)
+    check_logits(model, layout, before)
+    assert not noticed(check_logits, model, layout, Kind.LOGITS, before)
+
+
+@pytest.mark.parametrize("kind", ["pegasus", "mbart"])
+def test_a_bias_of_logits_is_under_these_tests(kind: str) -> None:
+    model, layout = model_of(kind)
+    name = layout.family.logits_bias
+    assert bool((model.get_buffer(name) != 0).all()) and any(
+        "logits_bias" in w for w, _ in left_out(layout, Kind.LOGITS)
+    )
+    assert layout.tensors[name].shape == torch.Size([1, layout.signals[LOGITS].size])
