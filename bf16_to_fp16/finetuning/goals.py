@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,28 +28,31 @@ TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
 @dataclass(frozen=True)
 class Command:
-    """The command line of a finetune: the recipe's file as it was given, and its overrides."""
+    """The command line of a finetune: the recipe's file as it was given, its overrides, and the launcher's words, which
+    end before ``finetune``; published: of absolute paths it shows only the last part."""
 
     recipe: str = "recipe.yaml"
     overrides: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ("bf16-to-fp16",)
+    is_public: bool = False
 
     def line(self, **settings: object) -> str:
         """Return the command line, which with other settings (``schedule__steps``) replaces the output."""
         changed = tuple(f"{key.replace('__', '.')}={value}" for key, value in settings.items())
         names = {part.partition("=")[0] for part in changed}
         kept = tuple(part for part in self.overrides if part.partition("=")[0].strip() not in names)
-        words = [word for part in kept + changed for word in ("--set", part)]
-        return shlex.join(["bf16-to-fp16", "finetune", self.recipe, *words, *(["--force"] if changed else [])])
+        pairs = [part.partition("=") for part in kept + changed]
+        words = [word for key, equals, value in pairs for word in ("--set", f"{key}{equals}{self._shown(value)}")]
+        begun = (*map(self._shown, self.launcher), "finetune", self._shown(self.recipe))
+        return shlex.join([*begun, *words, *(["--force"] if changed else [])])
+
+    def _shown(self, value: str) -> str:
+        path = value.strip().strip("\"'")
+        return Path(path).name if self.is_public and Path(path).is_absolute() else value
 
     def published(self) -> Command:
-        """Return it as a report shows it: of absolute paths only the last part."""
-
-        def shown(value: str) -> str:
-            path = value.strip().strip("\"'")
-            return Path(path).name if Path(path).is_absolute() else value
-
-        pairs = [part.partition("=") for part in self.overrides]
-        return Command(shown(self.recipe), tuple(f"{key}{equals}{shown(value)}" for key, equals, value in pairs))
+        """Return it as a report shows it."""
+        return replace(self, is_public=True)
 
 
 def steps_more(headroom: Sequence[float], steps: int, missing: float) -> int | None:
@@ -81,7 +84,7 @@ def how_to_go_on(
     delivered: least headroom of the output in bits. quality: what it lost of the original. unproven: the certificate
     that it lacks. attacked: the attack broke it.
     """
-    another = f"{Path(recipe.checkpointing.folder or f'{recipe.out}.run').name}-2"
+    another = f"{recipe.checkpointing.folder or f'{recipe.out}.run'}-2"
     missing = recipe.penalty.headroom_bits - delivered
     if attacked and recipe.penalty.certify is False and recipe.target in CERTIFIABLE:
         line = command.line(penalty__certify="true", checkpointing__folder=another)

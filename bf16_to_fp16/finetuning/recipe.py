@@ -269,15 +269,15 @@ class Recipe(Section):
 
     @property
     def asked(self) -> Recipe:
-        """What was asked for, where ``with_pair`` has changed it."""
+        """What was asked for, where ``taking`` has changed it."""
         return self if self._asked is None else self._asked
 
-    def with_pair(self, learning_rate: float, accumulation: int) -> Recipe:
-        """Return it with another learning rate and gradient accumulation, and with what was asked for in ``asked``."""
-        schedule = self.schedule.model_copy(update={"learning_rate": learning_rate})
-        data = self.data.model_copy(update={"gradient_accumulation": accumulation})
-        chosen = self.model_copy(update={"schedule": schedule, "data": data})
-        chosen._asked = self
+    def taking(self, *, learning_rate: float | None = None, **data: int) -> Recipe:
+        """Return it with another learning rate and other keys of ``data``, and with what was asked for in ``asked``."""
+        rate = {} if learning_rate is None else {"learning_rate": learning_rate}
+        schedule, data_ = self.schedule.model_copy(update=rate), self.data.model_copy(update=data)
+        chosen = self.model_copy(update={"schedule": schedule, "data": data_})
+        chosen._asked = self.asked
         return chosen
 
     def settled(self, *, in_parts: bool) -> Recipe:

@@ -54,10 +54,10 @@ from .log import RunLog, curves
 from .mixed_precision import MixedPrecision
 from .objectives import BYTE_SENTINEL
 from .optimizers import with_advised_pair
-from .processes import in_parts, launched_with, precisions_of, weights_in_parts
+from .processes import in_parts, launched_with, launcher, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe
 from .states import RunFolder, on_a_disk, read_state
-from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
+from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments, step_examples, with_shares
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
 
@@ -83,7 +83,7 @@ def finetune(
     """
     command = Command()
     if isinstance(recipe, (str, Path)):
-        command, recipe = Command(str(recipe), tuple(overrides)), read_recipe(recipe, overrides)
+        command, recipe = Command(str(recipe), tuple(overrides), launcher()), read_recipe(recipe, overrides)
     elif not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe)
     asked, recipe = recipe, recipe.settled(in_parts=in_parts())
@@ -203,10 +203,13 @@ def train(
     student.set_input_embeddings(student.get_input_embeddings())
     if recipe.schedule.advised:
         recipe = with_advised_pair(recipe, student.parameters(), progress)
-        corpus.data = recipe.data
-        accelerator.gradient_accumulation_steps = recipe.data.gradient_accumulation
+    states = RunFolder(folder)
+    if steps := states.steps():
+        recipe = with_shares(recipe, step_examples(read_state(states.of(steps[-1]))), accelerator.num_processes)
+    corpus.data = recipe.data
+    accelerator.gradient_accumulation_steps = recipe.data.gradient_accumulation
     fits = False
-    if not RunFolder(folder).steps():
+    if not steps:
         fits = check_start(student, recipe, corpus, accelerator, progress)
     log = None
     if main:
@@ -304,7 +307,7 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
     states = RunFolder(folder)
     if states.steps():
         last = states.of(states.steps()[-1])
-        check_same_recipe(read_state(last), recipe, last)
+        check_same_recipe(read_state(last), recipe, last, int(os.environ.get("WORLD_SIZE", "1")))
         return
     start, names = folder / START_FOLDER, {entry.name for entry in folder.iterdir()} - OF_A_RUN
     if any(not name.startswith(".") for name in names) or (start.exists() and not (start / "config.json").is_file()):

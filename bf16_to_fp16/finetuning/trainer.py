@@ -139,7 +139,9 @@ class Trainer:
         self.position = RunPosition()
         self.states = RunFolder(folder)
         stored = recipe.distillation.top_k and teacher
-        self.tops = distillation.TopStore(folder / "teacher", self.processes.rank) if stored else None
+        # Of one way to share a step each file holds the rows of another.
+        shares = f"{self.processes.world}x{recipe.data.batch_size}x{self.passes}"
+        self.tops = distillation.TopStore(folder / "teacher" / shares, self.processes.rank) if stored else None
         self.watch = Watch(recipe, self.penalty, self.states, self.progress)
         self.evaluator = Evaluator(recipe.evaluation, corpus, student, self.model, teacher, self.processes)
 
@@ -542,7 +544,7 @@ class Trainer:
         if steps:
             last = self.states.of(steps[-1])
             state = read_state(last)
-            check_same_recipe(state, self.recipe, last)
+            check_same_recipe(state, self.recipe, last, self.processes.world)
             self._check_parts(state, last)
             self._load(steps[-1])
             self.progress.say(f"Continuing from step {steps[-1]}")
@@ -635,19 +637,42 @@ def probe_arguments(model: Any, batch: Batch, device: torch.device) -> dict[str,
     return given | ({"use_cache": False} if uncached else {})
 
 
-def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
+def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path, processes: int = 1) -> None:
     """Raise UserError where a state was written under a recipe that would have given other bits; a run that has come
-    to its end may go on to more steps."""
+    to its end may go on to more steps, and one that keeps its step may share it otherwise."""
     before, now = state["recipe"], recipe.asked.describe()
     ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
     if ended and steps > before["schedule"]["steps"]:
         before = {**before, "schedule": {**before["schedule"], "steps": steps}}
+    data = recipe.asked.data
+    if processes * data.batch_size * data.gradient_accumulation == step_examples(state):
+        shares = {key: now["data"][key] for key in SHARES}
+        before = {**before, "data": before["data"] | shares}
     changed = [key for key in now if key not in CHANGEABLE and before.get(key) != now[key]]
     if changed:
         raise UserError(
             f"{folder.parent}: holds a run with another {changed[0]}; restore the recipe, give another"
             " checkpointing.folder, or remove that one to start anew"
         )
+
+
+SHARES = ("batch_size", "gradient_accumulation")  # keys of a recipe's data by which a step is shared out
+
+
+def step_examples(state: Mapping[str, Any]) -> int:
+    """Return how many examples a step of a run's state has."""
+    count: int = state["stream"]["settings"]["step_examples"]
+    return count
+
+
+def with_shares(recipe: Recipe, wanted: int, processes: int) -> Recipe:
+    """Return ``recipe`` with the batch size and accumulation by which so many processes take steps of ``wanted``
+    examples; raise UserError where they cannot share it."""
+    part, rest = divmod(wanted, processes)
+    if rest or not part:
+        raise UserError(f"a step of this run has {wanted} examples; launch a number of processes that divides it")
+    size = next(size for size in range(min(recipe.data.batch_size, part), 0, -1) if part % size == 0)
+    return recipe.taking(batch_size=size, gradient_accumulation=part // size)
 
 
 def headroom_by_layer(penalty: ActivationPenalty) -> dict[str, float]:

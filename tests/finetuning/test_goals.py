@@ -120,7 +120,7 @@ def test_headroom_that_no_longer_grows_is_a_plateau_and_that_which_does_says_how
     assert steps_more(flat, 100, 0.5) is None
     result, said = after(finetuned(0.3, curve=flat))
     assert said.startswith("more steps will not help, the headroom has stopped growing; begin another run: ")
-    assert said.endswith("--set schedule.learning_rate=0.008 --set checkpointing.folder=b.run-2 --force")
+    assert said.endswith("--set schedule.learning_rate=0.008 --set checkpointing.folder=folder/b.run-2 --force")
     assert result.verdict == "unsafe" and "--set schedule.steps=100 " in said
     # The training keeps it, and only the audit found inputs that pass it.
     assert "schedule.steps=200" in after(finetuned(0.9, curve=[min(1.1, 5 * x) for x in rising]))[1]
@@ -155,6 +155,15 @@ def test_a_published_command_names_no_folder_of_this_machine() -> None:
     words += ["--set", given.overrides[1]]
     assert shlex.split(given.line()) == words
     assert given.published().line() == "bf16-to-fp16 finetune r.yaml --set out=b --set data.path=texts/a.txt"
+    another = given.published().line(checkpointing__folder="/folder/of/mine/b.run-2")
+    assert another.endswith(" --set checkpointing.folder=b.run-2 --force")
+
+
+def test_a_command_under_a_launcher_begins_with_the_launcher() -> None:
+    launched = ("accelerate", "launch", "--config_file", "/folder/of/mine/ddp.yaml", "-m", "bf16_to_fp16")
+    given = Command("r.yaml", ("seed=1",), launched)
+    assert given.line() == f"{shlex.join(launched)} finetune r.yaml --set seed=1"
+    assert given.published().line().startswith("accelerate launch --config_file ddp.yaml -m bf16_to_fp16 finetune ")
 
 
 def test_a_certificate_that_was_asked_for_and_does_not_hold_is_unsafe_with_the_worst_bound() -> None:

@@ -53,7 +53,7 @@ from bf16_to_fp16.finetuning.processes import Processes
 from bf16_to_fp16.finetuning.recipe import Recipe, Schedule, parse_recipe
 from bf16_to_fp16.finetuning.stability import PULLED_STEPS
 from bf16_to_fp16.finetuning.states import RunFolder, read_state, write_state
-from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_rate
+from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_rate, with_shares
 from bf16_to_fp16.losses.detector import Detector
 from bf16_to_fp16.optim.adamw import AdamW
 from bf16_to_fp16.optim.moments import BLOCKED
@@ -977,3 +977,18 @@ def test_arguments_shift_the_labels_as_the_model_does(folder: Path, tmp_path: Pa
     assert torch.equal(stock.logits, mine.logits)
     count = int((batch.labels != -100).sum())
     assert float(task_loss(mine.logits, batch.labels)) / count == pytest.approx(float(stock.loss), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("processes", "shares"), [(1, (4, 6)), (2, (4, 3)), (3, (4, 2)), (8, (3, 1)), (24, (1, 1)), (5, None), (48, None)]
+)
+def test_a_step_is_shared_by_as_many_processes_as_divide_it(
+    folder: Path, tmp_path: Path, processes: int, shares: tuple[int, int] | None
+) -> None:
+    recipe = recipe_for(folder, tmp_path, data={"batch_size": 4})
+    if shares is None:
+        with pytest.raises(UserError, match="24 examples; launch a number of processes that divides it"):
+            with_shares(recipe, 24, processes)
+        return
+    data = (taken := with_shares(recipe, 24, processes)).data
+    assert (data.batch_size, data.gradient_accumulation) == shares and taken.asked == recipe
