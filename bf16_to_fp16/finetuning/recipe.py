@@ -156,18 +156,25 @@ class Penalty(Section):
 class Distillation(Section):
     """Keeping the original's function: the KL divergence of the logits to those of the frozen source."""
 
-    weight: float = _key(0.5, "share of the KL in the loss; the task's loss has the rest", ge=0, le=1)
+    weight: float = _key(
+        1.0, "share of the KL in the loss; the text's own task has the rest, and is then learnt", ge=0, le=1
+    )
     top_k: Positive | None = _key(None, "logits per token computed beforehand, so that no teacher stays")
 
 
 class Quality(Section):
-    """What the result must keep of the original on the held-out examples; less makes the verdict unsafe."""
+    """What the result must keep of the original on inputs of every kind; less makes the verdict unsafe."""
 
     max_kl: float | None = _key(
-        0.2, "most KL to the original, nats per target token (an encoder: squared error); null: not judged", gt=0
+        0.2,
+        "most KL to the original, nats per token (an encoder: squared error); null: judged and chosen by nothing",
+        gt=0,
+    )
+    min_agreement: float | None = _key(
+        0.8, "least share of tokens or rows with the original's best choice; null: not judged", ge=0, le=1
     )
     max_loss_rise: float | None = _key(
-        0.05, "most rise of the held-out loss, as a share of what it was at first; null: not judged", ge=0
+        None, "most rise of the held-out loss, as a share of what it was at first; null: not judged", ge=0
     )
 
 
@@ -266,6 +273,12 @@ class Recipe(Section):
             what = "schedule.advised is for weights of bf16 or fp16 that are rounded to nearest"
             raise ValueError(f"{what}, and with optimizer.{lossless} no update is lost; leave it out")
         return self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it only says what is finetuned, on what and where, and leaves to the program what that is to give."""
+        about_the_run = {"device", "seed", "evaluation", "logging", "checkpointing", "gradient_checkpointing"}
+        return self.model_fields_set <= {"source", "out", "subfolder", "data", *about_the_run}
 
     @property
     def asked(self) -> Recipe:

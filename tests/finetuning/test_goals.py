@@ -16,7 +16,7 @@ from bf16_to_fp16.report.card import notice
 from bf16_to_fp16.report.facts import verdict_sentence
 from bf16_to_fp16.report.page import render
 from bf16_to_fp16.report.remedies import CONVERTED, PENALTY
-from bf16_to_fp16.report.schema import AttackEntry, Report, UnsafeEntry, dump, read
+from bf16_to_fp16.report.schema import AttackEntry, FinetuneEntry, Report, UnsafeEntry, dump, read
 from bf16_to_fp16.report.terminal import print_conversion
 
 COMMAND = Command("r.yaml", ("schedule.steps=100", "seed=1"))
@@ -146,7 +146,9 @@ def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
 def test_quality_is_judged_by_the_last_evaluation_as_far_as_it_was_measured(
     found: list[tuple[float | None, float | None]], missed: list[str]
 ) -> None:
-    assert [entry.signal for entry in lost_quality(recipe(), evaluated(*found))] == missed
+    run = FinetuneEntry(evaluations=evaluated(*found))
+    asked = recipe(quality={"max_loss_rise": 0.05})
+    assert [entry.signal for entry in lost_quality(asked, run)] == missed
 
 
 def test_a_published_command_names_no_folder_of_this_machine() -> None:
