@@ -136,7 +136,8 @@ def lost_quality(recipe: Recipe, run: FinetuneEntry) -> list[UnsafeEntry]:
             allowed = f"at most {max(most, far.bf16):.3g} (quality.max_kl)"
             reason = f"{scientific(far.value)}{unit} from the original on {far.where}, {allowed}"
             missed("divergence from the original", reason, times_over(far, most))
-    if (least := wanted.min_agreement) is not None and (shares := [e for e in found if e.agreement is not None]):
+    least = None if wanted.max_kl is None else wanted.min_agreement
+    if least is not None and (shares := [e for e in found if e.agreement is not None]):
         same, needed, where = min(
             ((e.agreement or 0.0, min(least, e.bf16_agreement), e.where) for e in shares), key=lambda e: e[0] - e[1]
         )

@@ -167,11 +167,11 @@ class Quality(Section):
 
     max_kl: float | None = _key(
         0.2,
-        "most KL to the original, nats per token (an encoder: squared error); null: judged and chosen by nothing",
+        "most KL to the original, nats per token (an encoder: squared error); null: no distance is judged",
         gt=0,
     )
     min_agreement: float | None = _key(
-        0.8, "least share of tokens or rows with the original's best choice; null: not judged", ge=0, le=1
+        0.7, "least share of tokens (or rows) with the original's best choice; null: not judged", ge=0, le=1
     )
     max_loss_rise: float | None = _key(
         None, "most rise of the held-out loss, as a share of what it was at first; null: not judged", ge=0

@@ -55,7 +55,7 @@ SEARCHED_SITES, SEARCHED_ROWS = 6, 8
 SEARCHED_LENGTHS = (16, 4, 1, 8, 2)  # positions of one search after the other
 HARD_INPUTS = 48  # inputs found that are kept
 
-BEYOND = 0.5  # weight of the divergence beyond the data, beside that on the data
+BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the data
 
 CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "source")
 """Parts of a recipe that may change when a run continues: they have no part in its bits."""

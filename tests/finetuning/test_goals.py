@@ -128,7 +128,7 @@ def test_headroom_that_no_longer_grows_is_a_plateau_and_that_which_does_says_how
 
 def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
     result, said = after(finetuned(3.0, kl=1060.0))
-    assert result.verdict == "unsafe" and "1.06×10³ nats per target token" in verdict_sentence(result)
+    assert result.verdict == "unsafe" and "1.06×10³ nats per token from the original on held-out data" in verdict_sentence(result)
     assert said.startswith("begin another run that holds on to the original: bf16-to-fp16 finetune r.yaml")
     assert after(finetuned(3.0, kl=1060.0), quality={"max_kl": None})[0].verdict == "safe"
 

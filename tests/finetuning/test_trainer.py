@@ -686,7 +686,7 @@ def test_a_bad_batch_is_skipped_counted_and_named(make: Make, tmp_path: Path) ->
     assert [row["step"] for row in outcome.skipped] == [3, 6]
     assert [row["examples"] for row in outcome.skipped] == [[list(e) for e in examples] for examples in bad]
     assert outcome.steps == 8
-    rows = {row["step"]: row for row in rows_of(tmp_path / "run")}
+    rows = {row["step"]: row for row in steps_of(tmp_path / "run")}
     assert rows[3]["skipped_examples"] == outcome.skipped[0]["examples"] and rows[8]["skipped"] == 2
     assert rows[8]["loss_scale"] == FIRST_LOSS_SCALE / 4
     assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step not in (3, 6))
