@@ -70,24 +70,26 @@ class Evaluator:
         probe = compared(batches(self.stock.config, None, None, seed=self.recipe.seed))
         others: dict[str, Sequence[TrainingBatch | Batch]] = {"audit": probe, "unlike": self.corpus.unlike()}
         if self.corpus.reads_end_token and self.teacher.chooses:
-            others["class"] = [self._of_every_class(self.teacher)]
+            others["class"] = self._of_every_class(self.teacher)
         return others
 
-    def _of_every_class(self, teacher: Teacher) -> TrainingBatch:
+    def _of_every_class(self, teacher: Teacher) -> list[TrainingBatch]:
         """A few rows for each class that the teacher gives to some text or, where it gives it to none, random ids."""
         config, found = self.stock.config, dict[int, list[Tensor]]()
         texts = [*self.corpus.held_out(self.recipe.evaluation.examples), *self.corpus.unlike()]
         drawn = (random_rows(config, seed=seed) for seed in range(MOST_DRAWN))
         of_random_ids = (in_rows(batch.input_ids, batch.attention_mask) for batch in drawn)
         for number, batch in enumerate(chain(texts, of_random_ids)):
-            if number >= len(texts) and len(found) == config.num_labels:
+            full = sum(len(rows) == ROWS_OF_A_CLASS for rows in found.values())
+            if number >= len(texts) and full == config.num_labels:
                 break
             classes = teacher.outputs(batch).argmax(-1).tolist()
             for ids, mask, chosen in zip(batch.input_ids, batch.attention_mask, classes, strict=True):
                 if len(rows_of_class := found.setdefault(chosen, [])) < ROWS_OF_A_CLASS:
                     rows_of_class.append(ids[mask.bool()])
         every = [ids for rows_of_class in found.values() for ids in rows_of_class]
-        return in_rows(*stack(every, self.corpus.conventions.pad))
+        size, padding = self.corpus.data.batch_size, self.corpus.conventions.pad
+        return [in_rows(*stack(every[first : first + size], padding)) for first in range(0, len(every), size)]
 
     def _sums(self, batch: TrainingBatch | Batch, mixed_precision: MixedPrecision) -> Tensor:
         """Task's loss, divergence from the teacher, positions with its best choice and positions, each as a sum."""

@@ -26,6 +26,9 @@ def recipe(**changes: Any) -> Recipe:
     return parse_recipe({"source": "a", "out": "folder/b", "data": {"path": "c.txt"}, **changes})
 
 
+ASKED = recipe()
+
+
 def evaluated(*found: tuple[float | None, float | None]) -> list[dict[str, Any]]:
     return [{"step": i, "held_out_loss": loss, "held_out_divergence": kl} for i, (loss, kl) in enumerate(found)]
 
@@ -128,7 +131,10 @@ def test_headroom_that_no_longer_grows_is_a_plateau_and_that_which_does_says_how
 
 def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
     result, said = after(finetuned(3.0, kl=1060.0))
-    assert result.verdict == "unsafe" and "1.06×10³ nats per token from the original on held-out data" in verdict_sentence(result)
+    assert (
+        result.verdict == "unsafe"
+        and "1.06×10³ nats per token from the original on held-out data" in verdict_sentence(result)
+    )
     assert said.startswith("begin another run that holds on to the original: bf16-to-fp16 finetune r.yaml")
     assert after(finetuned(3.0, kl=1060.0), quality={"max_kl": None})[0].verdict == "safe"
 
@@ -149,6 +155,39 @@ def test_quality_is_judged_by_the_last_evaluation_as_far_as_it_was_measured(
     run = FinetuneEntry(evaluations=evaluated(*found))
     asked = recipe(quality={"max_loss_rise": 0.05})
     assert [entry.signal for entry in lost_quality(asked, run)] == missed
+
+
+def test_the_worst_kind_of_input_is_judged_and_no_result_has_to_be_nearer_than_bf16() -> None:
+    def lost(recipe: Recipe = ASKED, audit: tuple[float, float] = (0.1, 0.9), **evaluated: float) -> list[str]:
+        close = {"kl_fp16": audit[0], "top1_fp16": audit[1], "kl_bf16": 5.0, "top1_bf16": 0.6}
+        run = read(
+            FinetuneEntry, {"kept": 1, "evaluations": [{"step": 1, **evaluated}, {"step": 2}], "fidelity": close}
+        )
+        return [entry.reason for entry in lost_quality(recipe, run)]
+
+    assert lost(held_out_divergence=0.1, held_out_agreement=0.9) == []
+    assert lost(held_out_divergence=0.3, unlike_divergence=4.0) == [
+        "4 nats per token from the original on code, figures and other languages, at most 0.2 (quality.max_kl)"
+    ]
+    assert lost(audit=(4.9, 0.61)) == [] and lost(recipe(quality={"max_kl": None}), (9e9, 0.0)) == []
+    wanted = "5.5 nats per token from the original on the audit's inputs, at most 5 (quality.max_kl)"
+    assert lost(audit=(5.5, 0.6), held_out_divergence=0.205) == [wanted]
+    (reason,) = lost(audit=(0.1, 0.5), held_out_agreement=0.65, unlike_agreement=0.8)
+    assert reason.startswith("the original's best choice at 50% of positions on the audit's inputs, at least 60%")
+    assert lost(recipe(quality={"min_agreement": None}), (0.1, 0.0)) == []
+
+
+def test_the_kind_of_input_on_which_it_is_furthest_stands_in_the_line_of_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = dump(finetuned(1.5))
+    report["finetune"]["evaluations"][-1] |= {"unlike_divergence": 0.125, "unlike_agreement": 0.75}
+    print_conversion(read(Report, report), tmp_path)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("output: safe"))
+    assert line.endswith(
+        "; furthest from the original on code, figures and other languages: KL 0.125 nats per token,"
+        " 75% with the same best choice"
+    )
 
 
 def test_a_published_command_names_no_folder_of_this_machine() -> None:
