@@ -90,6 +90,8 @@ def how_to_go_on(
     if attacked and recipe.penalty.certify is False and recipe.target in CERTIFIABLE:
         line = command.line(penalty__certify="true", checkpointing__folder=another)
         return f"begin another run, whose bounds are held too: {line}"
+    if missing <= TOLERANCE_BITS and quality and recipe.distillation.weight == 1 and run.kept == run.steps:
+        return f"go on, it still comes nearer to the original: {command.line(schedule__steps=2 * run.steps)}"
     if missing <= TOLERANCE_BITS and quality:
         held: dict[str, object] = {} if recipe.distillation.weight == 1 else {"distillation__weight": 1.0}
         line = command.line(

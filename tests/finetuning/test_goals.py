@@ -136,6 +136,12 @@ def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
         and "1.06×10³ nats per token from the original on held-out data" in verdict_sentence(result)
     )
     assert said.startswith("begin another run that holds on to the original: bf16-to-fp16 finetune r.yaml")
+    assert "distillation.weight" not in said
+    assert "distillation.weight=1.0" in after(finetuned(3.0, kl=1060.0), distillation={"weight": 0.5})[1]
+    nearer = dump(finetuned(3.0, kl=1060.0))
+    nearer["finetune"] |= {"kept": 100, "evaluations": evaluated((2.0, 0.0), (2.0, 3.0))}
+    said = after(read(Report, nearer))[1]
+    assert said.startswith("go on, it still comes nearer to the original: ") and "schedule.steps=200" in said
     assert after(finetuned(3.0, kl=1060.0), quality={"max_kl": None})[0].verdict == "safe"
 
 
