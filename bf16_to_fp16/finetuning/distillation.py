@@ -140,7 +140,7 @@ class Teacher:
         student, teacher = counted_values(out, batch), self.outputs(batch)
         same = (student.argmax(-1) == teacher.argmax(-1)).sum()
         sums = (self._distances(student, teacher).sum(), same, same.new_tensor(len(teacher)))
-        return torch.stack([x.detach().double() for x in sums]).cpu()
+        return torch.stack([x.detach().cpu().double() for x in sums])
 
     def _distances(self, student: Tensor, teacher: Tensor) -> Tensor:
         return kl_divergence(student, teacher) if self.chooses else hidden_error(student, teacher)

@@ -98,7 +98,7 @@ class Evaluator:
             out = self.model(**arguments(self.stock, batch, device))
         task = torch.zeros((), dtype=torch.float64)
         if isinstance(batch, TrainingBatch) and batch.labels is not None:
-            task = task_loss(out.logits, batch.labels.to(device)).double().cpu()
+            task = task_loss(out.logits, batch.labels.to(device)).cpu().double()
         if self.teacher is None:
             positions = counted_positions(batch).sum().double()
             return torch.stack([task, torch.zeros_like(task), torch.zeros_like(task), positions])
