@@ -542,7 +542,7 @@ class Trainer:
         p.evaluations.append(measured)
         if self.log is not None:
             self.log.write(p.step, {"evaluation": measured})
-        if p.step and self.kept == p.step:
+        if p.step and nearest(recipe, p.evaluations) == p.step:
             weights = self.weights()
             if self.processes.main:
                 self.states.keep(p.step, weights)
