@@ -111,7 +111,7 @@ def furthest(run: schema.FinetuneEntry) -> str:
     if not found:
         return ""
     worst = max(found, key=lambda each: math.inf if each.value is None else each.value)
-    same = "" if worst.agreement is None else f", {percent(worst.agreement)} with the same best choice"
+    same = "" if worst.agreement is None else f", {math.floor(100 * worst.agreement)}% with the same best choice"
     measure = what.partition(" to ")[0]
     return f"furthest from the original on {worst.where}: {measure} {scientific(worst.value)}{unit}{same}"
 
