@@ -51,6 +51,7 @@ from ..report.remedies import NORMALISE_IN_FP32, finetuning_of, normalising_is_a
 from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
+from ..rescaling.edits import listed_edits
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Planned
 from ..run.batch import describe_batches
@@ -131,10 +132,13 @@ def convert_by(
     check_unconverted(opened.checkpoint)
     decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
     opened = opened.under(decided)
+    if options.exact and opened.edits is not None:
+        raise UserError("the plan has edits, which change the function; leave out --exact, or plan anew")
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
         signals = reports.signals_of(decided.layout, decided.plan, decided.of_source) if decided.of_source else []
-        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals)
+        edits = reports.inexact_of(listed_edits(decided.layout, decided.plan, decided.predicted))
+        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals, **edits)
         nbytes = sum(
             math.prod(w.shape) * w.dtype.itemsize for w in writes(opened.checkpoint, decided.layout, decided.plan)
         )

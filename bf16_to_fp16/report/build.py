@@ -132,10 +132,7 @@ def build(
     broken = remedies.overflowing(attack) if attack is not None else []
     for site in attack.sites if attack is not None else ():
         seen[site.name] = max(seen.get(site.name, 0.0), site.worst)
-    inexact = [schema.InexactEntry(**without(asdict(edit), "signal")) for edit in measured.edits]
-    # Keys of what is rare, which other reports are without.
-    rare: dict[str, Any] = {"inexact": inexact} if inexact else {}
-    rare |= {} if max_kl is None else {"max_kl": max_kl}
+    rare = inexact_of(measured.edits) | ({} if max_kl is None else {"max_kl": max_kl})
     return schema.Report(
         schema=SCHEMA,
         verdict="unsafe" if broken else conclude(regimes, over, certificate),
@@ -166,9 +163,10 @@ def build(
     )
 
 
-def without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return a mapping without some of its keys."""
-    return {key: value for key, value in values.items() if key not in names}
+def inexact_of(edits: Sequence[Edit]) -> dict[str, Any]:
+    """Return the key of a report that lists edits; a report without any has none."""
+    entries = [{key: value for key, value in asdict(edit).items() if key != "signal"} for edit in edits]
+    return {"inexact": [schema.InexactEntry(**entry) for entry in entries]} if entries else {}
 
 
 def descended(report: schema.Report, lineage: schema.Lineage, kept: schema.FidelityEntry | None) -> schema.Report:
