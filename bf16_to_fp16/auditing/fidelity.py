@@ -96,6 +96,44 @@ def add_outputs(walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **opti
     return [walk.add(partial(run, batch), dtype, **options) for batch in compared(batches)]
 
 
+@dataclass(frozen=True)
+class Distance:
+    """How far one output is from another, as a sum, and what it is divided by for a mean over several."""
+
+    total: float
+    scale: float
+
+
+def add_distances(
+    walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
+) -> list[Lane[Distance]]:
+    """Add lanes as ``add_outputs`` does in fp32, of which each gives how far its output, times ``scale``, is from the
+    ``expected`` one: outputs of many runs, of a large vocabulary, would fill the memory."""
+
+    def run(batch: Batch, source: Tensor, model: Any) -> Distance:
+        return distance(source, output_on(batch, run_batch(model, batch)) * scale, probabilities=probabilities)
+
+    pairs = zip(compared(batches), expected, strict=True)
+    return [walk.add(partial(run, batch, source), torch.float32, **options) for batch, source in pairs]
+
+
+@torch.no_grad()
+def distance(expected: Tensor, found: Tensor, *, probabilities: bool) -> Distance:
+    """Return how far one output is from another, [positions, channels] both."""
+    difference = _Difference()
+    for start in range(0, len(expected), _POSITIONS_AT_A_TIME):
+        a = expected[start : start + _POSITIONS_AT_A_TIME].double()
+        p = a.log_softmax(-1) if probabilities else None
+        difference.add(a, p, found[start : start + _POSITIONS_AT_A_TIME])
+    return Distance(difference.divergence, difference.scale)
+
+
+def mean_distance(distances: Sequence[Distance]) -> float:
+    """Return the mean of distances of several outputs."""
+    total, scale = sum(d.total for d in distances), sum(d.scale for d in distances)
+    return total / scale if scale else (math.inf if total else 0.0)
+
+
 def outputs(checkpoint: Checkpoint, batches: Sequence[Batch], dtype: torch.dtype, *, half: bool = False) -> Outputs:
     """Return the outputs of a checkpoint's stock model on ``batches``, as ``run.stock.load`` gives it, in a walk."""
     walk = Walk(checkpoint)

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..auditing.fidelity import Outputs, add_outputs, compared, fidelity
+from ..auditing.fidelity import (
+    Distance,
+    Outputs,
+    add_distances,
+    add_outputs,
+    compared,
+    distance,
+    fidelity,
+    mean_distance,
+)
 from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout, TensorSource
 from ..families.types import LOGITS
@@ -91,6 +100,11 @@ class Known:
     bf16: float
     most: float = 1.0
 
+    def outputs_on(self, some: Sequence[Batch]) -> list[Tensor]:
+        """Return the outputs on some of the inputs."""
+        chosen = {id(batch) for batch in some}
+        return [x for b, x in zip(compared(self.inputs), self.fp32, strict=True) if id(b) in chosen]
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -128,20 +142,28 @@ class Trial:
             change_by(self.checkpoint, self.layout, self.made.model_copy(update={"exponents": exponents}))
             for exponents in plans
         ]
-        divergences: list[list[float]] = [[] for _ in plans]
+        how: dict[str, Any] = {"probabilities": self.layout.gives_probabilities}
+        found: list[list[list[Distance]]] = []
         with self.progress.step(f"Trying {what} on the source") as advance:
-            walk, lanes = Walk(self.checkpoint), list[list[list[Lane[Tensor]]]]()
+            walk, lanes = Walk(self.checkpoint), list[list[list[Lane[Distance]]]]()
             for known in self.known:
                 some = some_of(known.inputs, len(trials))
-                how = zip(plans, changes, strict=True)
-                lanes.append([add_outputs(walk, some, torch.float32, change=c) if plan else [] for plan, c in how])
+                source = known.outputs_on(some)
+                of_each, unmoved = list[list[Lane[Distance]]](), list[list[Distance]]()
+                for plan, change, exponents in zip(plans, changes, logits, strict=True):
+                    scale = scaled_by(torch.ones(()), exponents)
+                    of_each.append(add_distances(walk, some, source, change=change, scale=scale, **how) if plan else [])
+                    unmoved.append([] if plan else [distance(x, x * scale, **how) for x in source])
+                lanes.append(of_each)
+                found.append(unmoved)
             walk.run(advance)
-        for known, of_each in zip(self.known, lanes, strict=True):
-            ran = {id(batch) for batch in some_of(known.inputs, len(trials))}
-            source = [x for b, x in zip(compared(known.inputs), known.fp32, strict=True) if id(b) in ran]
-            for found, each, exponents in zip(divergences, of_each, logits, strict=True):
-                outputs = [scaled_by(x, exponents) for x in ([lane.result for lane in each] or source)]
-                found.append(fidelity(source, None, outputs, probabilities=self.layout.gives_probabilities).kl_fp16)
+        divergences = [
+            [
+                mean_distance([lane.result for lane in of_each[n]] or unmoved[n])
+                for of_each, unmoved in zip(lanes, found, strict=True)
+            ]
+            for n in range(len(plans))
+        ]
         limits = [known.most * max(known.bf16, NOISE) for known in self.known]
         return [Cost(d[0], max(x / most for x, most in zip(d, limits, strict=True))) for d in divergences]
 

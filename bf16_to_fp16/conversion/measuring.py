@@ -13,7 +13,17 @@ from typing import Any
 import torch
 
 from ..auditing.attack import GROUP, Attack, attack
-from ..auditing.fidelity import Fidelity, Outputs, Reference, add_outputs, compared, fidelity, outputs
+from ..auditing.fidelity import (
+    Fidelity,
+    Outputs,
+    Reference,
+    add_distances,
+    add_outputs,
+    compared,
+    fidelity,
+    mean_distance,
+    outputs,
+)
 from ..auditing.regimes import ATTENTIONS, REGIMES, Audited, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound, fp16_weights
@@ -81,14 +91,16 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
         back = Plan(family=decided.plan.family, exponents={name: exponents[name] for name in names})
         return change_by(written, layout, inverse(back))
 
-    walk = Walk(written)
-    changes = [undone(exponents), *(undone(exponents.keys() - {edit.signal}) for edit in edits)]
-    some = some_of(inputs, len(edits))
-    lanes = [add_outputs(walk, some, torch.float32, change=change) for change in changes]
+    some, walk = some_of(inputs, len(edits)), Walk(written)
+    without = add_outputs(walk, some, torch.float32, change=undone(exponents))
     walk.run()
-    without, *each = ([lane.result for lane in batch] for batch in lanes)
-    found = [fidelity(without, None, other, probabilities=layout.gives_probabilities).kl_fp16 for other in each]
-    return tuple(replace(edit, measured=kl) for edit, kl in zip(edits, found, strict=True))
+    how: dict[str, Any] = {"probabilities": layout.gives_probabilities, "scale": torch.ones(())}
+    source, walk = [lane.result for lane in without], Walk(written)
+    alone = [undone(exponents.keys() - {edit.signal}) for edit in edits]
+    lanes = [add_distances(walk, some, source, change=change, **how) for change in alone]
+    walk.run()
+    found = [mean_distance([lane.result for lane in each]) for each in lanes]
+    return tuple(replace(edit, measured=cost) for edit, cost in zip(edits, found, strict=True))
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
