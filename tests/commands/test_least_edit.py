@@ -70,6 +70,11 @@ class Converted:
     out: Path
     report: Any
 
+    @property
+    def config(self) -> Any:
+        """The source's config."""
+        return json.loads((self.source / "config.json").read_text())
+
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Converted:
@@ -107,7 +112,8 @@ def test_gates_and_a_head_past_the_limit_are_edited_proven_and_told(demo: Conver
     queries = exponents["encoder.block.1.layer.0.SelfAttention.scores"]
     # Those that were made loud, and no other.
     assert all(e < 0 for e in gates[:9]) and not any(gates[9:])
-    assert len(set(queries[:16])) == 1 and queries[0] < 0 and not any(queries[16:])
+    size = demo.config["d_kv"]
+    assert len(set(queries[:size])) == 1 and queries[0] < 0 and not any(queries[size:])
     said = {entry["site"]: entry["exponent"] for entry in demo.report["inexact"]}
     assert said == {gate: min(gates), scores: queries[0]}
 
