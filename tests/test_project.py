@@ -83,8 +83,16 @@ ANSWERED_AT_ONCE = [
 
 
 def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"a": ')
-    broken = (f"certify {tmp_path}", f"audit {tmp_path}", f"convert {tmp_path} out")
+    said = {
+        "broken": ('{"a": ', "the config is not valid JSON"),
+        "other": ('{"model_type": "bert"}', "is not supported"),
+        "quantised": ('{"model_type": "t5", "quantization_config": {"bits": 4}}', "the checkpoint is quantised"),
+        "empty": ('{"model_type": "t5"}', "no model.safetensors"),
+    }
+    for name, (config, _) in said.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    broken = tuple(f"{command} {tmp_path / name}" for command in ("certify", "convert") for name in said)
     wanted = [f"{line}: {status}: False" for status, lines in (*ANSWERED_AT_ONCE, (2, broken)) for line in lines]
     code = f"""
 import sys
@@ -95,7 +103,7 @@ for line in {[line.partition(": ")[0] for line in wanted]}:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     answers = [line for line in done.stderr.splitlines() if not line.startswith("error: ")]
     assert answers == wanted, done.stderr
-    assert done.stderr.count("config.json: the config is not valid JSON") == len(broken)
+    assert [done.stderr.count(words) for _, words in said.values()] == [2] * len(said)
 
 
 def test_no_hint_needs_a_release_before_there_is_one() -> None:

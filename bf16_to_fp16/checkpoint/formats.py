@@ -11,23 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import pickle
 import struct
 import sys
 import zipfile
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..errors import UserError, shortened
-from ..system import open_to_read
+from .files import LONGEST_HEADER, parse_json, read_bytes, read_exactly, reading, size_of
 from .places import RESTORE, shown
 
 SAFETENSORS_DTYPES = {
@@ -55,8 +51,6 @@ FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")
 """Beginnings of the names of dtypes in which weights are only codes, meaningless without their scales."""
-
-LONGEST_HEADER = 8_000_000  # bytes of a header, a config or an index: some 50,000 tensors, a few hundred MB once parsed
 
 TORCH_FORMATS = ("pt", "mlx")
 """What the metadata of a file may call its format: transformers 4 takes MLX's for PyTorch's, and of version 5 any."""
@@ -91,44 +85,6 @@ def state_of(file: Path) -> FileState:
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def reading(file: Path) -> Iterator[FileIO]:
-    """Yield a file open for reading; raise UserError where it cannot be opened, or is a folder, a pipe or a device."""
-    if os.path.exists(file) and not os.path.isfile(file):
-        raise UserError(f"{file} is not a regular file; {RESTORE}")
-    try:
-        source = open_to_read(file)
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
-    with source:
-        yield source
-
-
-def size_of(source: FileIO) -> int:
-    """Return the size of an open file in bytes."""
-    return os.fstat(source.fileno()).st_size
-
-
-def read_exactly(source: FileIO, buffer: memoryview, offset: int) -> None:
-    """Fill ``buffer`` from ``offset`` of an open file; raise UserError where the disk fails or the file ends."""
-    try:
-        source.seek(offset)
-        while buffer:
-            count = source.readinto(buffer)
-            if not count:
-                raise UserError(f"{source.name} became shorter while it was read; {RESTORE}")
-            buffer = buffer[count:]
-    except OSError as error:
-        raise UserError(f"{source.name}: {error.strerror}; {RESTORE}") from error
-
-
-def read_bytes(source: FileIO, count: int, offset: int = 0) -> bytes:
-    """Return so many bytes of an open file from ``offset`` on; raises as ``read_exactly`` does."""
-    buffer = bytearray(count)
-    read_exactly(source, memoryview(buffer), offset)
-    return bytes(buffer)
 
 
 class RunningHash:
@@ -171,52 +127,6 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
     with reading(info.file) as source:
         read_exactly(source, bytes_of(tensor), info.offset + skip)
     return tensor
-
-
-# --- JSON ----------------------------------------------------------------------------------------------------------
-
-
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object as a dict; raise ValueError for a key that comes twice."""
-    for key, times in Counter(key for key, _ in pairs).items():
-        if times > 1:
-            raise ValueError(f"key {shown(key)} comes twice")
-    return dict(pairs)
-
-
-def no_constant(name: str) -> float:
-    """Raise ValueError: NaN and Infinity are not JSON."""
-    raise ValueError(f"{name} is not JSON")
-
-
-def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in ``data``; raise UserError for anything else, duplicate keys and NaN included."""
-    try:
-        parsed = json.loads(data.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant)
-        if b"\\u" in data:  # half of a surrogate pair is valid JSON, but no text that could be written again
-            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
-    except (ValueError, RecursionError) as error:
-        reason = shortened(str(error)) or "nested too deeply"
-        raise UserError(f"{file}: the {what} is not valid JSON ({reason}); {RESTORE}") from error
-    if not isinstance(parsed, dict):
-        raise UserError(f"{file}: the {what} is not a JSON object; {RESTORE}")
-    return parsed
-
-
-def read_json(file: Path, what: str, limit: int = LONGEST_HEADER) -> dict[str, Any]:
-    """Return the JSON object in a file of at most ``limit`` bytes, read as ``parse_json`` does."""
-    with reading(file) as source:
-        size = size_of(source)
-        if size > limit:
-            raise UserError(f"{file}: {size} bytes are too many for a {what}; {RESTORE}")
-        return parse_json(read_bytes(source, size), file, what)
-
-
-def nested_value(data: object, *keys: str) -> Any:
-    """Return what lies behind keys of nested JSON objects, None where one of them is not there."""
-    for key in keys:
-        data = data.get(key) if isinstance(data, Mapping) else None
-    return data
 
 
 def check_not_quantised(dtype: str, name: str, file: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from .. import system
 from ..errors import UserError
 from ..system import write_all
-from . import formats
+from . import files, formats
 from .naming import LAYOUTS, STOCK, Naming
 from .ownership import is_kept
 from .staging import ELSEWHERE, check_apart, check_file, created, umask, writing
@@ -85,7 +85,7 @@ def pack(
     header = formats.header_of(entries)
     if len(header) > formats.LONGEST_HEADER:
         raise UserError(f"{target.name}: its header would have {len(header):,} bytes; leave out --layout")
-    with created(target, len(header) + end + len(extra)) as out, formats.reading(weights) as source, writing(target):
+    with created(target, len(header) + end + len(extra)) as out, files.reading(weights) as source, writing(target):
         write_all(out, memoryview(header))
         for part in hashing(source, tensors, running, naming):
             write_all(out, part)
@@ -109,7 +109,7 @@ def hashing(
         running.update(described(naming.from_stock(info.name), info.dtype, info.shape))
         for done in range(0, info.nbytes, COPIED_BYTES):
             part = buffer[: info.nbytes - done]
-            formats.read_exactly(source, part, info.offset + done)
+            files.read_exactly(source, part, info.offset + done)
             running.update(part)
             yield part
 
@@ -123,7 +123,7 @@ def tensors_sha256(file: Path) -> str:
     """Return the SHA-256 of a file's tensors, as ``TENSORS`` records it; raise UserError where it cannot be read."""
     running = hashlib.sha256()
     tensors = sorted(formats.read_whole_header(file, any_dtype=True)[0].values(), key=lambda info: info.offset)
-    with formats.reading(file) as source:
+    with files.reading(file) as source:
         for _ in hashing(source, tensors, running):
             pass
     return running.hexdigest()
@@ -146,7 +146,7 @@ def summary_of(file: Path) -> dict[str, Any] | None:
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
     if (said := metadata_in(file).get(SUMMARY)) is None:
         return None
-    found = formats.parse_json(said.encode(), file, "metadata")
+    found = files.parse_json(said.encode(), file, "metadata")
     if not all(isinstance(found.get(key), str) for key in ("layout", "verdict", "proof", "target", "command")):
         raise UserError(f"{file}: its metadata are damaged; convert the source again")
     return found
@@ -184,8 +184,8 @@ def way_back_of(file: Path) -> dict[str, Any] | None:
             raise ValueError("cut short or too long")
     except (ValueError, binascii.Error, zlib.error) as error:
         raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again") from error
-    found = formats.parse_json(data, file, WAY_BACK)
-    summary = formats.parse_json(metadata.get(SUMMARY, "{}").encode(), file, SUMMARY)
+    found = files.parse_json(data, file, WAY_BACK)
+    summary = files.parse_json(metadata.get(SUMMARY, "{}").encode(), file, SUMMARY)
     parts = (found.get("plan"), found.get("config"), found.get("source"), found.get("weights"))
     if not all(isinstance(part, dict) for part in parts) or summary.get("layout") not in LAYOUTS:
         raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again")

@@ -18,8 +18,8 @@ from typing import Any
 
 from .. import system
 from ..errors import UserError
+from .files import read_json
 from .folder import copy, is_weights
-from .formats import read_json
 from .places import RESTORE, contained, local_source
 from .reader import SMALL_FILES, fetched, hub_files
 from .shards import INDEX, WEIGHTS

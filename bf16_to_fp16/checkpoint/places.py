@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from ..errors import UserError, shortened
-from ..json_text import loads
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 RESTORE = "fetch the file again from the original checkpoint"
@@ -49,17 +48,6 @@ def written_folder(folder: str | Path) -> Path:
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder that convert wrote")
     return folder
-
-
-def check_config(folder: Path | None) -> None:
-    """Raise UserError for a folder whose config.json is there and is no JSON; all else of it takes longer to see."""
-    config = None if folder is None else folder / "config.json"
-    if config is None or not config.is_file():
-        return
-    try:
-        loads(config.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{config}: the config is not valid JSON ({error}); {RESTORE}") from error
 
 
 def leaves(name: str) -> bool:

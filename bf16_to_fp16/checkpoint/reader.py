@@ -7,8 +7,6 @@ weights lies in scratch space and holds all but the weights.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,18 +14,14 @@ from typing import Any
 
 import torch
 
-from ..errors import UserError, shortened
+from ..errors import UserError
 from ..json_text import loads
-from . import formats
+from . import files, formats
+from .contents import SINGLE_OR_SHARDED, read_config, weight_files
 from .hub import reading_from
 from .naming import names_in_files
-from .places import RESTORE, contained, local_source, own_name, shown, subfolder_of
+from .places import RESTORE, local_source, own_name, shown, subfolder_of
 from .single_file import open_single_file
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-SINGLE_OR_SHARDED = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Where stock code looks for weights, in its order."""
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")  # patterns of what a Hub repository has besides weights
 
@@ -89,13 +83,13 @@ class Checkpoint:
             raise IndexError(f"{name} has shape {info.shape}, and not all of the rows {min(rows)} to {max(rows)}")
         values = torch.empty((len(rows), *info.shape[1:]), dtype=formats.SAFETENSORS_DTYPES[info.dtype])
         size = info.nbytes // info.shape[0]
-        with formats.reading(info.file) as source:
+        with files.reading(info.file) as source:
             for row, place in zip(rows, values, strict=True):
-                formats.read_exactly(source, formats.bytes_of(place), info.offset + row * size)
+                files.read_exactly(source, formats.bytes_of(place), info.offset + row * size)
         return values
 
     def sha256(self, file: Path) -> str:
-        with formats.reading(file) as source:
+        with files.reading(file) as source:
             return formats.RunningHash(source).whole()
 
 
@@ -145,68 +139,6 @@ def open_checkpoint(
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's ``config.json``; raise UserError where it is missing, broken, or not of plain weights."""
-    if (folder / "adapter_config.json").exists():
-        raise UserError(
-            f"{folder} is an adapter (adapter_config.json);"
-            " merge it into its base model with peft's merge_and_unload and give the result"
-        )
-    file = folder / "config.json"
-    if not file.exists():
-        if (folder / "model_index.json").exists():
-            models = sorted(path.parent.name for path in folder.glob("*/config.json"))
-            names = " or ".join([name for name in models if "text_encoder" in name] or models) or "its folder"
-            raise UserError(f"{folder} is a pipeline of several models; name one with --subfolder: {names}")
-        raise UserError(f"{folder}: no config.json; give the folder of a checkpoint, or --subfolder for one below it")
-    config = formats.read_json(contained(folder, "config.json"), "config")
-    if config.get("quantization_config"):
-        raise UserError(
-            f"{file}: the checkpoint is quantised (quantization_config); give the one it was quantised from"
-        )
-    if config.get("configuration_files", ["config.json"]) not in ([], ["config.json"]):
-        raise UserError(
-            f"{file}: names other configs by the version of transformers (configuration_files), and that decides what"
-            " runs; put the one that is meant in its place, without the key"
-        )
-    if config.get("auto_map"):
-        raise UserError(
-            f"{file}: the model runs code of its own (auto_map), of which nothing is known here;"
-            " give a checkpoint of a stock class"
-        )
-    return config
-
-
-def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]:
-    """Return the weight files that stock code would read from a folder, and their index (None for a single file)."""
-    found = next((name for name in SINGLE_OR_SHARDED if (folder / name).exists()), None)
-    if found is None:
-        endings = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".ckpt", ".pt", ".ot")
-        others = sorted(p.name for p in folder.iterdir() if p.name.endswith(endings))
-        if (variant := next((n for n in others if re.fullmatch(r"model\.[^.]+\.safetensors", n)), None)) is not None:
-            raise UserError(f"{folder}: has weights as a variant alone; rename {variant} to model.safetensors")
-        hint = f" (it has {', '.join(others[:3])})" if others else ""
-        raise UserError(
-            f"{folder}: no model.safetensors, pytorch_model.bin or index of shards{hint};"
-            " load and save the model with transformers to get one"
-        )
-    if not found.endswith(".index.json"):
-        return (contained(folder, found),), None
-    index = formats.read_json(contained(folder, found), "index")
-    placed = index.get("weight_map")
-    if not isinstance(placed, dict) or not placed:
-        raise UserError(f"{folder / found}: no weight_map; {RESTORE}")
-    for name, shard in placed.items():
-        if not isinstance(shard, str):
-            raise UserError(f"{folder / found}: the place of tensor {shown(name)} is not a file name; {RESTORE}")
-    files = tuple(contained(folder, shard) for shard in sorted(set(placed.values())))
-    for file in files:
-        if not os.path.exists(file):  # False for names that no file can have, too
-            missing = folder / shortened(file.name)
-            raise UserError(f"{missing} is missing, but {found} names it; fetch it from the original checkpoint")
-    return files, index
-
-
 def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Path) -> dict[str, formats.TensorInfo]:
     """Return where every tensor of ``files`` lies, sorted by name; raise UserError where files and index disagree."""
     tensors: dict[str, formats.TensorInfo] = {}
@@ -244,7 +176,7 @@ def download(source: str, subfolder: str | None, endpoint: str | None = None) ->
             index = folder / inside / name
             if not index.exists():
                 continue
-            placed = formats.read_json(index, "index").get("weight_map")
+            placed = files.read_json(index, "index").get("weight_map")
             names = [inside + str(shard) for shard in set(placed.values())] if isinstance(placed, dict) else names
         folder, _ = fetched(source, (*SMALL_FILES, *modules, *names), endpoint, commit)
         if (folder / names[0]).exists():

@@ -16,8 +16,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import UserError
+from .files import nested_value, read_json
 from .folder import MODULES, listed_modules
-from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, nested_value, read_json, read_range
+from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, read_range
 from .reader import collect, weight_files
 from .shards import WEIGHTS
 

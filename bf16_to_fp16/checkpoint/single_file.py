@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError, shortened
-from . import formats
+from . import files, formats
 from .folder import write_json
 from .naming import Naming, found_in
 from .packing import way_back_of
@@ -284,7 +284,7 @@ def type_of(tensors: Mapping[str, formats.TensorInfo], vocabulary: int, layers: 
 def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, formats.TensorInfo]) -> dict[str, Any]:
     """Return a config that was given for these tensors, by its file or as what that holds, with the class that suits
     them: an encoder's where there is no decoder."""
-    read = formats.read_json(config, "config") if isinstance(config, Path) else dict(config)
+    read = files.read_json(config, "config") if isinstance(config, Path) else dict(config)
     model_type = str(read.get("model_type"))
     if model_type in CLASSES:
         whole = any(name.startswith("decoder.block.") for name in tensors)

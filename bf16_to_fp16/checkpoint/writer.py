@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from ..system import write_all
-from .formats import RunningHash, bytes_of, read_exactly, reading
+from .files import read_exactly, reading
+from .formats import RunningHash, bytes_of
 from .reader import Checkpoint
 from .shards import FileRecord, Write, check_write, dtype_of, lay_out, reach_of, shards
 from .staging import created, writing

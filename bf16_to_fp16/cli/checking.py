@@ -81,7 +81,7 @@ def audit_command(
     **options: Any,
 ) -> int:
     """Run SOURCE in fp16 the ways people run it and measure every site, that is every operation's output."""
-    check_given(source, data, {config: CONFIG})
+    check_given(source, data, {config: CONFIG}, subfolder)
     checked_target(html, "--html")
     from ..commands.audit import audit
     from ..report import terminal
@@ -133,7 +133,7 @@ def certify_command(
     **options: Any,
 ) -> int:
     """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
-    check_given(source, None, {config: CONFIG, adapter: "the folder of an adapter"})
+    check_given(source, None, {config: CONFIG, adapter: "the folder of an adapter"}, subfolder, known=True)
     from ..commands.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read

@@ -116,7 +116,7 @@ def convert_command(
     options = Options(**fields)
     folder = options.layout == FOLDER_LAYOUT
     others = {options.plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
-    check_given(source, options.data, others | {options.config: CONFIG})
+    check_given(source, options.data, others | {options.config: CONFIG}, options.subfolder, known=True)
     if out is not None and not dry_run:
         check_free(out, Path(source), folder=folder, force=force)
     check_together(recipe, push_to, folder=folder, runs=options.run_model and not dry_run)
@@ -280,7 +280,7 @@ def undo_command(
     if not folder.is_file():
         written_folder(folder)
     from ..checkpoint.pipeline import is_pipeline
-    from ..checkpoint.reader import subfolder_of
+    from ..checkpoint.places import subfolder_of
     from ..checkpoint.staging import check_out
     from ..commands.undo import undo
     from ..report import terminal

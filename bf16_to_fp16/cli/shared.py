@@ -13,7 +13,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..checkpoint.places import check_config, local_source
+from ..checkpoint.contents import read_config, weight_files
+from ..checkpoint.places import local_source, subfolder_of
 from ..conversion.options import FLAGS, Options
 from ..errors import UserError, shortened
 from ..visible import visible
@@ -85,12 +86,25 @@ allow_unsafe = click.option(
 
 
 def check_given(
-    source: str | None, data: str | None = None, others: Mapping[str | Path | None, str] = MappingProxyType({})
+    source: str | None,
+    data: str | None = None,
+    others: Mapping[str | Path | None, str] = MappingProxyType({}),
+    subfolder: str | None = None,
+    *,
+    known: bool = False,
 ) -> None:
-    """Raise UserError for a checkpoint, a text or another file that was given and is not there, before the seconds that
-    the work takes to import; others: paths, with what is then told to give."""
-    if source is not None:
-        check_config(local_source(source))
+    """Raise UserError for a checkpoint, a text or another file that was given and is not there, or of a folder whose
+    files are not those of a checkpoint, before the seconds that the work takes to import; others: paths, with what is
+    then told to give. known: whether the checkpoint has to be of a known family."""
+    if source is not None and (folder := local_source(source)) is not None and folder.is_dir():
+        folder = folder if subfolder is None else subfolder_of(folder, subfolder)
+        if not (folder / "model_index.json").is_file() and not (folder / "modules.json").is_file():
+            config = read_config(folder)
+            if known:
+                from ..families.known import family_of
+
+                family_of(config)
+            weight_files(folder)
     if data is not None:
         from ..run.texts import text_file
 

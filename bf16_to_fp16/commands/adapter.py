@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..checkpoint.files import read_json
 from ..checkpoint.folder import carry_over, records, write_json
-from ..checkpoint.formats import read_json
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import check_out, staged

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from ..checkpoint.files import read_json
 from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
-from ..checkpoint.formats import read_json
 from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUTS, FileLayout
 from ..checkpoint.packing import (
     check_out_file,

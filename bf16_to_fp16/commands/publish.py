@@ -17,12 +17,12 @@ from typing import Any
 
 from ..auditing.regimes import verdict
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
+from ..checkpoint.files import read_json
 from ..checkpoint.folder import as_json, is_weights, sha256_of
-from ..checkpoint.formats import read_json
 from ..checkpoint.hub import LOG_IN, explained, status_of, with_retries
 from ..checkpoint.packing import summary_of
-from ..checkpoint.places import written_folder
-from ..checkpoint.reader import contained, open_checkpoint
+from ..checkpoint.places import contained, written_folder
+from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.shards import INDEX, WEIGHTS
 from ..conversion.measuring import bounded
 from ..devices import Device

@@ -1,5 +1,5 @@
-"""The least edit: what no exact exponent brings under its limit gets one at a price, which is tried before it is
-taken."""
+"""Chooses edits: the smallest exponents at a price for what no exact exponent brings under its limit. The source is run
+with them, and they are taken if it changes little."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Trial:
         """Return the share that edits cost together; alone: what each costs."""
         if len(chosen) < 2:
             return sum(each.share for each in alone.values())
-        return self.costs([chosen], "them together")[0].share
+        return self.costs([chosen], "all edits together")[0].share
 
     def costs(self, trials: Sequence[Mapping[str, Exponents]], what: str) -> list[Cost]:
         """Return what each of several edits costs, all run in one walk, on less where there are many; what: are tried,
@@ -165,7 +165,7 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
     allowed = max(1.0, (max_kl or 0.0) / max(trial.known[0].bf16, NOISE)) if must else PRICE_OF_A_PROOF
     needed, apart = with_logits(trial, needed)
     chosen = {name: each.proven for name, each in needed.items()}
-    of_each = f"{counted(len(chosen), 'edit')} of what no exact exponent reaches"
+    of_each = counted(len(chosen), "edit")
     predicted = dict(zip(chosen, trial.costs([{n: e} for n, e in chosen.items()], of_each), strict=True))
     while not (within(predicted, allowed) and trial.cost(chosen, predicted) <= allowed):
         if not (dearer := [name for name, exponents in chosen.items() if exponents != needed[name].observed]):
@@ -175,7 +175,7 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
         del chosen[dearest], predicted[dearest]
         if observed is not None:
             chosen[dearest] = observed
-            predicted[dearest] = trial.costs([{dearest: observed}], "less of the dearest")[0]
+            predicted[dearest] = trial.costs([{dearest: observed}], "less of the dearest edit")[0]
     if not chosen:
         return None
     plan = trial.made.model_copy(update={"exponents": chosen})
@@ -193,7 +193,7 @@ def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str
     one = Needed(least(each.proven), None if each.observed is None else least(each.observed))
     if layout.family.untie and scales_logits(layout):
         together, apart = trial.costs(
-            [{LOGITS: one.proven}, {LOGITS: each.proven}], "logits with one exponent and more"
+            [{LOGITS: one.proven}, {LOGITS: each.proven}], "one exponent for all logits, and one for each,"
         )
         if not together.share <= max(PRICE_OF_A_PROOF, apart.share):
             return needed, True

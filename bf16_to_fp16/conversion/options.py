@@ -198,13 +198,13 @@ class Options:
     )
     exact: bool = field(
         default=False,
-        metadata=flag("--exact", "Change the function by nothing but what fp16 rounds.", is_flag=True),
+        metadata=flag("--exact", "Make no edits: every exponent cancels.", is_flag=True),
     )
     max_kl: float | None = field(
         default=None,
         metadata=flag(
             "--max-kl",
-            "Nats (of states: relative squared error) that the output may be from the source; default: what bf16 is.",
+            "Accept an output up to X nats (of states: relative squared error) from the source, where bf16 is nearer.",
             written="{:g}".format,
             type=click.FloatRange(0, min_open=True),
             metavar="X",

@@ -1,9 +1,9 @@
 """A penalty that keeps every activation of a model in training under a target, for anyone's own loop.
 
-What no rescaling changes (attention scores, what enters a GELU, the logits of a tied head) only training can bring
-down. Here that is a constraint per site: a smooth maximum of |x| under a target, the excess counted in bits (log2), so
-that 2¹⁷ and 2⁸ over a target weigh alike per doubling, and its weight raised by dual ascent until the constraint holds
-(Platt and Barr 1987), so that there is no coefficient to tune. A site inside its target costs one ``aminmax``.
+What no exact exponent changes (attention scores, what enters a GELU, logits) training brings down. Here that is a
+constraint per site: a smooth maximum of |x| under a target, the excess counted in bits (log2), so that 2¹⁷ and 2⁸ over
+a target weigh alike per doubling, and its weight raised by dual ascent until the constraint holds (Platt and Barr
+1987), so that there is no coefficient to tune. A site inside its target costs one ``aminmax``.
 """
 
 from __future__ import annotations

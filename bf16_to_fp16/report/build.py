@@ -123,7 +123,7 @@ def build(
     counts, source = weight_counts(layout, plan, written), source_of(checkpoint, layout, plan, rewritten)
     if fidelity is not None:
         exact = not measured.edits and is_exact(plan, counts, source)
-        over += too_inexact(fidelity, exact=exact, ran=bool(regimes), max_kl=max_kl, edited=bool(measured.edits))
+        over += too_inexact(fidelity, exact=exact, ran=bool(regimes), max_kl=max_kl, edits=cost_of(measured.edits))
     half = regimes.get("half")
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
@@ -288,23 +288,28 @@ def is_exact(plan: Plan | None, weights: schema.WeightsEntry | None, source: sch
     return weights.lossless_fraction == 1
 
 
+def cost_of(edits: Sequence[Edit | schema.InexactEntry]) -> float:
+    """Return the divergence that edits make, as measured one by one."""
+    return sum(edit.measured or 0.0 for edit in edits)
+
+
 def too_inexact(
     fidelity: Fidelity | schema.FidelityEntry,
     *,
     exact: bool = False,
     ran: bool = True,
     max_kl: float | None = None,
-    edited: bool = False,
+    edits: float = 0.0,
 ) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the fp32 source than bf16 is, and than ``max_kl``, since too much has
-    become too small or was ``edited``, or if the output of an ``exact`` plan is another function in fp32."""
+    become too small or ``edits`` cost so much, or if the output of an ``exact`` plan is another function in fp32."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
         return [remedies.inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
     if bf16 is None or not math.isfinite(bf16) or fp16 <= (most := max(bf16, NOISE, max_kl or 0.0)):
         return []
-    return [remedies.inexact(bits_between(fp16, most), finite=math.isfinite(fp16), ran=ran, edited=edited)]
+    return [remedies.inexact(bits_between(fp16, most), finite=math.isfinite(fp16), ran=ran, edited=edits > fp16 / 2)]
 
 
 def bits_between(error: float, other: float) -> float:

@@ -232,9 +232,10 @@ def inexactness(report: schema.Report) -> str:
     close = report.fidelity
     if not report.inexact or close is None or close.kl_fp16 is None:
         return ""
-    unit = " nats" if close.measure == "kl" else ""
-    beside = "" if close.kl_bf16 is None else f"; bf16 is {close.kl_bf16:.1e}"
-    return f"not exactly the same function: {close.kl_fp16:.1e}{unit} from it{beside}"
+    unit = "nats" if close.measure == "kl" else "in relative squared error"
+    beside = "" if close.kl_bf16 is None else f"; bf16 is {scientific(close.kl_bf16)}"
+    sites = counted(len(report.inexact), "site")
+    return f"edited at {sites}: fp16 is {scientific(close.kl_fp16)} {unit} from the source{beside}"
 
 
 def _verdict(report: schema.Report) -> str:

@@ -52,11 +52,21 @@ MOST_UNSAFE = 12
 MAIN_FIGURES = 3
 """Figures of the headline: headroom, what is certified, fp16's error against bf16's; others where one is missing."""
 MOST_FIGURES = 4  # figures of the headline of an audit, so that they stand in one row
+MOST_EDITS = 12  # edits that the plan lists, the dearest
 MOST_EXPONENTS = 300  # signals of the plan that are listed with their exponents
 MOST_SUNK = 12  # signals under the normal numbers that are listed
 LARGEST = 6  # signals named below the picture
 MOST_EVALUATIONS = 12  # rows of the table of evaluations; of more the last, and others spread evenly
-_KINDS = {"value": "values", "neuron": "neurons", "query_key": "queries and keys"}
+_NAMES = {"query_key": "query/key", "asymptotic": "gate or neuron"}  # of kinds of signals, in words
+_KINDS = {
+    "value": "values",
+    "neuron": "neurons",
+    "query_key": "queries and keys",
+    "gate": "gates, by edits",
+    "scores": "scores, by edits",
+    "logits": "logits, by edits",
+    "dense": "a classifier's tanh, by edits",
+}
 """Ends of signal names, and what to call them; every other signal that a plan moves is the output of a norm."""
 _over2 = partial(excess, decimals=2)
 
@@ -253,7 +263,7 @@ SUNK = Markup("Below fp16's smallest normal number, 2⁻¹⁴, on every input: n
 SUNK_COLUMNS = (names("site", 0), Column("regimes", 2, ", ".join), numbers("max |x|", 1, magnitude))
 LARGEST_COLUMNS = (
     names("site", "module"),
-    Column("what", lambda signal: f"{signal.kind.replace('_', '/')}, {signal.side}"),
+    Column("what", lambda signal: f"{_NAMES.get(signal.kind, signal.kind)}, {signal.side}"),
     numbers("before", "before", magnitude, over=lambda signal: not signal.before <= FP16_MAX),
     numbers("after", "after", magnitude, over=lambda signal: not signal.after <= FP16_MAX),
 )
@@ -331,7 +341,9 @@ def unsafe_tables(report: Report) -> dict[str, Any]:
         "goals": [entry for entry in report.unsafe if entry.kind in ("goal", "inexact")],
         "limits": Table((signal, bits), kinds["limit"], "No exponent brings these under their limit with the margin"),
         "close": Table(
-            (signal, short), report.close, "Under their limit by less than the margin, and no exponent lowers them"
+            (signal, short),
+            report.close,
+            "Under their limit by less than the margin, and no exact exponent lowers them",
         ),
     }
 
@@ -349,6 +361,19 @@ def is_exact(report: Report) -> bool:
     )
 
 
+def edit_rows(report: Report) -> list[tuple[str, str]]:
+    """Return the edits of a plan as pairs of what and how, the dearest first."""
+    dearest = sorted(report.inexact, key=lambda edit: -(edit.measured or 0.0))
+    rows = []
+    for edit in dearest[:MOST_EDITS]:
+        costs = (("predicted", edit.predicted), ("measured", edit.measured))
+        parts = [f"{what} {scientific(value)}" for what, value in costs if value is not None]
+        rows.append((f"edit for {edit.site}", ", ".join([f"down to {power(edit.exponent)}", *parts])))
+    if more := len(dearest) - len(rows):
+        rows.append(("further edits", f"{more}, each cheaper, in the report"))
+    return rows
+
+
 def plan_rows(report: Report) -> list[tuple[str, str]]:
     """Return what the plan does besides channels, as pairs of what and how; nothing without a plan."""
     plan = report.plan
@@ -363,9 +388,10 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
     if plan.eps is None and any(plan.residual_exponents):
         rows.append(("norm eps", "fixed in stock code, so it drifts (below)"))
     if plan.untied_head:
-        rows.append(("head", "separated from the embedding, whose limit stood in the way"))
+        rows.append(("head", "separated from the embedding, which could not carry its exponents"))
     if plan.centred_keys:
         rows.append(("key bias", f"centres the keys of {counted(len(plan.centred_keys), 'attention')}"))
+    rows += edit_rows(report)
     if plan.gain_correction:
         n = len(plan.gain_correction)
         rows.append(("gain correction", f"{n} norm weights, against the mean of the eps drift"))

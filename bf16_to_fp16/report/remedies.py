@@ -22,7 +22,7 @@ TEXT = "TEXT.txt"  # stands for the user's own text
 FINETUNE = "finetune with the activation-magnitude penalty"
 CONVERT = "bf16-to-fp16 convert rescales what can be"
 PENALTY = f"rescaling was not enough; {FINETUNE}"
-EDITED_BY_CONVERT = "bf16-to-fp16 convert lowers it where that changes the function by less than bf16 does"
+EDITED_BY_CONVERT = "bf16-to-fp16 convert lowers it by an edit, if that changes the function less than bf16 does"
 NOT_CONVERTED = f"{CONVERT}; what cannot, a finetune lowers"
 STAY = "stay with bf16 (fp32 on a card without it)"
 NO_FAMILY = f"{STAY}, or finetune it with ActivationPenalty in a loop of your own"
@@ -31,16 +31,16 @@ OBSERVED = (
     " exponent can, convert --plan then runs that plan; or finetune with penalty.certify: true"
 )
 TOO_FEW_BITS = "fp16 is further from the fp32 source than bf16: the limits leave too few bits"
-INEXACT = f"{FINETUNE}, or try a smaller --margin"
+INEXACT = f"{FINETUNE}, try a smaller --margin, or accept it with --max-kl"
 NOT_FINITE = "the output is inf or NaN, since something inside overflows"
 SOMETHING_INSIDE = f"{FINETUNE}, which brings down what overflows inside"
 PASSED = "no exponent brings it under its limit with the margin"
-THIN = "it is under its limit by less than the margin, and no exponent lowers it"
+THIN = "it is under its limit by less than the margin, and no exact exponent lowers it"
 OVER = "its bound is over the limit with these weights"
 SQUARES_UNSEEN = (
     "its bounds hold, and only an audit in half tells whether a token's mean square falls to where fp16 squares vanish"
 )
-UNMOVED = "no exact exponent moves it, and another costs more than a proof is worth"
+UNMOVED = "no exact exponent moves it, and no edit was made that lowers it enough"
 NOTHING_MOVES = "no exact exponent moves it"
 TOO_COSTLY = "holding it for every input would push weights or signals under fp16's smallest numbers"
 SINKING = "the mean square of a token in the stream falls to "
@@ -70,15 +70,15 @@ A_BUG = "do not use it: this is a mistake of this program; report it with the co
 INEXACT_BY_BOUNDS = "leave out --no-audit: what is observed asks for less shrinking than the bounds do"
 
 
-EDITED = "fp16 is further from the fp32 source than bf16: no exact exponent was enough, and the edits cost more"
-ACCEPT = f"{FINETUNE}, which starts from here, or accept it with --max-kl"
+EDITED = "fp16 is further from the fp32 source than bf16: the edits cost too much"
+ACCEPT = f"{FINETUNE}, or accept it with --max-kl"
 
 
 def inexact(
     excess_bits: float, *, finite: bool, exact: bool = False, ran: bool = True, edited: bool = False
 ) -> UnsafeEntry:
     """Return an output that is less accurate than bf16's, or of an ``exact`` plan than fp32's noise, by so many bits,
-    as an entry of the report; ran: whether the plan is from what was observed. edited: whether it has edits."""
+    as an entry of the report; ran: whether the plan is from what was observed. edited: whether edits are the reason."""
     why, remedy = (TOO_FEW_BITS, INEXACT if ran else INEXACT_BY_BOUNDS) if finite else (NOT_FINITE, SOMETHING_INSIDE)
     why, remedy = (EDITED, ACCEPT) if edited and finite else (why, remedy)
     why, remedy = (ANOTHER_FUNCTION, A_BUG) if exact else (why, remedy)

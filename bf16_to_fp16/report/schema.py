@@ -29,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..checkpoint.formats import nested_value, read_json
+from ..checkpoint.files import nested_value, read_json
 from ..checkpoint.reader import Checkpoint
 from ..environment import SCHEMA
 from ..errors import UserError

@@ -428,7 +428,7 @@ def figure_rows(report: schema.Report) -> list[tuple[str, str]]:
     if moved := moved_channels(plan):
         rows.append(("channels moved", ", ".join(moved)))
     if plan.untied_head:
-        rows.append(("head", "separated from the embedding, whose limit stood in the way"))
+        rows.append(("head", "separated from the embedding, which could not carry its exponents"))
     if (drift := plan.drift) is not None and drift.measured_kl is not None:
         said = f"predicted {divergence_text(drift.predicted_kl)}, measured {divergence_text(drift.measured_kl)}"
         rows.append((f"drift of {plan.drifts_by}, KL", said))

@@ -1,9 +1,9 @@
-"""Edits: powers of two on signals that a nonlinearity reads, which change the function by little where all that it
-reads is far out.
+"""Edits: powers of two on signals that a nonlinearity reads, which change the function little where its input is far
+out.
 
-GELU and SiLU are ReLU there, which is homogeneous: act(x) = 2^k·act(2^-k·x) up to (2^k + 1)·sup|act(x) − max(x, 0)|.
-A softmax is one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is ±1. A plan that has
-such exponents is the exact one of the source that is edited so; both parts are told apart by the signals' kinds.
+There GELU and SiLU are ReLU, which lets a factor through: |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A
+softmax is one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is ±1. docs/edits.md has
+the proofs. A plan with edits is an exact plan of the edited source; the signals' kinds tell its two parts apart.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .weights import source_weights
 
 @dataclass(frozen=True)
 class Edit:
-    """One edit of a plan: the signal, the site whose limit it is made for, and its exponent, the least of them where
-    channels have one each. ``predicted``: the divergence that it alone makes of the source in fp32; ``measured``: that
-    of what was written without the other edits. None where that was not run."""
+    """One edit of a plan: the signal, the site whose limit needs it, and its exponent, the least where channels have
+    one each. ``predicted``: the divergence from the source that it alone makes, in fp32; ``measured``: the same in what
+    was written, the other edits undone. None where that was not run."""
 
     signal: str
     site: str

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from ..bounds.kinds import SiteKind, traits
 from ..checkpoint.formats import shown
 from ..report import remedies
-from ..report.build import is_exact, too_inexact
+from ..report.build import cost_of, is_exact, too_inexact
 from ..report.schema import BoundEntry, CertificateEntry, Report, UnsafeEntry, dump
 from .comparing import Problem, compared
 from .views import other_release
@@ -92,7 +92,7 @@ def expected_unsafe(report: Report) -> list[UnsafeEntry]:
             exact=not report.inexact and is_exact(report.plan, report.weights, report.source),
             ran=bool(report.regimes),
             max_kl=report.max_kl,
-            edited=bool(report.inexact),
+            edits=cost_of(report.inexact),
         )
     if report.finetune is not None:  # which has a remedy of its own for all
         own = {entry.signal: entry.remedy for entry in report.unsafe}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoint.hub import reading_from
-from ..checkpoint.places import CONVERTED, local_folder
-from ..checkpoint.reader import contained, subfolder_of
+from ..checkpoint.places import CONVERTED, contained, local_folder
+from ..checkpoint.reader import subfolder_of
 from ..checkpoint.staging import check_free_space
 from ..environment import SCHEMA
 from ..errors import UserError

@@ -1,12 +1,12 @@
 """Trains the hard checkpoint: ``python recipes/demo/make_hard.py recipes/demo/make_hard.yaml OUT``.
 
 A small byte-level T5 with a tied head and a gate whose attention scores, gate pre-activations and logits pass fp16's
-65504, so that no rescaling makes it safe. It is trained in bf16 autocast on the demo checkpoints' text, with the data
-section of ``hard.yaml``, the finetune that mends it, so that both have the same task. It learns in the usual way, but
-for a part of the run the loss has a term that does what long pretraining does to published checkpoints: it
-rewards a large largest value at those three sites, the activation-magnitude penalty with its sign turned. Nothing is
-scaled by hand: which tokens and neurons grow is what gradients find, and the last part of the run is ordinary training
-again, in which they stay.
+65504, so that no exact exponent makes it safe. It is trained in bf16 autocast on the demo checkpoints' text, with the
+data section of ``hard.yaml``, a finetune that mends it, so that both have the same task. It learns in the usual way,
+but for a part of the run the loss has a term that does what long pretraining does to published checkpoints: it rewards
+a large largest value at those three sites, the activation-magnitude penalty with its sign turned. Nothing is scaled by
+hand: which tokens and neurons grow is what gradients find, and the last part of the run is ordinary training again, in
+which they stay.
 
 The steps are relative: Adam's is multiplied by the root mean square of the row that an element is in, as Adafactor's
 ``scale_parameter`` does per tensor (Shazeer and Stern 2018), with which T5 was trained. So rows that grow keep growing.

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from bf16_to_fp16.checkpoint import formats, writer
+from bf16_to_fp16.checkpoint import files, formats, writer
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.checkpoint.shards import FileRecord, Write
 from bf16_to_fp16.checkpoint.writer import TensorStats, Written, write_fp16
@@ -477,7 +477,7 @@ def test_every_byte_of_a_tensor_is_read_once_and_written_once(
     out = tmp_path / "out"
     out.mkdir()
     seen: list[tuple[str, int, int]] = []
-    read, write, wrote = formats.read_exactly, os.write, 0
+    read, write, wrote = files.read_exactly, os.write, 0
 
     def counted_read(source: FileIO, buffer: memoryview, offset: int) -> None:
         read(source, buffer, offset)

@@ -28,7 +28,7 @@ from support.launching import command, run
 from transformers import ByT5Tokenizer
 
 from bf16_to_fp16 import cli
-from bf16_to_fp16.checkpoint.formats import LONGEST_HEADER
+from bf16_to_fp16.checkpoint.files import LONGEST_HEADER
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
 

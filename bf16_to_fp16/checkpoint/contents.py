@@ -1,0 +1,82 @@
+"""What stock code would read in the folder of a checkpoint: its config and its files of weights.
+
+Nothing here imports torch, so that a command can say at once what is wrong with its input.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError, shortened
+from .files import read_json
+from .places import RESTORE, contained, shown
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+SINGLE_OR_SHARDED = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Where stock code looks for weights, in its order."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's ``config.json``; raise UserError where it is missing, broken, or not of plain weights."""
+    if (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"{folder} is an adapter (adapter_config.json);"
+            " merge it into its base model with peft's merge_and_unload and give the result"
+        )
+    file = folder / "config.json"
+    if not file.exists():
+        if (folder / "model_index.json").exists():
+            models = sorted(path.parent.name for path in folder.glob("*/config.json"))
+            names = " or ".join([name for name in models if "text_encoder" in name] or models) or "its folder"
+            raise UserError(f"{folder} is a pipeline of several models; name one with --subfolder: {names}")
+        raise UserError(f"{folder}: no config.json; give the folder of a checkpoint, or --subfolder for one below it")
+    config = read_json(contained(folder, "config.json"), "config")
+    if config.get("quantization_config"):
+        raise UserError(
+            f"{file}: the checkpoint is quantised (quantization_config); give the one it was quantised from"
+        )
+    if config.get("configuration_files", ["config.json"]) not in ([], ["config.json"]):
+        raise UserError(
+            f"{file}: names other configs by the version of transformers (configuration_files), and that decides what"
+            " runs; put the one that is meant in its place, without the key"
+        )
+    if config.get("auto_map"):
+        raise UserError(
+            f"{file}: the model runs code of its own (auto_map), of which nothing is known here;"
+            " give a checkpoint of a stock class"
+        )
+    return config
+
+
+def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]:
+    """Return the weight files that stock code would read from a folder, and their index (None for a single file)."""
+    found = next((name for name in SINGLE_OR_SHARDED if (folder / name).exists()), None)
+    if found is None:
+        endings = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".ckpt", ".pt", ".ot")
+        others = sorted(p.name for p in folder.iterdir() if p.name.endswith(endings))
+        if (variant := next((n for n in others if re.fullmatch(r"model\.[^.]+\.safetensors", n)), None)) is not None:
+            raise UserError(f"{folder}: has weights as a variant alone; rename {variant} to model.safetensors")
+        hint = f" (it has {', '.join(others[:3])})" if others else ""
+        raise UserError(
+            f"{folder}: no model.safetensors, pytorch_model.bin or index of shards{hint};"
+            " load and save the model with transformers to get one"
+        )
+    if not found.endswith(".index.json"):
+        return (contained(folder, found),), None
+    index = read_json(contained(folder, found), "index")
+    placed = index.get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise UserError(f"{folder / found}: no weight_map; {RESTORE}")
+    for name, shard in placed.items():
+        if not isinstance(shard, str):
+            raise UserError(f"{folder / found}: the place of tensor {shown(name)} is not a file name; {RESTORE}")
+    files = tuple(contained(folder, shard) for shard in sorted(set(placed.values())))
+    for file in files:
+        if not os.path.exists(file):  # False for names that no file can have, too
+            missing = folder / shortened(file.name)
+            raise UserError(f"{missing} is missing, but {found} names it; fetch it from the original checkpoint")
+    return files, index
