@@ -170,6 +170,19 @@ def test_a_head_gets_one_exponent_and_gains_of_queries_one_for_all_heads() -> No
                 assert torch.equal(bits.view(-1, size)[:, :1].expand(-1, size).flatten(), bits)
 
 
+@pytest.mark.parametrize("kind", ["gated", "longt5", "longt5-local"])
+def test_a_large_position_bias_leaves_scores_less_room(kind: str) -> None:
+    """Under a mask, and where a position sees no further than its neighbours and its mask is no number."""
+    model, layout = saturated(kind, {})
+    first = attentions(layout)[0]
+    with torch.no_grad():
+        model.get_parameter(first.bias)[2] = 4e4
+    bits = excess(layout, certified(model)[1])[f"{first.at}.scores"]
+    plan = Plan(family=layout.family.name, exponents={f"{first.at}.scores": exponents_for(bits)})
+    reached = sites_under(layout, certified(apply(model, layout, plan))[1])[f"{first.at}.scores"]
+    assert 4e4 < reached[first.joining] and max(reached.values()) <= FP16_MAX
+
+
 def test_a_position_bias_past_the_limit_is_nothing_that_queries_could_be_edited_for() -> None:
     """No exponent of a query makes room beside it: infinitely many bits, and not needed."""
     model = tiny.small("gated", factor=1.0)
