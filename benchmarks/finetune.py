@@ -110,6 +110,8 @@ def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[
             "schedule": {"steps": steps, "warmup": min(10, steps)},
             # The penalty by itself: no bounds are held, and no inputs searched for.
             "penalty": {"certify": False, **given},
+            # What the tables were measured with: the text's own loss is one of their columns.
+            "distillation": {"weight": 0.5},
             "evaluation": {"every": steps, "examples": 64, "generate": False},
             "checkpointing": {"every": steps},
             "logging": {"every": 1},

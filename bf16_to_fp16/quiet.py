@@ -37,8 +37,9 @@ def quiet() -> Iterator[None]:
             logger.setLevel(logging.ERROR)
         # DeepSpeed remarks on standard output, among data. It sets its logger's level when imported; a filter stays.
         deepspeed = logging.getLogger("DeepSpeed")
-        deepspeed.addFilter(_is_error)
-        before.callback(deepspeed.removeFilter, _is_error)
+        if _is_error not in deepspeed.filters:  # of another call around this one
+            deepspeed.addFilter(_is_error)
+            before.callback(deepspeed.removeFilter, _is_error)
         yield
 
 

@@ -60,3 +60,13 @@ def test_what_a_program_has_set_is_as_before(bars: bool, monkeypatch: pytest.Mon
     finally:
         stock.set_verbosity(level)
         enable_progress_bars()
+
+
+def test_a_call_inside_another_leaves_the_outer_one_silent() -> None:
+    logger = logging.getLogger("DeepSpeed")
+    before = list(logger.filters)
+    with quiet():
+        with quiet():
+            pass
+        assert len(logger.filters) == len(before) + 1
+    assert logger.filters == before

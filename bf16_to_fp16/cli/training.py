@@ -11,6 +11,7 @@ import click
 from ..checkpoint.places import local_folder
 from ..conversion.options import SEED
 from ..errors import UserError
+from ..visible import show
 from .publishing import check_publishable, check_publishes, push, status_of
 from .shared import (
     FOLDER,
@@ -94,9 +95,13 @@ def finetune_command(
     result = finetune(recipe, overrides=overrides, force=force, endpoint=endpoint, progress=make_progress())
     if result is None:  # not the first process
         return SAFE
+    if result.out is None:
+        write_result(json_file, result.report)
+        show(result.next, aside=json_file == "-" or push_to is not None)
+        return SAFE
     published = push(Path(asked.out), push_to, result, endpoint=endpoint, **publishing)
     write_result(json_file, result.report, published=published)
-    if json_file != "-" and result.out is not None:
+    if json_file != "-":
         terminal.print_conversion(read(Report, result.report), result.out, then=result.next, verbose=verbose)
         if published is not None:
             terminal.print_published(published)

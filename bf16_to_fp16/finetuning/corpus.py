@@ -32,6 +32,8 @@ from .recipe import Data
 _GROUP = 64  # steps of examples that are sorted by length together: long enough to group, short enough to stay shuffled
 _CHARACTERS = 8  # characters of a long text that are tokenised for each token that is wanted
 
+UNLIKE = Path(__file__).parents[1] / "demo_data" / "unlike.txt"
+
 _TRAINING, _HELD_OUT, _SPLIT, _ORDER = range(4)  # what random numbers are for, so that no two uses share any
 
 
@@ -364,6 +366,14 @@ class Corpus:
                 batch = replace(batch, labels=labels, examples=(), targets=None, row_wise=False)
             batches.append(batch)
         return batches
+
+    def unlike(self) -> list[TrainingBatch]:
+        """Return batches of the shipped lines of code, figures and other languages; each is its own target where the
+        data have targets."""
+        lines = UNLIKE.read_text(encoding="utf-8").splitlines()
+        rows = [(0, row, (line, line if self.objective == "pairs" else None)) for row, line in enumerate(lines)]
+        size = self.data.batch_size
+        return [self.batch(rows[first : first + size], held_out=True) for first in range(0, len(rows), size)]
 
     def describe(self) -> dict[str, Any]:
         """Return the data and the objective as JSON types, for a report and to tell whether a checkpoint fits."""

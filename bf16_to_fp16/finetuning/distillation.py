@@ -1,8 +1,8 @@
 """Keeping the original's function: how far the student's outputs are from the frozen teacher's.
 
 For models that choose among tokens or labels it is KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531); for others
-the squared error of what they give, relative to its squared length. Both are sums over the positions that count,
-however a step is cut.
+the squared error of what they give, relative to its squared length. A step sums either over the positions that count,
+however it is cut.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from ..errors import UserError
-from ..run.batch import IGNORED_LABEL, values_of
-from ..run.interface import gives_probabilities, takes_decoder_ids
+from ..run.batch import IGNORED_LABEL, Batch, values_of
+from ..run.interface import gives_probabilities, is_causal, takes_decoder_ids
 from .corpus import TrainingBatch
 from .states import on_a_disk
 
@@ -35,9 +35,9 @@ class TopK:
 
 
 def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return Σ over positions of KL(teacher ‖ student), in nats; [positions, vocabulary] logits of any dtype."""
+    """Return KL(teacher ‖ student) of each position, in nats; [positions, vocabulary] logits of any dtype."""
     p, q = (logits.float().log_softmax(-1) for logits in (teacher, student))
-    return functional.kl_div(q, p, reduction="sum", log_target=True)
+    return functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
 
 
 def kl_divergence_from_top(student: Tensor, teacher: TopK) -> Tensor:
@@ -54,10 +54,10 @@ def kl_divergence_from_top(student: Tensor, teacher: TopK) -> Tensor:
 
 
 def hidden_error(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return Σ over positions of ‖student − teacher‖²/‖teacher‖²; [positions, channels]."""
+    """Return ‖student − teacher‖²/‖teacher‖² of each position; [positions, channels]."""
     s, t = student.float(), teacher.float()
     length = t.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return ((s - t).square().sum(-1) / length).sum()
+    return (s - t).square().sum(-1) / length
 
 
 def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -67,8 +67,10 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def counted_positions(batch: TrainingBatch) -> Tensor:
-    """Return which positions of a batch's outputs count: bool [rows, length]."""
+def counted_positions(batch: TrainingBatch | Batch) -> Tensor:
+    """Return which positions of a batch's outputs count, of the audit's inputs all but padding: bool [rows, length]."""
+    if isinstance(batch, Batch):
+        return (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
     if batch.labels is not None:
         return batch.labels != IGNORED_LABEL
     if not batch.examples:
@@ -79,23 +81,27 @@ def counted_positions(batch: TrainingBatch) -> Tensor:
     return batch.attention_mask.bool()
 
 
-def counted_values(out: Any, batch: TrainingBatch) -> Tensor:
+def counted_values(out: Any, batch: TrainingBatch | Batch) -> Tensor:
     """Return what a stock output gives at the positions that count: [positions, channels]."""
     values, counted = values_of(out), counted_positions(batch)
-    return values[counted.any(1).to(values.device)] if batch.row_wise else values[counted.to(values.device)]
+    of_rows = values.dim() == 2
+    return values[(counted.any(1) if of_rows else counted).to(values.device)]
 
 
-def arguments(model: Any, batch: TrainingBatch, device: torch.device) -> dict[str, Any]:
-    """Return what to call a stock model with: the decoder's inputs are the labels, shifted as the model does it."""
+def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) -> dict[str, Any]:
+    """Return what to call a stock model with; a decoder's inputs are the labels, shifted as the model does it."""
     given: dict[str, Any] = {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
-    decodes = takes_decoder_ids(model.config)
-    if decodes and batch.labels is not None:
+    decodes, causal = takes_decoder_ids(model.config), is_causal(model.config)
+    if isinstance(batch, Batch):
+        names = ("decoder_input_ids", "decoder_attention_mask") if decodes else ()
+        given |= {name: getattr(batch, name).to(device) for name in names}
+    elif decodes and batch.labels is not None:
         labels = batch.labels.to(device)
         given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
     elif decodes:
         given["decoder_input_ids"] = model._shift_right(given["input_ids"])
         given["decoder_attention_mask"] = given["attention_mask"]
-    if decodes or batch.causal:
+    if decodes or causal:
         # A cache is of no use for a whole target, and changes the order of sums.
         given["use_cache"] = False
     return given
@@ -114,15 +120,29 @@ class Teacher:
         self.chooses = gives_probabilities(model.config)
 
     @torch.no_grad()
-    def outputs(self, batch: TrainingBatch) -> Tensor:
+    def outputs(self, batch: TrainingBatch | Batch) -> Tensor:
         """Return its logits or hidden states of the positions that count, fp32 [positions, vocabulary or channels]."""
         with torch.autocast(self.device.type, enabled=False):
             out = self.model(**arguments(self.model, batch, self.device))
         return counted_values(out, batch).float()
 
-    def divergence(self, out: Any, batch: TrainingBatch) -> Tensor:
+    def divergence(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
         """Return how far a student's output is from this one's, summed over the positions that count."""
+        return self._distances(counted_values(out, batch), self.outputs(batch)).sum()
+
+    def damped_divergence(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
+        """Return the sum of log(1 + divergence): where the original is wild, as on random ids, a few positions that are
+        a hundred nats off would else outweigh all others."""
+        return self._distances(counted_values(out, batch), self.outputs(batch)).clamp(min=0).log1p().sum()
+
+    def comparison(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
+        """Return that divergence, how many positions have the same best choice, and how many count: fp64 [3]."""
         student, teacher = counted_values(out, batch), self.outputs(batch)
+        same = (student.argmax(-1) == teacher.argmax(-1)).sum()
+        sums = (self._distances(student, teacher).sum(), same, same.new_tensor(len(teacher)))
+        return torch.stack([x.detach().cpu().double() for x in sums])
+
+    def _distances(self, student: Tensor, teacher: Tensor) -> Tensor:
         return kl_divergence(student, teacher) if self.chooses else hidden_error(student, teacher)
 
     def top(self, batch: TrainingBatch, k: int) -> TopK:

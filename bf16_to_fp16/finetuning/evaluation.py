@@ -1,29 +1,42 @@
-"""How good a model is on held-out data: the losses that it is trained for, and the texts that it generates."""
+"""How good a model is: the task's loss and generated texts on held-out data, and how far it is from the original there,
+on the audit's inputs, on texts of other kinds and, of a classifier, on inputs of every class.
+
+A finetune has to keep the original's function, and the text that it learns from says least about that. So the state
+that it returns is chosen, and judged, by all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..run.batch import stack
+from ..auditing.fidelity import compared
+from ..run.batch import Batch, stack
+from ..run.probe import batches, random_rows
 from .corpus import Corpus, TrainingBatch
 from .distillation import Teacher, arguments, counted_positions, task_loss
 from .mixed_precision import MixedPrecision
 from .processes import Processes
-from .recipe import Evaluation
+from .recipe import Recipe
 
 MOST_NEW_TOKENS = 64  # of a generated text
+SPARE_BITS = 0.25  # more headroom than was asked for, since the audit's values are rounded otherwise
+ROWS_OF_A_CLASS, MOST_DRAWN = 4, 32  # rows for each class, and batches of random ids in which a class is looked for
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures ``model``, which is ``stock`` as ``processes`` run it, on a corpus's held-out data."""
+    """Measures ``model``, which is ``stock`` as ``processes`` run it: on a corpus's held-out data, and how far it is
+    from the teacher on inputs of every kind."""
 
-    settings: Evaluation
+    recipe: Recipe
     corpus: Corpus
     stock: Any
     model: Any
@@ -31,35 +44,69 @@ class Evaluator:
     processes: Processes
 
     def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
-        """Return the mean losses over the positions of ``held``, and the scores of generated texts where wanted."""
-        sums = torch.zeros(3, dtype=torch.float64)
-        with torch.no_grad(), mixed_precision.whole_step():
-            for batch in held:
-                sums += self._losses(batch, mixed_precision)
-            texts = self._generate(held, mixed_precision) if self.settings.generate else []
-        task, kl, positions = (float(x) for x in self.processes.sum(sums))
+        """Return the mean task loss over the positions of ``held``; by kind of input the mean divergence from the
+        teacher and the share of positions with its best choice; the scores of generated texts where wanted."""
         found: dict[str, Any] = {"held_out_loss": None, "held_out_divergence": None}
-        if positions:
-            found["held_out_loss"] = task / positions if self.corpus.objective != "text" else None
-            found["held_out_divergence"] = kl / positions if self.teacher is not None else None
+        with torch.no_grad(), mixed_precision.whole_step():
+            for kind, batches in {"held_out": held, **self._others}.items():
+                sums = torch.zeros(4, dtype=torch.float64)
+                for batch in batches:
+                    sums += self._sums(batch, mixed_precision)
+                task, divergence, same, positions = (float(x) for x in self.processes.sum(sums))
+                if positions and kind == "held_out" and self.corpus.objective != "text":
+                    found["held_out_loss"] = task / positions
+                if positions and self.teacher is not None:
+                    found[f"{kind}_divergence"] = divergence / positions
+                    if self.teacher.chooses:
+                        found[f"{kind}_agreement"] = same / positions
+            texts = self._generate(held, mixed_precision) if self.recipe.evaluation.generate else []
         return found | scores(texts) if texts else found
 
-    def _losses(self, batch: TrainingBatch, mixed_precision: MixedPrecision) -> Tensor:
-        """Task's loss, divergence from the teacher and positions, each as a sum."""
+    @cached_property
+    def _others(self) -> dict[str, Sequence[TrainingBatch | Batch]]:
+        """What no text of the recipe is like, the same in every process."""
+        if self.teacher is None:
+            return {}
+        probe = compared(batches(self.stock.config, None, None, seed=self.recipe.seed))
+        others: dict[str, Sequence[TrainingBatch | Batch]] = {"audit": probe, "unlike": self.corpus.unlike()}
+        if self.corpus.reads_end_token and self.teacher.chooses:
+            others["class"] = self._of_every_class(self.teacher)
+        return others
+
+    def _of_every_class(self, teacher: Teacher) -> list[TrainingBatch]:
+        """A few rows for each class that the teacher gives to some text or, where it gives it to none, random ids."""
+        config, found = self.stock.config, dict[int, list[Tensor]]()
+        texts = [*self.corpus.held_out(self.recipe.evaluation.examples), *self.corpus.unlike()]
+        drawn = (random_rows(config, seed=seed) for seed in range(MOST_DRAWN))
+        of_random_ids = (in_rows(batch.input_ids, batch.attention_mask) for batch in drawn)
+        for number, batch in enumerate(chain(texts, of_random_ids)):
+            full = sum(len(rows) == ROWS_OF_A_CLASS for rows in found.values())
+            if number >= len(texts) and full == config.num_labels:
+                break
+            classes = teacher.outputs(batch).argmax(-1).tolist()
+            for ids, mask, chosen in zip(batch.input_ids, batch.attention_mask, classes, strict=True):
+                if len(rows_of_class := found.setdefault(chosen, [])) < ROWS_OF_A_CLASS:
+                    rows_of_class.append(ids[mask.bool()])
+        every = [ids for rows_of_class in found.values() for ids in rows_of_class]
+        size, padding = self.corpus.data.batch_size, self.corpus.conventions.pad
+        return [in_rows(*stack(every[first : first + size], padding)) for first in range(0, len(every), size)]
+
+    def _sums(self, batch: TrainingBatch | Batch, mixed_precision: MixedPrecision) -> Tensor:
+        """Task's loss, divergence from the teacher, positions with its best choice and positions, each as a sum."""
         device = self.processes.device
-        mask = counted_positions(batch).to(device)
         with mixed_precision.forward():
             out = self.model(**arguments(self.stock, batch, device))
-        task = kl = torch.zeros((), device=device)
-        if batch.labels is not None:
-            task = task_loss(out.logits, batch.labels.to(device))
-        if self.teacher is not None:
-            kl = self.teacher.divergence(out, batch)
-        return torch.stack([task.double(), kl.double(), mask.sum().double()]).cpu()
+        task = torch.zeros((), dtype=torch.float64)
+        if isinstance(batch, TrainingBatch) and batch.labels is not None:
+            task = task_loss(out.logits, batch.labels.to(device)).cpu().double()
+        if self.teacher is None:
+            positions = counted_positions(batch).sum().double()
+            return torch.stack([task, torch.zeros_like(task), torch.zeros_like(task), positions])
+        return torch.cat([task[None], self.teacher.comparison(out, batch)])
 
     def _generate(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> list[tuple[str, str]]:
         """(Generated, wanted) texts of all processes."""
-        settings, device = self.settings, self.processes.device
+        settings, device = self.recipe.evaluation, self.processes.device
         pairs: list[tuple[str, str]] = []
         for batch in held:
             if batch.targets is None:
@@ -81,6 +128,32 @@ class Evaluator:
             texts = self.corpus.tokenizer.batch_decode(made, skip_special_tokens=True)
             pairs += zip(texts[: len(batch.examples)], batch.targets, strict=False)
         return [(made, wanted) for made, wanted in self.processes.gather(pairs)]
+
+
+def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the step of the evaluation that is nearest to the original, by the geometric mean of its divergences, of
+    those at which bounds and headroom held; None where none did, or where the recipe wants the last state.
+    """
+    if recipe.quality.max_kl is None or recipe.distillation.weight < 1:
+        return None
+    wanted = recipe.penalty.headroom_bits + SPARE_BITS
+
+    def holds(evaluation: Mapping[str, Any]) -> bool:
+        over, bits = evaluation.get("bounds_over"), evaluation.get("worst_headroom_bits")
+        return (over is not None or bits is not None) and not over and (bits is None or bits >= wanted)
+
+    def far(evaluation: Mapping[str, Any]) -> float:
+        values = [value for key, value in evaluation.items() if key.endswith("_divergence") and value is not None]
+        total = sum(math.log(max(value, 1e-30)) if value < math.inf else math.inf for value in values)
+        return total if values else math.inf
+
+    best = min(filter(holds, evaluations), key=far, default=None)
+    return None if best is None or far(best) == math.inf else best["step"]
+
+
+def in_rows(ids: Tensor, mask: Tensor) -> TrainingBatch:
+    """Return rows of ids of which each gives one answer."""
+    return TrainingBatch(ids, mask, None, tuple((0, row) for row in range(len(ids))), row_wise=True)
 
 
 def prompts(batch: TrainingBatch, padding: int) -> tuple[Tensor, Tensor]:

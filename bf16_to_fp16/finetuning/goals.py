@@ -1,21 +1,22 @@
 """What a recipe asks of a finetune, whether it was delivered, and how to go on where it was not.
 
-A result that overflows nowhere may keep less headroom than was asked for, or little of the original: safe, but short of
-what was asked. Headroom that still grew from the run's second quarter to its last will grow on with more steps;
-otherwise it has reached a plateau, and another run has to ask differently.
+A result that overflows nowhere may keep less headroom than was asked for, or little of the original on some kind of
+input: safe, but short of what was asked. Nothing has to be nearer to the original than the original in bf16 is.
+Headroom that still grew from the run's second quarter to its last will grow on with more steps; otherwise it has
+reached a plateau, and another run has to ask differently.
 """
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ..report.build import FP16_RANGE_BITS
+from ..report.facts import Distance, distances
 from ..report.remedies import going_on
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
 from ..wording import bits, counted, excess, in_bits, scientific
@@ -28,28 +29,31 @@ TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
 @dataclass(frozen=True)
 class Command:
-    """The command line of a finetune: the recipe's file as it was given, and its overrides."""
+    """The command line of a finetune: the recipe's file as it was given, its overrides, and the launcher's words, which
+    end before ``finetune``; published: of absolute paths it shows only the last part."""
 
     recipe: str = "recipe.yaml"
     overrides: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ("bf16-to-fp16",)
+    is_public: bool = False
 
     def line(self, **settings: object) -> str:
         """Return the command line, which with other settings (``schedule__steps``) replaces the output."""
         changed = tuple(f"{key.replace('__', '.')}={value}" for key, value in settings.items())
         names = {part.partition("=")[0] for part in changed}
         kept = tuple(part for part in self.overrides if part.partition("=")[0].strip() not in names)
-        words = [word for part in kept + changed for word in ("--set", part)]
-        return shlex.join(["bf16-to-fp16", "finetune", self.recipe, *words, *(["--force"] if changed else [])])
+        pairs = [part.partition("=") for part in kept + changed]
+        words = [word for key, equals, value in pairs for word in ("--set", f"{key}{equals}{self._shown(value)}")]
+        begun = (*map(self._shown, self.launcher), "finetune", self._shown(self.recipe))
+        return shlex.join([*begun, *words, *(["--force"] if changed else [])])
+
+    def _shown(self, value: str) -> str:
+        path = value.strip().strip("\"'")
+        return Path(path).name if self.is_public and Path(path).is_absolute() else value
 
     def published(self) -> Command:
-        """Return it as a report shows it: of absolute paths only the last part."""
-
-        def shown(value: str) -> str:
-            path = value.strip().strip("\"'")
-            return Path(path).name if Path(path).is_absolute() else value
-
-        pairs = [part.partition("=") for part in self.overrides]
-        return Command(shown(self.recipe), tuple(f"{key}{equals}{shown(value)}" for key, equals, value in pairs))
+        """Return it as a report shows it."""
+        return replace(self, is_public=True)
 
 
 def steps_more(headroom: Sequence[float], steps: int, missing: float) -> int | None:
@@ -81,15 +85,17 @@ def how_to_go_on(
     delivered: least headroom of the output in bits. quality: what it lost of the original. unproven: the certificate
     that it lacks. attacked: the attack broke it.
     """
-    another = f"{Path(recipe.checkpointing.folder or f'{recipe.out}.run').name}-2"
+    another = f"{recipe.checkpointing.folder or f'{recipe.out}.run'}-2"
     missing = recipe.penalty.headroom_bits - delivered
     if attacked and recipe.penalty.certify is False and recipe.target in CERTIFIABLE:
         line = command.line(penalty__certify="true", checkpointing__folder=another)
         return f"begin another run, whose bounds are held too: {line}"
+    if missing <= TOLERANCE_BITS and quality and recipe.distillation.weight == 1 and run.kept == run.steps:
+        return f"go on, it still comes nearer to the original: {command.line(schedule__steps=2 * run.steps)}"
     if missing <= TOLERANCE_BITS and quality:
-        kept = min(0.9, (1 + recipe.distillation.weight) / 2)
+        held: dict[str, object] = {} if recipe.distillation.weight == 1 else {"distillation__weight": 1.0}
         line = command.line(
-            distillation__weight=max(kept, recipe.distillation.weight),
+            **held,
             schedule__learning_rate=f"{recipe.schedule.learning_rate / 2:g}",
             checkpointing__folder=another,
         )
@@ -117,29 +123,43 @@ def goal(what: str, missing: float, reason: str) -> UnsafeEntry:
     return UnsafeEntry(signal=what, kind="goal", excess_bits=missing, reason=reason, remedy="")
 
 
-def lost_quality(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> list[UnsafeEntry]:
-    """Return what the last evaluation shows to be lost beyond what ``quality`` allows, as far as it was measured."""
-    if not evaluations:
-        return []
-    wanted, lost = recipe.quality, []
-    first, last = evaluations[0], evaluations[-1]
+def lost_quality(recipe: Recipe, run: FinetuneEntry) -> list[UnsafeEntry]:
+    """Return what the step that was kept has lost beyond what ``quality`` allows, as far as it was measured: of each
+    measure the worst kind of input."""
+    wanted, lost = recipe.quality, list[UnsafeEntry]()
 
     def missed(signal: str, reason: str, over: float) -> None:
         lost.append(goal(signal, math.log2(over) if 0 < over < math.inf else FP16_RANGE_BITS, reason))
 
-    kl = last.get("held_out_divergence")
-    if kl is not None and wanted.max_kl is not None and not kl <= wanted.max_kl:
-        reason = f"{scientific(kl)} nats per target token from the original on held-out data, at most"
-        reason += f" {wanted.max_kl:g} (quality.max_kl)"
-        missed("divergence from the original", reason, kl / wanted.max_kl)
-    before, after = (each.get("held_out_loss") for each in (first, last))
-    most = wanted.max_loss_rise
-    if before is not None and after is not None and most is not None and not after <= before * (1 + most):
+    _, unit, found = distances(run)
+    if found and (most := wanted.max_kl) is not None:
+        far = max(found, key=lambda each: times_over(each, most))
+        if times_over(far, most) > 1:
+            allowed = f"at most {max(most, far.bf16):.3g} (quality.max_kl)"
+            reason = f"{scientific(far.value)}{unit} from the original on {far.where}, {allowed}"
+            missed("divergence from the original", reason, times_over(far, most))
+    least = None if wanted.max_kl is None else wanted.min_agreement
+    if least is not None and (shares := [e for e in found if e.agreement is not None]):
+        same, needed, where = min(
+            ((e.agreement or 0.0, min(least, e.bf16_agreement), e.where) for e in shares), key=lambda e: e[0] - e[1]
+        )
+        if same < needed:
+            said = f"the original's best choice at {same:.0%} of positions on {where}, at least {needed:.0%}"
+            missed("agreement with the original", f"{said} (quality.min_agreement)", needed / max(same, 1e-9))
+    before, after = (each.get("held_out_loss") for each in (run.evaluations[0] if run.evaluations else {}, run.last))
+    rises = wanted.max_loss_rise
+    if before is not None and after is not None and rises is not None and not after <= before * (1 + rises):
         rise = after / max(before, 1e-30) - 1
-        allowed = f"at most {100 * most:g}% (quality.max_loss_rise)"
+        allowed = f"at most {100 * rises:g}% (quality.max_loss_rise)"
         reason = f"held-out loss {before:.4g} to {after:.4g}, {rise:.1%} more, {allowed}"
-        missed("held-out loss", reason, (1 + rise) / (1 + most))
+        missed("held-out loss", reason, (1 + rise) / (1 + rises))
     return lost
+
+
+def times_over(distance: Distance, most: float) -> float:
+    """Return how many times what is allowed a divergence is: ``most``, or that of the original in bf16."""
+    value = distance.value
+    return value / max(most, distance.bf16) if value is not None and value < math.inf else math.inf
 
 
 def uncertified(report: Report) -> list[UnsafeEntry]:
@@ -158,7 +178,7 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     assert run is not None and report.regimes  # convert audits what was finetuned
     tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits)
     delivered, asked = tightest.headroom_bits, recipe.penalty.headroom_bits
-    missed = quality = lost_quality(recipe, run.evaluations)
+    missed = quality = lost_quality(recipe, run)
     if recipe.penalty.form != "none" and not delivered >= asked - TOLERANCE_BITS:
         reason = f"{bits(delivered)} of {in_bits(asked)} of headroom (penalty.headroom_bits), at {tightest.tightest}"
         missed = [goal("headroom", asked - delivered, reason), *quality]

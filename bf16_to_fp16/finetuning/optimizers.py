@@ -90,4 +90,4 @@ def with_advised_pair(recipe: Recipe, parameters: Iterable[Tensor], progress: Pr
         f"Advised: {said}; learning rate {needed:g} ({needed / rate:.3g} times as much) moves {DEFAULT_SHARE:.0%}, with"
         f" {passes} passes a step instead of {recipe.data.gradient_accumulation}"
     )
-    return recipe.with_pair(needed, passes)
+    return recipe.taking(learning_rate=needed, gradient_accumulation=passes)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -162,6 +163,18 @@ class Processes:
 def launched_with(engine: str) -> bool:
     """Return whether the launcher asks accelerate for DEEPSPEED or FSDP."""
     return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() in ("1", "true")
+
+
+def launcher() -> tuple[str, ...]:
+    """Return the words of this process's command line before ``finetune``, the launcher's where one began it."""
+    words: list[str] = []
+    with suppress(psutil.Error):
+        words = psutil.Process(os.getppid()).cmdline()
+    if "launch" in words and "finetune" in words:
+        return ("accelerate", *words[words.index("launch") : words.index("finetune")])
+    count = os.environ.get("WORLD_SIZE", "1")
+    by_another = ("accelerate", "launch", "--num_processes", count, "-m", "bf16_to_fp16")
+    return by_another if count != "1" else ("bf16-to-fp16",)
 
 
 def in_parts() -> bool:

@@ -156,18 +156,25 @@ class Penalty(Section):
 class Distillation(Section):
     """Keeping the original's function: the KL divergence of the logits to those of the frozen source."""
 
-    weight: float = _key(0.5, "share of the KL in the loss; the task's loss has the rest", ge=0, le=1)
+    weight: float = _key(
+        1.0, "share of the KL in the loss; the text's own task has the rest, and is then learnt", ge=0, le=1
+    )
     top_k: Positive | None = _key(None, "logits per token computed beforehand, so that no teacher stays")
 
 
 class Quality(Section):
-    """What the result must keep of the original on the held-out examples; less makes the verdict unsafe."""
+    """What the result must keep of the original on inputs of every kind; less makes the verdict unsafe."""
 
     max_kl: float | None = _key(
-        0.2, "most KL to the original, nats per target token (an encoder: squared error); null: not judged", gt=0
+        0.2,
+        "most KL to the original, nats per token (an encoder: squared error); null: no distance is judged",
+        gt=0,
+    )
+    min_agreement: float | None = _key(
+        0.7, "least share of tokens (or rows) with the original's best choice; null: not judged", ge=0, le=1
     )
     max_loss_rise: float | None = _key(
-        0.05, "most rise of the held-out loss, as a share of what it was at first; null: not judged", ge=0
+        None, "most rise of the held-out loss, as a share of what it was at first; null: not judged", ge=0
     )
 
 
@@ -268,16 +275,22 @@ class Recipe(Section):
         return self
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it only says what is finetuned, on what and where, and leaves to the program what that is to give."""
+        about_the_run = {"device", "seed", "evaluation", "logging", "checkpointing", "gradient_checkpointing"}
+        return self.model_fields_set <= {"source", "out", "subfolder", "data", *about_the_run}
+
+    @property
     def asked(self) -> Recipe:
-        """What was asked for, where ``with_pair`` has changed it."""
+        """What was asked for, where ``taking`` has changed it."""
         return self if self._asked is None else self._asked
 
-    def with_pair(self, learning_rate: float, accumulation: int) -> Recipe:
-        """Return it with another learning rate and gradient accumulation, and with what was asked for in ``asked``."""
-        schedule = self.schedule.model_copy(update={"learning_rate": learning_rate})
-        data = self.data.model_copy(update={"gradient_accumulation": accumulation})
-        chosen = self.model_copy(update={"schedule": schedule, "data": data})
-        chosen._asked = self
+    def taking(self, *, learning_rate: float | None = None, **data: int) -> Recipe:
+        """Return it with another learning rate and other keys of ``data``, and with what was asked for in ``asked``."""
+        rate = {} if learning_rate is None else {"learning_rate": learning_rate}
+        schedule, data_ = self.schedule.model_copy(update=rate), self.data.model_copy(update=data)
+        chosen = self.model_copy(update={"schedule": schedule, "data": data_})
+        chosen._asked = self.asked
         return chosen
 
     def settled(self, *, in_parts: bool) -> Recipe:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,12 +55,14 @@ from .log import RunLog, curves
 from .mixed_precision import MixedPrecision
 from .objectives import BYTE_SENTINEL
 from .optimizers import with_advised_pair
-from .processes import in_parts, launched_with, precisions_of, weights_in_parts
+from .processes import in_parts, launched_with, launcher, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe
 from .states import RunFolder, on_a_disk, read_state
-from .trainer import Outcome, Trainer, check_same_recipe, probe_arguments
+from .trainer import Outcome, Trainer, check_same_recipe, step_examples, with_shares
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
+
+UNNEEDED = "nothing to train, since after a conversion alone no input can overflow it; run"
 
 OF_A_RUN = {START_FOLDER, "log.jsonl", "teacher", "wandb"}  # what the folder of a run may hold before its first state
 START_BATCHES = 4  # batches that the start must hold before the first step
@@ -78,12 +81,14 @@ def finetune(
     first.
 
     recipe: a Recipe, a mapping, or a YAML file's path, for which ``overrides`` (``schedule.steps=200``) are. force:
-    replace an existing output. Continues a run that its folder holds, and one that has ended where the recipe now has
-    more steps. Raises UserError for what cannot be used, and for a run that cannot succeed.
+    replace an existing output, and train what a conversion alone certifies by a recipe that leaves all else open; else
+    nothing is written of it, ``out`` of what is returned is None and ``next`` says what to do. Continues a run that its
+    folder holds, and one that has ended where the recipe now has more steps. Raises UserError for what cannot be used,
+    and for a run that cannot succeed.
     """
     command = Command()
     if isinstance(recipe, (str, Path)):
-        command, recipe = Command(str(recipe), tuple(overrides)), read_recipe(recipe, overrides)
+        command, recipe = Command(str(recipe), tuple(overrides), launcher()), read_recipe(recipe, overrides)
     elif not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe)
     asked, recipe = recipe, recipe.settled(in_parts=in_parts())
@@ -92,7 +97,11 @@ def finetune(
     check_out(out, recipe.source, force=force)  # before a download
     checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
     check_out(out, recipe.source, checkpoint.folder, force=force)
-    run = train_on_device(recipe, checkpoint, progress)
+    run = train_on_device(recipe, checkpoint, progress, may_stop=asked.is_plain and not force)
+    if run.unneeded is not None:
+        below = ["--subfolder", recipe.subfolder] if recipe.subfolder else []
+        line = shlex.join(["bf16-to-fp16", "convert", recipe.source, recipe.out, *below])
+        return replace(run.unneeded, out=None, next=f"{UNNEEDED}: {line} (finetune --force trains all the same)")
     if run.weights is None:
         return None
     progress = progress or Progress(quiet=True)
@@ -128,7 +137,7 @@ def options_of(recipe: Recipe, **others: Any) -> Options:
 @dataclass(frozen=True)
 class Run:
     """A run that has ended: what it did, on which data and devices, the trained fp32 weights (None on every process but
-    the first), and the recipe as it ran."""
+    the first), the recipe as it ran, and the conversion of the start where that is all there is to do."""
 
     folder: Path
     outcome: Outcome
@@ -137,10 +146,14 @@ class Run:
     devices: Sequence[str]
     weights: Mapping[str, torch.Tensor] | None
     recipe: Recipe | None = None
+    unneeded: Conversion | None = None
 
 
-def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | None) -> Run:
-    """Train on the recipe's device; where that runs out of memory, go on from the last state on the CPU.
+def train_on_device(
+    recipe: Recipe, checkpoint: Checkpoint, progress: Progress | None, *, may_stop: bool = False
+) -> Run:
+    """Train on the recipe's device as ``train`` does; where that runs out of memory, go on from the last state on the
+    CPU.
 
     Several processes, of which one alone would wait for the others, end with a UserError instead.
     """
@@ -152,7 +165,7 @@ def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress |
 
         if place != device.asked:
             AcceleratorState._reset_state(reset_partial_state=True)  # which would keep the device that is full
-        return train(recipe, checkpoint, place, progress=progress)
+        return train(recipe, checkpoint, place, progress=progress, may_stop=may_stop)
 
     try:
         alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
@@ -166,12 +179,19 @@ def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress |
 
 
 def train(
-    recipe: Recipe, checkpoint: Checkpoint, place: torch.device | None = None, *, progress: Progress | None = None
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    place: torch.device | None = None,
+    *,
+    progress: Progress | None = None,
+    may_stop: bool = False,
 ) -> Run:
     """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run that the recipe's folder holds.
 
-    place: the device, by default the recipe's.
+    place: the device, by default the recipe's. may_stop: not to train a start of which every bound holds.
     """
+    from accelerate.utils import broadcast_object_list
+
     layout = agreed_layout(checkpoint)
     if "fp16" in recipe.precision and spare_padding(layout.config) == math.inf:
         raise UserError(
@@ -203,21 +223,24 @@ def train(
     student.set_input_embeddings(student.get_input_embeddings())
     if recipe.schedule.advised:
         recipe = with_advised_pair(recipe, student.parameters(), progress)
-        corpus.data = recipe.data
-        accelerator.gradient_accumulation_steps = recipe.data.gradient_accumulation
+    states = RunFolder(folder)
+    if steps := states.steps():
+        recipe = with_shares(recipe, step_examples(read_state(states.of(steps[-1]))), accelerator.num_processes)
+    corpus.data = recipe.data
+    accelerator.gradient_accumulation_steps = recipe.data.gradient_accumulation
     fits = False
-    if not RunFolder(folder).steps():
+    if not steps:
+        rehearsed = rehearse(recipe, folder, corpus, progress) if main else None
+        if may_stop and broadcast_object_list([rehearsed is not None and rehearsed.report["proof"] == "certified"])[0]:
+            if main:
+                shutil.rmtree(folder)
+            accelerator.end_training()
+            return Run(folder, Outcome(0, 0, (), (), ()), {}, accelerator.num_processes, (), None, recipe, rehearsed)
         fits = check_start(student, recipe, corpus, accelerator, progress)
     log = None
     if main:
         log = RunLog(folder / "log.jsonl", recipe.logging.wandb.mode, Path(recipe.out).name, recipe.describe())
     trainer = Trainer(recipe, student, teacher, corpus, folder, accelerator, progress=progress, log=log)
-    if not trainer.states.steps():
-        untrained = trainer.weights()
-        if main:
-            rehearse(recipe, folder, untrained, corpus, progress)
-        del untrained
-        accelerator.wait_for_everyone()
     outcome = trainer.train(fits=fits)
     weights = trainer.weights()
     # All are done with each other: a process that ends with its group's threads running may be aborted.
@@ -304,7 +327,7 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
     states = RunFolder(folder)
     if states.steps():
         last = states.of(states.steps()[-1])
-        check_same_recipe(read_state(last), recipe, last)
+        check_same_recipe(read_state(last), recipe, last, int(os.environ.get("WORLD_SIZE", "1")))
         return
     start, names = folder / START_FOLDER, {entry.name for entry in folder.iterdir()} - OF_A_RUN
     if any(not name.startswith(".") for name in names) or (start.exists() and not (start / "config.json").is_file()):
@@ -434,7 +457,7 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     if recipe.penalty.form != "none":
         probe = probe_batches(student.config, None, None, seed=recipe.seed)
-        given += [probe_arguments(student, batch, device) for batch in probe if not batch.generate]
+        given += [arguments(student, batch, device) for batch in probe if not batch.generate]
     student.to(device).eval()
     first = precisions[0]
     if len(precisions) > 1:
@@ -481,19 +504,19 @@ def overflowing(
     return broken[0].name if broken else None
 
 
-def rehearse(
-    recipe: Recipe, folder: Path, weights: Mapping[str, torch.Tensor], corpus: Corpus, progress: Progress
-) -> None:
-    """Take untrained weights through what follows the training, so that nothing is learnt that cannot be written."""
+def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -> Conversion:
+    """Take the untrained weights through what follows the training, so that nothing is learnt that cannot be written,
+    and return what the conversion gave."""
     with (
         progress.step("Trying the conversion on the untrained weights"),
-        written_trained(folder, weights) as trained,
+        written_trained(folder, {}) as trained,
         scratch(Path(recipe.out)) as beside,
     ):
-        convert_by(options_of(recipe, run_model=False), trained, Destination(beside / "out"))
+        result = convert_by(options_of(recipe, run_model=False), trained, Destination(beside / "out"))
         model = load(beside / "out", torch.float16, half=True)
         with torch.no_grad():
             model(**arguments(model, next(corpus.training_batches()), torch.device("cpu")))
+    return result
 
 
 @contextmanager

@@ -1,14 +1,15 @@
 """Whole states of a run on the disk: each appears complete under its name or not at all.
 
-A run is a folder: ``start`` (the rescaled checkpoint that it began with), ``log.jsonl``, and ``step-00000100`` for each
-state, which is written beside its place, flushed and renamed. Nothing that a file says is run (``weights_only``).
+A run is a folder: ``start`` (the rescaled checkpoint that it began with), ``log.jsonl``, ``step-00000100`` for each
+state, and ``best-00000100`` with the weights that a state may have for its result. All are written beside their place,
+flushed and renamed. Nothing that a file says is run (``weights_only``).
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -79,6 +80,26 @@ class RunFolder:
         except UserError:
             shutil.rmtree(work, ignore_errors=True)
             raise
+
+    def best(self, step: int) -> Path:
+        return self.path / f"best-{step:08d}"
+
+    def keep(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the weights of a step that may become the run's result."""
+        work, place = self.path / f".best-{step:08d}.partial", self.best(step)
+        with on_a_disk(place):
+            for old in (work, place):
+                shutil.rmtree(old, ignore_errors=True)
+            work.mkdir()
+            # A weight that is shared has several names, and one storage under two is refused.
+            write_tensors(work, {name: tensor.clone() for name, tensor in tensors.items()})
+            sync_tree(work)
+            rename_folder(work, place)
+
+    def keep_only(self, steps: Collection[int]) -> None:
+        """Remove the weights of ``keep`` but those of some steps."""
+        for place in set(self.path.glob("best-*")) - {self.best(step) for step in steps}:
+            shutil.rmtree(place, ignore_errors=True)
 
     def _make(self, work: Path) -> None:
         try:

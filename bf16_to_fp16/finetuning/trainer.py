@@ -28,7 +28,6 @@ from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors
 from ..run.batch import Batch, values_of
-from ..run.interface import is_causal
 from ..run.padding import spared
 from ..run.probe import batches as probe_batches
 from ..run.probe import random_rows, rows_of
@@ -36,7 +35,7 @@ from ..wording import counted
 from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
-from .evaluation import Evaluator
+from .evaluation import Evaluator, nearest
 from .log import RunLog
 from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision, recomputation
 from .optimizers import make_optimizer
@@ -56,19 +55,23 @@ SEARCHED_SITES, SEARCHED_ROWS = 6, 8
 SEARCHED_LENGTHS = (16, 4, 1, 8, 2)  # positions of one search after the other
 HARD_INPUTS = 48  # inputs found that are kept
 
+BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the data
+
 CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "source")
 """Parts of a recipe that may change when a run continues: they have no part in its bits."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run did: steps taken, input and target tokens seen, steps skipped, rewinds, and evaluations in order."""
+    """What a run did: steps taken, input and target tokens seen, steps skipped, rewinds, evaluations in order, and the
+    step whose weights it returns."""
 
     steps: int
     tokens: int
     skipped: tuple[Mapping[str, Any], ...]
     rewinds: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Mapping[str, Any], ...]
+    kept: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
@@ -139,9 +142,11 @@ class Trainer:
         self.position = RunPosition()
         self.states = RunFolder(folder)
         stored = recipe.distillation.top_k and teacher
-        self.tops = distillation.TopStore(folder / "teacher", self.processes.rank) if stored else None
+        # Of one way to share a step each file holds the rows of another.
+        shares = f"{self.processes.world}x{recipe.data.batch_size}x{self.passes}"
+        self.tops = distillation.TopStore(folder / "teacher" / shares, self.processes.rank) if stored else None
         self.watch = Watch(recipe, self.penalty, self.states, self.progress)
-        self.evaluator = Evaluator(recipe.evaluation, corpus, student, self.model, teacher, self.processes)
+        self.evaluator = Evaluator(recipe, corpus, student, self.model, teacher, self.processes)
 
     # ---- setting up ----------------------------------------------------------------------------------------------
 
@@ -194,6 +199,8 @@ class Trainer:
         if self.tops is not None:
             self._fill_tops()
         with self.progress.step(f"Finetuning to step {schedule.steps}") as advance, self.penalty or nullcontext():
+            if self.constraint is not None and self.constraint.first is None:
+                self.constraint.begin(p.step)
             if p.step == 0 and not p.evaluations:
                 self._evaluate()
                 self._save()
@@ -214,7 +221,9 @@ class Trainer:
                     self._save()
         if self.log is not None:
             self.log.close()
-        return Outcome(p.step, p.tokens, tuple(p.skipped), tuple(p.rewinds), tuple(p.evaluations))
+        if self.kept != p.step:
+            self.progress.say(f"Step {self.kept} is kept, the nearest to the original of those at which all held")
+        return Outcome(p.step, p.tokens, tuple(p.skipped), tuple(p.rewinds), tuple(p.evaluations), self.kept)
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
@@ -277,17 +286,10 @@ class Trainer:
         return float(self.processes.sum(torch.tensor(float(count))))
 
     def _hold_bounds(self) -> None:
-        """Hold the bounds under their lid from when every activation is inside its target, at the latest from a quarter
-        of the steps on."""
-        p, steps = self.position, self.recipe.schedule.steps
+        p = self.position
         if self.constraint is None:
             return
-        if self.constraint.first is None:
-            seen = [] if self.penalty is None else self.penalty.observations().values()
-            inside = all(o.excess_bits <= 0 for o in seen)
-            if inside or 4 * p.step >= steps:
-                self.constraint.begin(p.step)
-        self.constraint.hold(p.step, steps)
+        self.constraint.hold(p.step, self.recipe.schedule.steps)
         if 0 < self.constraint.lowest < math.inf:
             # A lid that comes down costs some loss for a while, which is no spike to go back from.
             p.pulled = p.step
@@ -360,15 +362,15 @@ class Trainer:
                 kl = self.teacher.divergence(out, batch)
                 return kl, zero.double(), kl.detach().double()
             values = out.logits
-            task = distillation.task_loss(values, batch.labels.to(self.device)) if mix.weight < 1 else zero
-            kl = zero
+            learnt = values if mix.weight < 1 else values.detach()  # then it is only shown
+            task, kl = distillation.task_loss(learnt, batch.labels.to(self.device)), zero
             if mix.weight > 0 and self.teacher is not None:
                 if self.tops is not None:
                     top = self.tops.read(data_step, index, self.device)
                     kl = distillation.kl_divergence_from_top(values[mask], top)
                 else:
-                    kl = distillation.kl_divergence(values[mask], self.teacher.outputs(batch))
-        loss = task * (1 - mix.weight) + kl * mix.weight
+                    kl = distillation.kl_divergence(values[mask], self.teacher.outputs(batch)).sum()
+        loss = kl if mix.weight == 1 else task * (1 - mix.weight) + kl * mix.weight
         return loss, task.detach().double(), kl.detach().double()
 
     def _look_ahead(self, batches: Sequence[TrainingBatch]) -> bool:
@@ -383,12 +385,12 @@ class Trainer:
         return True
 
     def _reach_beyond_the_data(self, index: int) -> Tensor | None:
-        """Run a pass's share of a batch of the built-in probe, for the penalty alone: the audit will run what no text
-        contains.
+        """Run a pass's share of a batch of the built-in probe, for the penalty and to stay near the teacher there too:
+        the audit will run what no text contains. Return that part of the loss.
 
         A step's batch is a function of the step, dealt out to passes and processes, and padded as fp16 asks for. Where
-        processes have parts of a model, returns a zero whose backward goes through this forward as well: all must
-        gather the same weights, and the penalty pulls in some of them only.
+        processes have parts of a model the backward must go through this forward: all must gather the same weights, and
+        the penalty pulls in some of them only.
         """
         if self.penalty is None:
             return None
@@ -400,10 +402,18 @@ class Trainer:
         part = whole.rows(slice(min(first, count - 1), None, self.passes * world))
         # A wrapped model's forwards are for all processes: one for which no row is left repeats the last, unseen.
         self.penalty.watches = first < count
-        out = self.model(**probe_arguments(self.stock, part, self.device))
+        out = self.model(**distillation.arguments(self.stock, part, self.device))
         self.penalty.watches = True
         # Of nothing, so that an infinity has no part in it.
-        return values_of(out)[..., :0].sum() if self.processes.sharded else None
+        nothing = values_of(out)[..., :0].sum() if self.processes.sharded else None
+        share = BEYOND * self.recipe.distillation.weight
+        if not share or self.teacher is None or self.tops is not None or not torch.is_grad_enabled():
+            return nothing
+        if not bool(values_of(out).isfinite().all()):
+            return nothing
+        with torch.autocast(self.device.type, enabled=False):
+            far = self.teacher.damped_divergence(out, part) * (first < count)
+        return far * (share * self.passes * world / int(distillation.counted_positions(whole).sum()))
 
     def _drawn(self) -> Batch:
         """The step's batch of the probe, or of what a search found. Random ids are other ones than the audit's and new
@@ -513,7 +523,7 @@ class Trainer:
     def _evaluate(self) -> None:
         recipe, p = self.recipe, self.position
         held = self.corpus.held_out(recipe.evaluation.examples, self.processes.rank, self.processes.world)
-        if not held:
+        if not held and self.teacher is None:
             return
         self.model.eval()
         with self._unobserved():
@@ -532,6 +542,10 @@ class Trainer:
         p.evaluations.append(measured)
         if self.log is not None:
             self.log.write(p.step, {"evaluation": measured})
+        if p.step and nearest(recipe, p.evaluations) == p.step:
+            weights = self.weights()
+            if self.processes.main:
+                self.states.keep(p.step, weights)
         shown = ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in measured.items() if isinstance(v, float))
         self.progress.say(f"Step {p.step}: {shown or 'no figures'}")
 
@@ -542,7 +556,7 @@ class Trainer:
         if steps:
             last = self.states.of(steps[-1])
             state = read_state(last)
-            check_same_recipe(state, self.recipe, last)
+            check_same_recipe(state, self.recipe, last, self.processes.world)
             self._check_parts(state, last)
             self._load(steps[-1])
             self.progress.say(f"Continuing from step {steps[-1]}")
@@ -583,6 +597,10 @@ class Trainer:
                 state["optimizer"] = self.optimizer.state_dict()
             if processes.main:
                 write_state(work, state)
+        if processes.main:
+            passed = self.position.evaluations
+            before = ([e for e in passed if e["step"] <= step] for step in self.states.steps())
+            self.states.keep_only({step for each in before if (step := nearest(self.recipe, each)) is not None})
 
     def _load(self, step: int) -> None:
         folder = self.states.of(step)
@@ -607,9 +625,18 @@ class Trainer:
                 parameter.copy_(tensors[name])
         self.optimizer.load_state_dict(state["optimizer"])
 
+    @property
+    def kept(self) -> int:
+        """The step whose weights the run returns as things stand: the nearest to the original, else the last."""
+        step = nearest(self.recipe, self.position.evaluations)
+        return self.position.step if step is None else step
+
     def weights(self) -> dict[str, Tensor]:
-        """Return the whole trained model's parameters on the CPU, to the first process; every one must call it."""
-        return self.processes.whole_weights(self.model, self.stock)
+        """Return the whole parameters of the kept step on the CPU, to the first process; every one must call it. Of
+        step 0, that the run's start has, there are none."""
+        if self.kept == self.position.step:
+            return self.processes.whole_weights(self.model, self.stock)
+        return read_tensors(self.states.best(self.kept)) if self.kept and self.processes.main else {}
 
     def _fill_tops(self) -> None:
         """Run the teacher over all the data of the run beforehand, and let go of it."""
@@ -627,27 +654,42 @@ class Trainer:
                 advance(step + 1, steps)
 
 
-def probe_arguments(model: Any, batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Return what to call a stock model with for a batch of the probe."""
-    names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-    given = {name: x.to(device) for name in names if (x := getattr(batch, name)) is not None}
-    uncached = batch.decoder_input_ids is not None or is_causal(model.config)
-    return given | ({"use_cache": False} if uncached else {})
-
-
-def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
+def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path, processes: int = 1) -> None:
     """Raise UserError where a state was written under a recipe that would have given other bits; a run that has come
-    to its end may go on to more steps."""
+    to its end may go on to more steps, and one that keeps its step may share it otherwise."""
     before, now = state["recipe"], recipe.asked.describe()
     ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
     if ended and steps > before["schedule"]["steps"]:
         before = {**before, "schedule": {**before["schedule"], "steps": steps}}
+    data = recipe.asked.data
+    if processes * data.batch_size * data.gradient_accumulation == step_examples(state):
+        shares = {key: now["data"][key] for key in SHARES}
+        before = {**before, "data": before["data"] | shares}
     changed = [key for key in now if key not in CHANGEABLE and before.get(key) != now[key]]
     if changed:
         raise UserError(
             f"{folder.parent}: holds a run with another {changed[0]}; restore the recipe, give another"
             " checkpointing.folder, or remove that one to start anew"
         )
+
+
+SHARES = ("batch_size", "gradient_accumulation")  # keys of a recipe's data by which a step is shared out
+
+
+def step_examples(state: Mapping[str, Any]) -> int:
+    """Return how many examples a step of a run's state has."""
+    count: int = state["stream"]["settings"]["step_examples"]
+    return count
+
+
+def with_shares(recipe: Recipe, wanted: int, processes: int) -> Recipe:
+    """Return ``recipe`` with the batch size and accumulation by which so many processes take steps of ``wanted``
+    examples; raise UserError where they cannot share it."""
+    part, rest = divmod(wanted, processes)
+    if rest or not part:
+        raise UserError(f"a step of this run has {wanted} examples; launch a number of processes that divides it")
+    size = next(size for size in range(min(recipe.data.batch_size, part), 0, -1) if part % size == 0)
+    return recipe.taking(batch_size=size, gradient_accumulation=part // size)
 
 
 def headroom_by_layer(penalty: ActivationPenalty) -> dict[str, float]:

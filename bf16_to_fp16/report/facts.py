@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.kinds import SiteKind
@@ -67,19 +68,52 @@ def by_design(site: schema.SiteEntry) -> str:
     return "" if site.broken else site.benign or ""
 
 
-def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[tuple[float | None, str]]]:
-    """Return how the distance of a finetune's result from the original is measured, its unit, and the values, each with
-    what it was measured on; None stands for one that is infinite."""
+class Distance(NamedTuple):
+    """How far a finetune's result is from the original on one kind of input (None: infinitely), the share of positions
+    with the same best choice, and both of the original in bf16."""
+
+    value: float | None
+    where: str
+    agreement: float | None = None
+    bf16: float = 0.0
+    bf16_agreement: float = 1.0
+
+
+KINDS = {
+    "held_out": "held-out data",
+    "unlike": "code, figures and other languages",
+    "class": "inputs of every class",
+    "audit": "the audit's inputs",
+}
+"""What evaluations of a finetune are measured on, by the beginning of their keys."""
+
+
+def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[Distance]]:
+    """Return how the distance of a finetune's result from the original is measured, its unit, and the distances."""
     close = run.fidelity
     kl = close is None or close.measure == "kl"
     what, unit = ("KL", " nats per token") if close is None or kl else (close.measure, "")
-    found: list[tuple[float | None, str]] = []
-    held_out = run.evaluations[-1].get("held_out_divergence") if run.evaluations else None
-    if isinstance(held_out, (int, float)):
-        found.append((float(held_out), "held-out data"))
-    if close is not None:
-        found.append((close.kl_fp16, "the audit's inputs"))
+    found, last = [], run.last
+    for kind, where in KINDS.items():
+        value = last.get(f"{kind}_divergence")
+        if kind == "audit" and close is not None:
+            bf16 = (close.kl_bf16 or 0.0, 1.0 if close.top1_bf16 is None else close.top1_bf16)
+            found.append(Distance(close.kl_fp16, where, close.top1_fp16, *bf16))
+        elif isinstance(value, (int, float)):
+            found.append(Distance(float(value), where, last.get(f"{kind}_agreement")))
     return f"{what} to the original", unit, found
+
+
+def furthest(run: schema.FinetuneEntry) -> str:
+    """Return on which kind of input a finetune's result is furthest from the original, and how far; empty where nothing
+    was measured."""
+    what, unit, found = distances(run)
+    if not found:
+        return ""
+    worst = max(found, key=lambda each: math.inf if each.value is None else each.value)
+    same = "" if worst.agreement is None else f", {math.floor(100 * worst.agreement)}% with the same best choice"
+    measure = what.partition(" to ")[0]
+    return f"furthest from the original on {worst.where}: {measure} {scientific(worst.value)}{unit}{same}"
 
 
 def moved_by(run: schema.FinetuneEntry) -> str:
@@ -87,10 +121,9 @@ def moved_by(run: schema.FinetuneEntry) -> str:
     what, unit, found = distances(run)
     if not found:
         return "how far the result is from the original was not measured"
-    (first, where), *others = found
-    return " and ".join(
-        [f"{what} is {scientific(first)}{unit} on {where}", *(f"{scientific(value)} on {on}" for value, on in others)]
-    )
+    units = [unit, *[""] * (len(found) - 1)]
+    said = listed([f"{scientific(each.value)}{of} on {each.where}" for each, of in zip(found, units, strict=True)])
+    return f"{what} is {said}"
 
 
 def carried_over(weights: schema.WeightsEntry, dtype: str | None) -> str:

@@ -213,10 +213,10 @@ def headline(report: Report) -> list[Figure]:
         result.append(Figure("not proven for every input", counted(len(unproven), "site"), note))
     close, weights, run = report.fidelity, report.weights, report.finetune
     if run is not None and (moved := facts.distances(run))[2]:
-        what, unit, ((first, where), *others) = moved
-        note = f"{unit} on {where}".lstrip()
-        note += "".join(f"; {scientific(value)} on {on}" for value, on in others)
-        result.append(Figure(what, scientific(first), note))
+        what, unit, (first, *others) = moved
+        note = f"{unit} on {first.where}".lstrip()
+        note += "".join(f"; {scientific(each.value)} on {each.where}" for each in others)
+        result.append(Figure(what, scientific(first.value), note))
     if close is not None:
         name = "fp16 against bf16" if run is None else "rounding, fp16 against bf16"
         result.append(Figure(name, *closeness(close, finetuned=run is not None)))

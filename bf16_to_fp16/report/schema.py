@@ -477,11 +477,12 @@ class UnsafeEntry(ReportObject):
 class FinetuneEntry(ReportObject):
     """What a finetune did.
 
-    ``devices``: it ran on, one after the other. ``skipped``: steps whose gradient was not finite. ``rewinds``: after a
-    spike of the loss. ``evaluations``: losses and headroom on held-out data, by step. ``curves``: by
-    name, a value for each of ``step``. ``fidelity``: of the output to the original. ``next``: how to go on where it
-    did not deliver what the recipe asks for. ``recipe``: as it was written, defaults included; ``settled``: what became
-    of the keys that it left open, by their dotted names.
+    ``kept``: the step whose weights it returned. ``devices``: it ran on, one after the other. ``skipped``: steps whose
+    gradient was not finite. ``rewinds``: after a spike of the loss. ``evaluations``: by step, losses on held-out data,
+    distances from the original on inputs of several kinds, and headroom. ``curves``: by name, a value for each of
+    ``step``. ``fidelity``: of the output to the original. ``next``: how to go on where it did not deliver what the
+    recipe asks for. ``recipe``: as it was written, defaults included; ``settled``: what became of the keys that it left
+    open, by their dotted names.
     """
 
     recipe: dict[str, Any] = {}
@@ -490,6 +491,7 @@ class FinetuneEntry(ReportObject):
     processes: Count = 1
     devices: list[str] = []
     steps: Count = 0
+    kept: Count | None = None
     tokens: Count = 0
     skipped: list[dict[str, Any]] = []
     rewinds: list[dict[str, Any]] = []
@@ -497,6 +499,12 @@ class FinetuneEntry(ReportObject):
     curves: dict[str, list[Count | Real | None]] = {}
     fidelity: FidelityEntry | None = None
     next: str = ""
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The evaluation of the step that was kept, else the last one; empty where there is none."""
+        of_kept = (each for each in reversed(self.evaluations) if each.get("step") == self.kept)
+        return next(of_kept, self.evaluations[-1] if self.evaluations else {})
 
     @property
     def holds_bounds(self) -> bool:

@@ -165,6 +165,8 @@ def output_line(report: schema.Report) -> Text:
     if tightest is not None:
         most, below = wording.reached(tightest.amax), wording.below_limit(tightest.headroom_bits)
         kept = f"the largest value run, {most}, is {below}"
+    if report.finetune is not None and (worst := facts.furthest(report.finetune)):
+        kept += f"; {worst}"
     if report.short:
         return bad("output: safe, but short of what was asked", f"{facts.missed(report)}; {said}; {kept}")
     return good("output: safe", f"{said}; {kept}")

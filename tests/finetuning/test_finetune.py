@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -295,3 +296,27 @@ def test_convert_finetunes_only_what_rescaling_leaves_unsafe(
     bad.write_text("data: {path: none.txt}\nschedul: {}\n")
     assert "unknown key schedul" in error_of(capsys, "convert", source, tmp_path / "x", "--finetune", bad)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_plain_run_of_what_a_conversion_certifies_says_so_and_stops(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = {
+        key: value for key, value in recipe_tree(source, tmp_path / "out").items() if key in ("source", "out", "data")
+    }
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tree | {"device": "cpu", "evaluation": {"every": 100}}))
+    assert main(["finetune", str(recipe)]) == 0
+    (said,) = capsys.readouterr().out.splitlines()
+    line = f"bf16-to-fp16 convert {source} {tmp_path / 'out'}"
+    assert said.startswith("nothing to train, ") and line in said and "finetune --force trains all the same" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+    assert main(shlex.split(line)[1:]) == 0
+    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+    assert report["proof"] == "certified"
+    # Whoever asks for something trains.
+    assert main(["finetune", str(recipe), "--set", "schedule.steps=2", "--force"]) == 0
+    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+    # The start is certified, and nothing is nearer to the original.
+    assert (report["finetune"]["steps"], report["finetune"]["kept"]) == (2, 0)
+    assert report["finetune"]["fidelity"]["kl_fp16"] == report["fidelity"]["kl_fp16"]

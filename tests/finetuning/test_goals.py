@@ -16,7 +16,7 @@ from bf16_to_fp16.report.card import notice
 from bf16_to_fp16.report.facts import verdict_sentence
 from bf16_to_fp16.report.page import render
 from bf16_to_fp16.report.remedies import PENALTY
-from bf16_to_fp16.report.schema import AttackEntry, Report, UnsafeEntry, dump, read
+from bf16_to_fp16.report.schema import AttackEntry, FinetuneEntry, Report, UnsafeEntry, dump, read
 from bf16_to_fp16.report.terminal import print_conversion
 
 COMMAND = Command("r.yaml", ("schedule.steps=100", "seed=1"))
@@ -24,6 +24,9 @@ COMMAND = Command("r.yaml", ("schedule.steps=100", "seed=1"))
 
 def recipe(**changes: Any) -> Recipe:
     return parse_recipe({"source": "a", "out": "folder/b", "data": {"path": "c.txt"}, **changes})
+
+
+ASKED = recipe()
 
 
 def evaluated(*found: tuple[float | None, float | None]) -> list[dict[str, Any]]:
@@ -120,7 +123,7 @@ def test_headroom_that_no_longer_grows_is_a_plateau_and_that_which_does_says_how
     assert steps_more(flat, 100, 0.5) is None
     result, said = after(finetuned(0.3, curve=flat))
     assert said.startswith("more steps will not help, the headroom has stopped growing; begin another run: ")
-    assert said.endswith("--set schedule.learning_rate=0.008 --set checkpointing.folder=b.run-2 --force")
+    assert said.endswith("--set schedule.learning_rate=0.008 --set checkpointing.folder=folder/b.run-2 --force")
     assert result.verdict == "unsafe" and "--set schedule.steps=100 " in said
     # The training keeps it, and only the audit found inputs that pass it.
     assert "schedule.steps=200" in after(finetuned(0.9, curve=[min(1.1, 5 * x) for x in rising]))[1]
@@ -128,8 +131,17 @@ def test_headroom_that_no_longer_grows_is_a_plateau_and_that_which_does_says_how
 
 def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
     result, said = after(finetuned(3.0, kl=1060.0))
-    assert result.verdict == "unsafe" and "1.06×10³ nats per target token" in verdict_sentence(result)
+    assert (
+        result.verdict == "unsafe"
+        and "1.06×10³ nats per token from the original on held-out data" in verdict_sentence(result)
+    )
     assert said.startswith("begin another run that holds on to the original: bf16-to-fp16 finetune r.yaml")
+    assert "distillation.weight" not in said
+    assert "distillation.weight=1.0" in after(finetuned(3.0, kl=1060.0), distillation={"weight": 0.5})[1]
+    nearer = dump(finetuned(3.0, kl=1060.0))
+    nearer["finetune"] |= {"kept": 100, "evaluations": evaluated((2.0, 0.0), (2.0, 3.0))}
+    said = after(read(Report, nearer))[1]
+    assert said.startswith("go on, it still comes nearer to the original: ") and "schedule.steps=200" in said
     assert after(finetuned(3.0, kl=1060.0), quality={"max_kl": None})[0].verdict == "safe"
 
 
@@ -146,7 +158,42 @@ def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
 def test_quality_is_judged_by_the_last_evaluation_as_far_as_it_was_measured(
     found: list[tuple[float | None, float | None]], missed: list[str]
 ) -> None:
-    assert [entry.signal for entry in lost_quality(recipe(), evaluated(*found))] == missed
+    run = FinetuneEntry(evaluations=evaluated(*found))
+    asked = recipe(quality={"max_loss_rise": 0.05})
+    assert [entry.signal for entry in lost_quality(asked, run)] == missed
+
+
+def test_the_worst_kind_of_input_is_judged_and_no_result_has_to_be_nearer_than_bf16() -> None:
+    def lost(recipe: Recipe = ASKED, audit: tuple[float, float] = (0.1, 0.9), **evaluated: float) -> list[str]:
+        close = {"kl_fp16": audit[0], "top1_fp16": audit[1], "kl_bf16": 5.0, "top1_bf16": 0.6}
+        run = read(
+            FinetuneEntry, {"kept": 1, "evaluations": [{"step": 1, **evaluated}, {"step": 2}], "fidelity": close}
+        )
+        return [entry.reason for entry in lost_quality(recipe, run)]
+
+    assert lost(held_out_divergence=0.1, held_out_agreement=0.9) == []
+    assert lost(held_out_divergence=0.3, unlike_divergence=4.0) == [
+        "4 nats per token from the original on code, figures and other languages, at most 0.2 (quality.max_kl)"
+    ]
+    assert lost(audit=(4.9, 0.61)) == [] and lost(recipe(quality={"max_kl": None}), (9e9, 0.0)) == []
+    wanted = "5.5 nats per token from the original on the audit's inputs, at most 5 (quality.max_kl)"
+    assert lost(audit=(5.5, 0.6), held_out_divergence=0.205) == [wanted]
+    (reason,) = lost(audit=(0.1, 0.5), held_out_agreement=0.65, unlike_agreement=0.8)
+    assert reason.startswith("the original's best choice at 50% of positions on the audit's inputs, at least 60%")
+    assert lost(recipe(quality={"min_agreement": None}), (0.1, 0.0)) == []
+
+
+def test_the_kind_of_input_on_which_it_is_furthest_stands_in_the_line_of_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = dump(finetuned(1.5))
+    report["finetune"]["evaluations"][-1] |= {"unlike_divergence": 0.125, "unlike_agreement": 0.75}
+    print_conversion(read(Report, report), tmp_path)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("output: safe"))
+    assert line.endswith(
+        "; furthest from the original on code, figures and other languages: KL 0.125 nats per token,"
+        " 75% with the same best choice"
+    )
 
 
 def test_a_published_command_names_no_folder_of_this_machine() -> None:
@@ -155,6 +202,15 @@ def test_a_published_command_names_no_folder_of_this_machine() -> None:
     words += ["--set", given.overrides[1]]
     assert shlex.split(given.line()) == words
     assert given.published().line() == "bf16-to-fp16 finetune r.yaml --set out=b --set data.path=texts/a.txt"
+    another = given.published().line(checkpointing__folder="/folder/of/mine/b.run-2")
+    assert another.endswith(" --set checkpointing.folder=b.run-2 --force")
+
+
+def test_a_command_under_a_launcher_begins_with_the_launcher() -> None:
+    launched = ("accelerate", "launch", "--config_file", "/folder/of/mine/ddp.yaml", "-m", "bf16_to_fp16")
+    given = Command("r.yaml", ("seed=1",), launched)
+    assert given.line() == f"{shlex.join(launched)} finetune r.yaml --set seed=1"
+    assert given.published().line().startswith("accelerate launch --config_file ddp.yaml -m bf16_to_fp16 finetune ")
 
 
 def test_a_certificate_that_was_asked_for_and_does_not_hold_is_unsafe_with_the_worst_bound() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -222,6 +223,20 @@ def test_two_processes_that_are_killed_go_on_to_the_same_bits(
     for name in ("out/model.safetensors", "out.run/log.jsonl"):
         whole = two_machines.parent / name.replace("out", two_machines.name, 1)
         assert (tmp_path / name).read_bytes() == whole.read_bytes(), name
+
+
+def test_a_run_of_one_process_goes_on_in_two_with_the_same_recipe(recipe: Path, alone: Path, tmp_path: Path) -> None:
+    """Without a warm interpreter, whose launcher has another command line."""
+    out = tmp_path / "out"
+    shutil.copytree(alone.with_name("alone.run"), out.with_name("out.run"))
+    for state in sorted(out.with_name("out.run").glob("step-*"))[1:]:
+        shutil.rmtree(state)
+    settings = ("data.batch_size=8", "device=cpu")
+    said = run(command(Path(sys.executable), "ddp", 2, recipe, out, settings=settings), status=MISSED)
+    assert "Continuing from step 2" in said
+    assert_same_run(out, alone, processes=2, tolerance=1e-5)
+    launched = "next: go on: accelerate launch --config_file launch/accelerate/ddp.yaml --num_processes 2 "
+    assert launched in said and " -m bf16_to_fp16 finetune " in said.partition(launched)[2]
 
 
 def test_an_error_in_a_recipe_is_one_line_under_a_launcher(recipe: Path, warm_python: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from bf16_to_fp16.finetuning.distillation import (
     kl_divergence_from_top,
     task_loss,
 )
-from bf16_to_fp16.finetuning.evaluation import scores
+from bf16_to_fp16.finetuning.evaluation import nearest, scores
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.mixed_precision import FIRST_LOSS_SCALE, LossScale, MixedPrecision, each_norm
 from bf16_to_fp16.finetuning.optimizers import make_optimizer
@@ -53,7 +53,7 @@ from bf16_to_fp16.finetuning.processes import Processes
 from bf16_to_fp16.finetuning.recipe import Recipe, Schedule, parse_recipe
 from bf16_to_fp16.finetuning.stability import PULLED_STEPS
 from bf16_to_fp16.finetuning.states import RunFolder, read_state, write_state
-from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_rate
+from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_rate, with_shares
 from bf16_to_fp16.losses.detector import Detector
 from bf16_to_fp16.optim.adamw import AdamW
 from bf16_to_fp16.optim.moments import BLOCKED
@@ -257,8 +257,8 @@ def test_divergence_is_the_sum_of_kl() -> None:
     student, teacher = torch.randn(5, 7), torch.randn(5, 7)
     p, q = teacher.softmax(-1), student.softmax(-1)
     wanted = float((p * (p / q).log()).sum())
-    assert float(kl_divergence(student, teacher)) == pytest.approx(wanted, rel=1e-5)
-    assert float(kl_divergence(teacher, teacher)) == pytest.approx(0.0, abs=1e-5)
+    assert float(kl_divergence(student, teacher).sum()) == pytest.approx(wanted, rel=1e-5)
+    assert float(kl_divergence(teacher, teacher).sum()) == pytest.approx(0.0, abs=1e-5)
     everything = TopK(*teacher.log_softmax(-1).topk(7))
     assert float(kl_divergence_from_top(student, everything)) == pytest.approx(wanted, rel=1e-3)
     some = TopK(*teacher.log_softmax(-1).topk(3))
@@ -271,7 +271,7 @@ def test_the_gradient_of_both_losses_is_sound_where_they_agree_and_apart() -> No
     student = teacher.clone().requires_grad_()
     kl_divergence_from_top(student, TopK(*teacher.log_softmax(-1).topk(3))).backward()
     assert student.grad is not None and float(student.grad.abs().max()) < 1e-5
-    assert float(hidden_error(2 * teacher, teacher)) == pytest.approx(4.0)
+    assert float(hidden_error(2 * teacher, teacher).sum()) == pytest.approx(4.0)
     logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, 2, -100], [0, -100, -100]])
     wanted = -sum(float(logits[r, c].log_softmax(-1)[labels[r, c]]) for r, c in ((0, 0), (0, 1), (1, 0)))
     assert float(task_loss(logits, labels)) == pytest.approx(wanted, rel=1e-5)
@@ -686,7 +686,7 @@ def test_a_bad_batch_is_skipped_counted_and_named(make: Make, tmp_path: Path) ->
     assert [row["step"] for row in outcome.skipped] == [3, 6]
     assert [row["examples"] for row in outcome.skipped] == [[list(e) for e in examples] for examples in bad]
     assert outcome.steps == 8
-    rows = {row["step"]: row for row in rows_of(tmp_path / "run")}
+    rows = {row["step"]: row for row in steps_of(tmp_path / "run")}
     assert rows[3]["skipped_examples"] == outcome.skipped[0]["examples"] and rows[8]["skipped"] == 2
     assert rows[8]["loss_scale"] == FIRST_LOSS_SCALE / 4
     assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step not in (3, 6))
@@ -977,3 +977,81 @@ def test_arguments_shift_the_labels_as_the_model_does(folder: Path, tmp_path: Pa
     assert torch.equal(stock.logits, mine.logits)
     count = int((batch.labels != -100).sum())
     assert float(task_loss(mine.logits, batch.labels)) / count == pytest.approx(float(stock.loss), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("processes", "shares"), [(1, (4, 6)), (2, (4, 3)), (3, (4, 2)), (8, (3, 1)), (24, (1, 1)), (5, None), (48, None)]
+)
+def test_a_step_is_shared_by_as_many_processes_as_divide_it(
+    folder: Path, tmp_path: Path, processes: int, shares: tuple[int, int] | None
+) -> None:
+    recipe = recipe_for(folder, tmp_path, data={"batch_size": 4})
+    if shares is None:
+        with pytest.raises(UserError, match="24 examples; launch a number of processes that divides it"):
+            with_shares(recipe, 24, processes)
+        return
+    data = (taken := with_shares(recipe, 24, processes)).data
+    assert (data.batch_size, data.gradient_accumulation) == shares and taken.asked == recipe
+
+
+# ---- which state is kept ---------------------------------------------------------------------------------------------
+
+
+def evaluation(step: int, *divergences: float | None, over: int | None = 0, bits: float | None = 2.0) -> dict[str, Any]:
+    kinds = zip(("held_out", "audit", "unlike"), divergences, strict=False)
+    return {"step": step, "bounds_over": over, "worst_headroom_bits": bits} | {
+        f"{kind}_divergence": value for kind, value in kinds
+    }
+
+
+def test_the_step_that_is_kept_is_the_nearest_to_the_original_of_those_at_which_all_holds() -> None:
+    def kept_of(*evaluations: dict[str, Any], **changes: Any) -> int | None:
+        tree = {"source": "a", "out": "b", "data": {"path": "c"}, "penalty": {"headroom_bits": 1.0}}
+        return nearest(parse_recipe(tree | changes), evaluations)
+
+    early, near, last = evaluation(1, 0.5, 9.0, 1.0), evaluation(2, 0.1, 4.0, 0.5), evaluation(3, 0.1, 5.0, 0.5)
+    assert kept_of(early, near, last) == 2
+    start = evaluation(0, 1e-7, 0.0, 1e-6, bits=None)
+    assert kept_of(start, early, near) == 0
+    # Bounds that are over, and headroom that is short of what was asked.
+    assert kept_of(start | {"bounds_over": 2}, early, near | {"bounds_over": 1}) == 1
+    assert kept_of(early, near | {"worst_headroom_bits": 1.2}) == 1
+    assert kept_of(early, near, penalty={"headroom_bits": 3.0}) is None
+    # Nothing says that an ordinary finetune is safe, and one that learns a task wants what it has learnt.
+    assert kept_of(evaluation(0, 0.0, over=None, bits=None)) is None and kept_of() is None
+    assert kept_of(start, distillation={"weight": 0.9}) is None and kept_of(start, quality={"max_kl": None}) is None
+    for far in (math.inf, math.nan):
+        assert kept_of(evaluation(1, far, 1.0), last) == 3 and kept_of(evaluation(1, 0.0, far)) is None
+
+
+def test_a_run_returns_the_weights_of_the_step_that_it_keeps_also_where_it_was_killed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[int, torch.Tensor] = {}
+
+    def keeps_four(recipe: Recipe, evaluations: Any) -> int | None:
+        return min((row["step"] for row in evaluations if row["step"] >= 4), default=None)
+
+    monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.nearest", keeps_four)
+    settings: dict[str, Any] = {"evaluation": {"every": 2}, "checkpointing": {"every": 2}, "schedule": {"steps": 14}}
+    with pytest.raises(Killed):
+        make(damage=killed_at(9), **settings).train()
+    trainer = make(**settings)
+    outcome = trainer.train()
+    assert (outcome.steps, outcome.kept) == (14, 4)
+    assert [place.name for place in (tmp_path / "run").glob("best-*")] == ["best-00000004"]
+    short = make("short", **settings)
+    for step in range(4):
+        short._step()
+        seen[step] = short.stock.shared.weight.detach().clone()
+    assert torch.equal(trainer.weights()["shared.weight"], seen[3])
+    assert not torch.equal(trainer.stock.shared.weight, seen[3])
+
+
+def test_every_kind_of_input_is_measured_and_a_student_that_is_its_teacher_is_no_way_from_it(make: Make) -> None:
+    (first, _) = make(precision="fp32", schedule=ONE_STEP).train().evaluations
+    for kind in ("held_out", "audit", "unlike"):
+        assert first[f"{kind}_divergence"] == pytest.approx(0.0, abs=1e-6) and first[f"{kind}_agreement"] == 1.0
+    (first, _) = make("other", model=tiny_model(3), precision="fp32", schedule=ONE_STEP).train().evaluations
+    for kind in ("held_out", "audit", "unlike"):
+        assert first[f"{kind}_divergence"] > 0.1 and first[f"{kind}_agreement"] < 0.5
