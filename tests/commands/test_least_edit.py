@@ -21,9 +21,11 @@ from bf16_to_fp16.checkpoint.folder import sha256_of
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.json_text import loads
-from bf16_to_fp16.report.schema import CARD, PAGE, REPORT
+from bf16_to_fp16.report.facts import inexactness
+from bf16_to_fp16.report.schema import CARD, PAGE, REPORT, Report, read
 from bf16_to_fp16.rescaling.edits import edits_of, sites_of
 from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.wording import scientific
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -118,12 +120,13 @@ def test_gates_and_a_head_past_the_limit_are_edited_proven_and_told(demo: Conver
     assert said == {gate: min(gates), scores: queries[0]}
 
 
-def test_the_verdict_says_that_it_is_not_the_same_function(demo: Converted) -> None:
-    close = demo.report["fidelity"]
-    sentence = f"Not exactly the same function: {close['kl_fp16']:.1e} nats from it; bf16 is {close['kl_bf16']:.1e}."
-    card = (demo.out / CARD).read_text(encoding="utf-8")
-    page = (demo.out / PAGE).read_text(encoding="utf-8")
-    assert sentence in " ".join(card.split()) and sentence in " ".join(re.sub("<[^>]*>", "", page).split())
+def test_the_verdict_says_how_far_the_edits_took_the_function(demo: Converted) -> None:
+    sentence, close = inexactness(read(Report, demo.report)), demo.report["fidelity"]
+    fp16, bf16 = (scientific(close[f"kl_{dtype}"]) for dtype in ("fp16", "bf16"))
+    assert sentence == f"edited at 2 sites: fp16 is {fp16} nats from the source; bf16 is {bf16}"
+    said = f"{sentence[:1].upper()}{sentence[1:]}."
+    card, page = ((demo.out / name).read_text(encoding="utf-8") for name in (CARD, PAGE))
+    assert said in " ".join(card.split()) and said in " ".join(re.sub("<[^>]*>", "", page).split())
     assert "outputs keep every bit" not in page and "Safe in fp16" in page
 
 
