@@ -71,7 +71,7 @@ KEYS: Mapping[str, How] = {
     **row(How.ALWAYS, "unsafe", "signal kind regimes nonfinite saturated excess_bits reason remedy"),
     **row(How.NEVER, "close", "signal kind regimes nonfinite saturated excess_bits reason remedy"),
     **row(How.NEVER, "finetune", "recipe settled data processes devices steps tokens skipped rewinds evaluations"),
-    **row(How.NEVER, "finetune", "curves next"),
+    **row(How.NEVER, "finetune", "curves kept next"),
     **row(How.NEVER, "finetune.fidelity", "measure kl_bf16 kl_fp16 kl_fp32 squared_error_fp32 max_logit_error_bf16"),
     **row(How.NEVER, "finetune.fidelity", "max_logit_error_fp16 top1_bf16 top1_fp16 positions reference"),
     **row(How.NEVER, "environment", "versions python device devices dtype"),
