@@ -112,9 +112,10 @@ class Saturated:
         return f"plain {w.activation}"
 
     def scores(self) -> str:
-        w = self.chosen([w for w in self.layout.topology if isinstance(w, Attention)], lambda w: w.at)
-        seen = self.ranges[w.at].scores
-        assert seen is not None
+        attentions = [w for w in self.layout.topology if isinstance(w, Attention)]
+        scores = {w.at: seen for w in attentions if w.at in self.ranges and (seen := self.ranges[w.at].scores)}
+        w = self.chosen([w for w in attentions if w.at in scores], lambda w: w.at)
+        seen = scores[w.at]
         factor = self.factors(torch.tensor(seen.product))
         if w.query_norm:
             share = self.rng.choice((0, 0.5, 1))
