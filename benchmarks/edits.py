@@ -100,20 +100,22 @@ class Saturated:
             self.model.get_submodule(output).weight[:, chosen] /= factors * 2.0 ** self.rng.choice((0, 0, 0, -2))
 
     def gates(self) -> str:
-        w = self.chosen([w for w in self.layout.feed_forwards if w.gate], lambda w: w.output)
+        w = self.chosen([w for w in self.layout.feed_forwards if w.gate and w.gate in self.ranges], lambda w: w.output)
         self.neurons(w.gate, w.output, 0, self.layout.tensors[f"{w.output}.weight"].shape[1])
         return f"gate {w.activation}"
 
     def plain(self) -> str:
-        plain = [w for w in self.layout.feed_forwards if not w.gate and w.activation != "relu"]
+        known = [w for w in self.layout.feed_forwards if w.linear in self.ranges]  # no token may take an expert
+        plain = [w for w in known if not w.gate and w.activation != "relu"]
         w = self.chosen(plain, lambda w: w.output)
         self.neurons(w.linear, w.output, 0, self.layout.tensors[f"{w.output}.weight"].shape[1])
         return f"plain {w.activation}"
 
     def scores(self) -> str:
-        w = self.chosen([w for w in self.layout.topology if isinstance(w, Attention)], lambda w: w.at)
-        seen = self.ranges[w.at].scores
-        assert seen is not None
+        attentions = [w for w in self.layout.topology if isinstance(w, Attention)]
+        scores = {w.at: seen for w in attentions if w.at in self.ranges and (seen := self.ranges[w.at].scores)}
+        w = self.chosen([w for w in attentions if w.at in scores], lambda w: w.at)
+        seen = scores[w.at]
         factor = self.factors(torch.tensor(seen.product))
         if w.query_norm:
             share = self.rng.choice((0, 0.5, 1))

@@ -326,7 +326,9 @@ def run_again(
             how["chosen"] = probe.usable(said.chosen, config)
         inputs = probe.audit_batches(config, folder, data, **how)
         in_fp32 = (
-            [] if original is None or report.plan is None else in_fp32_too(inputs, resolve(original[0]), report.plan)
+            []
+            if original is None or report.plan is None
+            else in_fp32_too(inputs, resolve(original[0], untie=report.plan.untied_head), report.plan)
         )
         train = report.target == "train"
         ran = audited(open_checkpoint(folder), inputs, in_fp32, device, progress, train=train, seed=seed)

@@ -206,19 +206,23 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
 
 
 def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str, Needed], bool]:
-    """Return what is needed with the exponents of logits as the head can carry them, and whether it must be separated
-    for that: it is where one exponent for all choices costs more than a proof is worth, and than one for each."""
+    """Return what is needed with the exponents of logits as the head can carry them, one for all choices or one for
+    each, whichever costs less, and whether it must be separated for that: not where one costs less than a proof may.
+
+    One keeps the order of the choices; where those that are loud are never chosen, it flattens the others for nothing.
+    """
     layout = trial.layout
-    if LOGITS not in needed or not layout.tied:
+    if LOGITS not in needed:
         return needed, False
     each = needed[LOGITS]
     one = Needed(least(each.proven), None if each.observed is None else least(each.observed))
-    if layout.family.untie and scales_logits(layout):
+    may_differ = not layout.tied or bool(layout.family.untie and scales_logits(layout))
+    if one != each and may_differ:
         together, apart = trial.costs(
             [{LOGITS: one.proven}, {LOGITS: each.proven}], "one exponent for all logits, and one for each,"
         )
-        if not together.share <= max(PRICE_OF_A_PROOF, apart.share):
-            return needed, True
+        if not together.share <= max(PRICE_OF_A_PROOF if layout.tied else 0.0, apart.share):
+            return needed, bool(layout.tied)
     return {**needed, LOGITS: one}, False
 
 

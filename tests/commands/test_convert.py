@@ -350,7 +350,7 @@ def test_a_tied_head_that_cannot_hold_the_factor_is_separated(tmp_path: Path) ->
     with torch.no_grad():
         model.decoder.final_layer_norm.weight.mul_(2.0**18)
     source = tiny.save(model, tmp_path / "source")
-    result = convert(source, tmp_path / "out", target="half")
+    result = convert(source, tmp_path / "out", target="half", exact=True)
     assert result.plan.untied_head and result.out is not None
     assert json.loads((result.out / "config.json").read_text())["tie_word_embeddings"] is False
     assert compared(source, result.out) == 0
@@ -459,7 +459,7 @@ def test_what_rescaling_cannot_fix_is_unsafe_with_the_reason(tmp_path: Path) -> 
         model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight.mul_(1e5)
         model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e-5)
     source = tiny.save(model, tmp_path / "source")
-    result = convert(source, tmp_path / "out")
+    result = convert(source, tmp_path / "out", exact=True)
     assert not result.safe and result.out is not None and (result.out / "fp16_report.json").exists()
     assert any("wi_0" in row["signal"] and "finetune" in row["remedy"] for row in result.report["unsafe"])
 
@@ -872,11 +872,11 @@ def test_what_cannot_be_proven_is_named_and_decides_the_exit_status_only_without
         attention.q.weight.mul_(75)
         attention.k.weight.mul_(75)
     source = tiny.save(model, tmp_path / "source")
-    result = convert(source, tmp_path / "out")
+    result = convert(source, tmp_path / "out", exact=True)
     assert (result.report["verdict"], result.report["proof"]) == ("safe", "observed")
     [*sites] = result.report["uncertified"]
     assert {s["name"].split(":")[0] for s in sites} == {"encoder.block.1.layer.0.SelfAttention"}
-    assert all("no exponent" in s["reason"] and "finetune" in s["remedy"] and s["excess_bits"] > 0 for s in sites)
+    assert all("no exact exponent" in s["reason"] and "finetune" in s["remedy"] and s["excess_bits"] > 0 for s in sites)
     assert cli.main(["convert", str(source), str(tmp_path / "blind"), "--no-audit"]) == 1
     assert (tmp_path / "blind" / "model.safetensors").exists()
 
@@ -955,7 +955,7 @@ def test_an_unsafe_conversion_with_logits_that_are_not_finite_prints_its_tables(
     with torch.no_grad():
         model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight.mul_(1e5)
     source = tiny.save(model, tmp_path / "source")
-    assert cli.main(["convert", str(source), str(tmp_path / "out"), "-v"]) == 1
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "-v", "--exact"]) == 1
     printed = capsys.readouterr().out
     assert "not finite" in printed and "output: unsafe" in printed and "next: " in printed
     assert "fp16_report.html" in printed and "wi_0" in printed
@@ -1116,11 +1116,11 @@ def test_what_a_search_breaks_of_a_finetunes_result_is_unsafe_and_holds_in_no_ti
         linear.weight.data.mul_((0.93 * FP16_MAX / most) ** 0.5)
     source = open_checkpoint(tiny.save(model, tmp_path / "source", torch.float32))
     lineage = Lineage(source=Source.of(source), finetune=FinetuneEntry())
-    reports = []
+    reports, options = [], Options(target="half", exact=True)
     for steps in (0, 8):
         provenance = Provenance("bf16-to-fp16 finetune recipe.yaml", lineage, source, attack_steps=steps)
         place = Destination(tmp_path / f"out-{steps}")
-        reports.append(convert_by(Options(target="half"), source.folder, place, provenance=provenance).report)
+        reports.append(convert_by(options, source.folder, place, provenance=provenance).report)
     unsearched, searched = reports
     assert unsearched["verdict"] == "safe" and unsearched["attack"] is None
     assert unsearched["tiers"]["torch"]["proof"] == "observed"

@@ -21,9 +21,11 @@ from bf16_to_fp16.checkpoint.folder import sha256_of
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.json_text import loads
-from bf16_to_fp16.report.schema import CARD, PAGE, REPORT
+from bf16_to_fp16.report.facts import inexactness
+from bf16_to_fp16.report.schema import CARD, PAGE, REPORT, Report, read
 from bf16_to_fp16.rescaling.edits import edits_of, sites_of
 from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.wording import scientific
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -70,6 +72,11 @@ class Converted:
     out: Path
     report: Any
 
+    @property
+    def config(self) -> Any:
+        """The source's config."""
+        return json.loads((self.source / "config.json").read_text())
+
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Converted:
@@ -107,17 +114,19 @@ def test_gates_and_a_head_past_the_limit_are_edited_proven_and_told(demo: Conver
     queries = exponents["encoder.block.1.layer.0.SelfAttention.scores"]
     # Those that were made loud, and no other.
     assert all(e < 0 for e in gates[:9]) and not any(gates[9:])
-    assert len(set(queries[:16])) == 1 and queries[0] < 0 and not any(queries[16:])
+    size = demo.config["d_kv"]
+    assert len(set(queries[:size])) == 1 and queries[0] < 0 and not any(queries[size:])
     said = {entry["site"]: entry["exponent"] for entry in demo.report["inexact"]}
     assert said == {gate: min(gates), scores: queries[0]}
 
 
-def test_the_verdict_says_that_it_is_not_the_same_function(demo: Converted) -> None:
-    close = demo.report["fidelity"]
-    sentence = f"Not exactly the same function: {close['kl_fp16']:.1e} nats from it; bf16 is {close['kl_bf16']:.1e}."
-    card = (demo.out / CARD).read_text(encoding="utf-8")
-    page = (demo.out / PAGE).read_text(encoding="utf-8")
-    assert sentence in " ".join(card.split()) and sentence in " ".join(re.sub("<[^>]*>", "", page).split())
+def test_the_verdict_says_how_far_the_edits_took_the_function(demo: Converted) -> None:
+    sentence, close = inexactness(read(Report, demo.report)), demo.report["fidelity"]
+    fp16, bf16 = (scientific(close[f"kl_{dtype}"]) for dtype in ("fp16", "bf16"))
+    assert sentence == f"edited at 2 sites: fp16 is {fp16} nats from the source; bf16 is {bf16}"
+    said = f"{sentence[:1].upper()}{sentence[1:]}."
+    card, page = ((demo.out / name).read_text(encoding="utf-8") for name in (CARD, PAGE))
+    assert said in " ".join(card.split()) and said in " ".join(re.sub("<[^>]*>", "", page).split())
     assert "outputs keep every bit" not in page and "Safe in fp16" in page
 
 

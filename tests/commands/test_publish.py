@@ -739,10 +739,10 @@ def test_convert_does_not_publish_what_is_unsafe(run: Run, hub: HubServer, conve
     for shard in shards:
         weights = load_file(shard)
         for key in weights:
-            if key.endswith("wi_0.weight"):  # what enters the gate, which no exponent moves
+            if key.endswith("wi_0.weight"):  # what enters the gate, which no exact exponent moves
                 weights[key] = (weights[key].float() * 1e5).to(torch.bfloat16)
         save_file(weights, shard, metadata={"format": "pt"})
-    status, _, err = run("convert", source, tmp_path / "out", "--push-to", "me/out")
+    status, _, err = run("convert", source, tmp_path / "out", "--exact", "--push-to", "me/out")
     assert status == 1 and "not published" in err and hub.seen == []
     assert "is unsafe in fp16 (its report says so)" in error_of(upload(run, tmp_path / "out"))
     assert upload(run, tmp_path / "out", "--allow-unsafe")[0] == 1

@@ -164,10 +164,22 @@ EACH = [-4, 0, -1]
 LOGITS_NEEDED = {LOGITS: Needed(EACH, [-3, 0, 0])}
 
 
-def test_a_head_of_its_own_has_an_exponent_for_each_choice_at_once() -> None:
-    trial = Given({(LOGITS, tuple(EACH)): 0.01})
-    edits = chosen(trial, LOGITS_NEEDED)
-    assert exponents(edits) == {LOGITS: EACH} and edits is not None and not edits.apart
+@pytest.mark.parametrize("together,each", [(0.0009, 0.0), (0.0, 0.0009), (0.0, 0.0), (0.02, 0.03), (0.03, 0.02)])
+def test_a_head_of_its_own_has_one_exponent_or_one_for_each_choice_whichever_costs_less(
+    together: float, each: float
+) -> None:
+    """One keeps the order of the choices: where the loud ones are chosen among, one for each costs hundreds of nats."""
+    edits = chosen(Given({(LOGITS, -4): together, (LOGITS, tuple(EACH)): each}), LOGITS_NEEDED)
+    one = together <= each
+    assert exponents(edits) == {LOGITS: -4 if one else EACH} and edits is not None and not edits.apart
+    assert edits.predicted == {LOGITS: together if one else each}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_where_all_choices_need_as_much_one_exponent_is_not_tried_twice(tied: bool) -> None:
+    trial = Given({(LOGITS, -4): 0.01}, tied=tied)
+    assert exponents(chosen(trial, {LOGITS: Needed(-4, -3)})) == {LOGITS: -4}
+    assert trial.asked == [[{LOGITS: -4}]]
 
 
 @pytest.mark.parametrize(

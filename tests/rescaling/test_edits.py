@@ -15,7 +15,7 @@ from torch import Tensor
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.conversion.editing import needed_edits
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.types import LOGITS
+from bf16_to_fp16.families.types import LOGITS, Experts
 from bf16_to_fp16.numerics import FP16_MAX, PROOF_MARGIN_BITS
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.rescaling.apply import apply
@@ -168,6 +168,26 @@ def test_a_head_gets_one_exponent_and_gains_of_queries_one_for_all_heads() -> No
             assert bits.shape == torch.Size(wanted)
             if wanted:
                 assert torch.equal(bits.view(-1, size)[:, :1].expand(-1, size).flatten(), bits)
+
+
+def test_a_router_has_one_exponent_so_that_each_token_goes_where_it_went() -> None:
+    model, layout = saturated("switch", {})
+    for w in layout.topology:
+        if isinstance(w, Experts):
+            assert isinstance(exponents_for(excess(layout, certified(model)[1])[w.classifier]), int)
+
+
+@pytest.mark.parametrize("kind", ["gated", "longt5", "longt5-local"])
+def test_a_large_position_bias_leaves_scores_less_room(kind: str) -> None:
+    """Under a mask, and where a position sees no further than its neighbours and its mask is no number."""
+    model, layout = saturated(kind, {})
+    first = attentions(layout)[0]
+    with torch.no_grad():
+        model.get_parameter(first.bias)[2] = 4e4
+    bits = excess(layout, certified(model)[1])[f"{first.at}.scores"]
+    plan = Plan(family=layout.family.name, exponents={f"{first.at}.scores": exponents_for(bits)})
+    reached = sites_under(layout, certified(apply(model, layout, plan))[1])[f"{first.at}.scores"]
+    assert reached[first.joining] > 4e4 and max(reached.values()) <= FP16_MAX
 
 
 def test_a_position_bias_past_the_limit_is_nothing_that_queries_could_be_edited_for() -> None:
