@@ -131,7 +131,8 @@ def distance(expected: Tensor, found: Tensor, *, probabilities: bool) -> Distanc
 def mean_distance(distances: Sequence[Distance]) -> float:
     """Return the mean of distances of several outputs."""
     total, scale = sum(d.total for d in distances), sum(d.scale for d in distances)
-    return total / scale if scale else (math.inf if total else 0.0)
+    # Of what is all but the same, the sum may be rounded to less than nothing.
+    return max(0.0, total) / scale if scale else (math.inf if total else 0.0)
 
 
 def outputs(checkpoint: Checkpoint, batches: Sequence[Batch], dtype: torch.dtype, *, half: bool = False) -> Outputs:

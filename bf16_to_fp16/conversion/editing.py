@@ -71,15 +71,19 @@ def needed_edits(
     layout: Layout, bounds: Mapping[str, ModuleRange], ranges: Mapping[str, ModuleRange], margin_bits: float
 ) -> dict[str, Needed]:
     """Return by signal what would bring it under its limit, where something would; bounds, ranges: what modules can
-    reach and what they were seen to. margin_bits: kept by what was observed."""
+    reach and what they were seen to. margin_bits: kept by what was observed. Where a bound is out of reach, what was
+    observed is all."""
     possible = excess_bits(layout, bounds, FP16_MAX * 2.0**-PROOF_MARGIN_BITS)
     seen = excess_bits(layout, ranges, FP16_MAX * 2.0**-margin_bits)
     found = {}
     for name, bits in possible.items():
-        if not bool((bits > 0).any()) or not bool((bits <= CHANNEL_RANGE).all()):
-            continue
         passed = torch.minimum(bits, seen[name]) if name in seen else torch.zeros(1)
-        found[name] = Needed(exponents_for(bits), exponents_for(passed) if bool((passed > 0).any()) else None)
+        proven, observed = (bool((x > 0).any()) and bool((x <= CHANNEL_RANGE).all()) for x in (bits, passed))
+        least = exponents_for(passed) if observed else None
+        if proven:
+            found[name] = Needed(exponents_for(bits), least)
+        elif least is not None:
+            found[name] = Needed(least, least)
     return found
 
 
