@@ -1,15 +1,19 @@
-"""The saturated checkpoints are what tests of their conversion take them for: stock code is finite in fp32 and not in
-fp16, and an edit by hand changes the fp32 outputs by less than bf16 does."""
+"""Trained checkpoints with a site past 65504 that no exact exponent moves, converted with all defaults and judged by
+stock code alone."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support import judge, saturated
+from support import exhaustive, judge, saturated
+
+from bf16_to_fp16 import convert
 
 TEXTS = saturated.train_demo.HELD_OUT.read_text(encoding="utf-8").splitlines()[:6]
-ROWS = {"hard": True, "logits": True}
+UNPROVEN = ("gate-rewarded",)  # whose tied head stands in the way of a proof of the stream
+UNSAFE = ("gate-gemma",)  # whose gains less 1 fp16 rounds by more than bf16 does, with the edit or without
 
 
 @pytest.fixture(scope="module")
@@ -18,16 +22,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saturated")
 
 
-@pytest.mark.parametrize("kind", ["gate-silu", "scores-rewarded", "bias", "hard"])
-def test_an_edit_by_hand_costs_less_than_bf16_and_stock_fp16_is_not_finite(kind: str, folder: Path) -> None:
+@pytest.mark.parametrize("kind", exhaustive.beyond(("hard",), saturated.KINDS))
+def test_what_no_exact_exponent_moves_is_edited_proven_and_as_near_as_bf16(kind: str, folder: Path) -> None:
     source = saturated.saturated(kind, folder)
-    edited = folder / f"{kind}-edited"
-    saturated.edit(kind, source, edited, rows=ROWS.get(kind, False))
-    assert not judge.judge(source, source, TEXTS, 0, rows=2).finite
-    judged = judge.judge(source, edited, TEXTS, 0)
-    assert 1.0 < judged.loss < 3.0
-    assert judged.kl_fp32_text < 0.1 * judged.kl_bf16_text
-    assert judged.kl_fp32_random < 0.1 * judged.kl_bf16_random
+    report = convert(source, folder / f"{kind}-fp16").report
+    assert report["verdict"] == ("unsafe" if kind in UNSAFE else "safe")
+    assert report["proof"] == ("observed" if kind in UNPROVEN else "certified")
+    for edit in report.get("inexact", []):
+        ratio = max(edit["measured"], 1e-10) / max(edit["predicted"], 1e-10)
+        assert abs(math.log(ratio)) < math.log(3), edit
+    judged = judge.judge(source, folder / f"{kind}-fp16", TEXTS, 0)
+    assert judged.finite and judged.loss < 3.0
+    assert judged.kl_fp16_text < 3 * judged.kl_bf16_text
+    assert judged.kl_fp16_random < 3 * judged.kl_bf16_random
 
 
 def test_the_judge_gives_infinity_for_one_output_that_is_not_finite_and_zero_for_the_same() -> None:

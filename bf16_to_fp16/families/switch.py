@@ -60,13 +60,14 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
     each = [part.topology for part in parts if isinstance(part.topology, FeedForward)]
     norm, router = each[0].norm, f"{at}.mlp.router"
     classifier = f"{router}.classifier"
-    chosen = multiplied_by(classifier)
+    routing = f"{classifier}.routing"
+    chosen = multiplied_by(routing)
     tensors = [Tensor(f"{classifier}.weight", ("experts", "model"), (chosen, divided_by(norm)))]
     if config[BIAS]:
         tensors.append(Tensor(f"{classifier}.bias", ("experts",), (chosen,)))
     signals = {(signal.name, signal.seen): signal for part in parts for signal in part.signals}
     return Part(
-        signals=(*signals.values(), Signal(classifier, Kind.ASYMPTOTIC, "experts", (output_of(classifier),))),
+        signals=(*signals.values(), Signal(routing, Kind.ASYMPTOTIC, "experts", (output_of(classifier),))),
         tensors=(*dict.fromkeys(t for part in parts for t in part.tensors), *tensors),
         topology=Experts(
             at=f"{at}.mlp.experts",

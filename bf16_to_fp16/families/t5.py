@@ -129,7 +129,7 @@ def head_of(norm: str, topology: Head, *sizes: str) -> Part:
     reads: Axis | None = divided_by(norm)
     width = "model"
     for linear, size in zip(topology.linears, sizes, strict=True):
-        name, kind = (linear.at, Kind.ASYMPTOTIC) if linear.tanh else (LOGITS, Kind.LOGITS)
+        name, kind = (f"{linear.at}.tanh", Kind.ASYMPTOTIC) if linear.tanh else (LOGITS, Kind.LOGITS)
         tensors.append(Tensor(linear.weight, (size, width), (multiplied_by(name), reads)))
         tensors.append(Tensor(linear.bias, (size,), (multiplied_by(name),)))
         signals.append(Signal(name, kind, size, (output_of(linear.at),)))

@@ -65,7 +65,8 @@ _KINDS = {
     "gate": "gates, by edits",
     "scores": "scores, by edits",
     "logits": "logits, by edits",
-    "dense": "a classifier's tanh, by edits",
+    "tanh": "what a tanh reads, by edits",
+    "routing": "routers, by edits",
 }
 """Ends of signal names, and what to call them; every other signal that a plan moves is the output of a norm."""
 _over2 = partial(excess, decimals=2)

@@ -99,8 +99,8 @@ def excess_bits(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float)
         if bits:
             found[signal.name] = torch.stack([b for b in bits if len(b) == len(bits[0])]).amax(0)
     for w in layout.topology:
-        if isinstance(w, Experts) and w.classifier in found:
-            found[w.classifier] = found[w.classifier].amax()  # so that each token goes to the expert that it goes to
+        if isinstance(w, Experts) and (routing := f"{w.classifier}.routing") in found:
+            found[routing] = found[routing].amax()  # so that each token goes to the expert that it goes to
         if isinstance(w, Attention) and w.at in ranges and (seen := ranges[w.at].scores) is not None:
             if (each := seen.excess_bits) is None:
                 found[f"{w.at}.scores"] = torch.tensor(max(0.0, math.log2(max(seen.largest, limit) / limit))).double()

@@ -22,6 +22,7 @@ from support.learner import (
     saved,
     tiny_model,
     trainer_of,
+    without_edits,
 )
 
 from bf16_to_fp16.cli import main
@@ -337,7 +338,8 @@ def test_a_proof_that_a_tied_head_stands_in_the_way_of_takes_a_head_apart(tmp_pa
         assert report["verdict"] == "safe"
 
 
-def test_a_recipe_that_asks_for_a_certificate_ends_with_one(tmp_path: Path) -> None:
+def test_a_recipe_that_asks_for_a_certificate_ends_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_edits(monkeypatch)  # which mend the start
     assert main(["finetune", str(written(tmp_path))]) == 0
     report = report_of(tmp_path)
     assert report["verdict"] == "safe" and report["proof"] == "certified" and report["certificate"]["holds"]

@@ -13,7 +13,7 @@ import transformers
 import yaml
 from support import tiny
 from support.devices import STAND_IN
-from support.learner import changed, recipe_tree, rows_of, saved, tiny_model
+from support.learner import changed, recipe_tree, rows_of, saved, tiny_model, without_edits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -233,8 +233,11 @@ def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not
         train(trainer.recipe, open_checkpoint(DEMO_DATA / demo))
 
 
-def test_a_start_that_fits_fp16_begins_there_and_another_in_bf16(tmp_path: Path, source: Path) -> None:
+def test_a_start_that_fits_fp16_begins_there_and_another_in_bf16(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """precision [bf16, fp16] is the default; the probe, of longer texts than the data, is looked at as well."""
+    without_edits(monkeypatch)
     assert "precision" not in yaml.safe_load(written(source, tmp_path).read_text())
     train(read_recipe(written(source, tmp_path)), open_checkpoint(source))
     assert [row["precision"] for row in rows_of(tmp_path / "out.run", "precision")] == ["fp16"] * 6

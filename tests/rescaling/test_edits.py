@@ -174,7 +174,7 @@ def test_a_router_has_one_exponent_so_that_each_token_goes_where_it_went() -> No
     model, layout = saturated("switch", {})
     for w in layout.topology:
         if isinstance(w, Experts):
-            assert isinstance(exponents_for(excess(layout, certified(model)[1])[w.classifier]), int)
+            assert isinstance(exponents_for(excess(layout, certified(model)[1])[f"{w.classifier}.routing"]), int)
 
 
 @pytest.mark.parametrize("kind", ["gated", "longt5", "longt5-local"])
@@ -246,7 +246,7 @@ def test_outputs_that_are_no_choice_are_not_edited() -> None:
     layout = layout_of(model)
     plan = Plan(family="t5", exponents={LOGITS: 20})
     found = excess(layout, certified(apply(model, layout, plan))[1])
-    assert LOGITS not in found and "classification_head.dense" in found
+    assert LOGITS not in found and "classification_head.dense.tanh" in found
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

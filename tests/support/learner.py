@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
+from bf16_to_fp16.finetuning import run
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.log import RunLog
@@ -16,6 +19,12 @@ from bf16_to_fp16.finetuning.run import make_accelerator
 from bf16_to_fp16.finetuning.trainer import Trainer
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it "
+
+
+def without_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have finetunes begin with what exact rescaling alone makes of their source."""
+    options = run.options_of
+    monkeypatch.setattr(run, "options_of", lambda *given, **others: replace(options(*given, **others), exact=True))
 
 
 def tiny_model(seed: int = 0, dropout: float = 0.1) -> Any:

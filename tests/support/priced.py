@@ -39,7 +39,7 @@ def asymptotic_plan(layout: Layout, seed: int = 0) -> Plan:
     alike, and with gains those of all heads."""
     generator, made = torch.Generator().manual_seed(seed), dict[str, int | list[int]]()
     heads = {f"{w.at}.scores": 1 if w.query_norm else layout.heads(w) for w in attentions(layout)}
-    heads |= {w.classifier: 1 for w in layout.topology if isinstance(w, Experts)}  # whose order must stay
+    heads |= {f"{w.classifier}.routing": 1 for w in layout.topology if isinstance(w, Experts)}  # whose order must stay
     for name, signal in layout.signals.items():
         if signal.kind is Kind.ASYMPTOTIC:
             count = heads.get(name, signal.size)
@@ -71,10 +71,10 @@ def moved_sites(layout: Layout, plan: Plan) -> Values:
             found[f"{a.query_norm}:{layout.family.norm_site}"] = of(name)
         else:
             found[a.query] = of(name, 0, sum(a.fused[1:]))
-    found |= {w.classifier: of(w.classifier) for w in layout.topology if isinstance(w, Experts)}
+    found |= {w.classifier: of(f"{w.classifier}.routing") for w in layout.topology if isinstance(w, Experts)}
     for linear in layout.head.linears if layout.head is not None else ():
         if linear.tanh:
-            found[linear.at] = of(linear.at)
+            found[linear.at] = of(f"{linear.at}.tanh")
     return found
 
 

@@ -5,9 +5,6 @@ A kind starts from a demo checkpoint, or from a small model that is trained firs
 units of its site (neurons, heads, a norm) are multiplied a little after every step, until the largest magnitude in the
 batch is the target; the second half is ordinary training, in which the rest of the model gets used to them. Steps are
 relative to the size of a row, as in ``recipes/demo/make_hard.py``. The weights are stored in bf16.
-
-``edit`` applies by hand the closed form that is exact in the limit: gates and scores times 2**-k, a norm's gain times
-2**-k, a key bias without effect left out.
 """
 
 import gzip
@@ -119,7 +116,7 @@ KINDS = {
     ),
     "hard": Kind(HARD, (HARD_GATE, HARD_SCORES, HARD_LOGITS), steps=0),
 }
-"""Every kind by its name; ``hard`` is the shipped checkpoint, and its targets are those of ``edit`` alone."""
+"""Every kind by its name; ``hard`` is the shipped checkpoint, whose targets are not used."""
 
 
 # ---- sites ---------------------------------------------------------------------------------------------------------
@@ -370,7 +367,7 @@ def start(model: Any, recipe: Kind) -> None:
                 model.get_submodule(site.module).k_proj.bias[rows] = torch.randn(len(rows), generator=rng)
 
 
-# ---- the edit by hand ----------------------------------------------------------------------------------------------
+# ---- sites that a kind takes away from its base ----------------------------------------------------------------------
 
 
 def peaks_of(model: Any, sites: tuple[Site, ...]) -> dict[Site, Tensor]:
@@ -401,44 +398,3 @@ def edit_site(model: Any, site: Site, limit: float = LIMIT / 2) -> list[int]:
     else:
         scale(model, site, 2.0**-exponents)
     return [int(k) for k in exponents]
-
-
-@torch.no_grad()
-def edit_head(model: Any, limit: float = LIMIT / 2) -> list[int]:
-    """Take a tied T5's head apart, divide the rows of the tokens whose logits pass the limit on text, and return the
-    exponents of these."""
-    largest = []
-    handle = model.lm_head.register_forward_hook(lambda *call: largest.append(call[-1].abs().amax((0, 1))))
-    given = batches(model, 16, 5)
-    for _ in range(2):
-        loss_of(model, next(given))
-    handle.remove()
-    exponents = (torch.stack(largest).amax(0) / limit).log2().ceil().clamp_min(0)
-    # An untied head gets hidden states that are not multiplied by the root of the width.
-    rows = model.lm_head.weight * model.config.d_model**-0.5 * (2.0**-exponents)[:, None]
-    model.lm_head.weight = torch.nn.Parameter(rows)
-    model.config.tie_word_embeddings = False
-    return [int(k) for k in exponents if k]
-
-
-def edit(kind: str, source: Path, out: Path, rows: bool = False) -> dict[str, list[int]]:
-    """Write the checkpoint with every site of its kind edited by hand, in fp32, and return the exponents by module.
-
-    ``rows``: of logits, edit the rows of the tokens that need it instead of the norm's gain.
-    """
-    model = load(source)
-    exponents = {
-        site.module: edit_head(model) if rows and site.what == "logits" else edit_site(model, site)
-        for site in KINDS[kind].sites
-    }
-    shutil.copytree(source, out, ignore=shutil.ignore_patterns("model.safetensors"))
-    state = model.state_dict()
-    with safe_open(source / "model.safetensors", "pt") as file:
-        names = set(file.keys())
-    if not model.config.tie_word_embeddings and "lm_head.weight" in state:
-        names.add("lm_head.weight")
-        config = json.loads((out / "config.json").read_text()) | {"tie_word_embeddings": False}
-        (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    tensors = {name: state[name].clone().contiguous() for name in sorted(names)}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return exponents
