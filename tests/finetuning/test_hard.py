@@ -108,6 +108,7 @@ def test_a_short_finetune_from_plain_text_makes_it_safe_and_keeps_its_loss(
     assert loss_of(tmp_path / "out", torch.float16, held_out) <= 1.02 * original
 
 
+@pytest.mark.exhaustive  # test_bound_constraint.py trains until a certificate holds
 def test_five_lines_are_enough_for_it_to_keep_the_headroom_asked_for(tmp_path: Path) -> None:
     """Shorter than by default, too short to be near the original on inputs of every kind."""
     shorter = ("schedule.steps=40", "evaluation.every=1000", "evaluation.examples=64", "quality.max_kl=null")
