@@ -28,7 +28,7 @@ from ..numerics import FP16_MAX, NOISE, PROOF_MARGIN_BITS
 from ..progress import Progress
 from ..ranges import ModuleRange
 from ..rescaling.centred import centrable, centred, key_biases
-from ..rescaling.edits import edited, excess_bits, exponents_for
+from ..rescaling.edits import MOST_FOR_A_PROOF, edited, excess_bits, exponents_for
 from ..rescaling.plan import Plan
 from ..rescaling.planner import CHANNEL_RANGE
 from ..rescaling.weights import source_weights
@@ -38,7 +38,7 @@ from ..run.lanes import Change, Lane, Walk
 from ..run.tokenizer import has_tokenizer
 from ..wording import counted
 
-MOST_ON_TEXT = 2.0  # times what bf16 costs on text: a proof is worth as much again
+MOST_ON_TEXT = 1.5  # times bf16's divergence: the verdict is about what the conversion runs on
 TEXT = Path(__file__).parents[1] / "demo_data" / "held_out.txt"
 
 MANY = 4  # edits that are tried one by one on all that outputs are compared on; more are on little of it
@@ -97,7 +97,7 @@ def needlessly_shared(layout: Layout, bounds: Mapping[str, ModuleRange]) -> list
 @dataclass(frozen=True)
 class Known:
     """What the source gives on some inputs: its outputs in fp32 on those that are compared, and its divergence in bf16
-    from them, ``most`` times which edits that are needed may cost there."""
+    from them, ``most`` times which is what a price is counted in."""
 
     inputs: Sequence[Batch]
     fp32: Outputs
@@ -183,12 +183,14 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None) -> Edits | None:
     """Return the edits that are worth their price, as running the source with them shows; None for none.
 
-    Where something that was observed passes its limit, they may cost what bf16 costs, or ``max_kl``; where only a proof
-    asks for them, 1/128 of that. As long as they cost more, the dearest falls back to what was observed, and after that
-    stays away unless it is needed.
+    Where something that was observed passes its limit, they may cost what bf16 costs, or ``max_kl``, and more for a
+    proof; where only a proof asks for them, 1/128 of that. As long as they cost more, the dearest falls back to what
+    was observed, and after that stays away unless it is needed.
     """
     must = any(each.observed is not None for each in needed.values())
-    allowed = max(1.0, (max_kl or 0.0) / max(trial.known[0].bf16, NOISE)) if must else PRICE_OF_A_PROOF
+    accepted = (max_kl or 0.0) / max(trial.known[0].bf16, NOISE)
+    # An eighth is left for what fp16 rounds.
+    allowed = max(MOST_FOR_A_PROOF * 7 / 8, accepted) if must else PRICE_OF_A_PROOF
     needed, apart = with_logits(trial, needed)
     chosen = {name: each.proven for name, each in needed.items()}
     of_each = counted(len(chosen), "edit")
@@ -197,7 +199,7 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
         if not (dearer := [name for name, exponents in chosen.items() if exponents != needed[name].observed]):
             break
         dearest = max(dearer, key=lambda name: predicted[name].share)
-        observed = needed[dearest].observed
+        observed, allowed = needed[dearest].observed, max(1.0, accepted) if must else PRICE_OF_A_PROOF
         del chosen[dearest], predicted[dearest]
         if observed is not None:
             chosen[dearest] = observed

@@ -36,7 +36,7 @@ from ..numerics import NOISE, NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import key_biases
-from ..rescaling.edits import Edit
+from ..rescaling.edits import MOST_FOR_A_PROOF, Edit
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import ROUNDING, Planned
 from ..rescaling.rounding_loss import STEP_NOISE
@@ -123,7 +123,8 @@ def build(
     counts, source = weight_counts(layout, plan, written), source_of(checkpoint, layout, plan, rewritten)
     if fidelity is not None:
         exact = not measured.edits and is_exact(plan, counts, source)
-        over += too_inexact(fidelity, exact=exact, ran=bool(regimes), max_kl=max_kl, edits=cost_of(measured.edits))
+        how: dict[str, Any] = {"max_kl": max_kl, "edits": cost_of(measured.edits), "proven": certificate.holds}
+        over += too_inexact(fidelity, exact=exact, ran=bool(regimes), **how)
     half = regimes.get("half")
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
@@ -298,16 +299,21 @@ def too_inexact(
     ran: bool = True,
     max_kl: float | None = None,
     edits: float = 0.0,
+    proven: bool = False,
 ) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the fp32 source than bf16 is, and than ``max_kl``, since too much has
-    become too small or ``edits`` cost so much, or if the output of an ``exact`` plan is another function in fp32."""
+    become too small or ``edits`` cost so much, or if the output of an ``exact`` plan is another function in fp32. Where
+    it is edits that a proof needed, and it is ``proven``, they may cost ``MOST_FOR_A_PROOF`` times as much."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
         return [remedies.inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
     if bf16 is None or not math.isfinite(bf16) or fp16 <= (most := max(bf16, NOISE, max_kl or 0.0)):
         return []
-    return [remedies.inexact(bits_between(fp16, most), finite=math.isfinite(fp16), ran=ran, edited=edits > fp16 / 2)]
+    edited = edits > fp16 / 2
+    if edited and proven and fp16 <= bf16 * MOST_FOR_A_PROOF:
+        return []
+    return [remedies.inexact(bits_between(fp16, most), finite=math.isfinite(fp16), ran=ran, edited=edited)]
 
 
 def bits_between(error: float, other: float) -> float:

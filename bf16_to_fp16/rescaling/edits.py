@@ -24,6 +24,9 @@ from .plan import Plan, exponents_of
 from .planner import folded, known_points
 from .weights import source_weights
 
+MOST_FOR_A_PROOF = 2.0
+"""Times bf16's own divergence that edits may cost where the output is proven by them: nothing else proves it."""
+
 
 @dataclass(frozen=True)
 class Edit:

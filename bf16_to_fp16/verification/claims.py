@@ -93,6 +93,7 @@ def expected_unsafe(report: Report) -> list[UnsafeEntry]:
             ran=bool(report.regimes),
             max_kl=report.max_kl,
             edits=cost_of(report.inexact),
+            proven=report.proven,
         )
     if report.finetune is not None:  # which has a remedy of its own for all
         own = {entry.signal: entry.remedy for entry in report.unsafe}

@@ -147,6 +147,17 @@ def test_an_output_no_further_than_bf16_or_than_the_noise_is_none(measured: Fide
     assert too_inexact(measured) == []
 
 
+def test_edits_that_a_proof_needed_may_cost_twice_what_bf16_does() -> None:
+    near, far = apart(1.0, 1.9), apart(1.0, 2.1)
+    assert too_inexact(near, edits=1.5, proven=True) == []
+    for entry in (
+        too_inexact(near, edits=1.5),
+        too_inexact(near, proven=True),
+        too_inexact(far, edits=1.5, proven=True),
+    ):
+        assert len(entry) == 1
+
+
 def test_too_inexact_an_output_is_unsafe_at_any_margin_and_a_limit_passed_within_its_margin_is_not() -> None:
     clean = {"half": RegimeResult("half", 0, 0, 1.0, 15.0, 0, ())}
     proven = Certificate((), Arithmetic(512), {})

@@ -113,7 +113,7 @@ def test_one_after_the_other_falls_back_and_what_is_observed_stays_whatever_it_c
 
 def test_an_edit_for_a_proof_alone_goes_first_only_where_it_is_the_dearest() -> None:
     needed = {"a": Needed(-2, -2), "b": Needed(-3, None), "c": Needed(-4, None)}
-    prices = {("a", -2): 0.1, ("b", -3): 0.02, ("c", -4): 0.03}
+    prices = {("a", -2): 0.08, ("b", -3): 0.03, ("c", -4): 0.12}
     edits = chosen(Given(prices), needed)
     assert edits is not None and edits.plan.exponents == {"a": -2, "b": -3} and edits.predicted.keys() == {"a", "b"}
 
@@ -125,6 +125,12 @@ def test_edits_for_a_proof_alone_may_cost_a_128th_of_bf16(cost: float, taken: bo
     # The dearest of several goes; the others are still worth it.
     edits = chosen(Given({("a", -2): cost, ("b", -1): 0.0}), {"a": Needed(-2, None), "b": Needed(-1, None)})
     assert exponents(edits) == ({"a": -2, "b": -1} if taken else {"b": -1})
+
+
+@pytest.mark.parametrize("cost,taken", [(1.74, -3), (1.76, -1)])
+def test_where_edits_are_needed_those_of_a_proof_may_cost_nearly_twice_what_bf16_does(cost: float, taken: int) -> None:
+    prices = {("a", -3): cost * BF16, ("a", -1): 0.9 * BF16}
+    assert exponents(chosen(Given(prices), {"a": Needed(-3, -1)})) == {"a": taken}
 
 
 def test_max_kl_is_for_what_was_observed_and_never_less_than_bf16() -> None:
