@@ -29,6 +29,7 @@ from ..families.resolve import head_scale, resolve
 from ..report.schema import REPORT, Source, read_report
 from ..report.stored import read_origin, read_plan
 from ..rescaling.adapters import Scaled, merged_update, part_of, scaled_adapter
+from ..rescaling.edits import edits_of
 from ..rescaling.plan import Plan, inverse
 from .undo import config_before
 
@@ -58,12 +59,14 @@ MERGED = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
 @dataclass(frozen=True)
 class ConvertedAdapter:
     """What was done to an adapter: the folder written, the checkpoint that it goes on, its tensors by name, and whether
-    the converted checkpoint was finetuned, so that its weights are not the original's."""
+    the converted checkpoint was finetuned, so that its weights are not the original's, or edited, so that its function
+    is not."""
 
     out: Path
     base: str
     tensors: Mapping[str, Scaled]
     finetuned: bool = False
+    edited: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -72,6 +75,10 @@ class ConvertedAdapter:
         if self.finetuned:
             notes.append(
                 "the converted checkpoint was finetuned: the two sides compute what their own weights make of it"
+            )
+        if self.edited:
+            notes.append(
+                "the conversion has edits, whose cost was measured without an adapter: compare the two sides with it"
             )
         widened = [name for name, t in self.tensors.items() if t.widened]
         if widened:
@@ -142,7 +149,8 @@ def convert_adapter(
         write_json(work / CONFIG, {**config, "base_model_name_or_path": on, "revision": revision})
         note = {"for": "original" if back else "converted", "base": on}
         write_json(work / NOTE, note | {"output": {"files": records(work, {NOTE})}})
-    return ConvertedAdapter(out, on, found, read_report(base / REPORT, {}, "", also=("finetune",)).finetune is not None)
+    finetuned = read_report(base / REPORT, {}, "", also=("finetune",)).finetune is not None
+    return ConvertedAdapter(out, on, found, finetuned, edited=bool(edits_of(layout, plan).exponents))
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

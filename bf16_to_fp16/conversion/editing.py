@@ -22,6 +22,7 @@ from ..auditing.fidelity import (
     mean_distance,
 )
 from ..checkpoint.reader import Checkpoint
+from ..errors import UserError
 from ..families.layout import Layout, TensorSource
 from ..families.types import LOGITS
 from ..numerics import FP16_MAX, NOISE, PROOF_MARGIN_BITS
@@ -253,11 +254,17 @@ def within(costs: Mapping[str, Cost], allowed: float) -> bool:
 
 
 def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress: Progress) -> list[Known]:
-    """Return what the source gives on the shipped text, nothing where it has no tokenizer: random ids alone would tell
-    little of what edits cost where a user's text is."""
+    """Return what the source gives on the shipped text, nothing where it has no tokenizer that can be used: random ids
+    alone would tell little of what edits cost where a user's text is."""
     if not has_tokenizer(checkpoint.folder):
         return []
-    inputs = compared(probe.batches(config, checkpoint.folder, str(TEXT)))
+    try:
+        inputs = compared(probe.batches(config, checkpoint.folder, str(TEXT)))
+    except UserError as error:  # of a tokenizer that nothing else needs
+        progress.say(f"edits are tried on no text: {error}")
+        return []
+    if not inputs:
+        return []
     walk = Walk(checkpoint)
     with progress.step("Running the source on text") as advance:
         lanes = [add_outputs(walk, inputs, dtype) for dtype in (torch.float32, torch.bfloat16)]

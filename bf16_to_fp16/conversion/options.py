@@ -6,6 +6,7 @@ from its fields. Nothing here imports torch before a check, so that the command 
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -222,6 +223,8 @@ class Options:
                 raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
         if not 0 <= self.margin_bits <= MOST_MARGIN:
             raise UserError(f"a margin of {self.margin_bits} bits cannot be kept; give 0 to {MOST_MARGIN}")
+        if self.max_kl is not None and not 0 < self.max_kl < math.inf:
+            raise UserError(f"max_kl {self.max_kl!r} is no distance to accept; give a number over 0, such as 0.01")
         if self.layout != FOLDER_LAYOUT and self.max_shard_size is not None:
             raise UserError("--layout writes one file; leave out either it or --max-shard-size")
         Arithmetic(self.max_length)  # of which it is one

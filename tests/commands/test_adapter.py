@@ -437,6 +437,18 @@ def test_an_adapter_for_a_finetuned_checkpoint_says_that_its_weights_are_others(
     assert "was finetuned" in done.notes[0] and not any("was finetuned" in note for note in plain.notes)
 
 
+def test_an_adapter_for_an_edited_conversion_says_that_its_price_was_another(gated: Pair, tmp_path: Path) -> None:
+    adapter_for(gated[0], tmp_path / "adapter")
+    shutil.copytree(gated[1], tmp_path / "edited")
+    path = tmp_path / "edited" / "fp16_report.json"
+    report = json.loads(path.read_text())
+    report["plan"]["exponents"]["encoder.block.0.layer.1.DenseReluDense.gate"] = -1
+    path.write_text(json.dumps(report))
+    done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", tmp_path / "edited")
+    plain = convert_adapter(tmp_path / "adapter", tmp_path / "other", gated[1])
+    assert "has edits" in done.notes[0] and not any("has edits" in note for note in plain.notes)
+
+
 @pytest.mark.parametrize("case", ["attention", "neurons", "patterns"])
 def test_the_weights_that_are_bounded_are_those_that_peft_merges(pair: Pair, case: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from bf16_to_fp16.conversion.editing import (
     Needed,
     Trial,
     change_by,
+    known_on_text,
     least_edits,
     scaled_by,
     scales_logits,
@@ -39,6 +41,7 @@ from bf16_to_fp16.families.types import LOGITS
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.run.lanes import Walk
+from bf16_to_fp16.run.stock import load_config
 
 BF16 = 0.128  # so that a proof may cost 0.001
 
@@ -293,6 +296,18 @@ def test_exponents_of_logits_cost_the_same_by_the_head_and_behind_it(trial: Tria
     lanes = add_outputs(walk, inputs, torch.float32, change=change)
     walk.run()
     assert cost.divergence == fidelity(source, None, [lane.result for lane in lanes], probabilities=True).kl_fp16
+
+
+def test_a_tokenizer_that_cannot_be_used_is_none(tmp_path: Path) -> None:
+    """It stops no conversion that was given no text."""
+    source = tiny.save(tiny.small("gelu", factor=1.0), tmp_path / "source")
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    assert json.loads((source / "config.json").read_text())["vocab_size"] < 100  # and letters have larger ids
+    checkpoint, notes = open_checkpoint(source), list[str]()
+    said = Progress(quiet=True)
+    object.__setattr__(said, "say", notes.append)
+    assert known_on_text(checkpoint, resolve(checkpoint), load_config(source), said) == []
+    assert len(notes) == 1 and "past the vocabulary" in notes[0]
 
 
 def test_where_nothing_is_needed_an_exact_conversion_is_the_same_bit_by_bit(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -44,3 +45,11 @@ def test_a_published_command_asks_for_the_very_same_options() -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="write it like 5GB"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("accepted", [math.inf, math.nan, 0.0, -1.0])
+def test_what_is_no_distance_is_refused(accepted: float) -> None:
+    """Without an end every output would be near enough, and a report could not say so."""
+    with pytest.raises(UserError, match="no distance to accept"):
+        Options(max_kl=accepted).check()
+    Options(max_kl=0.01).check()
