@@ -47,7 +47,7 @@ from ..quiet import quiet
 from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
-from ..report.remedies import NORMALISE_IN_FP32, finetuning_of, normalising_is_all
+from ..report.remedies import NORMALISE_IN_FP32, WITHOUT_EXACT, finetuning_of, normalising_is_all
 from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
@@ -182,6 +182,8 @@ def convert_by(
 def next_of(options: Options, report: Report, source: str, out: str) -> str:
     """Return how to go on where a conversion of ``source`` to ``out`` ended unsafe, with both named so."""
     broken = report.broken_regimes
+    if options.exact and options.plan is None:
+        return WITHOUT_EXACT
     if not broken and not report.unsafe and normalising_is_all(report.uncertified):
         return NORMALISE_IN_FP32
     return finetuning_of(

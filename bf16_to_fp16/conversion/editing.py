@@ -29,7 +29,7 @@ from ..numerics import FP16_MAX, NOISE, PROOF_MARGIN_BITS
 from ..progress import Progress
 from ..ranges import ModuleRange
 from ..rescaling.centred import centrable, centred, key_biases
-from ..rescaling.edits import MOST_FOR_A_PROOF, edited, excess_bits, exponents_for
+from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, edited, excess_bits, exponents_for
 from ..rescaling.plan import Plan
 from ..rescaling.planner import CHANNEL_RANGE
 from ..rescaling.weights import source_weights
@@ -131,9 +131,9 @@ class Trial:
     progress: Progress
     made: Plan
 
-    def cost(self, chosen: Mapping[str, Exponents], alone: Mapping[str, Cost]) -> float:
-        """Return the share that edits cost together; alone: what each costs."""
-        if len(chosen) < 2:
+    def cost(self, chosen: Mapping[str, Exponents], alone: Mapping[str, Cost], tried: int) -> float:
+        """Return the share that edits cost together; alone: what each costs, of so many that were tried."""
+        if not chosen or (len(chosen) == 1 and tried <= MANY):
             return sum(each.share for each in alone.values())
         return self.costs([chosen], "all edits together")[0].share
 
@@ -169,7 +169,7 @@ class Trial:
             ]
             for n in range(len(plans))
         ]
-        limits = [known.most * max(known.bf16, NOISE) for known in self.known]
+        limits = [known.most * min(max(known.bf16, NOISE), RUINED) for known in self.known]
         return [Cost(d[0], max(x / most for x, most in zip(d, limits, strict=True))) for d in divergences]
 
 
@@ -189,14 +189,14 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
     was observed, and after that stays away unless it is needed.
     """
     must = any(each.observed is not None for each in needed.values())
-    accepted = (max_kl or 0.0) / max(trial.known[0].bf16, NOISE)
+    accepted = (max_kl or 0.0) / min(max(trial.known[0].bf16, NOISE), RUINED)
     # An eighth is left for what fp16 rounds.
     allowed = max(MOST_FOR_A_PROOF * 7 / 8, accepted) if must else PRICE_OF_A_PROOF
     needed, apart = with_logits(trial, needed)
     chosen = {name: each.proven for name, each in needed.items()}
     of_each = counted(len(chosen), "edit")
     predicted = dict(zip(chosen, trial.costs([{n: e} for n, e in chosen.items()], of_each), strict=True))
-    while not (within(predicted, allowed) and trial.cost(chosen, predicted) <= allowed):
+    while not (within(predicted, allowed) and trial.cost(chosen, predicted, len(needed)) <= allowed):
         if not (dearer := [name for name, exponents in chosen.items() if exponents != needed[name].observed]):
             break
         dearest = max(dearer, key=lambda name: predicted[name].share)

@@ -232,6 +232,9 @@ class Options:
             raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
         if self.sweep and not self.run_model:
             raise UserError("nothing is run to sweep; leave out either --sweep or --no-audit")
+        if self.max_kl is not None and (self.exact or not self.run_model):
+            other = "--exact" if self.exact else "--no-audit"
+            raise UserError(f"--max-kl accepts what edits cost, and {other} makes none; leave out one of the two")
 
     def check_layout(self, layout: Layout, where: str) -> None:
         """Raise UserError for a model that the tool of the layout has no class for."""

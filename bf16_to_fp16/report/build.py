@@ -36,7 +36,7 @@ from ..numerics import NOISE, NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import key_biases
-from ..rescaling.edits import MOST_FOR_A_PROOF, Edit
+from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import ROUNDING, Planned
 from ..rescaling.rounding_loss import STEP_NOISE
@@ -308,9 +308,10 @@ def too_inexact(
     fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
         return [remedies.inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
+    edited = edits > fp16 / 2
+    bf16 = min(bf16, RUINED) if bf16 is not None and edited else bf16
     if bf16 is None or not math.isfinite(bf16) or fp16 <= (most := max(bf16, NOISE, max_kl or 0.0)):
         return []
-    edited = edits > fp16 / 2
     if edited and proven and fp16 <= bf16 * MOST_FOR_A_PROOF:
         return []
     return [remedies.inexact(bits_between(fp16, most), finite=math.isfinite(fp16), ran=ran, edited=edited)]
@@ -325,9 +326,7 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
     """Return where the weights came from and what ``undo`` needs to bring them back."""
     dtypes = {t.name: checkpoint.tensors[t.source].dtype for t in layout.tensors.values() if t.source is not None}
     main = max(sorted(set(dtypes.values())), key=list(dtypes.values()).count)
-    made = [
-        t.name for t in layout.tensors.values() if t.source is None or t.source not in (t.name, *layout.family.copies)
-    ]
+    made = made_of(layout)
     if layout.tied is False and layout.family.head in made:
         made += [name for name in layout.family.copies if name in layout.tensors]
     replaced: dict[str, Any] = {"replaced": found} if (found := replaced_by(layout, plan, checkpoint)) else {}
@@ -371,10 +370,14 @@ def replaced_by(layout: Layout, plan: Plan, checkpoint: Checkpoint) -> dict[str,
     return found
 
 
+def made_of(layout: Layout) -> list[str]:
+    """Return the tensors of a layout that its source does not store, made from others or generated."""
+    return [t.name for t in layout.tensors.values() if t.source not in (t.name, *layout.family.copies)]
+
+
 def weight_counts(layout: Layout, plan: Plan, written: Written) -> schema.WeightsEntry:
     """Return how the weights came through, counted over the tensors that the source stores and the plan keeps."""
-    left_out = {name for name, tensor in layout.tensors.items() if tensor.source is None}
-    left_out.update(key_biases(layout, plan.centred_keys))
+    left_out = {*made_of(layout), *key_biases(layout, plan.centred_keys)}
     stats = [s for name, s in written.stats.items() if name not in left_out]
     elements, nonzero = sum(s.elements for s in stats), sum(s.nonzero for s in stats)
     return schema.WeightsEntry(

@@ -503,10 +503,17 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
         screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
     if planned is None:
         return
-    if planned.violations:
+    if report.inexact:
+        cost = wording.scientific(max(edit.predicted or 0.0 for edit in report.inexact))
         screen.print(
-            bad("unsafe", f"{wording.counted(len(planned.violations), 'limit')} cannot be held by any rescaling, below")
+            f"function: {wording.counted(len(report.inexact), 'edit')}, the dearest at a predicted cost of {cost}"
         )
+    passed = [each for each in planned.violations if each.excess_bits > (planned.plan.margin_bits or 0.0)]
+    if passed:
+        screen.print(bad("unsafe", f"{wording.counted(len(passed), 'limit')} would be passed, below"))
+    elif planned.violations:
+        said = f"{wording.counted(len(planned.violations), 'limit')} would hold by less than the margin, below"
+        screen.print(good("safe on what was run", said))
     elif planned.fallbacks:
         over = wording.counted(len(planned.fallbacks), "signal")
         screen.print(good("safe on what was run", f"{over} would pass a limit by bound and hold by what was observed"))

@@ -27,6 +27,9 @@ from .weights import source_weights
 MOST_FOR_A_PROOF = 2.0
 """Times bf16's own divergence that edits may cost where the output is proven by them: nothing else proves it."""
 
+RUINED = 1.0
+"""Divergence (nats, or relative squared error) from which on bf16 is no measure of what edits may cost."""
+
 
 @dataclass(frozen=True)
 class Edit:

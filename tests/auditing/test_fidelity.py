@@ -158,6 +158,13 @@ def test_edits_that_a_proof_needed_may_cost_twice_what_bf16_does() -> None:
         assert len(entry) == 1
 
 
+@pytest.mark.parametrize("bf16", [22.0, math.inf])
+def test_where_bf16_is_ruined_edits_may_not_ruin_the_output_too(bf16: float) -> None:
+    assert too_inexact(apart(bf16, 0.9), edits=0.8) == []
+    assert len(too_inexact(apart(bf16, 1.1), edits=0.8)) == 1
+    assert too_inexact(apart(bf16, 1.1), edits=0.8, max_kl=1.2) == too_inexact(apart(bf16, 1.1)) == []
+
+
 def test_too_inexact_an_output_is_unsafe_at_any_margin_and_a_limit_passed_within_its_margin_is_not() -> None:
     clean = {"half": RegimeResult("half", 0, 0, 1.0, 15.0, 0, ())}
     proven = Certificate((), Arithmetic(512), {})
