@@ -212,6 +212,7 @@ def test_gains_of_queries_are_edited_for_all_heads_at_once(qwen: Converted) -> N
     assert torch.equal(after[name].float(), before[name].float() * 2.0**exponent)
 
 
+@pytest.mark.exhaustive  # test_saturated.py has such a head
 def test_logits_of_one_choice_take_a_tied_head_apart(tmp_path: Path) -> None:
     source = saturated_t5(tmp_path / "source", [5])
     result = convert(source, tmp_path / "out")

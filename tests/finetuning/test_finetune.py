@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from support import tiny
+from support import exhaustive, tiny
 from support.devices import STAND_IN
 from support.learner import changed, recipe_tree, rows_of, saved, tiny_model, without_edits
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -203,7 +203,7 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
     return Trainer(recipe, student, None, corpus, run, make_accelerator(recipe), log=log)
 
 
-@pytest.mark.parametrize("demo", ["t5-gated-bytes", "pegasus-bytes"])
+@pytest.mark.parametrize("demo", exhaustive.beyond(["t5-gated-bytes"], ["t5-gated-bytes", "pegasus-bytes"]))
 def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not_at_all(
     demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
