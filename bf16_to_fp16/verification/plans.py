@@ -39,10 +39,10 @@ OBEYED = ("generation_config.json", MODULES)  # files beside the weights on whic
 
 
 def check_plan(
-    checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Source, inexact: Sequence[InexactEntry] = ()
+    checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Source, inexact: Sequence[InexactEntry] | None = None
 ) -> list[Problem]:
     """Return where the recorded plan and the checkpoint contradict each other: family, signals, channels, config;
-    inexact: what the report says of the plan's edits."""
+    inexact: what the report says of the plan's edits, None where it has no place for them."""
 
     def problem(name: str, reason: str) -> Problem:
         return Problem("plan", name, reason)
@@ -63,7 +63,7 @@ def check_plan(
         originals(layout, plan, source)
     except UserError as error:
         problems.append(problem("plan", str(error).partition(";")[0]))
-    if not problems:
+    if not problems and inexact is not None:
         said, made = ([(e.site, e.exponent) for e in each] for each in (inexact, listed_edits(layout, plan)))
         if sorted(said) != sorted(made):
             problems.append(problem("inexact", "does not list the edits that the plan makes"))

@@ -247,3 +247,15 @@ def test_every_edit_of_a_report_names_a_site_of_its_certificate(demo: Converted)
     layout = resolve(open_checkpoint(demo.source))
     names = {site["name"] for site in demo.report["certificate"]["sites"]}
     assert {entry["site"] for entry in demo.report["inexact"]} <= names & set(sites_of(layout).values())
+
+
+def test_one_file_with_edits_is_verified_and_undone(tmp_path: Path) -> None:
+    model = tiny.build("t5-encoder", num_layers=2)
+    for name, weight in model.named_parameters():
+        if name.endswith("wi_0.weight"):
+            weight.data.mul_(1e5)
+    source, file = tiny.save(model, tmp_path / "source"), tmp_path / "one.safetensors"
+    assert convert(source, file, layout="single", max_kl=1.0).plan.exponents
+    assert verify(file, original=source)["verified"]
+    undo(file, tmp_path / "back")
+    assert sorted(path.name for path in (tmp_path / "back").glob("*.safetensors")) == ["model.safetensors"]
