@@ -29,6 +29,8 @@ SATURATED_FROM = 64504.0
 PROOF_MARGIN_BITS = 1 / 32
 """What a bound of the unscaled weights keeps to its limit, for rounding them to fp16 afterwards."""
 
+PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS  # what a bound must stay under after scaling
+
 GELU_CUBE_BACKWARD_LIMIT = math.sqrt(FP16_MAX / 3)
 """|x| beyond which the derivative of x³ is inf in fp16 and 0·inf gives NaN gradients (147.8)."""
 

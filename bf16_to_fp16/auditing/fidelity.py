@@ -7,7 +7,7 @@ An encoder gives states, not probabilities: there the relative squared error sta
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.reader import Checkpoint
+from ..progress import Advance
 from ..run.batch import Batch, run_batch, values_of
 from ..run.lanes import Lane, Walk
 from ..run.products import FastProducts
@@ -96,43 +97,23 @@ def add_outputs(walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **opti
     return [walk.add(partial(run, batch), dtype, **options) for batch in compared(batches)]
 
 
-@dataclass(frozen=True)
-class Distance:
-    """How far one output is from another, as a sum, and what it is divided by for a mean over several."""
-
-    total: float
-    scale: float
+def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) -> list[Tensor]:
+    """Return the outputs on some of several batches; known: those on all that are compared."""
+    chosen = {id(batch) for batch in some}
+    return [output for batch, output in zip(compared(batches), known, strict=True) if id(batch) in chosen]
 
 
-def add_distances(
+def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
-) -> list[Lane[Distance]]:
+) -> list[Lane[Difference]]:
     """Add lanes as ``add_outputs`` does in fp32, of which each gives how far its output, times ``scale``, is from the
     ``expected`` one: outputs of many runs, of a large vocabulary, would fill the memory."""
 
-    def run(batch: Batch, source: Tensor, model: Any) -> Distance:
-        return distance(source, output_on(batch, run_batch(model, batch)) * scale, probabilities=probabilities)
+    def run(batch: Batch, source: Tensor, model: Any) -> Difference:
+        return difference(source, output_on(batch, run_batch(model, batch)) * scale, probabilities=probabilities)
 
     pairs = zip(compared(batches), expected, strict=True)
     return [walk.add(partial(run, batch, source), torch.float32, **options) for batch, source in pairs]
-
-
-@torch.no_grad()
-def distance(expected: Tensor, found: Tensor, *, probabilities: bool) -> Distance:
-    """Return how far one output is from another, [positions, channels] both."""
-    difference = _Difference()
-    for start in range(0, len(expected), _POSITIONS_AT_A_TIME):
-        a = expected[start : start + _POSITIONS_AT_A_TIME].double()
-        p = a.log_softmax(-1) if probabilities else None
-        difference.add(a, p, found[start : start + _POSITIONS_AT_A_TIME])
-    return Distance(difference.divergence, difference.scale)
-
-
-def mean_distance(distances: Sequence[Distance]) -> float:
-    """Return the mean of distances of several outputs."""
-    total, scale = sum(d.total for d in distances), sum(d.scale for d in distances)
-    # Of what is all but the same, the sum may be rounded to less than nothing.
-    return max(0.0, total) / scale if scale else (math.inf if total else 0.0)
 
 
 def outputs(checkpoint: Checkpoint, batches: Sequence[Batch], dtype: torch.dtype, *, half: bool = False) -> Outputs:
@@ -143,7 +124,15 @@ def outputs(checkpoint: Checkpoint, batches: Sequence[Batch], dtype: torch.dtype
     return [lane.result for lane in lanes]
 
 
-class _Difference:
+def reference_of(checkpoint: Checkpoint, inputs: Sequence[Batch], advance: Advance | None = None) -> Reference:
+    """Return the outputs of a source in fp32 and in bf16."""
+    walk = Walk(checkpoint)
+    fp32, bf16 = (add_outputs(walk, inputs, dtype) for dtype in (torch.float32, torch.bfloat16))
+    walk.run(advance)
+    return Reference([lane.result for lane in fp32], [lane.result for lane in bf16])
+
+
+class Difference:
     """Running differences of one model from the reference."""
 
     def __init__(self) -> None:
@@ -172,16 +161,40 @@ class _Difference:
         return self.divergence / self.scale
 
 
+def parts_of(expected: Tensor, *, probabilities: bool) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield an output some positions at a time: which, their values in float64, and their log-probabilities where they
+    are logits."""
+    for start in range(0, len(expected), _POSITIONS_AT_A_TIME):
+        part = slice(start, start + _POSITIONS_AT_A_TIME)
+        a = expected[part].double()
+        yield part, a, a.log_softmax(-1) if probabilities else None
+
+
+@torch.no_grad()
+def difference(expected: Tensor, found: Tensor, *, probabilities: bool) -> Difference:
+    """Return how far one output is from another, [positions, channels] both."""
+    made = Difference()
+    for part, a, p in parts_of(expected, probabilities=probabilities):
+        made.add(a, p, found[part])
+    return made
+
+
+def mean_divergence(differences: Sequence[Difference]) -> float:
+    """Return the mean divergence over several outputs."""
+    total = Difference()
+    # Of what is all but the same, the sum may be rounded to less than nothing.
+    total.divergence = max(0.0, sum(each.divergence for each in differences))
+    total.scale = sum(each.scale for each in differences)
+    return total.mean
+
+
 @torch.no_grad()
 def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabilities: bool) -> Fidelity:
     """Return how far ``bf16`` and ``fp16`` are from ``reference``, all on the same batches. probabilities: whether they
     are logits. Raises ``ValueError`` where there are no batches."""
-    from_bf16, from_fp16 = _Difference(), _Difference()
+    from_bf16, from_fp16 = Difference(), Difference()
     for i, expected in enumerate(reference):
-        for start in range(0, len(expected), _POSITIONS_AT_A_TIME):
-            part = slice(start, start + _POSITIONS_AT_A_TIME)
-            a = expected[part].double()
-            p = a.log_softmax(-1) if probabilities else None
+        for part, a, p in parts_of(expected, probabilities=probabilities):
             from_fp16.add(a, p, fp16[i][part])
             if bf16 is not None:
                 from_bf16.add(a, p, bf16[i][part])

@@ -30,7 +30,7 @@ from ..families.types import (
     Sublayer,
 )
 from ..families.walk import walk
-from ..numerics import FP16_MAX, PROOF_MARGIN_BITS
+from ..numerics import FP16_MAX, PROOF_LIMIT
 from ..ranges import NormRange, ScoreRange
 from ..targets import SQUARING, TARGETS
 from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, full_precision, growth, largest
@@ -557,7 +557,7 @@ class _Walk(Findings):
 def excess_bits(values: Tensor, still: Tensor | float = 0.0) -> Tensor:
     """Return by how many bits bounds have to fall so that each fits fp16 with what stays beside it, ``still``: inf
     where that does not fit by itself."""
-    room = (FP16_MAX * 2.0**-PROOF_MARGIN_BITS - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
+    room = (PROOF_LIMIT - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
     return (values / room).nan_to_num(nan=1.0, posinf=math.inf).clamp(min=1).log2()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..auditing.fidelity import Fidelity
+from ..auditing.fidelity import Fidelity, reference_of
 from ..auditing.regimes import Audited, RegimeResult
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.findings import Certificate
@@ -24,7 +24,7 @@ from ..checkpoint.places import own_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..conversion.measuring import audited, bounded, compare, in_fp32_too, measured_edits, outputs_of_few
 from ..conversion.options import read_command
-from ..conversion.planning import observe_source, own_length, reference_of
+from ..conversion.planning import observe_source, own_length
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError

@@ -12,24 +12,34 @@ import torch
 from torch import Tensor
 
 from ..auditing.fidelity import (
-    Distance,
+    Difference,
     Outputs,
-    add_distances,
-    add_outputs,
+    Reference,
+    add_differences,
     compared,
-    distance,
+    difference,
     fidelity,
-    mean_distance,
+    mean_divergence,
+    outputs_on,
+    reference_of,
 )
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from ..families.layout import Layout, TensorSource
 from ..families.types import LOGITS
-from ..numerics import FP16_MAX, NOISE, PROOF_MARGIN_BITS
+from ..numerics import FP16_MAX, NOISE, PROOF_LIMIT
 from ..progress import Progress
 from ..ranges import ModuleRange
 from ..rescaling.centred import centrable, centred, key_biases
-from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, edited, excess_bits, exponents_for
+from ..rescaling.edits import (
+    MOST_FOR_A_PROOF,
+    RUINED,
+    OfChannels,
+    edited,
+    excess_of_signals,
+    exponents_for,
+    least,
+)
 from ..rescaling.plan import Plan
 from ..rescaling.planner import CHANNEL_RANGE
 from ..rescaling.weights import source_weights
@@ -44,8 +54,6 @@ TEXT = Path(__file__).parents[1] / "demo_data" / "held_out.txt"
 
 MANY = 4  # edits that are tried one by one on all that outputs are compared on; more are on little of it
 
-Exponents = int | list[int]  # of all channels of a signal, or of each
-
 PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence that edits may cost which nothing but a proof needs
 
 
@@ -54,8 +62,8 @@ class Needed:
     """What a signal would have to fall by: exponents for every input, and for what was observed alone, None where that
     fits already."""
 
-    proven: Exponents
-    observed: Exponents | None
+    proven: OfChannels
+    observed: OfChannels | None
 
 
 @dataclass(frozen=True)
@@ -74,24 +82,24 @@ def needed_edits(
     """Return by signal what would bring it under its limit, where something would; bounds, ranges: what modules can
     reach and what they were seen to. margin_bits: kept by what was observed. Where a bound is out of reach, what was
     observed is all."""
-    possible = excess_bits(layout, bounds, FP16_MAX * 2.0**-PROOF_MARGIN_BITS)
-    seen = excess_bits(layout, ranges, FP16_MAX * 2.0**-margin_bits)
+    possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
+    seen = excess_of_signals(layout, ranges, FP16_MAX * 2.0**-margin_bits)
     found = {}
     for name, bits in possible.items():
         passed = torch.minimum(bits, seen[name]) if name in seen else torch.zeros(1)
         proven, observed = (bool((x > 0).any()) and bool((x <= CHANNEL_RANGE).all()) for x in (bits, passed))
-        least = exponents_for(passed) if observed else None
+        enough = exponents_for(passed) if observed else None
         if proven:
-            found[name] = Needed(exponents_for(bits), least)
-        elif least is not None:
-            found[name] = Needed(least, least)
+            found[name] = Needed(exponents_for(bits), enough)
+        elif enough is not None:
+            found[name] = Needed(enough, enough)
     return found
 
 
 def needlessly_shared(layout: Layout, bounds: Mapping[str, ModuleRange]) -> list[str]:
     """Return the paths of the attentions whose scores pass their limits, by ``bounds``, and whose keys may be
     centred."""
-    passed = excess_bits(layout, bounds, FP16_MAX * 2.0**-PROOF_MARGIN_BITS)
+    passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
     return [w.at for w in centrable(layout) if bool((passed[f"{w.at}.scores"] > 0).any())]
 
 
@@ -105,10 +113,16 @@ class Known:
     bf16: float
     most: float = 1.0
 
-    def outputs_on(self, some: Sequence[Batch]) -> list[Tensor]:
-        """Return the outputs on some of the inputs."""
-        chosen = {id(batch) for batch in some}
-        return [x for b, x in zip(compared(self.inputs), self.fp32, strict=True) if id(b) in chosen]
+    @classmethod
+    def of(cls, layout: Layout, inputs: Sequence[Batch], reference: Reference, most: float = 1.0) -> Known:
+        """Return what a source gives on inputs, of which ``reference`` has the outputs."""
+        own = fidelity(reference.fp32, None, reference.bf16, probabilities=layout.gives_probabilities)
+        return cls(inputs, reference.fp32, own.kl_fp16, most)
+
+    @property
+    def price(self) -> float:
+        """The divergence that counts as one."""
+        return self.most * min(max(self.bf16, NOISE), RUINED)
 
 
 @dataclass(frozen=True)
@@ -131,13 +145,13 @@ class Trial:
     progress: Progress
     made: Plan
 
-    def cost(self, chosen: Mapping[str, Exponents], alone: Mapping[str, Cost], tried: int) -> float:
+    def cost(self, chosen: Mapping[str, OfChannels], alone: Mapping[str, Cost], tried: int) -> float:
         """Return the share that edits cost together; alone: what each costs, of so many that were tried."""
         if not chosen or (len(chosen) == 1 and tried <= MANY):
             return sum(each.share for each in alone.values())
         return self.costs([chosen], "all edits together")[0].share
 
-    def costs(self, trials: Sequence[Mapping[str, Exponents]], what: str) -> list[Cost]:
+    def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str) -> list[Cost]:
         """Return what each of several edits costs, all run in one walk, on less where there are many; what: are tried,
         in words."""
         plans = [dict(trial) for trial in trials]
@@ -147,30 +161,25 @@ class Trial:
             change_by(self.checkpoint, self.layout, self.made.model_copy(update={"exponents": exponents}))
             for exponents in plans
         ]
+        scales = [scaled_by(torch.ones(()), exponents) for exponents in logits]
+        some = [some_of(known.inputs, len(trials)) for known in self.known]
+        sources = [outputs_on(few, known.inputs, known.fp32) for few, known in zip(some, self.known, strict=True)]
         how: dict[str, Any] = {"probabilities": self.layout.gives_probabilities}
-        found: list[list[list[Distance]]] = []
+        walk, lanes = Walk(self.checkpoint), dict[tuple[int, int], list[Lane[Difference]]]()
+        for n, plan in enumerate(plans):
+            for k, source in enumerate(sources) if plan else ():
+                lanes[n, k] = add_differences(walk, some[k], source, change=changes[n], scale=scales[n], **how)
         with self.progress.step(f"Trying {what} on the source") as advance:
-            walk, lanes = Walk(self.checkpoint), list[list[list[Lane[Distance]]]]()
-            for known in self.known:
-                some = some_of(known.inputs, len(trials))
-                source = known.outputs_on(some)
-                of_each, unmoved = list[list[Lane[Distance]]](), list[list[Distance]]()
-                for plan, change, exponents in zip(plans, changes, logits, strict=True):
-                    scale = scaled_by(torch.ones(()), exponents)
-                    of_each.append(add_distances(walk, some, source, change=change, scale=scale, **how) if plan else [])
-                    unmoved.append([] if plan else [distance(x, x * scale, **how) for x in source])
-                lanes.append(of_each)
-                found.append(unmoved)
             walk.run(advance)
-        divergences = [
-            [
-                mean_distance([lane.result for lane in of_each[n]] or unmoved[n])
-                for of_each, unmoved in zip(lanes, found, strict=True)
-            ]
-            for n in range(len(plans))
-        ]
-        limits = [known.most * min(max(known.bf16, NOISE), RUINED) for known in self.known]
-        return [Cost(d[0], max(x / most for x, most in zip(d, limits, strict=True))) for d in divergences]
+
+        def divergence(n: int, k: int) -> float:
+            if (n, k) in lanes:
+                return mean_divergence([lane.result for lane in lanes[n, k]])
+            return mean_divergence([difference(x, x * scales[n], **how) for x in sources[k]])
+
+        found = [[divergence(n, k) for k in range(len(sources))] for n in range(len(plans))]
+        prices = [known.price for known in self.known]
+        return [Cost(each[0], max(x / price for x, price in zip(each, prices, strict=True))) for each in found]
 
 
 def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
@@ -189,7 +198,7 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
     was observed, and after that stays away unless it is needed.
     """
     must = any(each.observed is not None for each in needed.values())
-    accepted = (max_kl or 0.0) / min(max(trial.known[0].bf16, NOISE), RUINED)
+    accepted = (max_kl or 0.0) / trial.known[0].price
     # An eighth is left for what fp16 rounds.
     allowed = max(MOST_FOR_A_PROOF * 7 / 8, accepted) if must else PRICE_OF_A_PROOF
     needed, apart = with_logits(trial, needed)
@@ -233,17 +242,12 @@ def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str
     return {**needed, LOGITS: one}, False
 
 
-def least(exponents: Exponents) -> int:
-    """Return the least of several exponents."""
-    return min(exponents) if isinstance(exponents, list) else exponents
-
-
 def scales_logits(layout: Layout) -> bool:
     """Return whether exponents of logits scale what a language model gives, and nothing stands between."""
     return layout.stock.is_language_model and layout.head is not None and layout.cap(layout.head) is None
 
 
-def scaled_by(logits: Tensor, exponents: Exponents) -> Tensor:
+def scaled_by(logits: Tensor, exponents: OfChannels) -> Tensor:
     """Return logits times 2 to the exponents: [positions, choices]."""
     return logits * 2.0 ** torch.as_tensor(exponents, dtype=logits.dtype)
 
@@ -265,13 +269,9 @@ def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress:
         return []
     if not inputs:
         return []
-    walk = Walk(checkpoint)
     with progress.step("Running the source on text") as advance:
-        lanes = [add_outputs(walk, inputs, dtype) for dtype in (torch.float32, torch.bfloat16)]
-        walk.run(advance)
-    fp32, bf16 = ([lane.result for lane in each] for each in lanes)
-    own = fidelity(fp32, None, bf16, probabilities=layout.gives_probabilities).kl_fp16
-    return [Known(inputs, fp32, own, MOST_ON_TEXT)]
+        reference = reference_of(checkpoint, inputs, advance)
+    return [Known.of(layout, inputs, reference, MOST_ON_TEXT)]
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan) -> Change:

@@ -17,12 +17,14 @@ from ..auditing.fidelity import (
     Fidelity,
     Outputs,
     Reference,
-    add_distances,
+    add_differences,
     add_outputs,
     compared,
     fidelity,
-    mean_distance,
+    mean_divergence,
     outputs,
+    outputs_on,
+    reference_of,
 )
 from ..auditing.regimes import ATTENTIONS, REGIMES, Audited, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
@@ -48,7 +50,7 @@ from ..run.lanes import Change, Walk
 from ..run.stock import attentions_of, eps_attribute, load, load_config
 from .editing import change_by, some_of
 from .options import Options
-from .planning import Opened, checkpoint_batches, drifted_outputs, reference_of
+from .planning import Opened, checkpoint_batches, drifted_outputs
 
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
@@ -63,11 +65,8 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
     )
     if options.run_model:
         attentions_of(decided.layout.stock.names[0], ATTENTIONS, progress)
-        inputs, in_fp32, train = (
-            opened.inputs,
-            in_fp32_too(opened.inputs, decided.layout, decided.plan),
-            decided.target == "train",
-        )
+        inputs, train = opened.inputs, decided.target == "train"
+        in_fp32 = in_fp32_too(inputs, decided.layout, decided.plan)
         ran = audited(written, inputs, in_fp32, device, progress, train=train, seed=options.seed)
     else:
         inputs = in_fp32 = [probe.few_rows(load_config(opened.checkpoint.folder))]
@@ -97,20 +96,18 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
     how: dict[str, Any] = {"probabilities": layout.gives_probabilities, "scale": torch.ones(())}
     source, walk = [lane.result for lane in without], Walk(written)
     alone = [undone(exponents.keys() - {edit.signal}) for edit in edits]
-    lanes = [add_distances(walk, some, source, change=change, **how) for change in alone]
+    lanes = [add_differences(walk, some, source, change=change, **how) for change in alone]
     walk.run()
-    found = [mean_distance([lane.result for lane in each]) for each in lanes]
+    found = [mean_divergence([lane.result for lane in each]) for each in lanes]
     return tuple(replace(edit, measured=cost) for edit, cost in zip(edits, found, strict=True))
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
     """Return what a written checkpoint is run on in fp32: all for the drift of a plan that has one, or edits, else the
     batch with the fewest ids, which shows that the function is the source's."""
-    return (
-        inputs
-        if plan.drift is not None or edits_of(layout, plan).exponents
-        else [min(compared(inputs), key=lambda batch: batch.size)]
-    )
+    if plan.drift is not None or edits_of(layout, plan).exponents:
+        return inputs
+    return [min(compared(inputs), key=lambda batch: batch.size)]
 
 
 def outputs_of_few(written: Checkpoint, rows: list[Batch], progress: Progress) -> Audited:
@@ -138,8 +135,7 @@ def compare(
     def distance(expected: Outputs, found: Outputs, bf16: Outputs | None = None) -> Fidelity:
         return fidelity(expected, bf16, found, probabilities=layout.gives_probabilities)
 
-    both = {id(batch) for batch in in_fp32}
-    beside = [x for batch, x in zip(compared(inputs), reference.fp32, strict=True) if id(batch) in both]
+    beside = outputs_on(in_fp32, inputs, reference.fp32)
     function = distance(beside, ran.fp32)
     relative = fidelity(beside, None, ran.fp32, probabilities=False).kl_fp16
     closeness = distance(reference.fp32, ran.half, reference.bf16)

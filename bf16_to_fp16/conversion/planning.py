@@ -31,7 +31,7 @@ from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
 from ..report.build import Decided
 from ..rescaling.apply import through_fp16
-from ..rescaling.edits import edited_weights, edits_of, with_edits, without_edits
+from ..rescaling.edits import OfChannels, edited_weights, edits_of, with_edits, without_edits
 from ..rescaling.plan import Plan, check_plan_fits, exponents_of
 from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
 from ..rescaling.squares import can_fit, squares_of
@@ -53,6 +53,7 @@ from .editing import (
     least_edits,
     needed_edits,
     needlessly_shared,
+    scaled_by,
 )
 from .options import Destination, Options
 
@@ -77,9 +78,9 @@ class Opened:
     def under(self, decided: Decided) -> Opened:
         """Return the source with the edits that were decided; itself where there are none, or they are made."""
         edits = edits_of(decided.layout, decided.plan)
-        return (
-            self if not (edits.exponents or edits.centred_keys) else replace(self, layout=decided.layout, edits=edits)
-        )
+        if not edits.exponents and not edits.centred_keys:
+            return self
+        return replace(self, layout=decided.layout, edits=edits)
 
     @cached_property
     def spectra(self) -> Spectra:
@@ -161,8 +162,8 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     where no exact plan is enough."""
     checkpoint, device = opened.checkpoint, opened.device
     check_bounded(opened.layout)  # what the bounds would refuse after all has been run
-    auto, search = options.target == AUTO, Search(opened, options, progress)
-    source = search
+    auto = options.target == AUTO
+    search = source = Search(opened, options, progress)
     predicted: Mapping[str, float] = {}
     first = TIERS[0].target if auto else options.target
     if options.run_model:
@@ -187,18 +188,20 @@ def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Ma
     needed = needed_edits(opened.layout, search.bounds, search.ranges, search.options.margin_bits)
     if not needed:
         return search, decided, {}
-    own = fidelity(source.reference.fp32, None, source.reference.bf16, probabilities=opened.layout.gives_probabilities)
-    known = [Known(opened.inputs, source.reference.fp32, own.kl_fp16)]
+    known = [Known.of(opened.layout, opened.inputs, source.reference)]
     known += known_on_text(opened.checkpoint, opened.layout, load_config(opened.checkpoint.folder), search.progress)
     trial = Trial(opened.checkpoint, opened.layout, known, search.progress, made)
     of_observed = {n: Needed(e.observed, e.observed) for n, e in needed.items() if e.observed is not None}
     # Where no proof comes of it all the same, only what was observed is worth a price.
+    tried = None
     for wanted in (needed, of_observed):
         edits = least_edits(trial, wanted, search.options.max_kl) if wanted else None
         if edits is None:
             break
-        after = edited_search(source, edits)
-        found = after.decided(decided.target)
+        if tried is None or edits.plan != tried.plan:
+            after = edited_search(source, edits)
+            found = after.decided(decided.target)
+            tried = edits
         if wanted == of_observed or after.proves(found):
             return after, found, edits.predicted
     return search, decided, {}
@@ -254,9 +257,8 @@ class Search:
                 break
             stricter = self.decided(tier.target, weakest)
             # What stands behind a sentence encoder no exponent moves.
-            if not costs_little(stricter, weakest):
-                break
-            if not self.failing[tier.target] <= self.failing[weakest.target]:
+            no_worse = self.failing[tier.target] <= self.failing[weakest.target]
+            if not no_worse or not costs_little(stricter, weakest):
                 break
             best = stricter
         return best
@@ -276,10 +278,10 @@ def edited_search(search: Search, edits: Edits) -> Search:
 
 
 def with_scaled_output(
-    ranges: Mapping[str, ModuleRange], path: str, exponents: int | list[int]
+    ranges: Mapping[str, ModuleRange], path: str, exponents: OfChannels
 ) -> Mapping[str, ModuleRange]:
     """Return ranges in which what one module gives is multiplied by 2 to the exponents."""
-    factor, seen = 2.0 ** torch.as_tensor(exponents, dtype=torch.float32), ranges[path].output
+    factor, seen = scaled_by(torch.ones(()), exponents), ranges[path].output
     scaled = replace(seen, amax=seen.amax * factor, mean_square=seen.mean_square * factor.square())
     return {**ranges, path: replace(ranges[path], output=scaled)}
 
@@ -401,14 +403,6 @@ def observe_source(
         ranges, reference = device.run("observation", observed, wide=True)
     check_finite(checkpoint, ranges)
     return ranges, reference
-
-
-def reference_of(checkpoint: Checkpoint, inputs: list[Batch]) -> Reference:
-    """Return the outputs of a source in fp32 and in bf16."""
-    walk = Walk(checkpoint)
-    fp32, bf16 = (add_outputs(walk, inputs, dtype) for dtype in (torch.float32, torch.bfloat16))
-    walk.run()
-    return Reference([lane.result for lane in fp32], [lane.result for lane in bf16])
 
 
 def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> None:

@@ -122,7 +122,7 @@ def build(
     over, close = passed_limits(planned, regimes, plan, certificate)
     counts, source = weight_counts(layout, plan, written), source_of(checkpoint, layout, plan, rewritten)
     if fidelity is not None:
-        exact = not measured.edits and is_exact(plan, counts, source)
+        exact = is_exact(plan, counts, source, measured.edits)
         how: dict[str, Any] = {"max_kl": max_kl, "edits": cost_of(measured.edits), "proven": certificate.holds}
         over += too_inexact(fidelity, exact=exact, ran=bool(regimes), **how)
     half = regimes.get("half")
@@ -279,10 +279,23 @@ def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) 
     return rows
 
 
-def is_exact(plan: Plan | None, weights: schema.WeightsEntry | None, source: schema.Source) -> bool:
-    """Return whether the output must compute the source's function to the bit: no weight was rounded, made or
-    replaced."""
-    if plan is None or weights is None or plan.drift or plan.gain_correction or plan.centred_keys or source.made:
+def is_exact(
+    plan: Plan | None,
+    weights: schema.WeightsEntry | None,
+    source: schema.Source,
+    edits: Sequence[Edit | schema.InexactEntry] = (),
+) -> bool:
+    """Return whether the output must compute the source's function to the bit: no weight was rounded, made, replaced or
+    edited."""
+    if (
+        edits
+        or plan is None
+        or weights is None
+        or plan.drift
+        or plan.gain_correction
+        or plan.centred_keys
+        or source.made
+    ):
         return False
     return weights.lossless_fraction == 1
 

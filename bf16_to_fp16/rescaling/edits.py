@@ -8,7 +8,6 @@ the proofs. A plan with edits is an exact plan of the edited source; the signals
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from ..ranges import ModuleRange
 from .apply import scale
 from .centred import centred
 from .plan import Plan, exponents_of
-from .planner import folded, known_points
+from .planner import excess_bits, folded, known_points
 from .weights import source_weights
 
 MOST_FOR_A_PROOF = 2.0
@@ -29,6 +28,8 @@ MOST_FOR_A_PROOF = 2.0
 
 RUINED = 1.0
 """Divergence (nats, or relative squared error) from which on bf16 is no measure of what edits may cost."""
+
+OfChannels = int | list[int]  # exponents of a signal: one for all its channels, or one for each
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def edits_of(layout: Layout, plan: Plan) -> Plan:
 
 def without_edits(layout: Layout, plan: Plan) -> Plan:
     """Return the part of a plan that is exact on the source that its edits make."""
-    exact = {name: e for name, e in plan.exponents.items() if not layout.signals[name].kind.has_price}
+    priced = edits_of(layout, plan).exponents
+    exact = {name: e for name, e in plan.exponents.items() if name not in priced}
     return plan.model_copy(update={"exponents": exact, "centred_keys": []})
 
 
@@ -66,7 +68,12 @@ def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | No
     """Return the edits of a plan that have a price, one by one; predicted: divergences by signal."""
     sites, known = sites_of(layout), predicted or {}
     exponents = edits_of(layout, plan).exponents.items()
-    return tuple(Edit(n, sites[n], min(e) if isinstance(e, list) else e, known.get(n)) for n, e in exponents)
+    return tuple(Edit(name, sites[name], least(each), known.get(name)) for name, each in exponents)
+
+
+def least(exponents: OfChannels) -> int:
+    """Return the least of several exponents."""
+    return min(exponents) if isinstance(exponents, list) else exponents
 
 
 def sites_of(layout: Layout) -> dict[str, str]:
@@ -94,14 +101,14 @@ def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> 
     return lambda name: edited(layout.tensors[name], read(name), edits)
 
 
-def excess_bits(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
+def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
     """Return by signal with a price the bits by which each of its channels passes ``limit``: fp64 [channels], or []
     for one number, as of scores that were observed, where nothing says which head reached the largest."""
     found = {}
     for signal in layout.signals.values():
         if not signal.kind.has_price:
             continue
-        bits = [(reached.amax.double() / limit).clamp(min=1).log2() for _, reached in known_points(ranges, signal)]
+        bits = [excess_bits(reached.amax.double(), limit) for _, reached in known_points(ranges, signal)]
         if bits:
             found[signal.name] = torch.stack([b for b in bits if len(b) == len(bits[0])]).amax(0)
     for w in layout.topology:
@@ -109,7 +116,7 @@ def excess_bits(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float)
             found[routing] = found[routing].amax()  # so that each token goes to the expert that it goes to
         if isinstance(w, Attention) and w.at in ranges and (seen := ranges[w.at].scores) is not None:
             if (each := seen.excess_bits) is None:
-                found[f"{w.at}.scores"] = torch.tensor(max(0.0, math.log2(max(seen.largest, limit) / limit))).double()
+                found[f"{w.at}.scores"] = excess_bits(torch.tensor(seen.largest, dtype=torch.float64), limit)
             else:
                 # A norm's gains are the same for all heads.
                 found[f"{w.at}.scores"] = each.amax() if w.query_norm else each.repeat_interleave(layout.head_size(w))
@@ -118,7 +125,7 @@ def excess_bits(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float)
     return found
 
 
-def exponents_for(bits: Tensor) -> int | list[int]:
+def exponents_for(bits: Tensor) -> OfChannels:
     """Return the exponents that make up for an excess in bits, folded where all are one."""
     whole = -torch.ceil(bits - 2.0**-20).to(torch.int32)
     return folded(whole.view(-1))

@@ -22,7 +22,7 @@ from ..errors import UserError
 from ..families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from ..families.spread import shared, spread_out
 from ..families.types import RESIDUAL, Axis, Kind, ObservationPoint, Sign, carried_by
-from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, PROOF_MARGIN_BITS
+from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, PROOF_LIMIT, PROOF_MARGIN_BITS
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
 from ..targets import MARGIN_BITS, SQUARING
@@ -43,8 +43,6 @@ EXCESS = 1e6  # cost of one bit over a hard limit: more than any precision, so t
 UNWRITABLE = 1e12
 """Cost of one bit by which a weight passes 65504: more than any signal's excess, since such a plan cannot be written,
 and an unsafe one can."""
-
-PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS  # what a bound must stay under after scaling
 
 RESTRAINT = ROUNDING * 2.0**-10
 """What an exponent must gain for each step away from 0, so that nothing moves without a reason."""

@@ -89,7 +89,7 @@ def expected_unsafe(report: Report) -> list[UnsafeEntry]:
     if report.fidelity is not None:
         entries += too_inexact(
             report.fidelity,
-            exact=not report.inexact and is_exact(report.plan, report.weights, report.source),
+            exact=is_exact(report.plan, report.weights, report.source, report.inexact),
             ran=bool(report.regimes),
             max_kl=report.max_kl,
             edits=cost_of(report.inexact),

@@ -16,14 +16,13 @@ from support import tiny
 from support.contract import layout_of
 
 from bf16_to_fp16 import convert
-from bf16_to_fp16.auditing.fidelity import add_outputs, compared, fidelity
+from bf16_to_fp16.auditing.fidelity import add_outputs, compared, fidelity, reference_of
 from bf16_to_fp16.checkpoint.folder import sha256_of
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.editing import (
     MANY,
     Cost,
     Edits,
-    Exponents,
     Known,
     Needed,
     Trial,
@@ -35,10 +34,11 @@ from bf16_to_fp16.conversion.editing import (
     some_of,
     with_logits,
 )
-from bf16_to_fp16.conversion.planning import checkpoint_batches, reference_of
+from bf16_to_fp16.conversion.planning import checkpoint_batches
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import LOGITS
 from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.rescaling.edits import OfChannels
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.run.lanes import Walk
 from bf16_to_fp16.run.stock import load_config
@@ -46,7 +46,7 @@ from bf16_to_fp16.run.stock import load_config
 BF16 = 0.128  # so that a proof may cost 0.001
 
 
-def frozen(exponents: Exponents) -> Any:
+def frozen(exponents: OfChannels) -> Any:
     return tuple(exponents) if isinstance(exponents, list) else exponents
 
 
@@ -60,7 +60,7 @@ class Given:
     language_model: bool = True
     on_text: float = 1.0  # how much larger a share they cost on text
     made: Plan = field(default_factory=lambda: Plan(family="t5", centred_keys=["here"]))
-    asked: list[list[dict[str, Exponents]]] = field(default_factory=list)
+    asked: list[list[dict[str, OfChannels]]] = field(default_factory=list)
 
     @property
     def layout(self) -> Any:
@@ -73,7 +73,7 @@ class Given:
 
     cost = Trial.cost
 
-    def costs(self, trials: Sequence[Mapping[str, Exponents]], what: str) -> list[Cost]:
+    def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str) -> list[Cost]:
         self.asked.append([dict(trial) for trial in trials])
         found = [sum(self.prices[name, frozen(e)] for name, e in trial.items()) for trial in trials]
         return [Cost(each, each * self.on_text / BF16) for each in found]
@@ -83,7 +83,7 @@ def chosen(trial: Given, needed: Mapping[str, Needed], max_kl: float | None = No
     return least_edits(cast("Trial", trial), needed, max_kl)
 
 
-def exponents(edits: Edits | None) -> dict[str, Exponents]:
+def exponents(edits: Edits | None) -> dict[str, OfChannels]:
     assert edits is not None
     return dict(edits.plan.exponents)
 
@@ -256,7 +256,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
 
 def test_a_trial_tells_what_edits_cost_each_for_itself(trial: Trial) -> None:
     name = f"{trial.layout.feed_forwards[0].at}.neuron"
-    logits: list[Exponents] = [-1, [-1, *[0] * 96]]
+    logits: list[OfChannels] = [-1, [-1, *[0] * 96]]
     first = trial.costs([{name: 0}, {name: -1}, {name: -6}, {}], "edits")
     nothing, little, much, none = (cost.divergence for cost in first)
     all_logits, one = (cost.divergence for cost in trial.costs([{LOGITS: e} for e in logits], "logits"))
@@ -278,7 +278,7 @@ def test_more_edits_than_a_few_are_tried_one_by_one_on_less(trial: Trial) -> Non
     assert some_of(inputs, MANY) == inputs and len(some_of(inputs, MANY + 1)) == 2 < len(inputs)
     sizes = [batch.size for batch in inputs]
     assert sorted(batch.size for batch in some_of(inputs, MANY + 1)) == sorted(sizes)[:2]
-    trials: list[dict[str, Exponents]] = [{LOGITS: -3}] * (MANY + 1)
+    trials: list[dict[str, OfChannels]] = [{LOGITS: -3}] * (MANY + 1)
     few = {id(batch) for batch in some_of(inputs, MANY + 1)}
     fp32 = [x for batch, x in zip(inputs, trial.known[0].fp32, strict=True) if id(batch) in few]
     [alone] = replace(trial, known=[Known([b for b in inputs if id(b) in few], fp32, 0.5)]).costs([{LOGITS: -3}], "")
@@ -286,7 +286,7 @@ def test_more_edits_than_a_few_are_tried_one_by_one_on_less(trial: Trial) -> Non
 
 
 def test_exponents_of_logits_cost_the_same_by_the_head_and_behind_it(trial: Trial) -> None:
-    each: Exponents = [-1, -2, 1, *[0] * 94]
+    each: OfChannels = [-1, -2, 1, *[0] * 94]
     [cost] = trial.costs([{LOGITS: each}], "logits")
     head, plan = f"{trial.layout.family.head}", Plan(family="t5", exponents={LOGITS: each})
     weight = trial.checkpoint.read(head).float()

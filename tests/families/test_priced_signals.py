@@ -1,5 +1,6 @@
 """Signals whose exponents have a price: every family declares on which axes they stand, and none too few."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,21 +52,23 @@ def noticed(check: Check, model: Any, layout: Layout, kind: Kind, before: Values
     return unnoticed
 
 
+def check_every_axis(kind: str, check: Check, values: Callable[[Any, Layout], Values], of: Kind) -> None:
+    """A model passes a check of its exponents, beside the values before, and with any axis left out it does not."""
+    model, layout = model_of(kind)
+    before = values(model, layout)
+    check(model, layout, before)
+    assert not noticed(check, model, layout, of, before)
+
+
 @each_kind
 def test_exponents_before_a_homogeneous_function_move_what_they_say_and_nothing_else(kind: str) -> None:
     """Pre-activations of gates and plain neurons, scores of every head, a classifier's dense: each axis counts."""
-    model, layout = model_of(kind)
-    before = values_at_sites(model, layout)
-    check_asymptotic(model, layout, before)
-    assert not noticed(check_asymptotic, model, layout, Kind.ASYMPTOTIC, before)
+    check_every_axis(kind, check_asymptotic, values_at_sites, Kind.ASYMPTOTIC)
 
 
 @each_with_logits
 def test_exponents_of_logits_multiply_them_exactly_before_a_soft_cap(kind: str) -> None:
-    model, layout = model_of(kind)
-    before = logits_of(model, layout)
-    check_logits(model, layout, before)
-    assert not noticed(check_logits, model, layout, Kind.LOGITS, before)
+    check_every_axis(kind, check_logits, logits_of, Kind.LOGITS)
 
 
 @pytest.mark.parametrize("kind", ["pegasus", "mbart"])

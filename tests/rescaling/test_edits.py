@@ -24,7 +24,7 @@ from bf16_to_fp16.rescaling.edits import (
     edited,
     edited_weights,
     edits_of,
-    excess_bits,
+    excess_of_signals,
     exponents_for,
     listed_edits,
     sites_of,
@@ -100,7 +100,7 @@ def priced(layout: Layout) -> dict[str, Any]:
 
 
 def excess(layout: Layout, certificate: Certificate) -> dict[str, Tensor]:
-    return excess_bits(layout, certificate.ranges, LIMIT)
+    return excess_of_signals(layout, certificate.ranges, LIMIT)
 
 
 def least_of(found: int | list[int]) -> int:
@@ -209,7 +209,7 @@ def test_a_position_bias_past_the_limit_is_nothing_that_queries_could_be_edited_
 def test_nothing_is_needed_where_bounds_hold_and_by_observation_only_what_was_seen_to_pass() -> None:
     quiet = tiny.small("gated", factor=1.0)
     layout, bounds = certified(quiet)
-    loud, passed = deepcopy(quiet), excess_bits(layout, bounds.ranges, 1.0)
+    loud, passed = deepcopy(quiet), excess_of_signals(layout, bounds.ranges, 1.0)
     first, *_, last = layout.feed_forwards
     with torch.no_grad():  # bounds of the first pass the limit by 2%, those of the last by much more
         for w, over in ((first, 1.02), (last, 64.0)):
@@ -223,7 +223,7 @@ def test_nothing_is_needed_where_bounds_hold_and_by_observation_only_what_was_se
     found = needed_edits(layout, bounds.ranges, seen, 0.0)
     by_bounds = {n: exponents_for(b) for n, b in excess(layout, bounds).items() if bool((b > 0).any())}
     assert {name: each.proven for name, each in found.items()} == by_bounds
-    passed = excess_bits(layout, seen, FP16_MAX)
+    passed = excess_of_signals(layout, seen, FP16_MAX)
     for name, each in found.items():
         if each.observed is None:
             assert not bool((torch.minimum(passed[name], excess(layout, bounds)[name]) > 0).any())
