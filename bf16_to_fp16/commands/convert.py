@@ -248,10 +248,10 @@ def convert_to_file(
 def check_unconverted(checkpoint: Checkpoint) -> None:
     """Raise UserError for a checkpoint, a folder or one file, that this program has converted: another conversion would
     know nothing of what that was made from, and could not be undone to it."""
-    file = None if checkpoint.weight_files[0].is_relative_to(checkpoint.folder) else checkpoint.weight_files[0]
-    if not (is_converted(checkpoint.folder) if file is None else summary_of(file) is not None):
+    file = None if checkpoint.weight_files[0].is_relative_to(checkpoint.home) else checkpoint.weight_files[0]
+    if not (is_converted(checkpoint.home) if file is None else summary_of(file) is not None):
         return
-    here, name = (REPORT, checkpoint.folder) if file is None else ("its metadata", file)
+    here, name = (REPORT, checkpoint.home) if file is None else ("its metadata", file)
     raise UserError(
         f"{name} is converted already, as {here} says; convert what it was made from, or bring that back with"
         " bf16-to-fp16 undo (bf16-to-fp16 verify checks it as it is; finetune goes on from it)"

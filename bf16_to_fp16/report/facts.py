@@ -10,6 +10,7 @@ from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.kinds import SiteKind
 from ..families.known import named
 from ..families.roles import STACKS
+from ..rescaling.outputs import LAST
 from ..run.batch import IMAGE
 from ..targets import TIERS
 from ..wording import (
@@ -258,6 +259,25 @@ def verdict_sentence(report: schema.Report) -> str:
     """Return the verdict in one sentence, with what it rests on, and a second on padding where it depends on that."""
     further = [f"{said[:1].upper()}{said[1:]}." for said in (inexactness(report), padding_advice(report)) if said]
     return " ".join([_verdict(report), *further])
+
+
+def scaled_outputs(report: schema.Report) -> str:
+    """Return which outputs are not the source's but a power of two times as large, and how to read them, in words;
+    empty where there are none."""
+    by_factor: dict[int, list[str]] = {}
+    by_channel = []
+    for name, entry in report.outputs.items():
+        if isinstance(entry.factor_log2, list):
+            by_channel.append(name)
+        elif entry.factor_log2:
+            by_factor.setdefault(entry.factor_log2, []).append(name)
+    said = [
+        f"{listed(names)} {'is' if names == [LAST] else 'are'} 2^{factor} times the source's:"
+        f" {'divide' if factor > 0 else 'multiply'} by {2 ** abs(factor):,} if you read them"
+        for factor, names in by_factor.items()
+    ]
+    said += [f"{name} is scaled channel by channel: see outputs in {schema.REPORT}" for name in by_channel]
+    return "; ".join(said)
 
 
 def inexactness(report: schema.Report) -> str:

@@ -445,6 +445,19 @@ class PrecisionEntry(PlacedEntry):
     bits: NumberOrNaN
 
 
+class OutputEntry(ReportObject):
+    """One output of the stock class: the log2 of the factor by which it is larger than the source's, for all channels
+    or for each, and how far it is from the source's once divided by that.
+
+    ``error``: relative squared error in fp32, ``error_bf16``: of the source in bf16; of the layer where the first is
+    largest. None where it was not run, or the class does not give it on what was run.
+    """
+
+    factor_log2: int | list[int]
+    error: Real | None = None
+    error_bf16: Real | None = None
+
+
 class InexactEntry(ReportObject):
     """An edit that changes the function: the site whose limit it is made for, its power of two, the least where
     channels have one each, and the divergence that it alone makes in fp32, of the source, and of what was written
@@ -482,9 +495,11 @@ class FinetuneEntry(ReportObject):
     distances from the original on inputs of several kinds, and headroom. ``curves``: by name, a value for each of
     ``step``. ``fidelity``: of the output to the original. ``next``: how to go on where it did not deliver what the
     recipe asks for. ``recipe``: as it was written, defaults included; ``settled``: what became of the keys that it left
-    open, by their dotted names.
+    open, by their dotted names. ``start_outputs``: by output, the log2 of the factor by which the rescaled weights that
+    were trained began with another than the original's.
     """
 
+    start_outputs: dict[str, int | list[int]] = {}
     recipe: dict[str, Any] = {}
     settled: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -561,6 +576,13 @@ class Report(Versioned):
     uncertified: list[UnprovenEntry] | None = None
     attack: AttackEntry | None = None
     fidelity: FidelityEntry | None = None
+    outputs: dict[str, OutputEntry] = Field(
+        default={},
+        description=(
+            "everything that the stock class can return, and the last state that the class without a head gives;"
+            " hidden_states are all but the last"
+        ),
+    )
     inexact: list[InexactEntry] = Field(
         default=[], description="what changes the function besides fp16's rounding, edit by edit"
     )

@@ -107,6 +107,7 @@ def print_advice(screen: Output, report: schema.Report) -> None:
     older = "; ".join(report.older)
     for what, advice in (
         ("function", facts.inexactness(report)),
+        ("outputs", facts.scaled_outputs(report)),
         ("older versions", older),
         ("padding", facts.padding_advice(report)),
         ("not covered", inside),
