@@ -94,6 +94,7 @@ def expected_unsafe(report: Report) -> list[UnsafeEntry]:
             max_kl=report.max_kl,
             edits=cost_of(report.inexact),
             proven=report.proven,
+            eps_held=report.plan is not None and report.plan.eps_held,
         )
     if report.finetune is not None:  # which has a remedy of its own for all
         own = {entry.signal: entry.remedy for entry in report.unsafe}
