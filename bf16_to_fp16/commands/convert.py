@@ -30,7 +30,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import WEIGHTS
 from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import scratch, staged
-from ..conversion.measuring import attack_unproven, drift_of_eps, fidelity_to_original, measure
+from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
 from ..conversion.options import (
     Destination,
     GivenOptions,
@@ -176,7 +176,7 @@ def convert_by(
         opened.checkpoint.check_unchanged()
         report = write_report(work, report)
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
-    return Conversion(dump(report), place.out, decided.planned, measured.plan, next=then)
+    return Conversion(dump(report), place.out, decided.planned, measured.plan, notes=decided.notes, next=then)
 
 
 def next_of(options: Options, report: Report, source: str, out: str) -> str:
@@ -207,29 +207,25 @@ def convert_to_file(
 ) -> Conversion:
     """Convert as ``convert_by`` does, and leave one file in the layout that ``options`` ask for.
 
-    The folder is made beside it and then packed, so there must be room for the weights twice. A tool whose eps is fixed
-    is measured with it; for one that has its own T5 the target is ``norm-safe`` where none was asked for.
+    The folder is made beside it and then packed, so there must be room for the weights twice. Its config says the eps
+    of the tool that is to read the file, so that stock code measures what that tool will compute.
     """
     progress = progress or Progress(quiet=True)
     options.check()
     check_out_file(place.out, Path(source), force=place.force)
     layout = LAYOUTS[options.layout]
-    if layout.tool is not None and options.target == AUTO:
-        options = replace(options, target="norm-safe")
     with scratch(place.out) as work:
         folder, file = work / place.out.name, work / "packed"
         done = convert_by(options, source, Destination(folder), endpoint=endpoint, progress=progress)
-        report, eps, drift = read(Report, done.report), done.plan.eps, None
-        if layout.eps is not None and options.run_model and done.plan.residual_exponent:
-            drift = drift_of_eps(folder, layout.eps, options, progress)
+        report, drift = read(Report, done.report), done.plan.drift
         summary = {
             "layout": options.layout,
             **{key: done.report.get(key) for key in ("verdict", "proof", "target", "tiers", "command", "environment")},
             "source": {key: done.report["source"].get(key) for key in ("path", "revision", "sha256")},
             "max_length": options.max_length,
             "residual_exponent": done.plan.residual_exponent,
-            "eps": eps,
-            "drift_of_eps": drift,
+            "eps": done.plan.eps,
+            "drift_of_eps": None if drift is None else drift.measured_kl,
         }
         config = read_json(folder / "config.json", "config")
         back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
@@ -240,7 +236,7 @@ def convert_to_file(
             pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back), inside)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
-    notes = for_the_tool(report, layout, drift, missing=needs and inside is None)
+    notes = (*done.notes, *for_the_tool(report, layout, missing=needs and inside is None))
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
 
@@ -258,21 +254,21 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
     )
 
 
-def for_the_tool(report: Report, layout: FileLayout, drift: float | None, *, missing: bool) -> tuple[str, ...]:
+def for_the_tool(report: Report, layout: FileLayout, *, missing: bool) -> tuple[str, ...]:
     """Return what there is to say of a file to the user of the tool that is to read it.
 
-    drift: of eps, where it was measured. missing: whether the tool will not find a tokenizer.
+    missing: whether the tool will not find a tokenizer.
     """
-    eps = report.plan.eps if report.plan is not None else None
+    assert report.plan is not None  # of a conversion
     if layout.tool is None:
+        eps = report.plan.eps
         return () if eps is None else (f"to be loaded with a norm eps of {eps!r} in its config",)
-    notes, fixed = [], f"{layout.tool} has {layout.eps:g} for eps whatever the file says"
-    if drift is not None:
-        bf16 = report.fidelity.kl_bf16 if report.fidelity is not None else None
-        beside = "" if bf16 is None else f", beside {bf16:.1e} for the source in bf16"
-        notes.append(f"{fixed}: that costs a relative squared error of {drift:.1e}{beside}")
-    elif eps is not None and eps != layout.eps:
-        notes.append(f"{fixed}, where this needs {eps:.1e}; nothing was run to measure the difference")
+    notes, close = [], report.fidelity
+    if (drift := report.plan.drift) is not None and close is not None and close.kl_bf16 is not None:
+        notes.append(
+            f"{layout.tool} has {layout.eps:g} for eps whatever the file says: that costs a relative squared error of"
+            f" {drift.measured_kl:.1e}, beside {close.kl_bf16:.1e} for the source in bf16"
+        )
     tier = report.tiers.get("norm-fp16")
     if layout.name == "comfy" and tier is not None and not tier.holds:
         notes.append(

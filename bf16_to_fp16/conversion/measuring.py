@@ -48,10 +48,10 @@ from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch
 from ..run.lanes import Change, Walk, results_of
-from ..run.stock import attentions_of, eps_attribute, load, load_config
+from ..run.stock import attentions_of, load, load_config
 from .editing import change_by, some_of
 from .options import Options
-from .planning import Opened, checkpoint_batches, drifted_outputs
+from .planning import Opened, drifted_outputs
 
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
@@ -264,24 +264,6 @@ def attack_unproven(work: Path, measured: Measured, steps: int, opened: Opened, 
     layout = agreed_layout(open_checkpoint(work))
     found = attacked(work, layout, measured.certificate, steps, 0, opened.device, progress, sites=rows)
     return replace(measured, attack=found)
-
-
-def drift_of_eps(folder: Path, eps: float, options: Options, progress: Progress) -> float:
-    """Return how far a converted encoder, in fp32, goes from itself where its norms have another eps, as a relative
-    squared error of its last states on what the conversion ran on."""
-    checkpoint = open_checkpoint(folder)
-    layout = resolve(checkpoint)
-    inputs = checkpoint_batches(checkpoint, layout, options.data, options.seed, sweep=options.sweep)
-    with progress.step(f"Running it with eps fixed at {eps:g}") as advance:
-        walk = Walk(checkpoint)
-        right, other = (add_outputs(walk, inputs, torch.float32) for _ in range(2))
-        for lane in other:
-            for path in layout.norms:
-                norm: Any = lane.model.get_submodule(path)
-                setattr(norm, eps_attribute(norm), eps)
-        walk.run(advance)
-    outputs = [results_of(lanes) for lanes in (right, other)]
-    return fidelity(outputs[0], outputs[0], outputs[1], probabilities=False).kl_fp16
 
 
 def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> FidelityEntry:

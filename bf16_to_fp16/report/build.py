@@ -59,7 +59,8 @@ class Decided:
     """What will be done: the plan, for a layout with its head tied or apart, and what it was chosen from. target: that
     the plan holds, never "auto". planned: None where a stored plan is replayed. ranges: what was observed, None where
     nothing was. reference: the source's outputs, where it was run. predicted: what each edit was found to cost, by
-    signal. ranges_before: what the source reached, where ``ranges`` are of the edited one."""
+    signal. ranges_before: what the source reached, where ``ranges`` are of the edited one. notes: sentences for the
+    user on what was given up."""
 
     layout: Layout
     plan: Plan
@@ -69,6 +70,7 @@ class Decided:
     reference: Reference | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
     ranges_before: Mapping[str, ModuleRange] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def of_source(self) -> Mapping[str, ModuleRange] | None:
@@ -128,6 +130,7 @@ def build(
     if fidelity is not None:
         exact = is_exact(plan, counts, source, measured.edits)
         how: dict[str, Any] = {"max_kl": max_kl, "edits": cost_of(measured.edits), "proven": certificate.holds}
+        how["eps_held"] = plan.eps_held
         over += too_inexact(fidelity, exact=exact, ran=bool(regimes), **how)
     outputs = outputs_of(output_factors(layout, plan), measured.outputs)
     over += other_outputs(outputs, drifts=bool(plan.drift or measured.edits), ran=bool(regimes))
@@ -340,10 +343,12 @@ def too_inexact(
     max_kl: float | None = None,
     edits: float = 0.0,
     proven: bool = False,
+    eps_held: bool = False,
 ) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the fp32 source than bf16 is, and than ``max_kl``, since too much has
     become too small or ``edits`` cost so much, or if the output of an ``exact`` plan is another function in fp32. Where
-    it is edits that a proof needed, and it is ``proven``, they may cost ``MOST_FOR_A_PROOF`` times as much."""
+    it is edits that a proof needed, and it is ``proven``, they may cost ``MOST_FOR_A_PROOF`` times as much. eps_held:
+    whether another function in fp32 comes of an eps that is held."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
@@ -354,7 +359,9 @@ def too_inexact(
         return []
     if edited and proven and fp16 <= bf16 * MOST_FOR_A_PROOF:
         return []
-    return [remedies.inexact(bits_between(fp16, most), finite=math.isfinite(fp16), ran=ran, edited=edited)]
+    drifted = eps_held and not edited and (fidelity.kl_fp32 or 0.0) > fp16 / 2
+    how: dict[str, Any] = {"finite": math.isfinite(fp16), "ran": ran, "edited": edited, "drifted": drifted}
+    return [remedies.inexact(bits_between(fp16, most), **how)]
 
 
 def bits_between(error: float, other: float) -> float:

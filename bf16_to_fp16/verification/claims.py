@@ -94,6 +94,7 @@ def expected_unsafe(report: Report) -> list[UnsafeEntry]:
             max_kl=report.max_kl,
             edits=cost_of(report.inexact),
             proven=report.proven,
+            eps_held=report.plan is not None and report.plan.eps_held,
         )
     drifts = bool((report.plan and report.plan.drift) or report.inexact)
     entries += other_outputs(report.outputs, drifts=drifts, ran=bool(report.regimes))
