@@ -29,6 +29,12 @@ class NormRange:
     norm_max: float
     variances: Tensor
 
+    def kept(self, eps: float, exponent: int) -> tuple[Tensor, Tensor]:
+        """Return what an eps that does not follow leaves of the norm's output where what enters is multiplied by 2 to
+        the exponent, and the share of tokens of which it leaves that."""
+        variance, shares = self.variances.unbind(1)
+        return ((variance + eps) / (variance + eps * 4.0**-exponent)).sqrt(), shares
+
 
 @dataclass(frozen=True)
 class ScoreRange:

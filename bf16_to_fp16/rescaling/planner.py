@@ -442,8 +442,7 @@ class _Costs:
         norm = self.ranges[path].norm if path in self.ranges else None
         if norm is None:
             return torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-        variance, shares = norm.variances.unbind(1)
-        return ((variance + self.layout.eps) / (variance + self.layout.eps * 4.0**-r)).sqrt(), shares
+        return norm.kept(self.layout.eps, r)
 
     def gain_correction(self, path: str, r: int) -> float:
         """Return the factor on a norm's weight that leaves the least mean squared change and that fp16 can hold, 1
