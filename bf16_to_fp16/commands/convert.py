@@ -38,12 +38,14 @@ from ..conversion.options import (
     Provenance,
     shown_in_a_command,
 )
+from ..conversion.pipelines import entered
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
 from ..quiet import quiet
+from ..ranges import NormRange
 from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
@@ -67,7 +69,8 @@ class Conversion:
     """What ``convert`` did: the report (its keys are listed in docs/report.md), the folder or file written (None for a
     dry run), the plan; of a dry run, the bytes of the weights to be written, and the seconds that the whole will take
     (None where nothing was run); of one file, sentences on the tool that is to read it. ``next``: the report's, with
-    the paths as they were given, so that it runs."""
+    the paths as they were given, so that it runs. ``entered``: what entered each layer of the source, see
+    ``conversion.pipelines``."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -77,6 +80,7 @@ class Conversion:
     seconds: float | None = None
     notes: tuple[str, ...] = ()
     next: str = ""
+    entered: tuple[NormRange, ...] = ()
 
     @property
     def safe(self) -> bool:
@@ -176,7 +180,9 @@ def convert_by(
         opened.checkpoint.check_unchanged()
         report = write_report(work, report)
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
-    return Conversion(dump(report), place.out, decided.planned, measured.plan, notes=decided.notes, next=then)
+    states = entered(decided.layout, decided.of_source)
+    how: dict[str, Any] = {"notes": decided.notes, "next": then, "entered": states}
+    return Conversion(dump(report), place.out, decided.planned, measured.plan, **how)
 
 
 def next_of(options: Options, report: Report, source: str, out: str) -> str:

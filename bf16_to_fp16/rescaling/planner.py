@@ -453,9 +453,8 @@ class _Costs:
         norm = self.ranges[path].norm if path in self.ranges else None
         if norm is None:
             return torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-        (variance, shares), eps = norm.variances.unbind(1), self.layout.fixed_eps
-        assert eps is not None
-        return ((variance + self.layout.eps) / (variance + eps * 4.0**-r)).sqrt(), shares
+        assert self.layout.fixed_eps is not None
+        return norm.kept(self.layout.eps, r, self.layout.fixed_eps)
 
     def gain_correction(self, path: str, r: int) -> float:
         """Return the factor on a norm's weight that leaves the least mean squared change and that fp16 can hold, 1
