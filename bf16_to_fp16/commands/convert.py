@@ -54,6 +54,7 @@ from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
 from ..rescaling.edits import listed_edits
+from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Planned
 from ..run.batch import describe_batches
@@ -141,8 +142,9 @@ def convert_by(
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
         signals = reports.signals_of(decided.layout, decided.plan, decided.of_source) if decided.of_source else []
-        edits = reports.inexact_of(listed_edits(decided.layout, decided.plan, decided.predicted))
-        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals, **edits)
+        more = reports.inexact_of(listed_edits(decided.layout, decided.plan, decided.predicted))
+        more["outputs"] = reports.outputs_of(output_factors(decided.layout, decided.plan), {})
+        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals, **more)
         nbytes = sum(
             math.prod(w.shape) * w.dtype.itemsize for w in writes(opened.checkpoint, decided.layout, decided.plan)
         )

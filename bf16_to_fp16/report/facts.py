@@ -271,13 +271,24 @@ def scaled_outputs(report: schema.Report) -> str:
             by_channel.append(name)
         elif entry.factor_log2:
             by_factor.setdefault(entry.factor_log2, []).append(name)
-    said = [
-        f"{listed(names)} {'is' if names == [LAST] else 'are'} 2^{factor} times the source's:"
-        f" {'divide' if factor > 0 else 'multiply'} by {2 ** abs(factor):,} if you read them"
-        for factor, names in by_factor.items()
-    ]
+    said = []
+    for factor, names in by_factor.items():
+        verb, them = ("is", "it") if names == [LAST] else ("are", "them")
+        done = "divide" if factor > 0 else "multiply"
+        said.append(
+            f"{listed(names)} {verb} 2^{factor} times the source's: {done} by {2 ** abs(factor):,} if you read {them}"
+        )
+        if LAST in names and (stock := giving_states(report)):
+            said[-1] += f", or convert --as {stock}"
     said += [f"{name} is scaled channel by channel: see outputs in {schema.REPORT}" for name in by_channel]
     return "; ".join(said)
+
+
+def giving_states(report: schema.Report) -> str:
+    """Return the class of the same stacks as the report's that gives their last states, "" where there is none."""
+    family, decodes = named(report.family), "cross_attentions" in report.outputs
+    classes = () if family is None else family.classes
+    return next((each.names[0] for each in classes if each.gives == (LAST,) and each.decodes == decodes), "")
 
 
 def inexactness(report: schema.Report) -> str:

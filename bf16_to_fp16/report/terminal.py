@@ -505,6 +505,8 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
         after = max(signal.after for signal in report.signals)
         kept = wording.below_limit(math.log2(FP16_MAX / after) if after else math.inf)
         screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
+    if scaled := facts.scaled_outputs(report):
+        screen.say(f"outputs: {scaled}")
     if planned is None:
         return
     if report.inexact:
