@@ -25,14 +25,16 @@ from .staging import created, writing
 ByTensor = Mapping[str, Sequence[int]]
 """Powers of two by tensor: one for each of so many equal blocks of its columns."""
 
+Piece = tuple[memoryview, memoryview, float]
+
 
 @dataclass(frozen=True)
 class Rescaled:
-    """A file before and after: the SHA-256 of each, and its size in bytes."""
+    """A file before and after: the SHA-256 of each, and the largest magnitude that was made."""
 
     before: str
     after: str
-    nbytes: int
+    amax: float
 
 
 def holders(folder: Path, tensor: str) -> list[Path]:
@@ -60,22 +62,29 @@ def check_scalable(file: Path, exponents: ByTensor) -> dict[str, TensorInfo]:
 
 
 def rescale_columns(
-    file: Path, exponents: ByTensor, advance: Callable[[int, int], None] | None = None, *, write: bool = True
+    file: Path,
+    exponents: ByTensor,
+    advance: Callable[[int, int], None] | None = None,
+    *,
+    name: str = "",
+    write: bool = True,
 ) -> Rescaled:
     """Multiply the columns of a file's tensors with 2 to the ``exponents``, and return what it was and became.
 
-    advance: called with bytes done and in all. write: False leaves the file as it is, and only finds what it would
-    become. Raises UserError where a product is not exact, and for a full disk; the file then is as it was.
+    advance: called with bytes done and in all. name: of the file in messages. write: False leaves the file as it is,
+    and only finds what it would become. Raises UserError where a product is not exact, and for a full disk; the file
+    then is as it was.
     """
     found = check_scalable(file, exponents)
-    before, after, done = hashlib.sha256(), hashlib.sha256(), 0
+    before, after, done, amax = hashlib.sha256(), hashlib.sha256(), 0, 0.0
     new = file.with_name(f"{file.name}.rescaled")
     with reading(file) as source:
         size = size_of(source)
 
         def pieces() -> Iterator[memoryview]:
-            nonlocal done
-            for old, data in scaled(source, size, found, exponents):
+            nonlocal done, amax
+            for old, data, largest in scaled(source, size, found, exponents, name or str(file)):
+                amax = max(amax, largest)
                 before.update(old)
                 after.update(data)
                 done += len(data)
@@ -94,13 +103,13 @@ def rescale_columns(
     if write:
         with writing(file):
             system.replace_file(new, file)
-    return Rescaled(before.hexdigest(), after.hexdigest(), size)
+    return Rescaled(before.hexdigest(), after.hexdigest(), amax)
 
 
 def scaled(
-    source: FileIO, size: int, tensors: Mapping[str, TensorInfo], exponents: ByTensor
-) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield the bytes of a file in order, as they are and as they become."""
+    source: FileIO, size: int, tensors: Mapping[str, TensorInfo], exponents: ByTensor, name: str
+) -> Iterator[Piece]:
+    """Yield the bytes of a file in order, as they are and as they become, and the largest magnitude of products."""
     position = 0
     for info in sorted(tensors.values(), key=lambda info: info.offset):
         yield from unchanged(source, position, info.offset)
@@ -109,16 +118,17 @@ def scaled(
         step = max(1, READ_BYTES // width) * width
         for begin in range(info.offset, info.offset + info.nbytes, step):
             old = read_bytes(source, min(step, info.offset + info.nbytes - begin), begin)
-            yield memoryview(old), bytes_of(exact(old, factors, info))
+            product = exact(old, factors, info, name)
+            yield memoryview(old), bytes_of(product), float(product.double().abs().max())
         position = info.offset + info.nbytes
     yield from unchanged(source, position, size)
 
 
-def unchanged(source: FileIO, begin: int, end: int) -> Iterator[tuple[memoryview, memoryview]]:
+def unchanged(source: FileIO, begin: int, end: int) -> Iterator[Piece]:
     """Yield the bytes of a part of a file, twice each."""
     for position in range(begin, end, READ_BYTES):
         data = memoryview(read_bytes(source, min(READ_BYTES, end - position), position))
-        yield data, data
+        yield data, data, 0.0
 
 
 def columns_of(info: TensorInfo, powers: Sequence[int]) -> torch.Tensor:
@@ -127,7 +137,7 @@ def columns_of(info: TensorInfo, powers: Sequence[int]) -> torch.Tensor:
     return each.repeat_interleave(info.shape[1] // len(powers))
 
 
-def exact(old: bytes, factors: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+def exact(old: bytes, factors: torch.Tensor, info: TensorInfo, name: str) -> torch.Tensor:
     """Return rows of a tensor times the factors of its columns, in its dtype; raise UserError where the way back would
     not give the same bits."""
     dtype = SAFETENSORS_DTYPES[info.dtype]
@@ -138,8 +148,8 @@ def exact(old: bytes, factors: torch.Tensor, info: TensorInfo) -> torch.Tensor:
     lost = int((back.view(bits) != rows.view(bits)).sum())
     if lost:
         raise UserError(
-            f"{info.file}: {counted(lost, 'value')} of {shown(info.name)} would leave the range of {info.dtype} times"
-            f" a power of two from 2^{int(factors.min().log2())} to 2^{int(factors.max().log2())}; give a pipeline"
-            " whose weights are bf16 or fp32, or convert the encoder alone with --subfolder"
+            f"{name}: {counted(lost, 'value')} of {shown(info.name)} would leave the range of {info.dtype} times"
+            f" 2^{int(factors.max().log2())}, which makes up for an encoder's factor; give a pipeline whose other weights"
+            " are bf16 or fp32, or convert the encoder alone with --subfolder"
         )
     return product

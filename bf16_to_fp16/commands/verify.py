@@ -66,6 +66,7 @@ from ..verification.files import beside_weights, check_files, check_foreign, che
 from ..verification.keys import How, not_checked
 from ..verification.locating import locate, read_recorded
 from ..verification.measured import check_inputs, check_regimes
+from ..verification.pipelines import check_pipeline
 from ..verification.plans import Replayed, check_plan, check_source, replay
 from ..verification.proof import check_audit, check_certificate, check_proof, check_tiers
 from ..verification.views import check_views
@@ -118,6 +119,10 @@ def verify(
         if origin is not None and (other := converted_for(subject.source)) is not None:
             origin = read_as(origin, other)
         examine(subject, origin, data, found, run_model=run_model, device=on, progress=progress)
+    if subject.packed is None and not problems:
+        place = Path(original) if original is not None and Path(original).is_dir() else None
+        if (wrong := check_pipeline(subject.place, claim, place)) is not None:
+            found.add("pipeline", wrong)
     if not claim.safe:
         said_in = REPORT if subject.packed is None else subject.place.name
         problems.append(Problem("report", said_in, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))

@@ -224,9 +224,9 @@ def rescale_linears(folder: Path, readings: Sequence[ReadingEntry], progress: Pr
         for file, tensors in by_file.items():
             name = file.relative_to(folder).as_posix()
             with progress.step(f"Writing {name}") as advance:
-                done = rescale_columns(file, tensors, advance)
-            entry = RescaledEntry(name=name, tensors=tensors, source_sha256=done.before, sha256=done.after)
-            entries.append(entry)
+                done = rescale_columns(file, tensors, advance, name=name)
+            hashes = {"source_sha256": done.before, "sha256": done.after}
+            entries.append(RescaledEntry(name=name, tensors=tensors, amax=done.amax, **hashes))
     return entries
 
 
@@ -236,7 +236,7 @@ def restore_linears(folder: Path, rescaled: Sequence[RescaledEntry], progress: P
     changed = []
     for entry in rescaled:
         with progress.step(f"Writing {entry.name}") as advance:
-            done = rescale_columns(contained(folder, entry.name), entry.inverse, advance)
+            done = rescale_columns(contained(folder, entry.name), entry.inverse, advance, name=entry.name)
         if done.after != entry.source_sha256:
             changed.append(entry.name)
     return tuple(changed)

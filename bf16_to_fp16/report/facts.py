@@ -10,6 +10,7 @@ from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.kinds import SiteKind
 from ..families.known import named
 from ..families.roles import STACKS
+from ..numerics import FP16_MAX
 from ..rescaling.outputs import LAST
 from ..run.batch import IMAGE
 from ..targets import TIERS
@@ -444,7 +445,8 @@ def reading_lines(report: schema.PipelineReport) -> list[str]:
         said = f"{report.pipeline} reads {read} of {encoder}, {times} times the source's"
         if names:
             shown = listed(names) if len(names) < 4 else counted(len(names), "linear")
-            lines.append(f"{said}; {shown} of {first.component} carries the inverse, so that the function is the same")
+            carry = "carries" if len(names) == 1 else "carry"
+            lines.append(f"{said}; {shown} of {first.component} {carry} the inverse, so that the function is the same")
         else:
             at = f"{first.component}'s {first.norm}" if first.component else "its own code"
             effect = "nothing was run to predict by how much"
@@ -454,4 +456,11 @@ def reading_lines(report: schema.PipelineReport) -> list[str]:
     if report.rescaled:
         files = listed([entry.name for entry in report.rescaled])
         lines.append(f"written anew for that: {files}, all other tensors byte for byte")
+    for component in beyond_fp16(report):
+        lines.append(f"{component} reaches over 65,504 there, so load it in bf16 or fp32")
     return lines
+
+
+def beyond_fp16(report: schema.PipelineReport) -> list[str]:
+    """Return the components whose linears carry a power of two that takes weights past fp16's range."""
+    return sorted({entry.name.partition("/")[0] for entry in report.rescaled if entry.amax > FP16_MAX})

@@ -699,11 +699,12 @@ class RescaledEntry(ReportObject):
     """A file of another component in which linears carry powers of two, all else kept to the byte.
 
     ``tensors``: log2 of what the columns of each are multiplied with, one for each of so many equal blocks of them.
-    ``source_sha256``: of the source's file, ``sha256``: of this.
+    ``amax``: the largest weight that this makes. ``source_sha256``: of the source's file, ``sha256``: of this.
     """
 
     name: str
     tensors: dict[str, list[int]]
+    amax: Real
     source_sha256: str
     sha256: str
 

@@ -37,6 +37,7 @@ CHECK_NAMES = {
     "tiers": "tiers: bounds and audit against the report",
     "claims": "claims: what follows from the rest",
     "views": "views: card and page made again",
+    "pipeline": "pipeline: linears that carry the inverse",
 }
 
 
@@ -76,14 +77,19 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
         screen.say("a linked file is the source's own: to write to one later, convert with --copy")
     if report["left_out"]:
         screen.say(f"left out: {', '.join(report['left_out'])}")
-    for line in facts.reading_lines(schema.read(schema.PipelineReport, report)):
+    said = schema.read(schema.PipelineReport, report)
+    for line in facts.reading_lines(said):
         screen.say(line)
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
         screen.print(bad("pipeline: unsafe", f"{wording.listed(unsafe)} can overflow in fp16, as said above"))
         return
     screen.print(good("pipeline: safe", f"{wording.listed(encoders)} in fp16; of other components nothing is claimed"))
-    screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype=torch.float16)')
+    dtype = "torch.float16"
+    if wide := facts.beyond_fp16(said):
+        others = "".join(f'"{component}": torch.bfloat16, ' for component in wide)
+        dtype = f'{{{others}"default": torch.float16}}'
+    screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype={dtype})')
 
 
 def print_file(report: schema.Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
