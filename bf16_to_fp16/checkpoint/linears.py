@@ -149,7 +149,7 @@ def exact(old: bytes, factors: torch.Tensor, info: TensorInfo, name: str) -> tor
     if lost:
         raise UserError(
             f"{name}: {counted(lost, 'value')} of {shown(info.name)} would leave the range of {info.dtype} times"
-            f" 2^{int(factors.max().log2())}, which makes up for an encoder's factor; give a pipeline whose other weights"
-            " are bf16 or fp32, or convert the encoder alone with --subfolder"
+            f" 2^{int(factors.max().log2())}, which makes up for an encoder's factor; give a pipeline whose other"
+            " weights are bf16 or fp32, or convert the encoder alone with --subfolder"
         )
     return product

@@ -1,4 +1,4 @@
-"""Whole pipelines: every T5 encoder is converted where ``from_pretrained`` looks for it, all else is there byte for
+"""Whole pipelines: every text encoder is converted where ``from_pretrained`` looks for it, all else is there byte for
 byte, and ``undo`` gives the source back."""
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def test_what_is_in_the_way_is_one_line(small: Path, tmp_path: Path, capsys: pyt
     assert "text_encoder_2" in capsys.readouterr().out and not (tmp_path / "new").exists()
 
 
-def test_a_pipeline_without_a_t5_is_refused_and_a_link_out_of_it_too(
+def test_a_pipeline_without_an_encoder_is_refused_and_a_link_out_of_it_too(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "secret").write_text("theirs")

@@ -105,7 +105,7 @@ def test_both_linears_carry_the_inverse_and_give_the_same_numbers(dtype: torch.d
         with torch.no_grad():
             inner = model(torch.tensor([[5, 9, 2, 77]]), output_hidden_states=True).hidden_states[-3]
         states.append(inner @ load_file(folder / "transformer" / FILES[0])[PROJECTION].float().T)
-    assert (states[1] - states[0]).norm() < 1e-6 * states[0].norm()
+    assert (states[1] - states[0]).norm() < 1e-5 * states[0].norm()
 
 
 def test_the_report_names_what_is_read_and_the_files_that_were_written(

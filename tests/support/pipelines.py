@@ -1,4 +1,4 @@
-"""Small diffusion pipelines, with the file names of diffusers and transformers: T5 and CLIP encoders, a transformer
+"""Small diffusion pipelines, with the file names of diffusers and transformers: text encoders, a transformer
 large enough to be linked, a VAE, a scheduler and tokenizers."""
 
 import json
@@ -37,7 +37,7 @@ def encoder(kind: str = "t5-encoder", **changes: Any) -> Any:
 
 
 def make(folder: Path, encoders: Mapping[str, Any], **others: Any) -> Path:
-    """Write a pipeline of the given T5 encoders by sub-folder, beside a CLIP encoder and the rest, and return it.
+    """Write a pipeline of the given encoders by sub-folder, beside a CLIP encoder and the rest, and return it.
 
     others: further entries of its index.
     """
