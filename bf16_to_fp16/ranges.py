@@ -29,6 +29,13 @@ class NormRange:
     norm_max: float
     variances: Tensor
 
+    def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
+        """Return what an eps that does not follow leaves of the norm's output where what enters is multiplied by 2 to
+        the exponent, and the share of tokens of which it leaves that; fixed: another eps, which a tool has."""
+        variance, shares = self.variances.unbind(1)
+        met = (eps if fixed is None else fixed) * 4.0**-exponent
+        return ((variance + eps) / (variance + met)).sqrt(), shares
+
 
 @dataclass(frozen=True)
 class ScoreRange:

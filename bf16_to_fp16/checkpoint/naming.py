@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from ..errors import UserError
@@ -32,7 +32,9 @@ WAN_NAMES = (
 )
 """Stock names and Wan's, ``{i}`` for a block's number."""
 
-WAN_MODELS = {"umt5": "UMT5"}  # model types, with their titles, whose gated encoders Wan's code has a class for
+WAN_MODELS = {"umt5": "UMT5"}  # model types, with their titles, that Wan's code has a class for
+COMFY_MODELS = {"t5": "T5", "umt5": "UMT5", "mt5": "mT5"}  # the same of ComfyUI's ``detect_te_model``
+GELU, RELU = "gelu_new", "relu"  # the activations that the tools' classes have, by stock names
 TOKENIZER_WITH_WEIGHTS = ("umt5",)  # model types of which ComfyUI takes the tokenizer from the file of the weights
 
 
@@ -68,23 +70,45 @@ FOLDER_LAYOUT = "hf"  # a folder of stock names, the only layout that is not one
 class FileLayout:
     """A layout of one file: how its tensors are named, and who reads it, as a card says. ``tool``: the tool that has a
     T5 of its own for it. ``eps``: of that tool's norms, which no file can change. ``models``: the model types, with
-    their titles, that it has a class for; None for all. ``tokenizers``: those whose tokenizer it takes from the file of
-    weights."""
+    their titles, whose encoders it has a class for, of feed-forwards with one of ``activations``. ``tokenizers``: those
+    whose tokenizer it takes from the file of weights. ``target``: what suits it where it costs little, None for any."""
 
     name: str
     naming: Naming
     readers: str
     tool: str | None = None
     eps: float | None = None
-    models: Mapping[str, str] | None = None
+    models: Mapping[str, str] = field(default_factory=dict)
+    activations: tuple[str, ...] = ()
     tokenizers: tuple[str, ...] = ()
+    target: str | None = None
+
+    def check_model(self, model_type: object, where: str) -> None:
+        """Raise UserError for a model of a type that the tool has no class for."""
+        if self.tool is not None and model_type not in self.models:
+            *most, last = self.models.values()
+            reads = f"{', '.join(most)} or {last}" if most else last
+            raise UserError(
+                f"{where}: {self.tool} reads the encoder of {reads}, and this is {model_type!r}; leave out --layout,"
+                " and give --eps fixed if its reader has an eps of its own"
+            )
 
 
 LAYOUTS: Mapping[str, FileLayout] = {
     layout.name: layout
     for layout in (
-        FileLayout("comfy", STOCK, "ComfyUI, Forge", "ComfyUI", 1e-6, tokenizers=TOKENIZER_WITH_WEIGHTS),
-        FileLayout("wan", WAN, "Wan's tools", "Wan", 1e-6, models=WAN_MODELS),
+        FileLayout(
+            "comfy",
+            STOCK,
+            "ComfyUI, Forge",
+            "ComfyUI",
+            1e-6,
+            COMFY_MODELS,
+            (GELU, RELU),
+            TOKENIZER_WITH_WEIGHTS,
+            target="norm-safe",  # for activations that a node or a fork makes fp16: norms then square in fp16
+        ),
+        FileLayout("wan", WAN, "Wan's tools", "Wan", 1e-6, WAN_MODELS, (GELU,), target="half"),  # whose norms are fp32
         FileLayout("single", STOCK, "any tool, stock names"),
     )
 }

@@ -30,7 +30,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import WEIGHTS
 from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import scratch, staged
-from ..conversion.measuring import attack_unproven, drift_of_eps, fidelity_to_original, measure
+from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
 from ..conversion.options import (
     Destination,
     GivenOptions,
@@ -38,12 +38,14 @@ from ..conversion.options import (
     Provenance,
     shown_in_a_command,
 )
+from ..conversion.pipelines import entered
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
 from ..quiet import quiet
+from ..ranges import NormRange
 from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
@@ -52,6 +54,7 @@ from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
 from ..rescaling.edits import listed_edits
+from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Planned
 from ..run.batch import describe_batches
@@ -67,7 +70,8 @@ class Conversion:
     """What ``convert`` did: the report (its keys are listed in docs/report.md), the folder or file written (None for a
     dry run), the plan; of a dry run, the bytes of the weights to be written, and the seconds that the whole will take
     (None where nothing was run); of one file, sentences on the tool that is to read it. ``next``: the report's, with
-    the paths as they were given, so that it runs."""
+    the paths as they were given, so that it runs. ``entered``: what entered each layer of the source, see
+    ``conversion.pipelines``."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -77,6 +81,7 @@ class Conversion:
     seconds: float | None = None
     notes: tuple[str, ...] = ()
     next: str = ""
+    entered: tuple[NormRange, ...] = ()
 
     @property
     def safe(self) -> bool:
@@ -137,8 +142,9 @@ def convert_by(
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
         signals = reports.signals_of(decided.layout, decided.plan, decided.of_source) if decided.of_source else []
-        edits = reports.inexact_of(listed_edits(decided.layout, decided.plan, decided.predicted))
-        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals, **edits)
+        more = reports.inexact_of(listed_edits(decided.layout, decided.plan, decided.predicted))
+        more["outputs"] = reports.outputs_of(output_factors(decided.layout, decided.plan), {})
+        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals, **more)
         nbytes = sum(
             math.prod(w.shape) * w.dtype.itemsize for w in writes(opened.checkpoint, decided.layout, decided.plan)
         )
@@ -176,7 +182,9 @@ def convert_by(
         opened.checkpoint.check_unchanged()
         report = write_report(work, report)
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
-    return Conversion(dump(report), place.out, decided.planned, measured.plan, next=then)
+    states = entered(decided.layout, decided.of_source)
+    how: dict[str, Any] = {"notes": decided.notes, "next": then, "entered": states}
+    return Conversion(dump(report), place.out, decided.planned, measured.plan, **how)
 
 
 def next_of(options: Options, report: Report, source: str, out: str) -> str:
@@ -207,29 +215,25 @@ def convert_to_file(
 ) -> Conversion:
     """Convert as ``convert_by`` does, and leave one file in the layout that ``options`` ask for.
 
-    The folder is made beside it and then packed, so there must be room for the weights twice. A tool whose eps is fixed
-    is measured with it; for one that has its own T5 the target is ``norm-safe`` where none was asked for.
+    The folder is made beside it and then packed, so there must be room for the weights twice. Its config says the eps
+    of the tool that is to read the file, so that stock code measures what that tool will compute.
     """
     progress = progress or Progress(quiet=True)
     options.check()
     check_out_file(place.out, Path(source), force=place.force)
     layout = LAYOUTS[options.layout]
-    if layout.tool is not None and options.target == AUTO:
-        options = replace(options, target="norm-safe")
     with scratch(place.out) as work:
         folder, file = work / place.out.name, work / "packed"
         done = convert_by(options, source, Destination(folder), endpoint=endpoint, progress=progress)
-        report, eps, drift = read(Report, done.report), done.plan.eps, None
-        if layout.eps is not None and options.run_model and done.plan.residual_exponent:
-            drift = drift_of_eps(folder, layout.eps, options, progress)
+        report, drift = read(Report, done.report), done.plan.drift
         summary = {
             "layout": options.layout,
             **{key: done.report.get(key) for key in ("verdict", "proof", "target", "tiers", "command", "environment")},
             "source": {key: done.report["source"].get(key) for key in ("path", "revision", "sha256")},
             "max_length": options.max_length,
             "residual_exponent": done.plan.residual_exponent,
-            "eps": eps,
-            "drift_of_eps": drift,
+            "eps": done.plan.eps,
+            "drift_of_eps": None if drift is None else drift.measured_kl,
         }
         config = read_json(folder / "config.json", "config")
         back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
@@ -240,7 +244,7 @@ def convert_to_file(
             pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back), inside)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
-    notes = for_the_tool(report, layout, drift, missing=needs and inside is None)
+    notes = (*done.notes, *for_the_tool(report, layout, missing=needs and inside is None))
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
 
@@ -248,31 +252,31 @@ def convert_to_file(
 def check_unconverted(checkpoint: Checkpoint) -> None:
     """Raise UserError for a checkpoint, a folder or one file, that this program has converted: another conversion would
     know nothing of what that was made from, and could not be undone to it."""
-    file = None if checkpoint.weight_files[0].is_relative_to(checkpoint.folder) else checkpoint.weight_files[0]
-    if not (is_converted(checkpoint.folder) if file is None else summary_of(file) is not None):
+    file = None if checkpoint.weight_files[0].is_relative_to(checkpoint.home) else checkpoint.weight_files[0]
+    if not (is_converted(checkpoint.home) if file is None else summary_of(file) is not None):
         return
-    here, name = (REPORT, checkpoint.folder) if file is None else ("its metadata", file)
+    here, name = (REPORT, checkpoint.home) if file is None else ("its metadata", file)
     raise UserError(
         f"{name} is converted already, as {here} says; convert what it was made from, or bring that back with"
         " bf16-to-fp16 undo (bf16-to-fp16 verify checks it as it is; finetune goes on from it)"
     )
 
 
-def for_the_tool(report: Report, layout: FileLayout, drift: float | None, *, missing: bool) -> tuple[str, ...]:
+def for_the_tool(report: Report, layout: FileLayout, *, missing: bool) -> tuple[str, ...]:
     """Return what there is to say of a file to the user of the tool that is to read it.
 
-    drift: of eps, where it was measured. missing: whether the tool will not find a tokenizer.
+    missing: whether the tool will not find a tokenizer.
     """
-    eps = report.plan.eps if report.plan is not None else None
+    assert report.plan is not None  # of a conversion
     if layout.tool is None:
+        eps = report.plan.eps
         return () if eps is None else (f"to be loaded with a norm eps of {eps!r} in its config",)
-    notes, fixed = [], f"{layout.tool} has {layout.eps:g} for eps whatever the file says"
-    if drift is not None:
-        bf16 = report.fidelity.kl_bf16 if report.fidelity is not None else None
-        beside = "" if bf16 is None else f", beside {bf16:.1e} for the source in bf16"
-        notes.append(f"{fixed}: that costs a relative squared error of {drift:.1e}{beside}")
-    elif eps is not None and eps != layout.eps:
-        notes.append(f"{fixed}, where this needs {eps:.1e}; nothing was run to measure the difference")
+    notes, close = [], report.fidelity
+    if (drift := report.plan.drift) is not None and close is not None and close.kl_bf16 is not None:
+        notes.append(
+            f"{layout.tool} has {layout.eps:g} for eps whatever the file says: that costs a relative squared error of"
+            f" {drift.measured_kl:.1e}, beside {close.kl_bf16:.1e} for the source in bf16"
+        )
     tier = report.tiers.get("norm-fp16")
     if layout.name == "comfy" and tier is not None and not tier.holds:
         notes.append(

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 MOST_MARGIN = 12  # bits of margin that leave a signal any room: 65504·2⁻¹² is 16
 
+OF_CONFIG, FIXED = EPS = ("config", "fixed")  # where whoever reads the output has the norms' eps from
+
 SEED = click.IntRange(-(2**63), 2**63 - 1)
 
 
@@ -141,6 +143,15 @@ class Options:
             metavar="FILE",
         ),
     )
+    as_class: str | None = field(
+        default=None,
+        metadata=flag(
+            "--as",
+            "Stock class to convert for, of the same weights: Gemma2Model of a Gemma2ForCausalLM, whose last states are"
+            " then the source's; default: config.json's, of a sentence-transformers folder the one that it loads.",
+            metavar="CLASS",
+        ),
+    )
     plan: str | Path | None = field(
         default=None,
         metadata=flag("--plan", "Replay the plan of a report instead of observing.", path=Path, metavar="REPORT"),
@@ -151,6 +162,16 @@ class Options:
             "--layout",
             "hf: a folder. Else OUT is one file: comfy for ComfyUI and Forge, wan for Wan's, single with stock names.",
             type=click.Choice(LAYOUT_NAMES),
+            show_default=True,
+        ),
+    )
+    eps: str = field(
+        default=OF_CONFIG,
+        metadata=flag(
+            "--eps",
+            "config: the norms' eps is rescaled, and the config says so. fixed: it stays, for whoever reads the output"
+            " with an eps of their own, as comfy and wan do.",
+            type=click.Choice(EPS),
             show_default=True,
         ),
     )
@@ -218,7 +239,8 @@ class Options:
         """Raise UserError for a value that cannot be used, or for two that do not go together."""
         from ..bounds.arithmetic import Arithmetic
 
-        for name, value, known in (("target", self.target, (AUTO, *TARGETS)), ("layout", self.layout, LAYOUT_NAMES)):
+        choices = (self.target, (AUTO, *TARGETS)), (self.layout, LAYOUT_NAMES), (self.eps, EPS)
+        for name, (value, known) in zip(("target", "layout", "eps"), choices, strict=True):
             if value not in known:
                 raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
         if not 0 <= self.margin_bits <= MOST_MARGIN:
@@ -241,15 +263,32 @@ class Options:
         chosen = LAYOUTS.get(self.layout)
         if chosen is None or chosen.tool is None:
             return
+        chosen.check_model(layout.family.model_type, where)
         if layout.stock.decodes or layout.head is not None:
             raise UserError(f"{where}: {chosen.tool} reads encoders alone; give the encoder, or choose --layout single")
-        if chosen.models is not None and (layout.family.model_type not in chosen.models or not layout.gates):
-            reads = " or ".join(chosen.models.values())
-            raise UserError(
-                f"{where}: {chosen.tool} reads the encoder of {reads}; for {layout.family.title} choose --layout comfy"
-            )
-        if layout.eps != chosen.eps:
-            raise UserError(f"{where}: {chosen.tool} has {chosen.eps:g} for eps, and the config {layout.eps:g}")
+        for feed_forward in layout.feed_forwards:
+            if feed_forward.activation not in chosen.activations:
+                has = " and ".join(chosen.activations)
+                raise UserError(
+                    f"{where}: {chosen.tool} has {has} for an activation, and the config {feed_forward.activation};"
+                    " choose --layout single"
+                )
+        for name in layout.tensors:
+            chosen.naming.from_stock(name)  # which refuses what has none
+
+    def held_eps(self, layout: Layout) -> float | None:
+        """Return the eps of whoever is to read the output, where that does not ask the config; else None."""
+        chosen = LAYOUTS.get(self.layout)
+        if layout.family.eps_key is None:
+            return None
+        own = None if chosen is None else chosen.eps
+        return layout.eps if own is None and self.eps == FIXED else own
+
+    @property
+    def preferred(self) -> str:
+        """The target that suits whoever is to read the output."""
+        chosen = LAYOUTS.get(self.layout)
+        return AUTO if chosen is None or chosen.target is None else chosen.target
 
     def command(self, source: str | Path, out: Path) -> str:
         """Return the command line that does the same again; of local paths only the last part, since it is
@@ -266,8 +305,8 @@ class Options:
 FLAGS: Mapping[str, Flag] = {each.name: each.metadata["flag"] for each in fields(Options) if each.metadata}
 """The flag of each field that has one."""
 
-PUBLISHED = ("target", "run_model", "margin_bits", "data", "sweep", "plan", "subfolder", "config", "layout",
-             "max_shard_size", "seed", "max_length", "exact", "max_kl")  # fmt: skip
+PUBLISHED = ("target", "run_model", "margin_bits", "data", "sweep", "plan", "subfolder", "config", "as_class",
+             "layout", "eps", "max_shard_size", "seed", "max_length", "exact", "max_kl")  # fmt: skip
 """The fields that change the output, in their order in the command line that a report has."""
 
 
@@ -279,8 +318,10 @@ class GivenOptions(TypedDict, total=False):
     run_model: bool
     subfolder: str | None
     config: str | Path | None
+    as_class: str | None
     plan: str | Path | None
     layout: str
+    eps: str
     margin_bits: float
     max_length: int
     max_shard_size: int | None

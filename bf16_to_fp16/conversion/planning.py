@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on
+from ..auditing.every_output import add_every_output, batches_shown
+from ..auditing.fidelity import Fidelity, Outputs, Reference, add_outputs, compared, fidelity, output_on
 from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound, check_bounded
 from ..bounds.findings import Certificate
@@ -22,7 +24,9 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.side_modules import encoder_config, read_side_modules
 from ..devices import Device, products_on
 from ..errors import UserError
+from ..families.known import architectures
 from ..families.layout import Layout, TensorReader
+from ..families.other_class import headless, read_as
 from ..families.resolve import check_norms, resolve
 from ..families.types import LOGITS
 from ..numerics import PROOF_MARGIN_BITS
@@ -38,11 +42,11 @@ from ..rescaling.squares import can_fit, squares_of
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch, run_batch
-from ..run.lanes import Change, Walk
+from ..run.lanes import Change, Walk, results_of
 from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
 from ..targets import AUTO, TIERS
-from ..wording import counted
+from ..wording import counted, listed
 from .editing import (
     Edits,
     Known,
@@ -57,7 +61,7 @@ from .editing import (
 )
 from .options import Destination, Options
 
-ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of an unscaled eps may cause
+ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,10 @@ class Opened:
             return self
         return replace(self, layout=decided.layout, edits=edits)
 
+    def apart(self) -> Layout:
+        """Return the layout with the head apart from the embedding."""
+        return replace(resolve(self.checkpoint, untie=True), held_eps=self.layout.held_eps)
+
     @cached_property
     def spectra(self) -> Spectra:
         """The eigenvalues of the source's products, as far as they have been computed."""
@@ -95,14 +103,29 @@ def open_source(
     device = Device(options.device, progress)
     checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
     place.check(checkpoint.folder)
+    checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)
+    layout = replace(layout, held_eps=options.held_eps(layout))
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
     if options.run_model:
         data, seed = options.data, options.seed
         inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=options.sweep, progress=progress)
     return Opened(checkpoint, layout, inputs, device)
+
+
+def as_it_is_loaded(checkpoint: Checkpoint, name: str | None, progress: Progress) -> Checkpoint:
+    """Return a source as the class of this name reads it, or a sentence encoder as that which loads it does; say so
+    where its config names another."""
+    own = architectures(checkpoint.config)[:1]
+    if name is None and (checkpoint.folder / MODULES).is_file():
+        name = headless(checkpoint.config)
+    if name is None or name in own:
+        return checkpoint
+    found = read_as(checkpoint, name)
+    progress.say(f"{checkpoint.name} is converted for {name}; its config names {listed(own) or 'no class'}")
+    return found
 
 
 def opened_with_notes(
@@ -150,10 +173,22 @@ def own_length(folder: Path, config: Mapping[str, object]) -> int | None:
     return max((n for n in named if isinstance(n, int) and not isinstance(n, bool) and n > 0), default=None)
 
 
+def too_much_drift(wanted: str, target: str, drift: Fidelity) -> str:
+    """Return why the target that whoever reads the output could ask for gives way to a weaker one."""
+    return (
+        f"the target is {target}: with {wanted} the eps that stays the same would cost a relative squared error of"
+        f" {drift.kl_fp16:.1e}, beside {drift.kl_bf16:.1e} for the source in bf16"
+    )
+
+
 def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
     """Return a stored plan, made for ``target``, for this source; raise UserError where it does not fit."""
-    layout = resolve(opened.checkpoint, untie=plan.untied_head)
+    layout, eps = opened.apart() if plan.untied_head else opened.layout, opened.layout.held_eps
     check_plan_fits(layout, plan)
+    if eps is not None and eps != plan.eps:
+        raise UserError(
+            f"the plan is for an eps of {plan.eps!r}, and whoever is to read the output has {eps!r}; leave out --plan"
+        )
     return Decided(layout, plan, target)
 
 
@@ -171,7 +206,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     decided = search.decided(first)
     if options.run_model and not options.exact:
         search, decided, predicted = edited_enough(search, decided)
-    best = search.strictest(decided) if auto else decided
+    best = search.best(decided) if auto else decided
     return replace(best, ranges_before=source.ranges, reference=source.reference, predicted=predicted)
 
 
@@ -249,6 +284,24 @@ class Search:
         plan = planned.plan if opened.edits is None else with_edits(planned.plan, opened.edits)
         return Decided(layout, plan, target, planned, self.ranges, self.reference)
 
+    def best(self, weakest: Decided) -> Decided:
+        """Return the plan for the target that suits whoever is to read the output, given that for the weakest."""
+        wanted, stricter = self.options.preferred, weakest
+        if wanted == AUTO:
+            return self.strictest(weakest)
+        if wanted == weakest.target or self.reference is None:  # what squares in fp16 only a run shows
+            return weakest
+        stricter = self.decided(wanted, weakest)
+        assert stricter.planned is not None and weakest.planned is not None
+        if {v.signal for v in stricter.planned.violations} - {v.signal for v in weakest.planned.violations}:
+            return weakest
+        found = tried_drift(self.opened, self.reference, self.progress)(stricter.layout, stricter.plan)
+        if is_acceptable(found):
+            return stricter
+        note = too_much_drift(wanted, weakest.target, found)
+        self.progress.say(note)
+        return replace(weakest, notes=(note,))
+
     def strictest(self, weakest: Decided) -> Decided:
         """Return the plan for the strictest tier that costs next to nothing beside that of the weakest."""
         best = weakest
@@ -268,7 +321,7 @@ def edited_search(search: Search, edits: Edits) -> Search:
     """Return the choice of a plan for a source that is edited, which is observed again."""
     opened, reference = search.opened, search.reference
     assert reference is not None
-    layout = resolve(opened.checkpoint, untie=True) if edits.apart else opened.layout
+    layout = opened.apart() if edits.apart else opened.layout
     change, inputs = change_by(opened.checkpoint, layout, edits.plan), opened.inputs
     ranges, outputs = observe_source(opened.checkpoint, inputs, search.progress, opened.device, change)
     if edits.apart and layout.head is not None:
@@ -323,7 +376,7 @@ def checkpoint_batches(
     """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
     given."""
     config, opened, folder = load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
-    beside = tokenizer_beside(checkpoint.folder, checkpoint.subfolder)  # where pipelines have it
+    beside = tokenizer_beside(checkpoint.home, checkpoint.subfolder)  # where pipelines have it
     if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):
         folder = beside
     return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress)
@@ -393,10 +446,12 @@ def observe_source(
 
         how: dict[str, Any] = {"change": change}
         fp32 = [walk.add(partial(run, batch), torch.float32, again=batch.generate, **how) for batch in inputs]
-        bf16 = add_outputs(walk, inputs if change is None else [], torch.bfloat16)
+        unchanged = inputs if change is None else []
+        bf16, shown = add_outputs(walk, unchanged, torch.bfloat16), batches_shown(compared(unchanged))
+        every = [add_every_output(walk, shown, dtype) for dtype in (torch.float32, torch.bfloat16)]
         walk.run(advance)
         kept = [lane.result for lane in fp32 if lane.result is not None]
-        return observers[0].ranges(), Reference(kept, [lane.result for lane in bf16])
+        return observers[0].ranges(), Reference(kept, results_of(bf16), *map(results_of, every))
 
     what = "source" if change is None else "edited source"
     with full_precision(), progress.step(f"Observing the {what} in fp32") as advance:
@@ -439,7 +494,7 @@ def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Prog
     planned = plan_for(layout, case)
     if not any(missing(planned, options)) or not layout.tied or not layout.family.untie:
         return layout, planned
-    apart = resolve(opened.checkpoint, untie=True)
+    apart = opened.apart()
     other = plan_for(apart, case)
     return (apart, other) if missing(other, options) < missing(planned, options) else (layout, planned)
 
@@ -483,7 +538,7 @@ def planned_within(exponents: Mapping[str, int], again: str, layout: Layout, cas
     with case.progress.step(f"Planning the exponents for {case.options.target}{head}{again}") as advance:
         planned = planned_once(layout, case, possible, advance=advance)
     held = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams and f.exponent is not None}
-    if acceptable is None or layout.family.eps_key is not None or not held:
+    if acceptable is None or layout.fixed_eps is None or not held:
         return planned
     trial = planned_once(layout, case, possible, held)
     # A corrected gain is no longer carried over exactly, so the plain plan goes first.
@@ -510,17 +565,28 @@ def planned_once(
     return make_plan(layout, weights, ranges, target=options.target, advance=advance, **how)
 
 
-def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], bool]:
-    """Return a function that runs the source with the eps that a plan amounts to, and says whether the drift's
-    divergence stays under 1/128 of bf16's: half of what fp16's own rounding may take."""
+def is_acceptable(drift: Fidelity) -> bool:
+    """Return whether the divergence of a drift stays under 1/128 of bf16's: half of what fp16's own rounding may
+    take."""
+    return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * ACCEPTABLE_DRIFT
 
-    def of(layout: Layout, plan: Plan) -> bool:
+
+def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], bool]:
+    """Return a function that tries the drift of a plan, and returns whether it is acceptable."""
+    drift = tried_drift(opened, reference, progress)
+    return lambda layout, plan: is_acceptable(drift(layout, plan))
+
+
+def tried_drift(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], Fidelity]:
+    """Return a function that runs the source with the eps that a plan amounts to, and returns how far that is from the
+    source."""
+
+    def of(layout: Layout, plan: Plan) -> Fidelity:
         tried = powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
         with progress.step(f"Trying the drift of eps with {tried}") as advance:
             whole = plan if opened.edits is None else with_edits(plan, opened.edits)
             drifted = drifted_outputs(opened.checkpoint, layout, whole, opened.inputs, advance)
-            found = fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
-        return found.kl_bf16 is not None and found.kl_fp16 <= found.kl_bf16 * ACCEPTABLE_DRIFT
+            return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     return of
 
@@ -528,8 +594,8 @@ def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the outputs of the fp32 source with the norm eps that its rescaled weights will meet where no config can
-    say another: eps·4^-r, which is the same function.
+    """Return the outputs of the fp32 source with the norm eps that its rescaled weights will meet where it is fixed:
+    eps·4^-r, which is the same function.
 
     Corrected gains are rounded to fp16, as they will be stored; where some are stored less an offset, so is every
     weight, since what those lose is of one size with what fp16 cannot hold of the others.
@@ -538,17 +604,18 @@ def drifted_outputs(
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 
     def corrected(name: str, weight: torch.Tensor) -> torch.Tensor:
-        tensor, weight = layout.tensors.get(name), edit(name, weight)
+        tensor, weight, correction = layout.tensors.get(name), edit(name, weight), plan.gain_correction.get(name)
         if tensor is not None and rounds:
-            return through_fp16(weight, exponents_of(tensor, exact).full(tensor.shape), tensor.offset)
-        correction = plan.gain_correction.get(name)
+            exponents = exponents_of(tensor, exact).full(tensor.shape)
+            return through_fp16(weight, exponents, tensor.offset, correction or 1.0)
         return weight if correction is None else (weight * correction).half().float()
 
     walk = Walk(checkpoint)
     lanes = add_outputs(walk, inputs, torch.float32, change=corrected)
-    for lane in lanes if layout.family.eps_key is None else ():
-        for path, stream in layout.streams_read.items():
+    eps = plan.eps if plan.eps_held else layout.fixed_eps
+    if eps is not None:
+        for lane, (path, stream) in product(lanes, layout.streams_read.items()):
             norm: Any = lane.model.get_submodule(path)
-            setattr(norm, eps_attribute(norm), layout.eps * 4.0 ** -plan.stream_exponent(stream))
+            setattr(norm, eps_attribute(norm), eps * 4.0 ** -plan.stream_exponent(stream))
     walk.run(advance)
-    return [lane.result for lane in lanes]
+    return results_of(lanes)

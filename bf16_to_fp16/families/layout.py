@@ -143,6 +143,8 @@ class Layout:
     """Encoder ends, its sublayers in order, then the same of the decoder, and the head."""
     eps_in_memory: Mapping[str, float] = field(default_factory=dict)
     """Norms of a model in memory whose eps is another than stock code's and no config could say so, with that eps."""
+    held_eps: float | None = None
+    """The eps of whoever is to read the output without asking its config, None where the config is asked."""
 
     @property
     def outside(self) -> dict[str, str]:
@@ -286,6 +288,11 @@ class Layout:
                 " serves all norms; such a checkpoint is not supported"
             )
         return said.pop()
+
+    @property
+    def fixed_eps(self) -> float | None:
+        """The eps that norms have whatever exponent their stream gets, None where a config says the scaled one."""
+        return self.eps if self.family.eps_key is None else self.held_eps
 
     def table(self, ends: StackEnds) -> str:
         """Return the tensor of a stack's embedding."""

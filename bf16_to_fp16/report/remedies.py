@@ -68,22 +68,40 @@ def sinks(least: float) -> str:
 
 ANOTHER_FUNCTION = "every weight was carried over exactly, and the output in fp32 is not the source's"
 A_BUG = "do not use it: this is a mistake of this program; report it with the config and fp16_report.json"
+OTHER_OUTPUT = "in fp32 it is not the source's times its factor, by more than bf16's rounding"
 INEXACT_BY_BOUNDS = "leave out --no-audit: what is observed asks for less shrinking than the bounds do"
 
 
 EDITED = "fp16 is further from the fp32 source than bf16: the edits cost too much"
 ACCEPT = f"{FINETUNE}, or accept it with --max-kl"
+DRIFTED = "fp16 is further from the fp32 source than bf16: the eps that is held weighs too much in a stream so small"
+SHRINK_LESS = f"give --target half, which shrinks the stream least, or {FINETUNE}"
 
 
 def inexact(
-    excess_bits: float, *, finite: bool, exact: bool = False, ran: bool = True, edited: bool = False
+    excess_bits: float,
+    *,
+    finite: bool,
+    exact: bool = False,
+    ran: bool = True,
+    edited: bool = False,
+    drifted: bool = False,
 ) -> UnsafeEntry:
     """Return an output that is less accurate than bf16's, or of an ``exact`` plan than fp32's noise, by so many bits,
-    as an entry of the report; ran: whether the plan is from what was observed. edited: whether edits are the reason."""
+    as an entry of the report; ran: whether the plan is from what was observed. edited, drifted: whether edits, or an
+    eps that is held, are the reason."""
     why, remedy = (TOO_FEW_BITS, INEXACT if ran else INEXACT_BY_BOUNDS) if finite else (NOT_FINITE, SOMETHING_INSIDE)
     why, remedy = (EDITED, ACCEPT) if edited and finite else (why, remedy)
+    why, remedy = (DRIFTED, SHRINK_LESS) if drifted and finite else (why, remedy)
     why, remedy = (ANOTHER_FUNCTION, A_BUG) if exact else (why, remedy)
     return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=remedy, reason=why)
+
+
+def other_output(name: str, *, drifts: bool, ran: bool) -> UnsafeEntry:
+    """Return an output that is not the source's times its factor as an entry of the report; drifts: whether a drift or
+    edits may be why. ran: as in ``inexact``."""
+    remedy = A_BUG if not drifts else INEXACT if ran else INEXACT_BY_BOUNDS
+    return UnsafeEntry(signal=name, kind="inexact", reason=OTHER_OUTPUT, remedy=remedy)
 
 
 def unsafe_sites(

@@ -65,7 +65,8 @@ def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbos
 
 
 def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
-    """Print of a whole pipeline what became of the files that were not converted, its verdict, and how to load it."""
+    """Print of a whole pipeline what became of the files that were not converted, where it reads states that are not
+    the source's, its verdict, and how to load it."""
     screen, encoders = console(), [entry["subfolder"] for entry in report["encoders"]]
     print_title(out.name)
     rest, how = report["linked"] + report["copied"], [f"{report[kind]:,} {kind}" for kind in ("linked", "copied")]
@@ -75,6 +76,8 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
         screen.say("a linked file is the source's own: to write to one later, convert with --copy")
     if report["left_out"]:
         screen.say(f"left out: {', '.join(report['left_out'])}")
+    for line in facts.reading_lines(schema.read(schema.PipelineReport, report)):
+        screen.say(line)
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
         screen.print(bad("pipeline: unsafe", f"{wording.listed(unsafe)} can overflow in fp16, as said above"))
@@ -107,6 +110,7 @@ def print_advice(screen: Output, report: schema.Report) -> None:
     older = "; ".join(report.older)
     for what, advice in (
         ("function", facts.inexactness(report)),
+        ("outputs", facts.scaled_outputs(report)),
         ("older versions", older),
         ("padding", facts.padding_advice(report)),
         ("not covered", inside),
@@ -501,6 +505,8 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
         after = max(signal.after for signal in report.signals)
         kept = wording.below_limit(math.log2(FP16_MAX / after) if after else math.inf)
         screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
+    if scaled := facts.scaled_outputs(report):
+        screen.say(f"outputs: {scaled}")
     if planned is None:
         return
     if report.inexact:

@@ -65,8 +65,7 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
             if id(parameter) in done:
                 continue
             done.add(id(parameter))
-            scale(parameter, exponents_of(tensor, plan).full(tensor.shape), tensor.offset)
-            parameter.mul_(correction_of(tensor, plan))
+            scale(parameter, exponents_of(tensor, plan).full(tensor.shape), tensor.offset, correction_of(tensor, plan))
     for path, stream in layout.streams_read.items():
         norm = model.get_submodule(path)
         attribute = eps_attribute(norm)
@@ -74,21 +73,24 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
     return model
 
 
-def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0) -> None:
-    """Multiply a tensor in place by 2 to the exponents (int32, on its device, broadcast to it), or its sum with
-    ``offset``, which is rounded once where the tensor's dtype does not hold it."""
+def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> None:
+    """Multiply a tensor in place by ``gain`` and 2 to the exponents (int32, on its device, broadcast to it), or its sum
+    with ``offset``, which is rounded once where the tensor's dtype does not hold it."""
     if offset:
-        if bool((exponents != 0).any()):
-            tensor.copy_(torch.ldexp(tensor.double() + offset, exponents.double()) - offset)
+        if gain != 1.0 or bool((exponents != 0).any()):
+            tensor.copy_(torch.ldexp((tensor.double() + offset) * gain, exponents.double()) - offset)
         return
+    if gain != 1.0:
+        tensor.mul_(gain)
     # Two factors, each a normal fp32 number, so that no intermediate is lost.
     half = torch.div(exponents, 2, rounding_mode="floor")
     for part in (half, exponents - half):
         tensor.mul_(torch.ldexp(torch.ones_like(part, dtype=torch.float32), part).to(tensor.dtype))
 
 
-def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0) -> torch.Tensor:
-    """Return an fp32 weight as it comes back from files: scaled as ``scale`` does, rounded to fp16, and scaled back.
+def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> torch.Tensor:
+    """Return an fp32 weight times ``gain`` as it comes back from files: scaled as ``scale`` does, rounded to fp16, and
+    scaled back.
 
     It goes there in float64, by runs of rows, so that a large vocabulary's table takes no memory but its own.
     """
@@ -96,7 +98,7 @@ def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 
     matrices = (x.reshape(len(weight), -1) for x in (weight, exponents.expand(weight.shape), result))
     for part, here, place in zip(*map(chunks, matrices), strict=True):
         block = part.double()
-        scale(block, here, offset)
+        scale(block, here, offset, gain)
         block = block.half().double()
         scale(block, -here, offset)
         place.copy_(block)
@@ -111,8 +113,9 @@ def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
     so makes version 4 tie an untied head.
     """
     config = dict(layout.config)
-    for key in layout.family.eps_keys if plan.residual_exponent else ():
-        config = with_value(config, key, layout.eps * 4.0**plan.residual_exponent)
+    eps = plan.eps if plan.eps_held else layout.eps * 4.0**plan.residual_exponent
+    for key in layout.family.eps_keys if eps != layout.eps else ():
+        config = with_value(config, key, eps)
     # The tie flag stays where it also switches on a scale that the head needs.
     scaled_by_flag = layout.family.output_scale is OutputScale.CONFIG and layout.head_scale != 1.0
     if layout.tied is False and not scaled_by_flag:

@@ -49,8 +49,9 @@ class Plan(BaseModel):
     ``residual_exponent``: of the residual stream, of the encoder's where stacks have one each. ``exponents``: per other
     signal one integer for all channels or a list with one per channel; those of channels at 0 are left out.
     ``gain_correction``: factor on a norm's weight, not a power of two, that takes out the mean of the eps drift.
-    ``eps``: what the config must say, None where it cannot. ``centred_keys``: paths of the attentions whose key bias is
-    replaced by the one that centres keys, see ``centred``.
+    ``eps``: what the config must say, None where it cannot. ``eps_held``: whether that goes with no exponent, since
+    whoever is to read the output has this eps whatever the config says. ``centred_keys``: paths of the attentions whose
+    key bias is replaced by the one that centres keys, see ``centred``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,6 +61,7 @@ class Plan(BaseModel):
     exponents: dict[str, Exponent | list[Exponent]] = Field(default_factory=dict)
     untied_head: bool = False
     eps: float | None = None
+    eps_held: bool = False
     gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     drift: Drift | None = None
     margin_bits: float | None = None
@@ -68,6 +70,8 @@ class Plan(BaseModel):
     @property
     def drifts_by(self) -> str:
         """What makes it drift, in words."""
+        if self.eps_held:
+            return "the eps that is held"
         return "LayerNorm's eps" if self.eps is None else "rounded gains"
 
     def exponent(self, signal: str) -> int | list[int]:
@@ -187,8 +191,9 @@ def inverse(plan: Plan) -> Plan:
 
 
 def describe_plan(plan: Plan) -> Mapping[str, object]:
-    """Return the plan as JSON data, lists of one repeated number folded into that number, no centred keys left out."""
-    data = plan.model_dump(exclude=None if plan.centred_keys else {"centred_keys"})
+    """Return the plan as JSON data, lists of one repeated number folded into that number, without centred keys and a
+    held eps where there are none."""
+    data = plan.model_dump(exclude={name for name in ("centred_keys", "eps_held") if not getattr(plan, name)})
     data["exponents"] = {
         k: v[0] if isinstance(v, list) and len(set(v)) == 1 else v for k, v in data["exponents"].items()
     }

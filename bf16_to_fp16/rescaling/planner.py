@@ -47,6 +47,10 @@ and an unsafe one can."""
 RESTRAINT = ROUNDING * 2.0**-10
 """What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
 
+RESTRAINT_OF_STATES = 2.0**-10
+"""The same of what the last norm gives, which the class without a head hands to its users: it moves for a limit, or
+where a head loses what shows, and for no single weight."""
+
 PROOF_WORTH = ROUNDING / 4
 """Predicted error that a proof of one site may cost; with four sites for each norm, as much as one rounding there."""
 
@@ -174,6 +178,7 @@ class _Costs:
         self.looked_at: set[tuple[str, int, Axis]] = set()
         self.chosen: dict[str, torch.Tensor] = {}
         self.fallbacks: dict[str, Fallback] = {}
+        self.last_norms = {stack.ends.norm for stack in layout.stacks()}
         self.touched: dict[str, list[tuple[ResolvedTensor, int, Axis]]] = {name: [] for name in layout.signals}
         for tensor in layout.tensors.values():
             for place, axis in enumerate(tensor.axes):
@@ -279,7 +284,8 @@ class _Costs:
         """Yield for each residual exponent the cost of every exponent −24…24 for every channel of a signal, float64
         [channels, 49], each weight's cost worked out once for all of them."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
-        own = RESTRAINT / signal.size * exponents.abs().double().expand(signal.size, -1)
+        restraint = RESTRAINT_OF_STATES if signal.name in self.last_norms else RESTRAINT
+        own = restraint / signal.size * exponents.abs().double().expand(signal.size, -1)
         tables = [(self.table(*of), *of) for of in self.touched[signal.name]]
         share = self.importance(signal)[:, None]
         weights = []
@@ -410,18 +416,23 @@ class _Costs:
         return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
 
     def drift(self, r: int) -> float:
-        """Return the sum over the stream's norms of the mean squared relative change that an unscaled eps makes, 0
-        where eps is in the config.
+        """Return the sum over the stream's norms of the mean squared relative change that a fixed eps makes, 0 where
+        the config says the scaled one.
 
-        A token of variance v changes by √((v + eps) / (v + eps·4^-r)) − 1, whose mean a gain correction takes out.
+        A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1, whose mean a gain correction takes out,
+        for one more rounding.
         """
-        if self.layout.family.eps_key is not None or r == 0:
+        if not self.drifts(r):
             return 0.0
         total = 0.0
         for path in self.norms():
-            kept, shares = self.kept(path, r)
-            total += float((shares * (self.gain_correction(path, r) * kept - 1).square()).sum())
+            (kept, shares), correction = self.kept(path, r), self.gain_correction(path, r)
+            total += float((shares * (correction * kept - 1).square()).sum()) + ROUNDING * (correction != 1.0)
         return total
+
+    def drifts(self, r: int) -> bool:
+        """Return whether norms meet another eps than the source's, in its units, at a stream's exponent."""
+        return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
     def rounded_gains(self, r: int) -> float:
         """Return the sum over the norms whose stored gains only r moves of the squared relative error of rounding
@@ -438,12 +449,12 @@ class _Costs:
         return [path for path, stream in self.layout.streams_read.items() if stream == self.stream]
 
     def kept(self, path: str, r: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what an unscaled eps leaves of a norm's output, and the share of tokens of which it leaves that."""
+        """Return what a fixed eps leaves of a norm's output, and the share of tokens of which it leaves that."""
         norm = self.ranges[path].norm if path in self.ranges else None
         if norm is None:
             return torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-        variance, shares = norm.variances.unbind(1)
-        return ((variance + self.layout.eps) / (variance + self.layout.eps * 4.0**-r)).sqrt(), shares
+        assert self.layout.fixed_eps is not None
+        return norm.kept(self.layout.eps, r, self.layout.fixed_eps)
 
     def gain_correction(self, path: str, r: int) -> float:
         """Return the factor on a norm's weight that leaves the least mean squared change and that fp16 can hold, 1
@@ -468,7 +479,7 @@ class _Costs:
 
     def gain_corrections(self, r: int) -> dict[str, float]:
         """Return the factor for each norm weight of the stream whose typical drift is more than one fp16 rounding."""
-        if self.layout.family.eps_key is not None or r == 0:
+        if not self.drifts(r):
             return {}
         factors = {f"{path}.weight": self.gain_correction(path, r) for path in self.norms()}
         return {name: factor for name, factor in factors.items() if factor != 1.0}
@@ -509,8 +520,8 @@ class _PlanSearch(_Costs):
         price = self.proof_worth * sum(len(self.layout.signals[name].seen) for name in self.fallbacks)
         exponents: dict[str, int | list[int]] = {n: e for n, e in self.decided.items() if n != streams[0]}
         exponents |= {name: folded(values) for name, values in self.chosen.items() if bool((values != 0).any())}
-        eps_key = self.layout.family.eps_key
-        unscaled = eps_key is None and any(self.decided.values())
+        own_eps, eps = self.layout.held_eps, self.layout.eps * 4.0**r
+        unscaled = any(map(self.drifts, self.decided.values()))
         plan = Plan(
             family=self.layout.family.name,
             residual_exponent=r,
@@ -519,7 +530,8 @@ class _PlanSearch(_Costs):
                 t.source and t.name == self.layout.family.head and t.source != t.name
                 for t in self.layout.tensors.values()
             ),
-            eps=self.layout.eps * 4.0**r if eps_key else None,
+            eps=None if self.layout.family.eps_key is None else eps if own_eps is None else own_eps,
+            eps_held=own_eps is not None,
             gain_correction=corrections,
             drift=Drift(relative_error=math.sqrt(drift / len(self.layout.norms))) if drift or unscaled else None,
             margin_bits=self.margin_bits,
@@ -596,8 +608,9 @@ class _PlanSearch(_Costs):
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
         """Return whether at gain 0 a norm's output, what it can reach or a reader breaks a limit, or one weight of a
-        reader is inexact."""
-        return self.best(signal, r).unmoved > self.lossy_price / 2
+        reader is inexact; of a last norm's more than one."""
+        worth = RESTRAINT_OF_STATES if signal.name in self.last_norms else self.lossy_price / 2
+        return self.best(signal, r).unmoved > worth
 
     def resettle_writers(self, norm: ResolvedSignal) -> None:
         """Solve again the channels that the readers of a moved norm write, since their tables have changed."""
