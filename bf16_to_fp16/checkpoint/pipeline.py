@@ -107,7 +107,7 @@ def class_of(folder: Path) -> str:
     """Return the class that a pipeline's index names; of one in a module of its own, which stands before it, the class
     as well."""
     named = read_index(folder).get("_class_name")
-    return str(named[-1] if isinstance(named, list) and named else named)
+    return str((named[-1] if isinstance(named, list) and named else named) or "a pipeline without a class")
 
 
 def components(folder: Path) -> dict[str, tuple[str, str]]:

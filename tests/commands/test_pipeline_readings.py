@@ -30,19 +30,12 @@ VARIANT = "diffusion_pytorch_model.fp16.safetensors"
 WIDTH = 24  # of a Llama here
 
 
-def llama(**changes: Any) -> Any:
-    """Return the body of a Llama that overflows fp16, as HunyuanVideo loads it."""
-    model = pipelines.encoder("llama", num_hidden_layers=4, **changes).model
-    model.config.architectures = ["LlamaModel"]
-    return model
-
-
 def hunyuan(folder: Path, dtype: torch.dtype = torch.bfloat16, projection: torch.Tensor | None = None) -> Path:
     """Write a pipeline like HunyuanVideo's, its transformer in two shards and a variant, and return it.
 
     projection: the weight of the linear that reads states position by position.
     """
-    pipelines.make(folder, {"text_encoder": llama()}, _class_name="HunyuanVideoPipeline")
+    pipelines.make(folder, {"text_encoder": pipelines.llama()}, _class_name="HunyuanVideoPipeline")
     torch.manual_seed(0)
     small = torch.randn(16, WIDTH) / 256 if projection is None else projection
     first = {PROJECTION: small, "other.weight": torch.randn(1000, 600)}
@@ -247,7 +240,7 @@ def test_a_linear_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capt
 def test_a_norm_is_named_with_the_eps_of_its_component_and_what_that_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = pipelines.make(tmp_path / "z", {"text_encoder": llama()}, _class_name="ZImagePipeline")
+    folder = pipelines.make(tmp_path / "z", {"text_encoder": pipelines.llama()}, _class_name="ZImagePipeline")
     (folder / "transformer" / "config.json").write_text('{"norm_eps": 0.001}')
     done = convert_pipeline(folder, tmp_path / "out", run_model=False)
     (entry,) = done.report["readings"]
@@ -283,7 +276,9 @@ def test_of_an_unknown_class_an_encoder_read_at_its_end_is_assumed_and_others_ar
     said = " ".join(capsys.readouterr().err.split())
     assert "what NewPipeline reads of text_encoder is not known; taken to be its last states" in said
     assert json.loads((tmp_path / "out" / "fp16_pipeline.json").read_text())["assumed"] == ["text_encoder"]
-    other = pipelines.make(tmp_path / "llama", {"text_encoder": llama()}, _class_name=["its_code", "NewPipeline"])
+    other = pipelines.make(
+        tmp_path / "llama", {"text_encoder": pipelines.llama()}, _class_name=["its_code", "NewPipeline"]
+    )
     said = error_of(capsys, "convert", other, tmp_path / "new")
     assert said.startswith("error: what NewPipeline reads of text_encoder is not known here, and inner states")
     assert f"bf16-to-fp16 convert {other} OUT --subfolder text_encoder" in said and not (tmp_path / "new").exists()
@@ -325,7 +320,7 @@ def test_as_is_for_one_model(tmp_path: Path) -> None:
 
 
 def test_states_that_an_encoder_has_not_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = pipelines.make(tmp_path / "klein", {"text_encoder": llama()}, _class_name="Flux2KleinPipeline")
+    folder = pipelines.make(tmp_path / "klein", {"text_encoder": pipelines.llama()}, _class_name="Flux2KleinPipeline")
     save_file({"context_embedder.weight": torch.ones(4, 3 * WIDTH)}, folder / pipelines.TRANSFORMER)
     said = error_of(capsys, "convert", folder, tmp_path / "out", "--no-audit")
     assert "reads hidden_states 9, 18, 27 of text_encoder, which has 4 layers" in said

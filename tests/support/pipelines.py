@@ -36,6 +36,13 @@ def encoder(kind: str = "t5-encoder", **changes: Any) -> Any:
     return model
 
 
+def llama(**changes: Any) -> Any:
+    """Return the body of a Llama that overflows fp16, as HunyuanVideo loads it."""
+    model = encoder("llama", num_hidden_layers=4, **changes).model
+    model.config.architectures = ["LlamaModel"]
+    return model
+
+
 def make(folder: Path, encoders: Mapping[str, Any], **others: Any) -> Path:
     """Write a pipeline of the given encoders by sub-folder, beside a CLIP encoder and the rest, and return it.
 
