@@ -1,5 +1,5 @@
-"""sentence-transformers gives the same embeddings from a converted folder; it loads the class without a head, also where
-the config names one with a head."""
+"""sentence-transformers gives the same embeddings from a converted folder, also where its config names a class with a
+head: it loads the class without."""
 
 from pathlib import Path
 from typing import Any
