@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 4
 PYTEST_ARGS ?=
 
-.PHONY: install demo test test-all quality bench gpu docs compat runtimes clean
+.PHONY: install demo test test-all quality bench gpu docs compat runtimes clients clean
 
 install: $(STAMP)
 
@@ -61,5 +61,14 @@ runtimes: .venv-runtimes/.installed
 	.venv-runtimes/bin/pip install --quiet -c constraints.txt -e ".[runtimes]"
 	touch $@
 
+# .venv-clients: the package with diffusers, sentence-transformers, mlx-lm and quantisers, which load converted folders.
+clients: .venv-clients/.installed
+	.venv-clients/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=20 tests/clients $(PYTEST_ARGS)
+
+.venv-clients/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet -c constraints.txt -e ".[dev,clients]"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-compat .venv-runtimes build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-compat .venv-runtimes build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

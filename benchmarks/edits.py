@@ -37,7 +37,7 @@ from torch import Tensor
 
 from bf16_to_fp16 import UserError, convert
 from bf16_to_fp16.auditing.attack import attack
-from bf16_to_fp16.auditing.fidelity import outputs as outputs_of
+from bf16_to_fp16.auditing.fidelity import add_outputs
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.measuring import fidelity_to_original
 from bf16_to_fp16.conversion.planning import checkpoint_batches
@@ -49,6 +49,7 @@ from bf16_to_fp16.ranges import ModuleRange
 from bf16_to_fp16.rescaling.centred import centrable
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.agreement import agreed_layout
+from bf16_to_fp16.run.lanes import Walk
 from bf16_to_fp16.run.stock import load
 
 NOISE = 1e-10  # divergences of two fp32 runs
@@ -269,7 +270,10 @@ class Tally:
         """Note how far fp16 is from the source on inputs that the conversion did not see, over what bf16 is."""
         original, written = open_checkpoint(source), open_checkpoint(out)
         inputs = checkpoint_batches(original, agreed_layout(original), None, seed + 1000)
-        close = fidelity_to_original(original, outputs_of(written, inputs, torch.float16, half=True), inputs)
+        walk = Walk(written)
+        half = add_outputs(walk, inputs, torch.float16, half=True)
+        walk.run()
+        close = fidelity_to_original(original, [lane.result for lane in half], inputs)
         fp16, bf16 = math.inf if close.kl_fp16 is None else close.kl_fp16, close.kl_bf16 or math.inf
         self.elsewhere.append((fp16 / max(bf16, NOISE), seed))
         if not math.isfinite(fp16):

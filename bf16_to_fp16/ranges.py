@@ -29,6 +29,19 @@ class NormRange:
     norm_max: float
     variances: Tensor
 
+    def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
+        """Return what an eps that does not follow leaves of the norm's output where what enters is multiplied by 2 to
+        the exponent, and the share of tokens of which it leaves that; fixed: another eps, which a tool has."""
+        variance, shares = self.variances.unbind(1)
+        met = (eps if fixed is None else fixed) * 4.0**-exponent
+        return ((variance + eps) / (variance + met)).sqrt(), shares
+
+    def drift(self, eps: float, exponent: int) -> float:
+        """Return the root mean square of what that changes, relative to the norm's output before its gains."""
+        kept, shares = self.kept(eps, exponent)
+        power = shares * self.variances[:, 0] / (self.variances[:, 0] + eps)  # of tokens under eps hardly any is left
+        return float((power * (kept - 1).square()).sum() / power.sum()) ** 0.5 if power.any() else 0.0
+
 
 @dataclass(frozen=True)
 class ScoreRange:

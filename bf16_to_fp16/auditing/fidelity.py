@@ -18,8 +18,9 @@ from torch import Tensor
 from ..checkpoint.reader import Checkpoint
 from ..progress import Advance
 from ..run.batch import Batch, run_batch, values_of
-from ..run.lanes import Lane, Walk
+from ..run.lanes import Lane, Walk, results_of
 from ..run.products import FastProducts
+from .every_output import EveryOutput, add_every_output, batches_shown
 
 NO_CHOICE = -1e9  # a logit that nobody chooses
 _POSITIONS_AT_A_TIME = 64  # positions compared at a time: in float64 a large vocabulary takes 2 MB each
@@ -62,10 +63,12 @@ Outputs = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """The outputs of a source in fp32, and in bf16 as a stock user would run it."""
+    """The outputs of a source in fp32, and in bf16 as a stock user would run it; every one of them on a few batches."""
 
     fp32: Outputs
     bf16: Outputs
+    every_fp32: Sequence[EveryOutput]
+    every_bf16: Sequence[EveryOutput]
 
 
 def compared(batches: Sequence[Batch]) -> list[Batch]:
@@ -116,20 +119,13 @@ def add_differences(
     return [walk.add(partial(run, batch, source), torch.float32, **options) for batch, source in pairs]
 
 
-def outputs(checkpoint: Checkpoint, batches: Sequence[Batch], dtype: torch.dtype, *, half: bool = False) -> Outputs:
-    """Return the outputs of a checkpoint's stock model on ``batches``, as ``run.stock.load`` gives it, in a walk."""
-    walk = Walk(checkpoint)
-    lanes = add_outputs(walk, batches, dtype, half=half)
-    walk.run()
-    return [lane.result for lane in lanes]
-
-
 def reference_of(checkpoint: Checkpoint, inputs: Sequence[Batch], advance: Advance | None = None) -> Reference:
     """Return the outputs of a source in fp32 and in bf16."""
-    walk = Walk(checkpoint)
-    fp32, bf16 = (add_outputs(walk, inputs, dtype) for dtype in (torch.float32, torch.bfloat16))
+    walk, shown, dtypes = Walk(checkpoint), batches_shown(compared(inputs)), (torch.float32, torch.bfloat16)
+    fp32, bf16 = (add_outputs(walk, inputs, dtype) for dtype in dtypes)
+    every = [add_every_output(walk, shown, dtype) for dtype in dtypes]
     walk.run(advance)
-    return Reference([lane.result for lane in fp32], [lane.result for lane in bf16])
+    return Reference(results_of(fp32), results_of(bf16), *map(results_of, every))
 
 
 class Difference:

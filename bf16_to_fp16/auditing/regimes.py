@@ -35,10 +35,11 @@ from ..ranges import NormRange
 from ..run import probe
 from ..run.batch import IGNORED_LABEL, SHORT, Batch, run_batch, seen_padding, values_of
 from ..run.interface import config_of, predicts_tokens
-from ..run.lanes import Lane, Walk
+from ..run.lanes import Lane, Walk, results_of
 from ..run.scaled_attention import SCALED, register
 from ..run.sentence_vectors import SentenceVectors
 from ..run.stock import attentions_of, load, load_config, set_attention
+from .every_output import EveryOutput, add_every_output, batches_shown
 from .fidelity import Outputs, add_outputs, compared, output_on
 
 REGIMES = ("stock", "amp", "half")
@@ -216,11 +217,13 @@ def audit_each(
 
 @dataclass(frozen=True)
 class Audited:
-    """What a walk showed: each regime, the outputs of ``half`` under the first attention and, if asked for, in fp32."""
+    """What a walk showed: each regime, the outputs of ``half`` under the first attention and, if asked for, in fp32,
+    there every one of them on a few batches."""
 
     regimes: dict[str, RegimeResult]
     half: Outputs
     fp32: Outputs
+    every: Sequence[EveryOutput] = ()
 
 
 def run_regimes(
@@ -249,6 +252,7 @@ def run_regimes(
     for (regime, name), shown in seen.items():
         shown.add(walk, _share(given[name], regime == "half" or "half" not in ran, name == attention[0]))
     plain = add_outputs(walk, fp32, torch.float32)
+    every = add_every_output(walk, batches_shown(compared(inputs)) if fp32 else (), torch.float32)
     walk.run(advance)
     if "half" in ran and any(site.nonfinite or site.saturated for n in attention for site in seen["half", n].sites()):
         # What half has shown to fit is no reason any more to run the others on less.
@@ -275,7 +279,8 @@ def run_regimes(
     return Audited(
         _beside_fp32(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device),
         [output for output in half if output is not None],
-        [lane.result for lane in plain],
+        results_of(plain),
+        results_of(every),
     )
 
 

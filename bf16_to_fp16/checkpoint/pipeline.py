@@ -36,13 +36,15 @@ VARIANT = "fp16"  # the variant of a component's weights that ``from_pretrained(
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline that can be converted: its folder, the commit that a Hub id stood for (else None), the sub-folders of
-    its encoders, those that are another name of one of them, those with a variant fp16, its other files, and what is
-    left out, by their names in the folder."""
+    """A pipeline that can be converted: its folder, the commit that a Hub id stood for (else None), its class, library
+    and class of each component, the sub-folders of its encoders, those that are another name of one of them, those with
+    a variant fp16, its other files, and what is left out, by their names in the folder."""
 
     folder: Path
     source: str
     revision: str | None
+    kind: str
+    loaded: Mapping[str, tuple[str, str]]
     encoders: tuple[str, ...]
     same: Mapping[str, str]
     variants: frozenset[str]
@@ -84,6 +86,8 @@ def open_pipeline(
         folder,
         str(source),
         revision,
+        class_of(folder),
+        parts,
         tuple(name for name in encoders if name not in same),
         same,
         frozenset(name for name in encoders if has_variant(there, name)),
@@ -94,14 +98,30 @@ def open_pipeline(
     )
 
 
-def components(folder: Path) -> list[str]:
-    """Return the components that a pipeline's index names and that have a folder, in its order."""
-    index = read_json(contained(folder, MODEL_INDEX), "index of the pipeline")
-    found = [name for name, kind in index.items() if isinstance(kind, list) and all(isinstance(k, str) for k in kind)]
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return a pipeline's index."""
+    return read_json(contained(folder, MODEL_INDEX), "index of the pipeline")
+
+
+def class_of(folder: Path) -> str:
+    """Return the class that a pipeline's index names; of one in a module of its own, which stands before it, the class
+    as well."""
+    named = read_index(folder).get("_class_name")
+    return str(named[-1] if isinstance(named, list) and named else named)
+
+
+def components(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return the components that a pipeline's index names and that have a folder, in its order, each with the library
+    and the class that load it."""
+    found = {
+        name: (kind[0], kind[1])
+        for name, kind in read_index(folder).items()
+        if not name.startswith("_") and isinstance(kind, list) and [*map(type, kind)] == [str, str]
+    }
     for name in found:
         if Path(name).parts != (name,) or name.startswith("."):
             raise UserError(f"{folder / MODEL_INDEX}: {name!r} is not the name of a folder; {RESTORE}")
-    return [name for name in found if (folder / name).is_dir()]
+    return {name: kind for name, kind in found.items() if (folder / name).is_dir()}
 
 
 def config_of(folder: Path, name: str) -> dict[str, Any] | None:
@@ -149,7 +169,7 @@ def has_variant(names: Iterable[str], folder: str = "") -> bool:
     return any(variant_of(n) == VARIANT for n in found if n.startswith("model") and n.endswith(".safetensors"))
 
 
-def used(sizes: Iterable[str], parts: Sequence[str]) -> list[str]:
+def used(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
     """Return which files of a repository ``from_pretrained`` uses: small ones, and of each component the weights in
     safetensors where there are any, else in the older format, and not as a variant where there is a default."""
     kept: list[str] = []

@@ -31,7 +31,8 @@ class Checkpoint:
     """An opened checkpoint: its config and where each tensor lies; the weights stay on the disk. ``source``: what the
     user typed. ``revision``: the commit that a Hub id stood for. ``tensors``: by name, sorted. ``weight_files``: in
     shard order. ``index``: the parsed index of shards. ``notes``: what was assumed of a source that is one file, for
-    its user. ``stored_names``: the names in files of tensors that modules call otherwise."""
+    its user. ``stored_names``: the names in files of tensors that modules call otherwise. ``own_folder``: the source's,
+    where ``folder`` is one in scratch space whose config names another class."""
 
     folder: Path
     source: str
@@ -44,6 +45,12 @@ class Checkpoint:
     subfolder: str | None = None
     notes: tuple[str, ...] = ()
     stored_names: Mapping[str, str] = field(default_factory=dict)
+    own_folder: Path | None = None
+
+    @property
+    def home(self) -> Path:
+        """The folder that holds what lies beside the weights, as the source has it."""
+        return self.own_folder or self.folder
 
     def check_unchanged(self) -> None:
         """Raise UserError for a weight file whose inode, size or times are not as when the checkpoint was opened."""
@@ -60,7 +67,7 @@ class Checkpoint:
 
     def file_name(self, file: Path) -> str:
         """Return what a report calls a file of weights: its path in the folder, or of a single file its own name."""
-        return file.relative_to(self.folder).as_posix() if file.is_relative_to(self.folder) else file.name
+        return file.relative_to(self.home).as_posix() if file.is_relative_to(self.home) else file.name
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor in its own dtype; raise UserError where the file cannot be read or became shorter."""
@@ -94,8 +101,8 @@ class Checkpoint:
 
 
 VIEWS: dict[Path, Checkpoint] = {}
-"""The checkpoints that are one file of weights, by the folders in scratch space that hold all else of them; only this
-process makes such folders."""
+"""The checkpoints that are one file of weights, or are read as another class, by the folders in scratch space that hold
+all else of them; only this process makes such folders."""
 
 
 def open_checkpoint(

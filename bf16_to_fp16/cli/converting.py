@@ -108,7 +108,7 @@ def convert_command(
     """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
     written.
 
-    Of a diffusion pipeline (model_index.json) every T5 encoder is converted, and the rest is linked.
+    Of a diffusion pipeline (model_index.json) every supported text encoder is converted, and the rest is linked.
     """
     # As many parameters as options, which click passes one by one; ``fields`` are those of ``Options``.
     if adapter is not None:
@@ -314,10 +314,14 @@ def undo_whole(folder: Path, out: Path, *, force: bool, json_file: str | None) -
     check_out(out, folder, force=force, back=True)
     words = {name: terminal.brought_back(folder / name) for name in names}
     done = undo_pipeline(folder, out, force=force, progress=make_progress())
-    write_result(json_file, {"out": str(done.out), "missing": list(done.missing)})
+    lists = {"missing": done.missing, "rescaled": done.rescaled, "changed": done.changed}
+    write_result(json_file, {"out": str(done.out), **{key: list(names) for key, names in lists.items()}})
     if json_file != "-":
         for name, said in words.items():
             show(f"{done.out / name} holds {said}")
+        for name in done.rescaled:
+            bits = "was changed since convert wrote it" if name in done.changed else "bit for bit"
+            show(f"{done.out / name} is without the powers of two again, {bits}")
         show(f"{done.out} has the rest of the pipeline as it was")
         if done.missing:
             show(f"not brought back, since convert left them out: {', '.join(done.missing)}")

@@ -38,12 +38,14 @@ from ..conversion.options import (
     Provenance,
     shown_in_a_command,
 )
+from ..conversion.pipelines import entered
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
 from ..quiet import quiet
+from ..ranges import NormRange
 from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
@@ -52,6 +54,7 @@ from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
 from ..rescaling.edits import listed_edits
+from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Planned
 from ..run.batch import describe_batches
@@ -67,7 +70,8 @@ class Conversion:
     """What ``convert`` did: the report (its keys are listed in docs/report.md), the folder or file written (None for a
     dry run), the plan; of a dry run, the bytes of the weights to be written, and the seconds that the whole will take
     (None where nothing was run); of one file, sentences on the tool that is to read it. ``next``: the report's, with
-    the paths as they were given, so that it runs."""
+    the paths as they were given, so that it runs. ``entered``: what entered each layer of the source, see
+    ``conversion.pipelines``."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -77,6 +81,7 @@ class Conversion:
     seconds: float | None = None
     notes: tuple[str, ...] = ()
     next: str = ""
+    entered: tuple[NormRange, ...] = ()
 
     @property
     def safe(self) -> bool:
@@ -137,8 +142,9 @@ def convert_by(
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
         signals = reports.signals_of(decided.layout, decided.plan, decided.of_source) if decided.of_source else []
-        edits = reports.inexact_of(listed_edits(decided.layout, decided.plan, decided.predicted))
-        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals, **edits)
+        more = reports.inexact_of(listed_edits(decided.layout, decided.plan, decided.predicted))
+        more["outputs"] = reports.outputs_of(output_factors(decided.layout, decided.plan), {})
+        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals, **more)
         nbytes = sum(
             math.prod(w.shape) * w.dtype.itemsize for w in writes(opened.checkpoint, decided.layout, decided.plan)
         )
@@ -176,7 +182,9 @@ def convert_by(
         opened.checkpoint.check_unchanged()
         report = write_report(work, report)
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
-    return Conversion(dump(report), place.out, decided.planned, measured.plan, notes=decided.notes, next=then)
+    states = entered(decided.layout, decided.of_source)
+    how: dict[str, Any] = {"notes": decided.notes, "next": then, "entered": states}
+    return Conversion(dump(report), place.out, decided.planned, measured.plan, **how)
 
 
 def next_of(options: Options, report: Report, source: str, out: str) -> str:
@@ -244,10 +252,10 @@ def convert_to_file(
 def check_unconverted(checkpoint: Checkpoint) -> None:
     """Raise UserError for a checkpoint, a folder or one file, that this program has converted: another conversion would
     know nothing of what that was made from, and could not be undone to it."""
-    file = None if checkpoint.weight_files[0].is_relative_to(checkpoint.folder) else checkpoint.weight_files[0]
-    if not (is_converted(checkpoint.folder) if file is None else summary_of(file) is not None):
+    file = None if checkpoint.weight_files[0].is_relative_to(checkpoint.home) else checkpoint.weight_files[0]
+    if not (is_converted(checkpoint.home) if file is None else summary_of(file) is not None):
         return
-    here, name = (REPORT, checkpoint.folder) if file is None else ("its metadata", file)
+    here, name = (REPORT, checkpoint.home) if file is None else ("its metadata", file)
     raise UserError(
         f"{name} is converted already, as {here} says; convert what it was made from, or bring that back with"
         " bf16-to-fp16 undo (bf16-to-fp16 verify checks it as it is; finetune goes on from it)"

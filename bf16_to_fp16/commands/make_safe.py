@@ -30,7 +30,9 @@ from ..quiet import quiet
 from ..report.facts import tower_of
 from ..rescaling.apply import apply, scale
 from ..rescaling.centred import centred, key_biases
+from ..rescaling.edits import OfChannels
 from ..rescaling.follow import exponents_by_parameter, follow
+from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, exponents_of, inverse
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.stock import eps_attribute
@@ -47,7 +49,8 @@ class MadeSafe:
     plan: the powers of two, all 0 where nothing had to be done. certified: whether no input can overflow the weights as
     they are now, rounded to fp16; training moves them. headroom_bits: log2(limit / bound) at ``tightest``, the site
     with the least. eps: of the norms before. ``again``: the model had been made safe before, and nothing was done.
-    originals: the key biases, by name, that others replaced.
+    originals: the key biases, by name, that others replaced. outputs: by name, the log2 of the factor by which what the
+    class returns is larger than before, for all channels or for each; logits are as they were.
     """
 
     plan: Plan
@@ -58,6 +61,7 @@ class MadeSafe:
     eps: float
     again: bool = False
     originals: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    outputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
 
     @property
     def changed(self) -> bool:
@@ -178,7 +182,7 @@ def make_fp16_safe(
         worst = min(proof.sites, key=lambda site: site.headroom_bits)
         originals = {name: source.read(name).clone() for name in key_biases(layout, plan.centred_keys)}
         facts = proof.holds, worst.headroom_bits, worst.name, layout.eps
-        made = MadeSafe(plan, target, *facts, originals=originals)
+        made = MadeSafe(plan, target, *facts, originals=originals, outputs=output_factors(planned, plan))
         if made.changed:
             apply(model, layout, plan)
             if layout.family.eps_key is not None:

@@ -1,8 +1,9 @@
-"""Whole diffusion pipelines: every encoder of the T5 family converted, all else linked or copied, and the way back.
+"""Whole diffusion pipelines: every supported text encoder converted, all else linked or copied, and the way back.
 
-The output is a pipeline like the source. Each converted sub-folder is a converted checkpoint by itself, with its own
-report, page and card, which ``verify``, ``audit``, ``certify`` and ``publish`` take; ``fp16_pipeline.json`` beside
-``model_index.json`` says which they are.
+The output is a pipeline like the source, and computes the same: where another component's linear reads states that a
+conversion multiplies, that linear carries the inverse. Each converted sub-folder is a converted checkpoint by itself,
+with its own report, page and card, which ``verify``, ``audit``, ``certify`` and ``publish`` take;
+``fp16_pipeline.json`` beside ``model_index.json`` says which they are.
 """
 
 from __future__ import annotations
@@ -19,17 +20,28 @@ from pydantic import ValidationError
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import is_weights, records, write_json
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
-from ..checkpoint.places import contained, own_name, written_folder
+from ..checkpoint.places import contained, leaves, own_name, written_folder
 from ..checkpoint.reader import fetched, hub_files
 from ..checkpoint.shards import INDEX
 from ..checkpoint.staging import check_free_space, check_out, staged
 from ..conversion.options import Destination, GivenOptions, Options
+from ..conversion.pipelines import Uses, check_linears, met, rescale_linears, restore_linears, uses_of
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known
 from ..progress import Progress
 from ..quiet import quiet
-from ..report.schema import FileEntry, Output, PipelineEntry, PipelineReport, Report, Source, dump, read
+from ..report.schema import (
+    FileEntry,
+    Output,
+    PipelineEntry,
+    PipelineReport,
+    ReadingEntry,
+    Report,
+    Source,
+    dump,
+    read,
+)
 from ..report.stored import read_origin
 from ..wording import counted, listed
 from .convert import Conversion, convert_by, next_of
@@ -69,8 +81,8 @@ def convert_pipeline(
     progress: Progress | None = None,
     **options: Unpack[GivenOptions],
 ) -> PipelineConversion:
-    """Convert every T5-family encoder of a diffusion pipeline (folder or Hub id) to fp16, and bring the rest of the
-    pipeline to ``out`` with them.
+    """Convert every supported text encoder of a diffusion pipeline (folder or Hub id) to fp16, and bring the rest of
+    the pipeline to ``out`` with them.
 
     It has as many parameters as ``convert``: those that are not here are the fields of ``Options``. copy: copy the
     other files instead of linking the large ones. dry_run: plan only, write nothing. force: replace an existing
@@ -100,38 +112,60 @@ def convert_pipeline_by(
     options.check()
     if options.plan is not None and len(pipeline.encoders) > 1:
         raise UserError(f"--plan is for one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
-    local = pipeline.revision is None
+    if options.as_class is not None:
+        raise UserError(
+            "--as is for one model, and model_index.json says which class loads each; give --subfolder"
+            f" {listed(pipeline.encoders, 'or')} as well"
+        )
+    local, uses = pipeline.revision is None, uses_of(pipeline)
     place.check(pipeline.folder)
+    for name in uses.assumed:
+        progress.say(assumption(pipeline.kind, name))
     if place.dry_run:
-        planned = {n: converted(options, pipeline, n, place, endpoint, progress) for n in pipeline.encoders}
+        planned = {n: converted(options, pipeline, uses, n, place, endpoint, progress) for n in pipeline.encoders}
         return PipelineConversion({}, None, planned)
     with staged(place.out, force=place.force) as work:
         if not local:
             fetch_others(pipeline, endpoint, progress)
-        brought, links = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
+        check_linears(pipeline.folder, uses)
+        nbytes, links = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
         encoders: list[PipelineEntry] = []
+        readings: list[ReadingEntry] = []
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
             inside = Destination(work / name)
-            done[name] = converted(options, pipeline, name, inside, endpoint, progress)
+            done[name] = converted(options, pipeline, uses, name, inside, endpoint, progress)
             encoders.append(entry_of(pipeline, name, done[name].report))
+            readings += readings_of(pipeline, uses, name, done[name])
         for name, first in pipeline.same.items():
             [*bring(work / first, files_below(work / first)[0], work / name)]
             encoders.append(entry_of(pipeline, name, done[first].report, same=first))
+            readings += readings_of(pipeline, uses, name, done[first])
+        rescaled = rescale_linears(work, readings, progress)
+        written = {entry.name: entry.sha256 for entry in rescaled}
+        links = {name: nbytes for name, nbytes in links.items() if name not in written}
         # Links to a source's files have no SHA-256, since whoever removes a link removes no file.
-        linked = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
-        files = sorted([*records(work, links), *linked], key=lambda entry: str(entry["name"]))
+        known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
+        for name, sha256 in written.items():
+            known.append({"name": name, "nbytes": (work / name).stat().st_size, "sha256": sha256})
+        files = sorted([*records(work, links | written), *known], key=lambda entry: str(entry["name"]))
         report = PipelineReport(
             schema=SCHEMA,
             verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
             source=Source(path=pipeline.source if not local else own_name(pipeline.source), revision=pipeline.revision),
+            pipeline=pipeline.kind,
             encoders=encoders,
+            assumed=list(uses.assumed),
+            readings=readings,
+            rescaled=rescaled,
             left_out=list(pipeline.left_out),
             command=options.command(pipeline.source, place.out) + (" --copy" if copy else ""),
             environment=read(Report, next(iter(done.values())).report).environment,
             output=Output(files=[FileEntry.model_validate(entry) for entry in files]),
-            **brought,
+            linked=len(links),
+            copied=len(pipeline.others) - len(links) - len(rescaled),
+            nbytes=nbytes,
         )
         write_json(work / PIPELINE, dump(report))
     moved = {}
@@ -143,11 +177,27 @@ def convert_pipeline_by(
     return PipelineConversion(dump(report), place.out, moved)
 
 
+def assumption(kind: str, name: str) -> str:
+    """Return in words what is assumed of an encoder in a pipeline of an unknown class."""
+    return f"what {kind} reads of {name} is not known; taken to be its last states, which conversion leaves as they are"
+
+
+def readings_of(pipeline: Pipeline, uses: Uses, name: str, done: Conversion) -> list[ReadingEntry]:
+    """Return where a pipeline reads states of an encoder that a conversion multiplied."""
+    return met(pipeline, name, uses.readings[name], read(Report, done.report), done.entered)
+
+
 def converted(
-    options: Options, pipeline: Pipeline, name: str, place: Destination, endpoint: str | None, progress: Progress
+    options: Options,
+    pipeline: Pipeline,
+    uses: Uses,
+    name: str,
+    place: Destination,
+    endpoint: str | None,
+    progress: Progress,
 ) -> Conversion:
     """Return what the conversion of one encoder did; an error names its sub-folder."""
-    asked = replace(options, subfolder=name, variant=name in pipeline.variants)
+    asked = replace(options, subfolder=name, variant=name in pipeline.variants, as_class=uses.classes[name])
     done = convert_by(asked, pipeline.source, place, endpoint=endpoint, progress=progress)
     if not place.dry_run and done.report["source"].get("revision") != pipeline.revision:
         raise UserError(f"{pipeline.source} was changed on the Hub meanwhile; run the same command again")
@@ -167,9 +217,9 @@ def fetch_others(pipeline: Pipeline, endpoint: str | None, progress: Progress) -
 
 def bring_others(
     folder: Path, names: Sequence[str], work: Path, *, link: bool, progress: Progress
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Bring the files that are not converted, and return how many were linked and copied, with their bytes in all, and
-    the bytes of each that was linked, by name."""
+) -> tuple[int, dict[str, int]]:
+    """Bring the files that are not converted, and return their bytes in all, and the bytes of each that was linked, by
+    name."""
     links: dict[str, int] = {}
     nbytes = 0
     with progress.step(f"Bringing {counted(len(names), 'file')} besides the encoders") as advance:
@@ -179,7 +229,7 @@ def bring_others(
             if file.linked:
                 links[name] = file.nbytes
             advance(number, len(names))
-    return {"linked": len(links), "copied": len(names) - len(links), "nbytes": nbytes}, links
+    return nbytes, links
 
 
 def entry_of(pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: str | None = None) -> PipelineEntry:
@@ -201,11 +251,14 @@ def entry_of(pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: 
 
 @dataclass(frozen=True)
 class Undone:
-    """What ``undo_pipeline`` wrote: the folder, and the files of the source that cannot be brought back, since the
-    conversion left them out."""
+    """What ``undo_pipeline`` wrote: the folder, the files of the source that cannot be brought back, since the
+    conversion left them out, those with linears that carried powers of two, and of these those that are not the
+    source's to the bit, since they were changed in between."""
 
     out: Path
     missing: tuple[str, ...]
+    rescaled: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
 
 def read_pipeline(folder: Path) -> PipelineReport:
@@ -217,10 +270,10 @@ def read_pipeline(folder: Path) -> PipelineReport:
         report = read(PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
     except ValidationError as error:
         raise UserError(f"{file}: is not what convert writes; convert the pipeline again") from error
-    for entry in report.encoders:
-        for name in (entry.subfolder, *entry.files, *entry.texts):
-            if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).parts:
-                raise UserError(f"{file}: {name!r} leaves the folder; convert the pipeline again")
+    names = [name for entry in report.encoders for name in (entry.subfolder, *entry.files, *entry.texts)]
+    for name in (*names, *(entry.name for entry in report.rescaled)):
+        if leaves(name) or not Path(name).parts:
+            raise UserError(f"{file}: {name!r} leaves the folder; convert the pipeline again")
     return report
 
 
@@ -228,7 +281,8 @@ def undo_pipeline(
     folder: str | Path, out: str | Path, *, force: bool = False, copy: bool = False, progress: Progress | None = None
 ) -> Undone:
     """Write the source of a converted pipeline back: each encoder by the inverse of its plan, with the names and texts
-    that it had, and all else linked (or copied, with ``copy``) as it is.
+    that it had, the linears of other components without the powers of two that they carry, and all else linked (or
+    copied, with ``copy``) as it is.
 
     Raises UserError where the folder is no converted pipeline.
     """
@@ -244,7 +298,8 @@ def undo_pipeline(
             back = work / entry.subfolder
             undo(folder / entry.subfolder, back, progress=progress)
             missing += [f"{entry.subfolder}/{name}" for name in as_it_was(back, entry, folder / entry.subfolder)]
-    return Undone(out, tuple(missing))
+        changed = restore_linears(work, report.rescaled, progress)
+    return Undone(out, tuple(missing), tuple(entry.name for entry in report.rescaled), changed)
 
 
 def as_it_was(back: Path, entry: PipelineEntry, converted: Path) -> list[str]:

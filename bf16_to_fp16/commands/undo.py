@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..families.configs import with_value, without_value
+from ..families.known import architectures
+from ..families.other_class import names_under
 from ..families.resolve import resolve
 from ..progress import Progress
 from ..report.schema import REPORT, Source
@@ -51,13 +54,30 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     if not (folder / REPORT).is_file():
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     check_out(out, folder, force=force, back=True)
-    checkpoint, origin = open_checkpoint(folder), read_origin(folder)
+    origin = read_origin(folder)
+    checkpoint = named_as_before(open_checkpoint(folder), origin)
     with staged(out, force=force) as work:
         written = write_weights(checkpoint, read_plan(folder), origin, work, progress)
         check_written_files(folder, written.source_sha256)
         write_beside(checkpoint, origin, work)
         write_in_fp16(folder, work, origin.side_dtypes)
     return out
+
+
+def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
+    """Return a converted checkpoint whose tensors are written under the names of the class that the source was for,
+    where it was converted for another one and nothing was left out for that."""
+    before = class_before(origin)
+    if before is None:
+        return checkpoint
+    names = names_under(checkpoint.config, checkpoint.tensors, before)
+    return replace(checkpoint, stored_names={n: other for n, other in names.items() if n != other})
+
+
+def class_before(origin: Source) -> str | None:
+    """Return the class that a source's config names, where it was converted for another and can be one of it again."""
+    sides = origin.config_changes.get("architectures", {})
+    return None if "before" not in sides or origin.dropped else architectures({"architectures": sides["before"]})[0]
 
 
 def write_weights(
@@ -91,6 +111,8 @@ def config_before(config: Mapping[str, Any], origin: Source) -> dict[str, Any]:
     """Return the config that a conversion made another one of."""
     found = dict(config)
     for key, sides in origin.config_changes.items():
+        if key == "architectures" and class_before(origin) is None:  # whose head was left out
+            continue
         found = with_value(found, key, sides["before"]) if "before" in sides else without_value(found, key)
     return found
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..auditing.every_output import OutputError
 from ..auditing.fidelity import Fidelity, reference_of
 from ..auditing.regimes import Audited, RegimeResult
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
@@ -23,15 +24,16 @@ from ..checkpoint.naming import LAYOUTS
 from ..checkpoint.packing import summary_of
 from ..checkpoint.places import own_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..conversion.measuring import audited, bounded, compare, in_fp32_too, measured_edits, outputs_of_few
+from ..conversion.measuring import audited, bounded, compare, errors_of, in_fp32_too, measured_edits, outputs_of_few
 from ..conversion.options import FIXED, read_command
 from ..conversion.planning import observe_source, own_length
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..families.known import padding_entry
+from ..families.known import architectures, padding_entry
 from ..families.layout import Layout
 from ..families.older import differences
+from ..families.other_class import read_as
 from ..families.resolve import resolve
 from ..progress import Progress
 from ..quiet import quiet
@@ -114,6 +116,8 @@ def verify(
     claim, problems = subject.claim, found.problems
     if not problems:
         origin = None if original is None else open_checkpoint(original, endpoint=endpoint)
+        if origin is not None and (other := converted_for(subject.source)) is not None:
+            origin = read_as(origin, other)
         examine(subject, origin, data, found, run_model=run_model, device=on, progress=progress)
     if not claim.safe:
         said_in = REPORT if subject.packed is None else subject.place.name
@@ -200,8 +204,8 @@ def examine(
         found.add("files", check_tensors(subject.place, checkpoint, subject.packed))
     else:
         found.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
-    listed = claim.inexact if subject.packed is None else None  # one file does not list edits beside its plan
-    found.add("plan", check_plan(checkpoint, layout, plan, subject.source, listed, subject.own_eps))
+    beside = claim if subject.packed is None else None  # one file lists nothing beside its plan
+    found.add("plan", check_plan(checkpoint, layout, plan, subject.source, beside, subject.own_eps))
     if original is not None:
         replayed = replay(original, checkpoint, plan, subject.source, progress)
         found.unchecked |= replayed.unchecked
@@ -347,8 +351,16 @@ def check_few(
 ) -> list[Problem]:
     """Return where fidelity and drift of what was not audited are not what a few short rows show again."""
     rows = [probe.few_rows(load_config(original.folder))]
-    ran = outputs_of_few(checkpoint, rows, progress)
-    return close_as_said(report, *compare(original, layout, plan, reference_of(original, rows), ran, rows, rows))
+    ran, reference = outputs_of_few(checkpoint, rows, progress), reference_of(original, rows)
+    problems = close_as_said(report, *compare(original, layout, plan, reference, ran, rows, rows))
+    return problems + outputs_as_said(report, errors_of(layout, plan, reference, ran))
+
+
+def outputs_as_said(report: Report, errors: Mapping[str, OutputError]) -> list[Problem]:
+    """Return the outputs whose recorded errors are not those that were measured again."""
+    found = {name: asdict(error) for name, error in errors.items()}
+    said = {name: {key: getattr(report.outputs.get(name), key, None) for key in found[name]} for name in found}
+    return compared("fidelity", said, found, "outputs")
 
 
 def close_as_said(report: Report, close: Fidelity, plan: Plan) -> list[Problem]:
@@ -375,8 +387,9 @@ def check_fidelity(
     ranges, reference = observe_source(original, again.inputs, progress, device)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         edits = measured_edits(checkpoint, Decided(layout, plan, report.target or "half"), again.in_fp32)
-        close, plan = compare(original, layout, plan, reference, again.ran, again.inputs, again.in_fp32)
-    said, problems = dump(report), close_as_said(report, close, plan)
+        close, drifted = compare(original, layout, plan, reference, again.ran, again.inputs, again.in_fp32)
+    said, problems = dump(report), close_as_said(report, close, drifted)
+    problems += outputs_as_said(report, errors_of(layout, plan, reference, again.ran))
     said_of, found_of = ({edit.site: {"measured": edit.measured} for edit in each} for each in (report.inexact, edits))
     problems += compared("fidelity", said_of, found_of, "inexact")
     for key, describe in (("signals", signals_of), ("precision", kept_bits_of)):
@@ -406,6 +419,7 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
         "--target": given.get("--target") and report.target,
         "--layout": layout,
         "--subfolder": inside,
+        "--as": given.get("--as") and converted_for(report.source),
     }
     if layout is None:
         assert report.certificate is not None  # ``locating.NEEDED`` asks for it
@@ -463,6 +477,12 @@ def packed_subject(file: Path) -> Subject:
         raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
     claim = claim.model_copy(update={"family": inside.plan.family})
     return Subject(file, claim, inside.plan, inside.source, longest, inside)
+
+
+def converted_for(source: Source) -> str | None:
+    """Return the class that a checkpoint was converted for, where its source's config names another."""
+    sides = source.config_changes.get("architectures")
+    return None if sides is None else architectures({"architectures": sides.get("after")})[0]
 
 
 def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..auditing.attack import GROUP, Attack, attack
+from ..auditing.every_output import OutputError, add_every_output, batches_shown, output_errors
 from ..auditing.fidelity import (
     Fidelity,
     Outputs,
@@ -22,7 +23,6 @@ from ..auditing.fidelity import (
     compared,
     fidelity,
     mean_divergence,
-    outputs,
     outputs_on,
     reference_of,
 )
@@ -42,11 +42,12 @@ from ..progress import Progress
 from ..report.build import Decided, Measured
 from ..report.schema import FidelityEntry
 from ..rescaling.edits import Edit, edits_of, listed_edits
+from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Drift, Plan, inverse
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch
-from ..run.lanes import Change, Walk
+from ..run.lanes import Change, Walk, results_of
 from ..run.stock import attentions_of, load, load_config
 from .editing import change_by, some_of
 from .options import Options
@@ -75,8 +76,25 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
         reference = decided.reference or reference_of(opened.checkpoint, inputs)
         closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, reference, ran, inputs, in_fp32)
         edits = measured_edits(written, decided, in_fp32)
-    environment = device.environment()
-    return Measured(certificate, plan, tiers, ran.regimes, closeness, ran.half, environment, edits=edits)
+    return Measured(
+        certificate,
+        plan,
+        tiers,
+        ran.regimes,
+        closeness,
+        ran.half,
+        device.environment(),
+        edits=edits,
+        outputs=errors_of(decided.layout, decided.plan, reference, ran),
+    )
+
+
+def errors_of(layout: Layout, plan: Plan, reference: Reference, ran: Audited) -> dict[str, OutputError]:
+    """Return how far each output of what was written is from the source's times its factor, in fp32; none where it was
+    not run so."""
+    if not ran.every:
+        return {}
+    return output_errors(output_factors(layout, plan), reference.every_fp32, reference.every_bf16, ran.every)
 
 
 def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -> tuple[Edit, ...]:
@@ -94,11 +112,11 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
     without = add_outputs(walk, some, torch.float32, change=undone(exponents))
     walk.run()
     how: dict[str, Any] = {"probabilities": layout.gives_probabilities, "scale": torch.ones(())}
-    source, walk = [lane.result for lane in without], Walk(written)
+    source, walk = results_of(without), Walk(written)
     alone = [undone(exponents.keys() - {edit.signal}) for edit in edits]
     lanes = [add_differences(walk, some, source, change=change, **how) for change in alone]
     walk.run()
-    found = [mean_divergence([lane.result for lane in each]) for each in lanes]
+    found = [mean_divergence(results_of(each)) for each in lanes]
     return tuple(replace(edit, measured=cost) for edit, cost in zip(edits, found, strict=True))
 
 
@@ -114,10 +132,10 @@ def outputs_of_few(written: Checkpoint, rows: list[Batch], progress: Progress) -
     """Return what a written checkpoint gives on one batch in fp16 and in fp32, block by block, and no regime."""
     with progress.step("Running a few short rows of the output") as advance:
         walk = Walk(written)
-        lanes = add_outputs(walk, rows, torch.float16, half=True) + add_outputs(walk, rows, torch.float32)
+        half, fp32 = add_outputs(walk, rows, torch.float16, half=True), add_outputs(walk, rows, torch.float32)
+        every = add_every_output(walk, rows, torch.float32)
         walk.run(advance)
-    half, fp32 = ([lane.result] for lane in lanes)
-    return Audited({}, half, fp32)
+    return Audited({}, results_of(half), results_of(fp32), results_of(every))
 
 
 def compare(
@@ -173,8 +191,11 @@ def audited(
         regimes = device.run("audit", lambda place: audit_folder(checkpoint.folder, device=place, **how))
         if not in_fp32:
             return Audited(regimes, [], [])
-        half = outputs(checkpoint, inputs, torch.float16, half=True)
-        return Audited(regimes, half, outputs(checkpoint, in_fp32, torch.float32))
+        walk = Walk(checkpoint)
+        half, fp32 = add_outputs(walk, inputs, torch.float16, half=True), add_outputs(walk, in_fp32, torch.float32)
+        every = add_every_output(walk, batches_shown(compared(inputs)), torch.float32)
+        walk.run()
+        return Audited(regimes, results_of(half), results_of(fp32), results_of(every))
 
 
 def bounded(

@@ -143,6 +143,15 @@ class Options:
             metavar="FILE",
         ),
     )
+    as_class: str | None = field(
+        default=None,
+        metadata=flag(
+            "--as",
+            "Stock class to convert for, of the same weights: Gemma2Model of a Gemma2ForCausalLM, whose last states are"
+            " then the source's; default: config.json's, of a sentence-transformers folder the one that it loads.",
+            metavar="CLASS",
+        ),
+    )
     plan: str | Path | None = field(
         default=None,
         metadata=flag("--plan", "Replay the plan of a report instead of observing.", path=Path, metavar="REPORT"),
@@ -296,8 +305,8 @@ class Options:
 FLAGS: Mapping[str, Flag] = {each.name: each.metadata["flag"] for each in fields(Options) if each.metadata}
 """The flag of each field that has one."""
 
-PUBLISHED = ("target", "run_model", "margin_bits", "data", "sweep", "plan", "subfolder", "config", "layout", "eps",
-             "max_shard_size", "seed", "max_length", "exact", "max_kl")  # fmt: skip
+PUBLISHED = ("target", "run_model", "margin_bits", "data", "sweep", "plan", "subfolder", "config", "as_class",
+             "layout", "eps", "max_shard_size", "seed", "max_length", "exact", "max_kl")  # fmt: skip
 """The fields that change the output, in their order in the command line that a report has."""
 
 
@@ -309,6 +318,7 @@ class GivenOptions(TypedDict, total=False):
     run_model: bool
     subfolder: str | None
     config: str | Path | None
+    as_class: str | None
     plan: str | Path | None
     layout: str
     eps: str

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..auditing.every_output import add_every_output, batches_shown
 from ..auditing.fidelity import Fidelity, Outputs, Reference, add_outputs, compared, fidelity, output_on
 from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound, check_bounded
@@ -23,7 +24,9 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.side_modules import encoder_config, read_side_modules
 from ..devices import Device, products_on
 from ..errors import UserError
+from ..families.known import architectures
 from ..families.layout import Layout, TensorReader
+from ..families.other_class import headless, read_as
 from ..families.resolve import check_norms, resolve
 from ..families.types import LOGITS
 from ..numerics import PROOF_MARGIN_BITS
@@ -39,11 +42,11 @@ from ..rescaling.squares import can_fit, squares_of
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch, run_batch
-from ..run.lanes import Change, Walk
+from ..run.lanes import Change, Walk, results_of
 from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
 from ..targets import AUTO, TIERS
-from ..wording import counted
+from ..wording import counted, listed
 from .editing import (
     Edits,
     Known,
@@ -101,6 +104,7 @@ def open_source(
     device = Device(options.device, progress)
     checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
     place.check(checkpoint.folder)
+    checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)
     layout = replace(layout, held_eps=options.held_eps(layout))
@@ -110,6 +114,19 @@ def open_source(
         data, seed = options.data, options.seed
         inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=options.sweep, progress=progress)
     return Opened(checkpoint, layout, inputs, device)
+
+
+def as_it_is_loaded(checkpoint: Checkpoint, name: str | None, progress: Progress) -> Checkpoint:
+    """Return a source as the class of this name reads it, or a sentence encoder as that which loads it does; say so
+    where its config names another."""
+    own = architectures(checkpoint.config)[:1]
+    if name is None and (checkpoint.folder / MODULES).is_file():
+        name = headless(checkpoint.config)
+    if name is None or name in own:
+        return checkpoint
+    found = read_as(checkpoint, name)
+    progress.say(f"{checkpoint.name} is converted for {name}; its config names {listed(own) or 'no class'}")
+    return found
 
 
 def opened_with_notes(
@@ -360,7 +377,7 @@ def checkpoint_batches(
     """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
     given."""
     config, opened, folder = load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
-    beside = tokenizer_beside(checkpoint.folder, checkpoint.subfolder)  # where pipelines have it
+    beside = tokenizer_beside(checkpoint.home, checkpoint.subfolder)  # where pipelines have it
     if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):
         folder = beside
     return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress)
@@ -430,10 +447,12 @@ def observe_source(
 
         how: dict[str, Any] = {"change": change}
         fp32 = [walk.add(partial(run, batch), torch.float32, again=batch.generate, **how) for batch in inputs]
-        bf16 = add_outputs(walk, inputs if change is None else [], torch.bfloat16)
+        unchanged = inputs if change is None else []
+        bf16, shown = add_outputs(walk, unchanged, torch.bfloat16), batches_shown(compared(unchanged))
+        every = [add_every_output(walk, shown, dtype) for dtype in (torch.float32, torch.bfloat16)]
         walk.run(advance)
         kept = [lane.result for lane in fp32 if lane.result is not None]
-        return observers[0].ranges(), Reference(kept, [lane.result for lane in bf16])
+        return observers[0].ranges(), Reference(kept, results_of(bf16), *map(results_of, every))
 
     what = "source" if change is None else "edited source"
     with full_precision(), progress.step(f"Observing the {what} in fp32") as advance:
@@ -600,4 +619,4 @@ def drifted_outputs(
             norm: Any = lane.model.get_submodule(path)
             setattr(norm, eps_attribute(norm), eps * 4.0 ** -plan.stream_exponent(stream))
     walk.run(advance)
-    return [lane.result for lane in lanes]
+    return results_of(lanes)

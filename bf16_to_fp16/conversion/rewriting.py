@@ -36,16 +36,16 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
     check_finite(written, checkpoint, layout)
     write_json(work / "config.json", edited_config(layout, decided.plan))
     carried, left_out = carry_over(
-        checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint.folder, options.subfolder)
+        checkpoint.home, work, tokenizer=tokenizer_beside(checkpoint.home, options.subfolder)
     )
-    there = [path.name for path in checkpoint.folder.iterdir()]
+    there = [path.name for path in checkpoint.home.iterdir()]
     if options.layout == FOLDER_LAYOUT and (options.variant or has_variant(there)):
         name_variants(work)  # for from_pretrained(variant="fp16")
     if not has_tokenizer(work):
         progress.say(
             f"{checkpoint.name} has no tokenizer, so the output has none; put one beside the source and convert again"
         )
-    return Rewritten(written, carried, left_out, write_in_fp16(checkpoint.folder, work))
+    return Rewritten(written, carried, left_out, write_in_fp16(checkpoint.home, work))
 
 
 def check_finite(written: Written, checkpoint: Checkpoint, layout: Layout) -> None:

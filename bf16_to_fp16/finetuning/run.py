@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ..checkpoint.files import read_json
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import check_out, overlap, put_in_place, scratch, staged
@@ -43,6 +44,8 @@ from ..quiet import quiet
 from ..report.build import other_sha256
 from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.apply import edited_config, set_dtype, writes
+from ..rescaling.edits import OfChannels
+from ..rescaling.outputs import moved, output_factors
 from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS
 from ..run.agreement import agreed_layout
@@ -61,10 +64,21 @@ from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe, step_examples, with_shares
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
+START_OUTPUTS = "start.json"
+"""In the folder of a run, where the start's outputs are not the original's: by name the log2 of what they are
+multiplied by."""
 
 UNNEEDED = "nothing to train, since after a conversion alone no input can overflow it; run"
 
-OF_A_RUN = {START_FOLDER, "log.jsonl", "teacher", "wandb"}  # what the folder of a run may hold before its first state
+OF_A_RUN = {
+    START_FOLDER,
+    START_OUTPUTS,
+    "log.jsonl",
+    "teacher",
+    "wandb",
+}
+"""What the folder of a run may hold before its first state."""
+
 START_BATCHES = 4  # batches that the start must hold before the first step
 
 
@@ -435,6 +449,8 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
         decided = decide(opened, options_of(recipe, max_length=recipe.data.input_length), progress)
         layout, plan = decided.layout, decided.plan
     with staged(start) as work:
+        if factors := moved(output_factors(layout, plan)):
+            write_json(start.with_name(START_OUTPUTS), factors)
         tensors = [write.as_dtype("F32") for write in writes(checkpoint, layout, plan)]
         with progress.step(
             f"Writing {len(tensors)} rescaled tensors in fp32" if recipe.rescale else "Copying in fp32"
@@ -576,9 +592,16 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
             processes=run.processes,
             devices=list(run.devices),
             **run.outcome.to_json(),
+            start_outputs=start_outputs(run.folder),
             curves=curves(run.folder / "log.jsonl"),
         ),
     )
+
+
+def start_outputs(folder: Path) -> dict[str, OfChannels]:
+    """Return by output the log2 of the factor by which the start of a run multiplies it, without those at 0."""
+    file = folder / START_OUTPUTS
+    return read_json(file, "factors of the start's outputs") if file.is_file() else {}
 
 
 def local_name(place: str) -> str:

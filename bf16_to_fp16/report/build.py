@@ -15,10 +15,12 @@ from typing import Any, Literal
 import torch
 
 from ..auditing.attack import Attack
+from ..auditing.every_output import OutputError
 from ..auditing.fidelity import Fidelity, Outputs, Reference
 from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.findings import Certificate
 from ..bounds.kinds import SiteKind
+from ..checkpoint.contents import read_config
 from ..checkpoint.formats import bytes_of
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import INDEX
@@ -36,7 +38,8 @@ from ..numerics import NOISE, NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import key_biases
-from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit
+from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, OfChannels
+from ..rescaling.outputs import joined, output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import ROUNDING, Planned
 from ..rescaling.rounding_loss import STEP_NOISE
@@ -91,7 +94,7 @@ class Measured:
     """What the written files are: bounded, run in every regime, and compared with the source (where anything runs).
     plan: with the drift's predicted and measured figures. tiers: by name whether the certificate of each holds. half:
     the outputs of the written model in fp16. environment: what it was all made with. attack: what a search found, where
-    one was made. edits: those of the plan, as they were measured."""
+    one was made. edits: those of the plan, as they were measured. outputs: how far each is from the source's."""
 
     certificate: Certificate
     plan: Plan
@@ -102,6 +105,7 @@ class Measured:
     environment: Mapping[str, Any] = field(default_factory=dict)
     attack: Attack | None = None
     edits: Sequence[Edit] = ()
+    outputs: Mapping[str, OutputError] = field(default_factory=dict)
 
 
 def build(
@@ -128,6 +132,8 @@ def build(
         how: dict[str, Any] = {"max_kl": max_kl, "edits": cost_of(measured.edits), "proven": certificate.holds}
         how["eps_held"] = plan.eps_held
         over += too_inexact(fidelity, exact=exact, ran=bool(regimes), **how)
+    outputs = outputs_of(output_factors(layout, plan), measured.outputs)
+    over += other_outputs(outputs, drifts=bool(plan.drift or measured.edits), ran=bool(regimes))
     half = regimes.get("half")
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
@@ -156,6 +162,7 @@ def build(
         attack=attack,
         fidelity=schema.FidelityEntry.model_validate(fidelity.to_json()) if fidelity else None,
         weights=counts,
+        outputs=outputs,
         plan=Plan.model_validate(describe_plan(plan)),
         signals=signals_of(layout, plan, ranges) if ranges is not None else [],
         precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
@@ -165,6 +172,22 @@ def build(
         environment=schema.Environment.model_validate(measured.environment),
         **rare,
     )
+
+
+def outputs_of(factors: Mapping[str, OfChannels], errors: Mapping[str, OutputError]) -> dict[str, schema.OutputEntry]:
+    """Return the entries of a report on every output; errors: of those that were compared."""
+    seen = {name: asdict(error) for name, error in errors.items()}
+    return {name: schema.OutputEntry(factor_log2=factor, **seen.get(name, {})) for name, factor in factors.items()}
+
+
+def other_outputs(outputs: Mapping[str, schema.OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
+    """Return what is unsafe of outputs that were compared: those that are not the source's times their factor; drifts,
+    ran: as in ``remedies.other_output``."""
+    return [
+        remedies.other_output(name, drifts=drifts, ran=ran)
+        for name, entry in outputs.items()
+        if entry.error is not None and not OutputError(entry.error, entry.error_bf16 or 0.0).fits
+    ]
 
 
 def inexact_of(edits: Sequence[Edit]) -> dict[str, Any]:
@@ -178,7 +201,11 @@ def descended(report: schema.Report, lineage: schema.Lineage, kept: schema.Fidel
     given = {name: getattr(lineage.source, name) for name in lineage.source.model_fields_set}
     source = report.source.model_copy(update=given)
     run = lineage.finetune if kept is None else lineage.finetune.model_copy(update={"fidelity": kept})
-    return report.model_copy(update={"source": source, "finetune": run})
+    outputs = {
+        name: entry.model_copy(update={"factor_log2": joined(entry.factor_log2, run.start_outputs.get(name, 0))})
+        for name, entry in report.outputs.items()
+    }
+    return report.model_copy(update={"source": source, "finetune": run, "outputs": outputs})
 
 
 def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
@@ -358,13 +385,18 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
         dtypes={name: dtype for name, dtype in dtypes.items() if dtype != main},
         made=sorted(set(made)),
         dropped=dict(layout.dropped),
-        config_changes=changes(checkpoint.config, edited_config(layout, plan)),
+        config_changes=changes(config_of_source(checkpoint), edited_config(layout, plan)),
         carried_over=rewritten.carried,
         left_out=rewritten.left_out,
         side_dtypes=dict(rewritten.side_dtypes),
-        card=front_matter(checkpoint.folder),
+        card=front_matter(checkpoint.home),
         **replaced,
     )
+
+
+def config_of_source(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the config that lies beside the weights, whichever class they are read as."""
+    return checkpoint.config if checkpoint.own_folder is None else read_config(checkpoint.own_folder)
 
 
 def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[str, str]:
@@ -372,11 +404,11 @@ def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[st
     names = {"config.json", INDEX, *carried}
     found = {}
     for name in sorted(names):
-        path = checkpoint.folder / name
+        path = checkpoint.home / name
         inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         for file in inside:
             if file.is_file():
-                found[file.relative_to(checkpoint.folder).as_posix()] = checkpoint.sha256(file)
+                found[file.relative_to(checkpoint.home).as_posix()] = checkpoint.sha256(file)
     return found
 
 

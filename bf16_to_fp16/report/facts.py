@@ -10,6 +10,7 @@ from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.kinds import SiteKind
 from ..families.known import named
 from ..families.roles import STACKS
+from ..rescaling.outputs import LAST
 from ..run.batch import IMAGE
 from ..targets import TIERS
 from ..wording import (
@@ -260,6 +261,36 @@ def verdict_sentence(report: schema.Report) -> str:
     return " ".join([_verdict(report), *further])
 
 
+def scaled_outputs(report: schema.Report) -> str:
+    """Return which outputs are not the source's but a power of two times as large, and how to read them, in words;
+    empty where there are none."""
+    by_factor: dict[int, list[str]] = {}
+    by_channel = []
+    for name, entry in report.outputs.items():
+        if isinstance(entry.factor_log2, list):
+            by_channel.append(name)
+        elif entry.factor_log2:
+            by_factor.setdefault(entry.factor_log2, []).append(name)
+    said = []
+    for factor, names in by_factor.items():
+        verb, them = ("is", "it") if names == [LAST] else ("are", "them")
+        done = "divide" if factor > 0 else "multiply"
+        said.append(
+            f"{listed(names)} {verb} 2^{factor} times the source's: {done} by {2 ** abs(factor):,} if you read {them}"
+        )
+        if LAST in names and (stock := giving_states(report)):
+            said[-1] += f", or convert --as {stock}"
+    said += [f"{name} is scaled channel by channel: see outputs in {schema.REPORT}" for name in by_channel]
+    return "; ".join(said)
+
+
+def giving_states(report: schema.Report) -> str:
+    """Return the class of the same stacks as the report's that gives their last states, "" where there is none."""
+    family, decodes = named(report.family), "cross_attentions" in report.outputs
+    classes = () if family is None else family.classes
+    return next((each.names[0] for each in classes if each.gives == (LAST,) and each.decodes == decodes), "")
+
+
 def inexactness(report: schema.Report) -> str:
     """Return how far edits take the function from the source's, in words; empty where there are none."""
     close = report.fidelity
@@ -395,3 +426,32 @@ def attack_breaks(report: schema.Report) -> schema.AttackedSite | None:
     sites = report.attack.sites if report.attack is not None else ()
     worst = min(sites, key=lambda site: site.headroom_bits, default=None)
     return worst if worst is not None and (worst.headroom_bits < 0 or infinite(worst.worst)) else None
+
+
+def reading_lines(report: schema.PipelineReport) -> list[str]:
+    """Return in sentences where a pipeline reads states of its encoders that are not the source's, what makes up for it
+    and what does not."""
+    grouped: dict[tuple[str, str], list[schema.ReadingEntry]] = {}
+    for entry in report.readings:
+        grouped.setdefault((entry.encoder, entry.norm or entry.component), []).append(entry)
+    lines = []
+    for (encoder, _), entries in grouped.items():
+        first, names = entries[0], [entry.linear for entry in entries if entry.linear]
+        states = sorted({state for entry in entries for state in entry.states})
+        factors = sorted({factor for entry in entries for factor in entry.factors_log2})
+        read = f"hidden_states[{states[0]}]" if len(states) == 1 else f"{len(states)} of the hidden_states"
+        times = " to ".join(f"2^{factor}" for factor in dict.fromkeys((factors[0], factors[-1])))
+        said = f"{report.pipeline} reads {read} of {encoder}, {times} times the source's"
+        if names:
+            shown = listed(names) if len(names) < 4 else counted(len(names), "linear")
+            lines.append(f"{said}; {shown} of {first.component} carries the inverse, so that the function is the same")
+        else:
+            at = f"{first.component}'s {first.norm}" if first.component else "its own code"
+            effect = "nothing was run to predict by how much"
+            if first.predicted is not None:
+                effect = f"by about {scientific(first.predicted)} of its output"
+            lines.append(f"{said}, through a norm with eps {first.eps:g} ({at}), which drifts: {effect}")
+    if report.rescaled:
+        files = listed([entry.name for entry in report.rescaled])
+        lines.append(f"written anew for that: {files}, all other tensors byte for byte")
+    return lines

@@ -382,6 +382,8 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         return []
     moved = (f"times {power(r)}" if r else "not moved" for r in plan.residual_exponents)
     rows = [("residual stream", ", ".join(moved))]
+    if scaled := facts.scaled_outputs(report):
+        rows.append(("outputs", scaled))
     # Of a finetune they begin with the config of what was trained, rescaled once already, not with the original's.
     whose = "config.json" if report.finetune is None else "config.json of the finetuned weights"
     for key, sides in report.source.config_changes.items():

@@ -68,6 +68,7 @@ def sinks(least: float) -> str:
 
 ANOTHER_FUNCTION = "every weight was carried over exactly, and the output in fp32 is not the source's"
 A_BUG = "do not use it: this is a mistake of this program; report it with the config and fp16_report.json"
+OTHER_OUTPUT = "in fp32 it is not the source's times its factor, by more than bf16's rounding"
 INEXACT_BY_BOUNDS = "leave out --no-audit: what is observed asks for less shrinking than the bounds do"
 
 
@@ -94,6 +95,13 @@ def inexact(
     why, remedy = (DRIFTED, SHRINK_LESS) if drifted and finite else (why, remedy)
     why, remedy = (ANOTHER_FUNCTION, A_BUG) if exact else (why, remedy)
     return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=remedy, reason=why)
+
+
+def other_output(name: str, *, drifts: bool, ran: bool) -> UnsafeEntry:
+    """Return an output that is not the source's times its factor as an entry of the report; drifts: whether a drift or
+    edits may be why. ran: as in ``inexact``."""
+    remedy = A_BUG if not drifts else INEXACT if ran else INEXACT_BY_BOUNDS
+    return UnsafeEntry(signal=name, kind="inexact", reason=OTHER_OUTPUT, remedy=remedy)
 
 
 def unsafe_sites(

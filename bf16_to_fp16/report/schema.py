@@ -445,6 +445,19 @@ class PrecisionEntry(PlacedEntry):
     bits: NumberOrNaN
 
 
+class OutputEntry(ReportObject):
+    """One output of the stock class: the log2 of the factor by which it is larger than the source's, for all channels
+    or for each, and how far it is from the source's once divided by that.
+
+    ``error``: relative squared error in fp32, ``error_bf16``: of the source in bf16; of the layer where the first is
+    largest. None where it was not run, or the class does not give it on what was run.
+    """
+
+    factor_log2: int | list[int]
+    error: Real | None = None
+    error_bf16: Real | None = None
+
+
 class InexactEntry(ReportObject):
     """An edit that changes the function: the site whose limit it is made for, its power of two, the least where
     channels have one each, and the divergence that it alone makes in fp32, of the source, and of what was written
@@ -482,9 +495,11 @@ class FinetuneEntry(ReportObject):
     distances from the original on inputs of several kinds, and headroom. ``curves``: by name, a value for each of
     ``step``. ``fidelity``: of the output to the original. ``next``: how to go on where it did not deliver what the
     recipe asks for. ``recipe``: as it was written, defaults included; ``settled``: what became of the keys that it left
-    open, by their dotted names.
+    open, by their dotted names. ``start_outputs``: by output, the log2 of the factor by which the rescaled weights that
+    were trained began with another than the original's.
     """
 
+    start_outputs: dict[str, int | list[int]] = {}
     recipe: dict[str, Any] = {}
     settled: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -561,6 +576,13 @@ class Report(Versioned):
     uncertified: list[UnprovenEntry] | None = None
     attack: AttackEntry | None = None
     fidelity: FidelityEntry | None = None
+    outputs: dict[str, OutputEntry] = Field(
+        default={},
+        description=(
+            "everything that the stock class can return, and the last state that the class without a head gives;"
+            " hidden_states are all but the last"
+        ),
+    )
     inexact: list[InexactEntry] = Field(
         default=[], description="what changes the function besides fp16's rounding, edit by edit"
     )
@@ -654,9 +676,50 @@ class PipelineEntry(ReportObject):
     texts: dict[str, str]
 
 
+class ReadingEntry(ReportObject):
+    """States of a converted encoder that a pipeline reads and that are not the source's, and what they meet first.
+
+    ``states``: their numbers among its ``hidden_states``. ``factors_log2``: log2 of how much larger than the source's
+    each is. ``component``: the other component that they enter, "" for the pipeline's own code. ``linear``: its weight
+    that carries the inverse. ``norm``: its module that forgives the factor but for ``eps``; ``predicted``: the root
+    mean square relative change of what that puts out, None where nothing was run.
+    """
+
+    encoder: str
+    states: list[int]
+    factors_log2: list[int]
+    component: str
+    linear: str | None = None
+    norm: str | None = None
+    eps: Real | None = None
+    predicted: Real | None = None
+
+
+class RescaledEntry(ReportObject):
+    """A file of another component in which linears carry powers of two, all else kept to the byte.
+
+    ``tensors``: log2 of what the columns of each are multiplied with, one for each of so many equal blocks of them.
+    ``source_sha256``: of the source's file, ``sha256``: of this.
+    """
+
+    name: str
+    tensors: dict[str, list[int]]
+    source_sha256: str
+    sha256: str
+
+    @property
+    def inverse(self) -> dict[str, list[int]]:
+        """What takes the powers out again."""
+        return {name: [-power for power in powers] for name, powers in self.tensors.items()}
+
+
 class PipelineReport(Versioned):
     """What a conversion of a whole pipeline says of it: where it comes from, its converted sub-folders, the verdict of
     all of them, and what became of the other files.
+
+    ``pipeline``: the class that ``model_index.json`` names. ``assumed``: the encoders that are taken to be read at
+    their end, since what it reads of them is not known. ``readings``: where it reads states that are not the source's.
+    ``rescaled``: files that make up for that.
 
     ``linked`` and ``copied``: how many of them, ``nbytes``: their bytes. ``left_out``: what is not in the output.
     ``output``: all files of it but this one, links without their SHA-256.
@@ -664,7 +727,11 @@ class PipelineReport(Versioned):
 
     verdict: Literal["safe", "unsafe"]
     source: Source
+    pipeline: str | None = None
     encoders: list[PipelineEntry]
+    assumed: list[str] = []
+    readings: list[ReadingEntry] = []
+    rescaled: list[RescaledEntry] = []
     linked: Count
     copied: Count
     nbytes: Count

@@ -65,7 +65,8 @@ def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbos
 
 
 def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
-    """Print of a whole pipeline what became of the files that were not converted, its verdict, and how to load it."""
+    """Print of a whole pipeline what became of the files that were not converted, where it reads states that are not
+    the source's, its verdict, and how to load it."""
     screen, encoders = console(), [entry["subfolder"] for entry in report["encoders"]]
     print_title(out.name)
     rest, how = report["linked"] + report["copied"], [f"{report[kind]:,} {kind}" for kind in ("linked", "copied")]
@@ -75,12 +76,42 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
         screen.say("a linked file is the source's own: to write to one later, convert with --copy")
     if report["left_out"]:
         screen.say(f"left out: {', '.join(report['left_out'])}")
+    for line in facts.reading_lines(schema.read(schema.PipelineReport, report)):
+        screen.say(line)
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
         screen.print(bad("pipeline: unsafe", f"{wording.listed(unsafe)} can overflow in fp16, as said above"))
         return
     screen.print(good("pipeline: safe", f"{wording.listed(encoders)} in fp16; of other components nothing is claimed"))
     screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype=torch.float16)')
+
+
+def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> None:
+    """Print the demonstration's checkpoints beside one another: each by its name, as trained and converted."""
+
+    def proven(report: schema.Report) -> str:
+        if report.certificate is None or not report.certificate.holds:
+            return "not proven"
+        return f"{wording.factor(report.certificate.headroom_bits)} ×"
+
+    def run(report: schema.Report) -> str:
+        return f"{wording.factor(min(regime.headroom_bits for regime in report.regimes.values()))} ×"
+
+    before, after = [pair[1] for pair in pairs], [pair[2] for pair in pairs]
+    close = [report.fidelity or schema.FidelityEntry() for report in after]
+    broken = [max(regime.nonfinite + regime.saturated for regime in report.regimes.values()) for report in after]
+    share = [report.weights.lossless_fraction if report.weights else 0.0 for report in after]
+    rows = [
+        ("as trained, in fp16: inf or NaN", [f"{report.regimes['half'].nonfinite:,}" for report in before]),
+        ("converted, in fp16: inf, NaN or saturated", [f"{count:,}" for count in broken]),
+        ("largest value run, below the limit", [run(report) for report in after]),
+        ("any input, by proof, below the limit", [proven(report) for report in after]),
+        ("KL to fp32, nats: original in bf16", [f"{each.kl_bf16 or 0:.1e}" for each in close]),
+        ("the same: converted in fp16", [f"{each.kl_fp16 or 0:.1e}" for each in close]),
+        ("weights carried over bit for bit", [wording.percent(each) for each in share]),
+    ]
+    columns = [Column("", 0), *(numbers(pair[0], i, str) for i, pair in enumerate(pairs, 1))]
+    console().table(Table(columns, [(title, *cells) for title, cells in rows], "the three checkpoints"))
 
 
 def print_file(report: schema.Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
@@ -107,6 +138,7 @@ def print_advice(screen: Output, report: schema.Report) -> None:
     older = "; ".join(report.older)
     for what, advice in (
         ("function", facts.inexactness(report)),
+        ("outputs", facts.scaled_outputs(report)),
         ("older versions", older),
         ("padding", facts.padding_advice(report)),
         ("not covered", inside),
@@ -501,6 +533,8 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
         after = max(signal.after for signal in report.signals)
         kept = wording.below_limit(math.log2(FP16_MAX / after) if after else math.inf)
         screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
+    if scaled := facts.scaled_outputs(report):
+        screen.say(f"outputs: {scaled}")
     if planned is None:
         return
     if report.inexact:

@@ -47,6 +47,10 @@ and an unsafe one can."""
 RESTRAINT = ROUNDING * 2.0**-10
 """What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
 
+RESTRAINT_OF_STATES = 2.0**-10
+"""The same of what the last norm gives, which the class without a head hands to its users: it moves for a limit, or
+where a head loses what shows, and for no single weight."""
+
 PROOF_WORTH = ROUNDING / 4
 """Predicted error that a proof of one site may cost; with four sites for each norm, as much as one rounding there."""
 
@@ -174,6 +178,7 @@ class _Costs:
         self.looked_at: set[tuple[str, int, Axis]] = set()
         self.chosen: dict[str, torch.Tensor] = {}
         self.fallbacks: dict[str, Fallback] = {}
+        self.last_norms = {stack.ends.norm for stack in layout.stacks()}
         self.touched: dict[str, list[tuple[ResolvedTensor, int, Axis]]] = {name: [] for name in layout.signals}
         for tensor in layout.tensors.values():
             for place, axis in enumerate(tensor.axes):
@@ -279,7 +284,8 @@ class _Costs:
         """Yield for each residual exponent the cost of every exponent −24…24 for every channel of a signal, float64
         [channels, 49], each weight's cost worked out once for all of them."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
-        own = RESTRAINT / signal.size * exponents.abs().double().expand(signal.size, -1)
+        restraint = RESTRAINT_OF_STATES if signal.name in self.last_norms else RESTRAINT
+        own = restraint / signal.size * exponents.abs().double().expand(signal.size, -1)
         tables = [(self.table(*of), *of) for of in self.touched[signal.name]]
         share = self.importance(signal)[:, None]
         weights = []
@@ -447,9 +453,8 @@ class _Costs:
         norm = self.ranges[path].norm if path in self.ranges else None
         if norm is None:
             return torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-        (variance, shares), eps = norm.variances.unbind(1), self.layout.fixed_eps
-        assert eps is not None
-        return ((variance + self.layout.eps) / (variance + eps * 4.0**-r)).sqrt(), shares
+        assert self.layout.fixed_eps is not None
+        return norm.kept(self.layout.eps, r, self.layout.fixed_eps)
 
     def gain_correction(self, path: str, r: int) -> float:
         """Return the factor on a norm's weight that leaves the least mean squared change and that fp16 can hold, 1
@@ -603,8 +608,9 @@ class _PlanSearch(_Costs):
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
         """Return whether at gain 0 a norm's output, what it can reach or a reader breaks a limit, or one weight of a
-        reader is inexact."""
-        return self.best(signal, r).unmoved > self.lossy_price / 2
+        reader is inexact; of a last norm's more than one."""
+        worth = RESTRAINT_OF_STATES if signal.name in self.last_norms else self.lossy_price / 2
+        return self.best(signal, r).unmoved > worth
 
     def resettle_writers(self, norm: ResolvedSignal) -> None:
         """Solve again the channels that the readers of a moved norm write, since their tables have changed."""

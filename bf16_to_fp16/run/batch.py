@@ -160,12 +160,13 @@ def describe_batches(
     }
 
 
-def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
+def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False, **shown: bool) -> Any:
     """Run ``model`` on ``batch`` and return the stock output object (None for a batch that generates or has no head).
-    The batch is moved to the model's device. With ``labels`` the output carries the stock loss. Raises UserError where
-    stock code fails, as it does for impossible settings that it did not look at before."""
+    The batch is moved to the model's device. With ``labels`` the output carries the stock loss. shown: what else stock
+    code is asked to return. Raises UserError where stock code fails, as it does for impossible settings that it did not
+    look at before."""
     try:
-        return _run(model, batch, labels)
+        return _run(model, batch, labels, shown)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -178,7 +179,7 @@ def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False) -> Any:
         ) from error
 
 
-def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
+def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]) -> Any:
     device = next(model.parameters()).device
     ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
     stock: Any = model
@@ -193,7 +194,7 @@ def _run(model: nn.Module, batch: Batch, labels: bool) -> Any:
             use_cache=_cacheable(stock.config),
         )
         return None
-    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **shown}
     if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
         if not is_causal(config_of(stock)):
             return stock(**given)

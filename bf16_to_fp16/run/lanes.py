@@ -118,6 +118,11 @@ class Lane(Generic[T]):
     result: T = field(init=False)
 
 
+def results_of(lanes: Iterable[Lane[T]]) -> list[T]:
+    """Return what lanes gave, once their walk is over."""
+    return [lane.result for lane in lanes]
+
+
 class Walk:
     """Runs of the stock model of a checkpoint on a device, added one by one and then run together, place by place."""
 

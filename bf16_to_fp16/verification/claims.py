@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from ..bounds.kinds import SiteKind, traits
 from ..checkpoint.formats import shown
 from ..report import remedies
-from ..report.build import cost_of, is_exact, too_inexact
+from ..report.build import cost_of, is_exact, other_outputs, too_inexact
 from ..report.schema import BoundEntry, CertificateEntry, Report, UnsafeEntry, dump
 from .comparing import Problem, compared
 from .views import other_release
@@ -96,6 +96,8 @@ def expected_unsafe(report: Report) -> list[UnsafeEntry]:
             proven=report.proven,
             eps_held=report.plan is not None and report.plan.eps_held,
         )
+    drifts = bool((report.plan and report.plan.drift) or report.inexact)
+    entries += other_outputs(report.outputs, drifts=drifts, ran=bool(report.regimes))
     if report.finetune is not None:  # which has a remedy of its own for all
         own = {entry.signal: entry.remedy for entry in report.unsafe}
         entries = [e.model_copy(update={"remedy": own.get(e.signal, e.remedy)}) for e in entries]

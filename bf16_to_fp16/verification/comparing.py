@@ -35,7 +35,7 @@ COUNTS = ("nonfinite", "saturated", "nonfinite_logits")
 DRIFTS = ("predicted_kl", "predicted_max_logit_error", "measured_kl", "measured_max_logit_error", "measured")
 
 DISTANCES = ("kl_bf16", "kl_fp16", "kl_fp32", "squared_error_fp32", "max_logit_error_bf16", "max_logit_error_fp16",
-             *DRIFTS)  # fmt: skip
+             "error", "error_bf16", *DRIFTS)  # fmt: skip
 
 NAMED_BY = ("module", "side", "kind", "signal", "attention")
 """Keys that tell the entries of a list apart that have no name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from ..families.resolve import resolve
 from ..progress import Progress
 from ..report.build import Rewritten, source_of, weight_counts
 from ..report.remedies import RIGHT_REVISION
-from ..report.schema import InexactEntry, Source, WeightsEntry, dump
+from ..report.schema import Report, Source, WeightsEntry, dump
 from ..report.stored import originals
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
 from ..rescaling.edits import listed_edits
+from ..rescaling.outputs import joined, output_factors
 from ..rescaling.plan import Plan, exponents_of
 from ..run.agreement import agreed_layout
 from .comparing import Problem, compared
@@ -43,12 +44,12 @@ def check_plan(
     layout: Layout,
     plan: Plan,
     source: Source,
-    inexact: Sequence[InexactEntry] | None = None,
+    report: Report | None = None,
     own_eps: float | None = None,
 ) -> list[Problem]:
     """Return where the recorded plan and the checkpoint contradict each other: family, signals, channels, config;
-    inexact: what the report says of the plan's edits, None where it has no place for them. own_eps: of the tool that is
-    to read it, whatever the config says."""
+    report: None where there is no place for what else it says of the plan, its edits and outputs. own_eps: of the tool
+    that is to read it, whatever the config says."""
 
     def problem(name: str, reason: str) -> Problem:
         return Problem("plan", name, reason)
@@ -69,10 +70,14 @@ def check_plan(
         originals(layout, plan, source)
     except UserError as error:
         problems.append(problem("plan", str(error).partition(";")[0]))
-    if not problems and inexact is not None:
-        said, made = ([(e.site, e.exponent) for e in each] for each in (inexact, listed_edits(layout, plan)))
+    if not problems and report is not None:
+        said, made = ([(e.site, e.exponent) for e in each] for each in (report.inexact, listed_edits(layout, plan)))
         if sorted(said) != sorted(made):
             problems.append(problem("inexact", "does not list the edits that the plan makes"))
+        start = {} if report.finetune is None else report.finetune.start_outputs
+        factors = {n: joined(factor, start.get(n, 0)) for n, factor in output_factors(layout, plan).items()}
+        if {name: entry.factor_log2 for name, entry in report.outputs.items()} != factors:
+            problems.append(problem("outputs", "does not give the factors that the plan makes"))
     if plan.untied_head and layout.tied is not False:
         problems.append(problem("config.json", "the plan separates the head, and the checkpoint has it tied"))
     for key in layout.family.eps_keys if plan.eps is not None else ():
@@ -159,7 +164,7 @@ def replay(original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Sou
     problems = [Problem("replay", name, reason) for name in differing]
     weights = weight_counts(layout, plan, written)
     rewritten = Rewritten(replace(written, source_sha256=hashes), [], [])
-    if original.folder in VIEWS:
+    if original.home in VIEWS:
         # Its config was told from the weights or given, and nothing lies beside it.
         untold = ("config_changes", "other_sha256", *OF_OTHER_FILES)
         entry = source_of(original, layout, plan, rewritten)
@@ -201,8 +206,8 @@ def check_carried(
     """
     problems, unchecked = list[Problem](), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
-        brought = carry_over(original.folder, Path(scratch), tokenizer=tokenizer_beside(original.folder, subfolder))
-        side = write_in_fp16(original.folder, Path(scratch))
+        brought = carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
+        side = write_in_fp16(original.home, Path(scratch))
         ours = {name: Path(scratch, name) for name in present_files(Path(scratch)) if name != "SOURCE_README.md"}
         for name in beside_weights(folder):
             if name not in ours:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
 
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, rescale, system, undo
-from bf16_to_fp16.auditing.fidelity import fidelity, outputs
+from bf16_to_fp16.auditing.fidelity import fidelity, reference_of
 from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.writer import TensorStats, Written
@@ -40,6 +40,7 @@ from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.build import weight_counts
+from bf16_to_fp16.report.remedies import OUTPUT
 from bf16_to_fp16.report.schema import FinetuneEntry, Lineage, Report, Source, dump, read
 from bf16_to_fp16.rescaling import plan as plans
 from bf16_to_fp16.rescaling.apply import apply, edited_config
@@ -587,7 +588,7 @@ def test_simulated_drift_is_what_the_files_show(tmp_path: Path) -> None:
     result = convert(source, tmp_path / "out")
     assert result.out is not None and result.plan.drift is not None
     inputs = batches(load(source, torch.float32).config, None, None)
-    reference, written = (outputs(open_checkpoint(f), inputs, torch.float32) for f in (source, result.out))
+    reference, written = (reference_of(open_checkpoint(f), inputs).fp32 for f in (source, result.out))
     measured = fidelity(reference, None, written, probabilities=True)
     assert measured.kl_fp16 == result.plan.drift.measured_kl
     assert result.plan.drift.predicted_max_logit_error == pytest.approx(measured.max_logit_error_fp16, rel=0.5)
@@ -817,7 +818,7 @@ def test_without_an_audit_the_certificate_decides_and_a_few_rows_show_the_same_f
 
 
 @pytest.mark.usefixtures("brief")
-@pytest.mark.parametrize(("audited", "head"), [(False, 1.0), (True, 1.0), (False, 2.0**-20)])
+@pytest.mark.parametrize(("audited", "head"), [(False, 2.0**-3), (True, 2.0**-3), (False, 2.0**-20)])
 def test_a_plan_that_changes_the_function_is_not_called_safe(
     audited: bool, head: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -825,8 +826,7 @@ def test_a_plan_that_changes_the_function_is_not_called_safe(
     head makes all probabilities alike, so that no divergence shows it."""
     model = tiny.small("glm4")
     with torch.no_grad():
-        if head != 1:
-            model.lm_head.weight.copy_(torch.sign(model.lm_head.weight) * head)
+        model.lm_head.weight.copy_(torch.sign(model.lm_head.weight) * head)
         for layer in model.model.layers:
             joint, down = layer.mlp.gate_up_proj.weight, layer.mlp.down_proj.weight
             joint[len(joint) // 2 :] = torch.sign(joint[len(joint) // 2 :]) * 2.0**-15
@@ -839,7 +839,8 @@ def test_a_plan_that_changes_the_function_is_not_called_safe(
     monkeypatch.setattr(plans, "all_carry", lambda _: True)
     wrong = convert(source, tmp_path / "wrong", run_model=audited, plan=right.out)
     assert wrong.report["weights"]["lossless_fraction"] == 1 and wrong.report["certificate"]["holds"]
-    [entry] = [entry for entry in wrong.report["unsafe"] if entry["kind"] == "inexact"]
+    entry, *others = [entry for entry in wrong.report["unsafe"] if entry["kind"] == "inexact"]
+    assert "hidden_states" in [each["signal"] for each in others]
     assert not wrong.safe and wrong.report["fidelity"]["squared_error_fp32"] > 1e-3
     assert "output in fp32 is not the source's" in entry["reason"]
 
@@ -858,8 +859,9 @@ def test_a_drift_above_bf16s_error_is_not_called_safe_though_bounds_hold(tmp_pat
     assert drift is not None and drift.relative_error > 0.2 and drift.measured_kl is not None
     assert drift.measured_kl == pytest.approx(drift.predicted_kl, rel=1e-3)
     assert result.report["certificate"]["holds"] and not result.safe
-    [entry] = result.report["unsafe"]
-    assert entry["kind"] == "inexact" and "--no-audit" in entry["remedy"]
+    entries = {entry["signal"]: entry for entry in result.report["unsafe"]}
+    assert {"last_hidden_state", OUTPUT} <= entries.keys()
+    assert all(e["kind"] == "inexact" and "--no-audit" in e["remedy"] for e in entries.values())
     assert drift.measured_kl == result.report["fidelity"]["kl_fp32"] > result.report["fidelity"]["kl_bf16"]
 
 

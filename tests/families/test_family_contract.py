@@ -20,6 +20,7 @@ from support.contract import (
     check_bounds,
     check_classified,
     check_couplings,
+    check_outputs,
     check_round_trip,
     layout_of,
     outputs,
@@ -29,7 +30,7 @@ from support.contract import (
 from bf16_to_fp16 import UserError
 from bf16_to_fp16.families.known import FAMILIES, may_be_absent
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, Kind, carried_by
+from bf16_to_fp16.families.types import LOGITS, Attention, Kind, carried_by
 from bf16_to_fp16.rescaling.apply import apply, scale
 from bf16_to_fp16.rescaling.plan import exponents_of
 from bf16_to_fp16.rescaling.weights import ModelTensors
@@ -67,6 +68,17 @@ def test_all_couplings_at_once_are_exact_and_undone_to_the_bit(kind: str) -> Non
     model = tiny.build(kind)
     check_classified(model)
     check_couplings(model, seed=1)
+
+
+@each_kind
+def test_every_output_has_the_factor_that_is_told_of_it(kind: str) -> None:
+    """Of a plan that moves every channel of every signal, and of one that has an edit of the logits besides."""
+    model = tiny.small(kind)
+    layout = layout_of(model)
+    plan = random_plan(layout, MOVABLE, seed=2)
+    check_outputs(model, layout, plan)
+    if layout.head is not None and layout.cap(layout.head) is None:
+        check_outputs(model, layout, plan.model_copy(update={"exponents": plan.exponents | {LOGITS: -2}}))
 
 
 @each_part

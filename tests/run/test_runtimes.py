@@ -76,11 +76,13 @@ def test_scores_are_the_log_probabilities_of_the_following_ids_and_of_the_end() 
 
 
 def test_each_module_here_is_a_runtime_of_its_name_known_before_any_is_imported() -> None:
-    assert {"ctranslate2", "onnx-reference", "onnxruntime", "openvino"} <= set(NAMES)
+    assert {"ctranslate2", "mlx-lm", "onnx-reference", "onnxruntime", "openvino"} <= set(NAMES)
     modules = [import_module(f"bf16_to_fp16.run.runtimes.{name.replace('-', '_')}") for name in NAMES]
     assert tuple(module.RUNTIME.name for module in modules) == NAMES
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["runtimes"]
-    assert {re.split("[<>=]", want)[0] for want in extra} == {module.RUNTIME.package for module in modules}
+    assert {re.split(r"[<>=\[]", want)[0].replace("-", "_") for want in extra} == {
+        module.RUNTIME.package for module in modules
+    }
     code = "import sys, bf16_to_fp16.run.runtimes; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 

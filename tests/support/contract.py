@@ -20,6 +20,7 @@ from support import tiny
 from support.adversary import adverse_inputs, observe
 
 from bf16_to_fp16 import convert, undo
+from bf16_to_fp16.auditing.every_output import every_output, unscaled
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.findings import Certificate
@@ -29,11 +30,13 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.spread import channels_along
 from bf16_to_fp16.families.types import RESIDUAL, Kind, carried_by
 from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.outputs import output_factors
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 from bf16_to_fp16.run.batch import run_batch
-from bf16_to_fp16.run.probe import images
-from bf16_to_fp16.run.stock import setting
+from bf16_to_fp16.run.interface import config_of
+from bf16_to_fp16.run.probe import few_rows, images
+from bf16_to_fp16.run.stock import set_attention, setting
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 MOVABLE = (Kind.RESIDUAL, Kind.NORM, Kind.VALUE, Kind.QUERY_KEY, Kind.NEURON)
@@ -160,6 +163,22 @@ def check_couplings(model: Any, seed: int, layout: Layout | None = None) -> None
         assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
         apply(model, layout, inverse(each))
         assert all(torch.equal(weights[name], t) for name, t in model.state_dict().items())
+
+
+def check_outputs(model: Any, layout: Layout, plan: Plan) -> None:
+    """Everything that the stock class returns is the source's times the factor that is told of it, bit for bit, and
+    nothing is left out."""
+    set_attention(model, "eager")  # which shows its weights
+    inputs = [few_rows(config_of(model)), *images(model.config)]
+    moved = apply(copy.deepcopy(model), layout, plan)
+    factors = output_factors(layout, plan)
+    with torch.no_grad():
+        runs = [(every_output(model, batch), every_output(moved, batch)) for batch in inputs]
+    assert set().union(*(before for before, _ in runs)) == factors.keys()
+    for before, after in runs:
+        for name, layers in before.items():
+            scaled = [unscaled(each, factors[name], name) for each in after[name]]
+            assert all(torch.equal(x.double(), y) for x, y in zip(layers, scaled, strict=True)), name
 
 
 def check_bounds(model: Any, seed: int, batch: int = 8) -> None:

@@ -1,0 +1,129 @@
+"""Every output of a stock class beside the source's: logits, states between layers, attentions, each with its factor.
+
+A plan multiplies some of them by powers of two, which a report tells. Here it is tried: both models run in fp32 on the
+same small batches, and what differs by more than that factor is told from what differs by rounding, of which the source
+in bf16 is the measure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rescaling.edits import OfChannels
+from ..rescaling.outputs import LAST
+from ..run.batch import Batch, run_batch
+from ..run.lanes import Lane, Walk
+
+EveryOutput = Mapping[str, tuple[Tensor, ...]]
+"""What a stock class gives on one batch, by the names of ``output_factors``: one tensor, or one for each layer."""
+
+SHOWN: dict[str, Any] = {"output_hidden_states": True, "output_attentions": True}
+
+BESIDE_BF16 = 4.0
+"""How many times the source's own relative squared error in bf16 an output's may be: an edit is worth 1.75 times its
+divergence, and a factor of 2 that no report tells is an error of 1/4 at least."""
+
+NOTHING = 2.0**-20  # relative squared error that counts as none, where bf16 happens to be exact
+
+WITHOUT_END = 1e300  # stands for infinity, which JSON has not
+
+ENDS = ("start_logits", "end_logits")  # outputs that are one of two choices each
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """How far an output, divided by its factor, is from the source's in fp32, and how far the source in bf16 is:
+    relative squared errors, of the layer where the first is largest."""
+
+    error: float
+    error_bf16: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the output is the source's times its factor, but for rounding and edits."""
+        return self.error <= max(NOTHING, BESIDE_BF16 * self.error_bf16)
+
+
+def batches_shown(compared: Sequence[Batch]) -> list[Batch]:
+    """Return on which of the compared batches every output is looked at: the smallest, and the smallest with images."""
+    images = [batch for batch in compared if batch.pixels is not None]
+    return [min(some, key=lambda batch: batch.size) for some in (compared, images) if some]
+
+
+def every_output(model: Any, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
+    """Return all that a stock model gives on a batch, [rows, positions, …] each, on the CPU; the last of
+    ``hidden_states`` is the last state."""
+    output = run_batch(model, batch, **SHOWN)
+    found: dict[str, tuple[Tensor, ...]] = {}
+    for name, value in output.items():
+        layers = value if isinstance(value, (tuple, list)) else (value,)
+        tensors = tuple(each.detach().cpu() for each in layers if isinstance(each, Tensor))
+        whose, states, _ = name.partition("hidden_states")
+        if states and name != "image_hidden_states" and len(tensors) > 1:
+            found.setdefault(f"encoder_{LAST}" if whose == "encoder_" else LAST, tensors[-1:])
+            tensors = tensors[:-1]
+        if tensors and name not in found:
+            found[name] = tensors
+    return found
+
+
+def add_every_output(
+    walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **options: Any
+) -> list[Lane[EveryOutput]]:
+    """Add to a walk one lane for each batch, whose result is its ``EveryOutput``. options: of ``Walk.add``."""
+
+    def run(batch: Batch, model: Any) -> EveryOutput:
+        return every_output(model, batch)
+
+    return [walk.add(partial(run, batch), dtype, **options) for batch in batches]
+
+
+def output_errors(
+    factors: Mapping[str, OfChannels],
+    expected: Sequence[EveryOutput],
+    bf16: Sequence[EveryOutput],
+    written: Sequence[EveryOutput],
+) -> dict[str, OutputError]:
+    """Return by name how far what was written is from the source on the same batches; factors: log2 of what its outputs
+    are multiplied by. What a class does not give on these batches is left out."""
+    found: dict[str, OutputError] = {}
+    for name, factor in factors.items():
+        layers = list(layers_of(name, expected, bf16, written))
+        errors = [
+            OutputError(relative_error(source, unscaled(other, factor, name)), relative_error(source, rounded))
+            for source, rounded, other in layers
+        ]
+        if errors:
+            found[name] = max(errors, key=lambda each: (not each.fits, each.error))
+    return found
+
+
+def layers_of(name: str, *runs: Sequence[EveryOutput]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield an output of several runs, layer by layer, on every batch."""
+    for batch in zip(*runs, strict=True):
+        yield from zip(*(shown.get(name, ()) for shown in batch), strict=True)
+
+
+def unscaled(output: Tensor, factor: OfChannels, name: str) -> Tensor:
+    """Return an output divided by its factor, in float64."""
+    exponents = torch.as_tensor(factor, dtype=torch.float64)
+    if exponents.dim() and name in ENDS:  # one choice of the two of a span
+        exponents = exponents[ENDS.index(name)]
+    return output.double() * 2.0**-exponents
+
+
+def relative_error(expected: Tensor, found: Tensor) -> float:
+    """Return Σ(found − expected)² / Σ expected² over what is finite in the expected, ``WITHOUT_END`` at most."""
+    kept = expected.isfinite()
+    source, other = expected[kept].double(), found[kept].double()
+    size, error = float(source.square().sum()), float((other - source).square().sum())
+    if not error:
+        return 0.0
+    return min(error / size, WITHOUT_END) if size and math.isfinite(error) else WITHOUT_END

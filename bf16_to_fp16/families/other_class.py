@@ -1,0 +1,67 @@
+"""One checkpoint as another stock class of its family reads it: the same weights under that class's names.
+
+A class with a head holds its stacks in a module, ``model.``, and one without a head has them itself; what a class has
+no place for is left out. The folder of such a checkpoint lies in scratch space and has a config that names the class.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
+from ..checkpoint.reader import VIEWS, Checkpoint
+from ..checkpoint.single_file import SCRATCH
+from ..errors import UserError
+from .known import architectures, class_of, family_of, named_as, names_of
+
+
+def read_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """Return a checkpoint as the stock class of this name reads it, itself where its config names that class.
+
+    Raises UserError where the checkpoint's family has no such class.
+    """
+    family = family_of(checkpoint.config)
+    if name not in names_of(family):
+        raise UserError(
+            f"{checkpoint.name}: {name} is no class that reads a {family.model_type} checkpoint; those that do are"
+            f" {', '.join(names_of(family))}"
+        )
+    if name in architectures(checkpoint.config)[:1]:
+        return checkpoint
+    config = checkpoint.config | {"architectures": [name]}
+    names = names_under(checkpoint.config, checkpoint.tensors, name)
+    tensors = {names[n]: info for n, info in checkpoint.tensors.items()}
+    SCRATCH.append(tempfile.TemporaryDirectory(prefix="bf16-to-fp16-"))
+    view = Path(SCRATCH[-1].name).resolve()
+    carry_over(checkpoint.folder, view, tokenizer=tokenizer_beside(checkpoint.folder, checkpoint.subfolder))
+    write_json(view / "config.json", config)
+    VIEWS[view] = replace(
+        checkpoint, folder=view, own_folder=checkpoint.folder, config=config, tensors=dict(sorted(tensors.items()))
+    )
+    return VIEWS[view]
+
+
+def names_under(config: Mapping[str, object], tensors: Collection[str], name: str) -> dict[str, str]:
+    """Return by the name of each tensor that which it has under the stock class of this name, of the config's
+    family."""
+    config = {**config, "architectures": [name]}
+    family, stock, other = family_of(config), class_of(config), named_as(config, tensors)
+    if other is None:
+        return {each: each for each in tensors}
+    before, after = (f"{body}." if body else "" for body in (other.body, stock.body))
+    inside = {each for each in tensors if each.startswith(before) and each != family.head}
+    return {each: after + each.removeprefix(before) if each in inside else each for each in tensors}
+
+
+def headless(config: Mapping[str, object]) -> str | None:
+    """Return the name of the class that gives the last states of a config's causal model, which is what ``AutoModel``
+    makes of it; None for other models."""
+    family, own = family_of(config), architectures(config)[:1]
+    stock = next((each for each in family.classes if own and own[0] in each.names), None)
+    if stock is None or not stock.is_language_model or stock.decodes:
+        return None
+    states = (each for each in family.classes if each.gives == ("last_hidden_state",) and not each.decodes)
+    return next((each.names[0] for each in states), None)

@@ -1,0 +1,60 @@
+"""By which power of two each output of a stock class differs from the source's, once a plan has been applied.
+
+Logits keep every bit. The states between layers are the residual stream itself, which a plan scales; the last states
+carry what the plan gives the last norm: nothing where users or another stack read it, and what an embedding that
+serves as head needs where it is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..families.layout import Layout
+from ..families.types import LOGITS
+from .edits import OfChannels
+from .plan import Plan, exponents_of
+
+LAST = "last_hidden_state"
+"""What the class without a head gives, and the last of ``hidden_states``; of a decoder where there are two stacks."""
+
+
+def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
+    """Return for each output of a layout's stock class the log2 of the factor by which ``plan`` multiplies it: one
+    number, or one for each channel (of logits: for each choice) where these differ.
+
+    ``hidden_states``, with the stack's name before it where there are two, stands for all of them but the last.
+    """
+    # What a soft cap has brought to its ends is the same after an edit.
+    capped = layout.head is not None and layout.cap(layout.head) is not None
+    factors: dict[str, OfChannels] = dict.fromkeys(layout.stock.gives, 0 if capped else plan.exponent(LOGITS))
+    stacks = layout.stacks()
+    for stack in stacks:
+        whose = "" if len(stacks) == 1 else "encoder_" if stack.is_encoder else "decoder_"
+        norm = layout.tensors[f"{stack.ends.norm}.weight"]
+        last = exponents_of(norm, plan).full(norm.shape)
+        factors[LAST if stack.is_last else f"{whose}{LAST}"] = in_short(last)
+        factors[f"{whose}hidden_states"] = plan.stream_exponent(layout.streams_read[stack.ends.norm])
+        factors[f"{whose}attentions"] = 0
+    if len(stacks) > 1:
+        factors["cross_attentions"] = 0
+    if layout.family.projector is not None:
+        factors["image_hidden_states"] = plan.stream_exponent(layout.streams[0])
+    return factors
+
+
+def in_short(exponents: torch.Tensor) -> OfChannels:
+    """Return exponents as one number where all are the same."""
+    numbers = [int(each) for each in exponents.flatten()]
+    return numbers[0] if len(set(numbers)) == 1 else numbers
+
+
+def moved(factors: Mapping[str, OfChannels]) -> dict[str, OfChannels]:
+    """Return those factors that are not 1."""
+    return {name: factor for name, factor in factors.items() if factor}
+
+
+def joined(one: OfChannels, other: OfChannels) -> OfChannels:
+    """Return the log2 of the product of two factors."""
+    return in_short(torch.as_tensor(one) + torch.as_tensor(other))

@@ -1,0 +1,80 @@
+"""A plugin by which vLLM runs converted folders in fp16 that it refuses by their model type.
+
+vLLM refuses float16 for some model types whatever the weights are (``_FLOAT16_NOT_SUPPORTED_MODELS`` in its
+``config/model.py``: gemma2, gemma3, gemma3_text and glm4 in 0.33), and ``--dtype auto`` takes bf16 there. Its entry
+point group ``vllm.general_plugins`` names ``register``, which vLLM calls in each of its processes. The refusal is
+lifted for one local folder at a time: its report says safe, and its files have the hashes that the report lists.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+from .checkpoint.reader import open_checkpoint
+from .errors import UserError
+from .report.schema import REPORT
+from .verification.files import check_files, check_unread
+from .verification.locating import read_recorded
+
+LOG = logging.getLogger("vllm.bf16_to_fp16")  # below vLLM's own, whose handlers print it
+
+REFUSED, DECIDES = "_FLOAT16_NOT_SUPPORTED_MODELS", "_get_and_verify_dtype"
+"""What vLLM's module calls the reasons of its refusals by model type, and the function that heeds them."""
+
+FP16_OR_AUTO = ("auto", "half", "float16")
+
+
+def register() -> None:
+    """Wrap vLLM's choice of a dtype, once; leave vLLM as it is where it has no such function."""
+    from vllm.config import model as module
+
+    if not (isinstance(getattr(module, REFUSED, None), dict) and callable(getattr(module, DECIDES, None))):
+        LOG.warning("this vLLM decides otherwise which models run in fp16; bf16_to_fp16 changes nothing")
+        return
+    decide, refused = getattr(module, DECIDES), getattr(module, REFUSED)
+    if hasattr(decide, "__wrapped__"):
+        return
+
+    @wraps(decide)
+    def decide_by_report(model_id: Any, config: Any, dtype: Any, *rest: Any, **options: Any) -> Any:
+        asked = str(dtype).removeprefix("torch.").lower()
+        if config.model_type not in refused or asked not in FP16_OR_AUTO or not (Path(model_id) / REPORT).is_file():
+            return decide(model_id, config, dtype, *rest, **options)
+        if (reason := objection(Path(model_id))) is not None:
+            LOG.warning("%s: not taken for fp16-safe: %s", model_id, reason)
+            return decide(model_id, config, dtype, *rest, **options)
+        LOG.info("%s: safe in fp16 by its report, whose hashes its files have", model_id)
+        with lifted(refused, config.model_type):
+            return decide(model_id, config, dtype, *rest, **options)
+
+    setattr(module, DECIDES, decide_by_report)
+
+
+@cache
+def objection(folder: Path) -> str | None:
+    """Return why a folder is not what a report calls safe, in words, or None. Hashes every file, once in a process."""
+    try:
+        report = read_recorded(folder)
+        checkpoint = open_checkpoint(folder)
+    except UserError as error:
+        return str(error)
+    if not report.safe:
+        return f"{REPORT} says {report.verdict}"
+    for problem in (*check_files(folder, report), *check_unread(checkpoint, report)):
+        return f"{problem.name} {problem.reason}"
+    return None
+
+
+@contextmanager
+def lifted(refused: dict[str, str], model_type: str) -> Iterator[None]:
+    """Take one model type off the list for a moment."""
+    reason = refused.pop(model_type)
+    try:
+        yield
+    finally:
+        refused[model_type] = reason

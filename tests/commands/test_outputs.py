@@ -1,0 +1,169 @@
+"""What each output of a converted checkpoint is beside the source's, and checkpoints that are read as another class."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support import tiny
+
+from bf16_to_fp16 import UserError, cli, convert, make_fp16_safe, undo, verify
+from bf16_to_fp16.report.card import render_card
+from bf16_to_fp16.report.facts import scaled_outputs
+from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.rescaling import outputs
+from bf16_to_fp16.verification.claims import check_claims
+
+IDS = torch.arange(3, 23).view(2, 10)
+
+
+def last_states(folder: Path, kind: str = "AutoModel", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the last states that a stock class gives on a few ids, [rows, positions, channels]."""
+    model: Any = getattr(transformers, kind).from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        states: torch.Tensor = model(input_ids=IDS).last_hidden_state
+    return states.float()
+
+
+def off(states: torch.Tensor, others: torch.Tensor) -> float:
+    """Return the relative error of states beside others."""
+    return float((states - others).norm() / others.norm())
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Gemma 2 whose embedding is its head, and what it is converted to."""
+    folder = tmp_path_factory.mktemp("tied")
+    source = tiny.save(tiny.small("gemma2"), folder / "source")
+    convert(source, folder / "out")
+    return source, folder / "out"
+
+
+def test_a_tied_heads_last_state_has_the_factor_that_the_report_tells(tied: tuple[Path, Path]) -> None:
+    source, out = tied
+    report = read(Report, json.loads((out / "fp16_report.json").read_text()))
+    factors = {name: entry.factor_log2 for name, entry in report.outputs.items()}
+    r, last = factors["hidden_states"], factors["last_hidden_state"]
+    assert isinstance(r, int) and r < 0 and last == -r and factors["logits"] == factors["attentions"] == 0
+    ours, theirs = last_states(out), last_states(source)
+    assert off(ours / 2.0**-r, theirs) < 1e-4 < 1 < off(ours, theirs)
+    assert all(entry.error is not None and entry.error < 1e-6 for entry in report.outputs.values())
+
+
+def test_a_factor_is_said_on_terminal_and_card_with_what_to_do(
+    tied: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tied
+    report = read(Report, json.loads((out / "fp16_report.json").read_text()))
+    r = report.outputs["hidden_states"].factor_log2
+    assert isinstance(r, int)
+    said = f"hidden_states are 2^{r} times the source's: multiply by {2**-r:,} if you read them"
+    assert said in scaled_outputs(report)
+    assert said.split(":")[0].replace("_", r"\_") in render_card(report, {"architectures": ["Gemma2ForCausalLM"]})
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--no-audit"]) == 0
+    assert "last_hidden_state is 2^" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_head_of_its_own_leaves_the_last_state_as_it_was(tmp_path: Path) -> None:
+    """Also where a few small weights of the head would keep more bits behind other gains."""
+    model = tiny.small("llama")
+    with torch.no_grad():
+        model.lm_head.weight.copy_((torch.randn_like(model.lm_head.weight) * 1e-3).bfloat16())
+    source = tiny.save(model, tmp_path / "source")
+    report = convert(source, tmp_path / "out").report
+    assert report["weights"]["lossless_fraction"] < 1 and report["outputs"]["hidden_states"]["factor_log2"] < 0
+    assert report["outputs"]["last_hidden_state"]["factor_log2"] == 0
+    assert off(last_states(tmp_path / "out"), last_states(source)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen2", "llama", "gemma3"])
+def test_converted_for_the_class_without_a_head_the_last_states_are_the_sources(kind: str, tmp_path: Path) -> None:
+    source = tiny.save(tiny.small(kind), tmp_path / "source")
+    name = type(transformers.AutoModel.from_pretrained(source)).__name__
+    result = convert(source, tmp_path / "out", as_class=name)
+    assert result.safe and result.report["outputs"].keys() == {"last_hidden_state", "hidden_states", "attentions"}
+    assert result.report["outputs"]["last_hidden_state"]["factor_log2"] == 0 and result.plan.residual_exponent < 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [name]
+    theirs = last_states(source)
+    assert off(last_states(tmp_path / "out"), theirs) < 1e-4
+    assert off(last_states(tmp_path / "out", dtype=torch.float16), theirs) < 1e-2
+    assert f"--as {name}" in result.report["command"]
+    assert verify(tmp_path / "out", original=source)["verified"]
+
+
+def test_what_was_converted_for_another_class_comes_back_under_its_own_names(tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("gemma2"), tmp_path / "source")
+    convert(source, tmp_path / "out", as_class="Gemma2Model", run_model=False)
+    undo(tmp_path / "out", tmp_path / "back")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "source"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["architectures"] == ["Gemma2ForCausalLM"]
+
+
+def test_a_head_that_was_left_out_is_not_asked_for_after_undo(tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("llama"), tmp_path / "source")
+    convert(source, tmp_path / "out", as_class="LlamaModel", run_model=False)
+    undo(tmp_path / "out", tmp_path / "back")
+    assert "lm_head.weight" not in load_file(tmp_path / "back" / "model.safetensors")
+    assert off(last_states(tmp_path / "back"), last_states(source)) == 0
+
+
+def test_an_encoder_is_taken_out_of_a_whole_model(tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("gated"), tmp_path / "source")
+    convert(source, tmp_path / "out", as_class="T5EncoderModel")
+    assert not [n for n in load_file(tmp_path / "out" / "model.safetensors") if n.startswith(("decoder.", "lm_head"))]
+    theirs = last_states(source, "T5EncoderModel")
+    assert off(last_states(tmp_path / "out", "T5EncoderModel"), theirs) < 1e-4
+
+
+def test_a_class_of_another_family_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("gemma2"), tmp_path / "source")
+    with pytest.raises(UserError, match=r"LlamaModel is no class .* Gemma2ForCausalLM, Gemma2Model"):
+        convert(source, tmp_path / "out", as_class="LlamaModel")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_of_another_factor_is_unsafe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the plan does something else to it than is told, or it is forged afterwards."""
+    source = tiny.save(tiny.small("llama"), tmp_path / "source")
+    right = convert(source, tmp_path / "right")
+    true = outputs.output_factors
+    wrong = lambda layout, plan: true(layout, plan) | {"hidden_states": plan.residual_exponent + 1}  # noqa: E731
+    for module in ("report.build", "conversion.measuring"):
+        monkeypatch.setattr(f"bf16_to_fp16.{module}.output_factors", wrong)
+    result = convert(source, tmp_path / "wrong")
+    assert right.safe and not result.safe and [e["signal"] for e in result.report["unsafe"]] == ["hidden_states"]
+    monkeypatch.undo()
+    report = read(Report, json.loads(json.dumps(right.report)))
+    entry = report.outputs["hidden_states"].model_copy(update={"error": 0.5})
+    forged = report.model_copy(update={"outputs": report.outputs | {"hidden_states": entry}})
+    assert not check_claims(report)
+    assert any("hidden_states" in problem.name for problem in check_claims(forged))
+
+
+def test_a_forged_factor_is_found(tied: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tied[1]
+    data = json.loads((out / "fp16_report.json").read_text())
+    data["outputs"]["hidden_states"]["factor_log2"] = 0
+    (tmp_path / "out").mkdir()
+    for file in out.iterdir():
+        (tmp_path / "out" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "out" / "fp16_report.json").write_text(json.dumps(data))
+    found = verify(tmp_path / "out", run_model=False)["problems"]
+    assert "outputs" in [problem["name"] for problem in found]
+
+
+def test_a_model_made_safe_in_memory_tells_its_factors() -> None:
+    model = tiny.small("gemma2")
+    with torch.no_grad():
+        before = model(input_ids=IDS, output_hidden_states=True).hidden_states
+        made = make_fp16_safe(model)
+        after = model(input_ids=IDS, output_hidden_states=True).hidden_states
+    r, last = made.outputs["hidden_states"], made.outputs["last_hidden_state"]
+    assert isinstance(r, int) and isinstance(last, int) and r < 0
+    assert all(torch.equal(a * 2.0**r, b) for a, b in zip(before[:-1], after[:-1], strict=True))
+    assert torch.equal(before[-1] * 2.0**last, after[-1])
