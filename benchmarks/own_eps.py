@@ -29,7 +29,7 @@ from bf16_to_fp16 import convert
 SHAPES = {"wide": (1024, 2816, 16, 6), "deep": (256, 640, 4, 24), "xxl": (4096, 10_240, 64, 3)}
 """Widths of stream and feed-forward, heads and layers; the last is T5-XXL's but for its layers."""
 
-FACTORS = {"wide": (32.0, 1024.0, 300.0), "deep": (32.0, 2048.0, 1000.0), "xxl": (32.0, 1024.0, 300.0)}
+FACTORS = {"wide": (32.0, 1024.0, 300.0), "deep": (32.0, 4096.0, 30.0), "xxl": (32.0, 1024.0, 300.0)}
 """Of the weights into and out of the neurons that stand out, and of the embedding: so that fp16 overflows."""
 
 OUTLIERS = 3  # neurons that stand out in a feed-forward

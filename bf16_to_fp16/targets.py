@@ -34,7 +34,7 @@ TIERS = (
         "norm-fp16",
         "norm-safe",
         "norms square, sum and divide in fp16, mean squares over 2⁻¹⁷",
-        ("ONNX exports in fp16 (ONNX Runtime, TensorRT)", "ComfyUI", "OpenVINO in fp16", "some NPUs"),
+        ("ONNX exports in fp16 (ONNX Runtime, TensorRT)", "OpenVINO in fp16", "some NPUs"),
     ),
     Tier(
         "fp16-accumulate",
