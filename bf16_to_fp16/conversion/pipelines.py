@@ -20,16 +20,13 @@ from ..checkpoint.pipeline_classes import LAST, PIPELINES, Linear, Norm, Reading
 from ..checkpoint.places import contained
 from ..errors import UserError
 from ..families.configs import number_of
-from ..families.known import architectures, class_named, family_of, names_of, placed_family
+from ..families.known import architectures, class_named, family_of, names_of, placed_family, same_code
 from ..families.layout import Layout
 from ..families.types import Sublayer
 from ..progress import Progress
 from ..ranges import ModuleRange, NormRange
 from ..report.schema import ReadingEntry, Report, RescaledEntry
 from ..wording import counted
-
-ALIKE = ("T5", "MT5")
-"""Beginnings of classes that are the same code, so that each loads the other's config."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +73,14 @@ def class_that_loads(pipeline: Pipeline, name: str, config: Mapping[str, Any]) -
     """Return the stock class, of the family of an encoder's config, that a pipeline's index names for it."""
     library, kind = pipeline.loaded[name]
     known = names_of(family_of(config))
-    prefix = next((p for p in ALIKE if kind == f"{p}{kind.removeprefix(p)}"), "")
-    same = [kind, *(f"{other}{kind.removeprefix(prefix)}" for other in ALIKE if prefix)]
-    fitting = [each for each in same if each in known]
-    if library != "transformers" or not fitting:
+    fitting = next((each for each in same_code(kind) if each in known), None)
+    if library != "transformers" or fitting is None:
         raise UserError(
             f"{pipeline.folder / MODEL_INDEX} loads {name} as {library}.{kind}, which is no supported class for its"
             f" config ({config['model_type']}: {', '.join(known)}); name the right one there, or"
             f" {alone(pipeline, name)}"
         )
-    return fitting[0]
+    return fitting
 
 
 def check_read_at_end(pipeline: Pipeline, name: str, kind: str, config: Mapping[str, Any]) -> None:

@@ -107,6 +107,17 @@ def class_named(name: str) -> StockClass | None:
     return next((stock for family in FAMILIES for stock in family.classes if name in stock.names), None)
 
 
+SAME_CODE = ("T5", "MT5")
+"""How classes begin that are the same code, so that each loads the other's config."""
+
+
+def same_code(name: str) -> tuple[str, ...]:
+    """Return the stock classes that are the same code as that of this name, itself first."""
+    prefix = next((each for each in SAME_CODE if name.startswith(each)), None)
+    others = () if prefix is None else tuple(f"{each}{name.removeprefix(prefix)}" for each in SAME_CODE)
+    return (name, *(other for other in others if other != name))
+
+
 def loading_class(name: str) -> str:
     """Return under which name a user of transformers loads the stock class of this name."""
     stock = class_named(name)

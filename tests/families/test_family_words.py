@@ -36,12 +36,14 @@ ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}  # the names
 FILES = {
     "advise/configs.py",
     "checkpoint/naming.py",
+    "checkpoint/pipeline_classes.py",
     "checkpoint/side_modules.py",
     "checkpoint/single_file.py",
 }
 """Tables of what files of single encoders are called and what models they are, by which a file is opened before there
 is a config that could have a family; of what configs of any class call their width and
-deviations, and of what sentence-transformers calls what its own modules are."""
+deviations, of what sentence-transformers calls what its own modules are, and of what diffusers' components are called
+inside."""
 
 
 def paths_of(topology: Topology) -> Iterator[str]:
