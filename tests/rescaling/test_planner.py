@@ -152,7 +152,7 @@ def test_shrinking_spares_small_weights_by_sharing_the_factor_between_o_and_v() 
     ranges = observe_ranges(model, shown_to(model))
     plan = make_plan(layout, source_weights(source, layout), ranges).plan
     moved = plan.exponent("encoder.block.1.layer.0.SelfAttention.value")
-    assert torch.as_tensor(moved, dtype=torch.float64).mean() < -2
+    assert torch.as_tensor(moved, dtype=torch.float64).mean() < -1.5
 
 
 def test_a_gain_moves_only_where_a_reader_would_lose() -> None:
