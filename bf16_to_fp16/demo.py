@@ -47,4 +47,6 @@ def demo(out: Path, *, progress: Progress, show: bool = True) -> list[dict[str, 
                 terminal.print_title(f"{name}, converted")
                 terminal.print_conversion(read(Report, result.report), out / name, verbose=True)
             reports.append(dict(result.report) | {"name": name, "before": before})
+    if show:
+        terminal.print_demo([(each["name"], read(Report, each["before"]), read(Report, each)) for each in reports])
     return reports

@@ -36,6 +36,12 @@ class NormRange:
         met = (eps if fixed is None else fixed) * 4.0**-exponent
         return ((variance + eps) / (variance + met)).sqrt(), shares
 
+    def drift(self, eps: float, exponent: int) -> float:
+        """Return the root mean square of what that changes, relative to the norm's output before its gains."""
+        kept, shares = self.kept(eps, exponent)
+        power = shares * self.variances[:, 0] / (self.variances[:, 0] + eps)  # of tokens under eps hardly any is left
+        return float((power * (kept - 1).square()).sum() / power.sum()) ** 0.5 if power.any() else 0.0
+
 
 @dataclass(frozen=True)
 class ScoreRange:

@@ -79,6 +79,20 @@ def test_the_demo_prints_before_and_after_and_where_the_report_is(demo: Any) -> 
     assert "\x1b[" not in out
 
 
+def test_the_demo_ends_with_the_table_of_the_readme(demo: Any) -> None:
+    """Counts of what overflows may differ between machines, and a last digit with them."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = [[cell.strip() for cell in line.strip("| ").split("|")] for line in readme.splitlines() if " | " in line]
+    lines = [line.strip() for line in demo[1].splitlines()]
+    printed = [re.split(r"  +", line) for line in lines[lines.index("the three checkpoints") + 1 :]]
+    shown = table[next(i for i, row in enumerate(table) if row[-3:] == list(DEMOS)) :][: len(printed)]
+    assert len(printed) == 8 and [row[0] for row in printed[1:]] == [row[0] for row in shown[1:]]
+    for ours, theirs in zip(printed[1:], shown[1:], strict=True):
+        for a, b in zip(ours[1:], theirs[1:], strict=True):
+            one, other = (float(cell.rstrip("% ×").replace(",", "")) for cell in (a, b))
+            assert one == pytest.approx(other, rel=0.05)
+
+
 def command(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own."""
     return subprocess.run(

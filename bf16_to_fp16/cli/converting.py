@@ -116,9 +116,11 @@ def convert_command(
     options = Options(**fields)
     folder = options.layout == FOLDER_LAYOUT
     others = {options.plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
+    check_given(
+        source, options.data, others | {options.config: CONFIG}, options.subfolder, known=True, layout=options.layout
+    )
     if out is not None and not dry_run:
         check_free(out, Path(source), folder=folder, force=force)
-    check_given(source, options.data, others | {options.config: CONFIG}, options.subfolder, known=True)
     check_together(recipe, push_to, folder=folder, runs=options.run_model and not dry_run)
     check_publishes(push_to, public=public or allow_unsafe)
     if push_to is not None:

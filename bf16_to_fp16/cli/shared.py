@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from ..checkpoint.contents import read_config, weight_files
+from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.places import local_source, subfolder_of
 from ..conversion.options import FLAGS, Options
 from ..errors import UserError, shortened
@@ -92,10 +93,12 @@ def check_given(
     subfolder: str | None = None,
     *,
     known: bool = False,
+    layout: str = FOLDER_LAYOUT,
 ) -> None:
     """Raise UserError for a checkpoint, a text or another file that was given and is not there, or of a folder whose
     files are not those of a checkpoint, before the seconds that the work takes to import; others: paths, with what is
-    then told to give. known: whether the checkpoint has to be of a known family."""
+    then told to give. known: whether the checkpoint has to be of a known family; layout: whose tool has to have a class
+    for it."""
     if source is not None and (folder := local_source(source)) is not None and folder.is_dir():
         folder = folder if subfolder is None else subfolder_of(folder, subfolder)
         if not (folder / "model_index.json").is_file() and not (folder / "modules.json").is_file():
@@ -103,7 +106,9 @@ def check_given(
             if known:
                 from ..families.known import family_of
 
-                family_of(config)
+                family = family_of(config)
+                if layout in LAYOUTS:
+                    LAYOUTS[layout].check_model(family.model_type, str(folder))
             weight_files(folder)
     if data is not None:
         from ..run.texts import text_file

@@ -112,6 +112,11 @@ def convert_pipeline_by(
     options.check()
     if options.plan is not None and len(pipeline.encoders) > 1:
         raise UserError(f"--plan is for one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
+    if options.as_class is not None:
+        raise UserError(
+            "--as is for one model, and model_index.json says which class loads each; give --subfolder"
+            f" {listed(pipeline.encoders, 'or')} as well"
+        )
     local, uses = pipeline.revision is None, uses_of(pipeline)
     place.check(pipeline.folder)
     for name in uses.assumed:
@@ -192,7 +197,7 @@ def converted(
     progress: Progress,
 ) -> Conversion:
     """Return what the conversion of one encoder did; an error names its sub-folder."""
-    asked = replace(options, subfolder=name, variant=name in pipeline.variants)
+    asked = replace(options, subfolder=name, variant=name in pipeline.variants, as_class=uses.classes[name])
     done = convert_by(asked, pipeline.source, place, endpoint=endpoint, progress=progress)
     if not place.dry_run and done.report["source"].get("revision") != pipeline.revision:
         raise UserError(f"{pipeline.source} was changed on the Hub meanwhile; run the same command again")

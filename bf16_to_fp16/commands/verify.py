@@ -20,11 +20,12 @@ from ..auditing.fidelity import Fidelity, reference_of
 from ..auditing.regimes import Audited, RegimeResult
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.findings import Certificate
+from ..checkpoint.naming import LAYOUTS
 from ..checkpoint.packing import summary_of
 from ..checkpoint.places import own_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..conversion.measuring import audited, bounded, compare, errors_of, in_fp32_too, measured_edits, outputs_of_few
-from ..conversion.options import read_command
+from ..conversion.options import FIXED, read_command
 from ..conversion.planning import observe_source, own_length
 from ..devices import Device
 from ..environment import SCHEMA
@@ -159,6 +160,11 @@ class Subject:
     max_length: int
     packed: Packed | None = None
 
+    @property
+    def own_eps(self) -> float | None:
+        """The eps of the tool that is to read it, None where its config is asked."""
+        return None if self.packed is None else LAYOUTS[self.packed.layout].eps
+
 
 @dataclass
 class Findings:
@@ -199,7 +205,7 @@ def examine(
     else:
         found.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
     beside = claim if subject.packed is None else None  # one file lists nothing beside its plan
-    found.add("plan", check_plan(checkpoint, layout, plan, subject.source, beside))
+    found.add("plan", check_plan(checkpoint, layout, plan, subject.source, beside, subject.own_eps))
     if original is not None:
         replayed = replay(original, checkpoint, plan, subject.source, progress)
         found.unchecked |= replayed.unchecked
@@ -424,6 +430,8 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
             "--max-length": None if length == MAX_LENGTH else str(length),
             "--max-kl": None if report.max_kl is None else f"{report.max_kl:g}",
         }
+        if report.plan is not None and report.plan.eps is not None and "--plan" not in given:
+            wanted["--eps"] = FIXED if report.plan.eps_held else None
         margin = report.plan.margin_bits if report.plan is not None else None
         if run and "--plan" not in given and margin is not None:
             wanted["--margin"] = None if margin == MARGIN_BITS else f"{margin:g}"

@@ -147,8 +147,8 @@ class Options:
         default=None,
         metadata=flag(
             "--as",
-            "Stock class to convert for, of the same weights: Gemma2Model of a Gemma2ForCausalLM, whose last states are"
-            " then the source's; default: config.json's, of a sentence-transformers folder the one that it loads.",
+            "Stock class of the same weights to convert for: that without a head gives last states as the source does;"
+            " default: config.json's, of a sentence-transformers folder the one that loads it.",
             metavar="CLASS",
         ),
     )

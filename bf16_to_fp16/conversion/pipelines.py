@@ -20,7 +20,7 @@ from ..checkpoint.pipeline_classes import LAST, PIPELINES, Linear, Norm, Reading
 from ..checkpoint.places import contained
 from ..errors import UserError
 from ..families.configs import number_of
-from ..families.known import class_named, family_of, names_of, placed_family
+from ..families.known import architectures, class_named, family_of, names_of, placed_family
 from ..families.layout import Layout
 from ..families.types import Sublayer
 from ..progress import Progress
@@ -34,10 +34,10 @@ ALIKE = ("T5", "MT5")
 
 @dataclass(frozen=True)
 class Uses:
-    """How a pipeline uses its encoders: the class that loads each, what it reads of each, and of which of them that is
-    assumed, by the encoder's name."""
+    """How a pipeline uses its encoders: the class that loads each (None where it is that of its config), what it reads
+    of each, and of which of them that is assumed, by the encoder's name."""
 
-    classes: Mapping[str, str]
+    classes: Mapping[str, str | None]
     readings: Mapping[str, Sequence[Reading]]
     assumed: tuple[str, ...]
 
@@ -57,14 +57,15 @@ def uses_of(pipeline: Pipeline) -> Uses:
     """Return how a pipeline uses its encoders; raise UserError for a class that does not fit an encoder's config, and
     for an encoder of which the pipeline may read anything."""
     configs = {name: config_of(pipeline.folder, name) or {} for name in pipeline.loaded}
-    classes: dict[str, str] = {}
+    classes: dict[str, str | None] = {}
     readings: dict[str, Sequence[Reading]] = {}
     assumed: list[str] = []
     for name in (*pipeline.encoders, *pipeline.same):
-        classes[name] = class_that_loads(pipeline, name, configs[name])
+        kind = class_that_loads(pipeline, name, configs[name])
+        classes[name] = None if architectures(configs[name])[:1] == [kind] else kind
         known = [reading for reading in PIPELINES.get(pipeline.kind, ()) if reading.encoder == name]
         if not known:
-            check_read_at_end(pipeline, name, classes[name], configs[name])
+            check_read_at_end(pipeline, name, kind, configs[name])
             assumed.append(name)
             known = [Reading(name)]
         readings[name] = [each for reading in known for each in reading.each(configs)]
@@ -131,10 +132,18 @@ def entered(layout: Layout, ranges: Mapping[str, ModuleRange] | None) -> tuple[N
     return tuple(norms) if not others and len(norms) == count else ()
 
 
-def factor_of(report: Report, *, last: bool) -> int:
-    """Return log2 of how much larger than the source's an encoder's states are, its last or its inner ones."""
-    assert report.plan is not None
-    return 0 if last else report.plan.residual_exponent
+def factors_of(pipeline: Pipeline, name: str, report: Report) -> dict[bool, int]:
+    """Return log2 of how much larger than the source's an encoder's last states are (True), and its inner ones."""
+    factors = {}
+    for last, output in ((True, "last_hidden_state"), (False, "hidden_states")):
+        factor = report.outputs[output].factor_log2
+        if not isinstance(factor, int):
+            raise UserError(
+                f"{pipeline.source}: the {output} of {name} change by a factor that is not the same for all channels;"
+                f" {alone(pipeline, name)}"
+            )
+        factors[last] = factor
+    return factors
 
 
 def met(
@@ -148,6 +157,7 @@ def met(
     config = config_of(pipeline.folder, name) or {}
     family = placed_family(config)
     layers = number_of(family, config, family.encoder.layers, "a number of layers")
+    by_place = factors_of(pipeline, name, report)
     entries = []
     for reading in readings:
         numbers = range(layers + 1) if reading.states is None else reading.states
@@ -157,7 +167,7 @@ def met(
                 f"{pipeline.source}: {pipeline.kind} reads hidden_states {listed} of {name}, which has"
                 f" {counted(layers, 'layer')}; {alone(pipeline, name)}"
             )
-        factors = [factor_of(report, last=number in (LAST, layers)) for number in numbers]
+        factors = [by_place[number in (LAST, layers)] for number in numbers]
         if not any(factors):
             continue
         if not reading.meets:
@@ -184,9 +194,8 @@ def of_norm(
     changes = []
     for number, factor in zip(numbers, factors, strict=True):
         if states and number not in (LAST, len(states)):
-            kept, shares = states[number if number >= 0 else number + 1].kept(eps, factor)
-            changes.append(float((shares * (kept - 1).square()).sum()))
-    predicted = max(changes) ** 0.5 if changes else None
+            changes.append(states[number if number >= 0 else number + 1].drift(eps, factor))
+    predicted = max(changes, default=None)
     return {"norm": norm.module, "eps": eps, "predicted": predicted}
 
 

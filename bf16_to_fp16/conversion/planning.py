@@ -61,7 +61,8 @@ from .editing import (
 )
 from .options import Destination, Options
 
-ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause
+ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause for a proof
+PREFERRED_DRIFT = 1 / 32  # the same for the target that suits a tool: with fp16's own rounding, under a sixteenth
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ class Search:
         if {v.signal for v in stricter.planned.violations} - {v.signal for v in weakest.planned.violations}:
             return weakest
         found = tried_drift(self.opened, self.reference, self.progress)(stricter.layout, stricter.plan)
-        if is_acceptable(found):
+        if is_acceptable(found, PREFERRED_DRIFT):
             return stricter
         note = too_much_drift(wanted, weakest.target, found)
         self.progress.say(note)
@@ -565,10 +566,10 @@ def planned_once(
     return make_plan(layout, weights, ranges, target=options.target, advance=advance, **how)
 
 
-def is_acceptable(drift: Fidelity) -> bool:
-    """Return whether the divergence of a drift stays under 1/128 of bf16's: half of what fp16's own rounding may
-    take."""
-    return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * ACCEPTABLE_DRIFT
+def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
+    """Return whether the divergence of a drift stays under a share of bf16's, by default half of what fp16's own
+    rounding may take."""
+    return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share
 
 
 def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], bool]:

@@ -225,7 +225,7 @@ def coverage(report: schema.Report) -> tuple[list[str], list[tuple[str, str]]]:
         ("encoder outputs and caches from elsewhere, quantised caches, embeddings beyond the table's hull", ""),
         ("hardware that flushes subnormal numbers to zero", ""),
         ("rows of attention that see no position at all, such as a decoder's that are padded on the left", ""),
-        ("other weights than those in the files: adapters, quantisation", ""),
+        ("other weights than those in the files: adapters, quantisation (quantise the source, or undo first)", ""),
         ("precision: it says that nothing overflows, not that nothing is lost", ""),
     ]
     brought, inside = tower_advice(report)

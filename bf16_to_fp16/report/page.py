@@ -388,8 +388,9 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
     whose = "config.json" if report.finetune is None else "config.json of the finetuned weights"
     for key, sides in report.source.config_changes.items():
         rows.append((f"{whose}: {key}", f"{sides.get('before', 'absent')} → {sides.get('after', 'absent')}"))
-    if plan.eps is None and any(plan.residual_exponents):
-        rows.append(("norm eps", "fixed in stock code, so it drifts (below)"))
+    if (plan.eps is None or plan.eps_held) and any(plan.residual_exponents):
+        where = "held for a reader that has its own" if plan.eps_held else "fixed in stock code"
+        rows.append(("norm eps", f"{where}, so it drifts (below)"))
     if plan.untied_head:
         rows.append(("head", "separated from the embedding, which could not carry its exponents"))
     if plan.centred_keys:

@@ -86,6 +86,34 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype=torch.float16)')
 
 
+def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> None:
+    """Print the demonstration's checkpoints beside one another: each by its name, as trained and converted."""
+
+    def proven(report: schema.Report) -> str:
+        if report.certificate is None or not report.certificate.holds:
+            return "not proven"
+        return f"{wording.factor(report.certificate.headroom_bits)} ×"
+
+    def run(report: schema.Report) -> str:
+        return f"{wording.factor(min(regime.headroom_bits for regime in report.regimes.values()))} ×"
+
+    before, after = [pair[1] for pair in pairs], [pair[2] for pair in pairs]
+    close = [report.fidelity or schema.FidelityEntry() for report in after]
+    broken = [max(regime.nonfinite + regime.saturated for regime in report.regimes.values()) for report in after]
+    share = [report.weights.lossless_fraction if report.weights else 0.0 for report in after]
+    rows = [
+        ("as trained, in fp16: inf or NaN", [f"{report.regimes['half'].nonfinite:,}" for report in before]),
+        ("converted, in fp16: inf, NaN or saturated", [f"{count:,}" for count in broken]),
+        ("largest value run, below the limit", [run(report) for report in after]),
+        ("any input, by proof, below the limit", [proven(report) for report in after]),
+        ("KL to fp32, nats: original in bf16", [f"{each.kl_bf16 or 0:.1e}" for each in close]),
+        ("the same: converted in fp16", [f"{each.kl_fp16 or 0:.1e}" for each in close]),
+        ("weights carried over bit for bit", [wording.percent(each) for each in share]),
+    ]
+    columns = [Column("", 0), *(numbers(pair[0], i, str) for i, pair in enumerate(pairs, 1))]
+    console().table(Table(columns, [(title, *cells) for title, cells in rows], "the three checkpoints"))
+
+
 def print_file(report: schema.Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
     """Print of a conversion to one file what ``print_conversion`` does of a folder, and ``notes``."""
     screen = console()

@@ -64,7 +64,7 @@ KEYS: Mapping[str, How] = {
     **row(How.BOTH, "fidelity", "measure kl_bf16 kl_fp16 kl_fp32 squared_error_fp32 max_logit_error_bf16"),
     **row(How.BOTH, "fidelity", "max_logit_error_fp16 top1_bf16 top1_fp16 positions reference"),
     **row(How.ORIGINAL, "weights", "elements lossless_fraction normal_fraction flushed_to_zero nonfinite amax"),
-    **row(How.ALWAYS, "plan", "family untied_head eps"),
+    **row(How.ALWAYS, "plan", "family untied_head eps eps_held"),
     **row(How.ORIGINAL, "plan", "residual_exponent exponents gain_correction centred_keys"),
     **row(How.BOTH, "plan.drift", "predicted_kl predicted_max_logit_error measured_kl measured_max_logit_error"),
     **row(How.NEVER, "plan", "drift.relative_error margin_bits"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,16 @@ OBEYED = ("generation_config.json", MODULES)  # files beside the weights on whic
 
 
 def check_plan(
-    checkpoint: Checkpoint, layout: Layout, plan: Plan, source: Source, report: Report | None = None
+    checkpoint: Checkpoint,
+    layout: Layout,
+    plan: Plan,
+    source: Source,
+    report: Report | None = None,
+    own_eps: float | None = None,
 ) -> list[Problem]:
     """Return where the recorded plan and the checkpoint contradict each other: family, signals, channels, config;
-    report: None where there is no place for what else it says of the plan, its edits and outputs."""
+    report: None where there is no place for what else it says of the plan, its edits and outputs. own_eps: of the tool
+    that is to read it, whatever the config says."""
 
     def problem(name: str, reason: str) -> Problem:
         return Problem("plan", name, reason)
@@ -78,6 +84,8 @@ def check_plan(
         found = looked_up(checkpoint.config, key)
         if found != plan.eps:
             problems.append(problem("config.json", f"{key} is {found} and the plan needs {plan.eps}"))
+    if layout.family.eps_keys:
+        problems += [problem("plan", reason) for reason in wrong_eps(layout, plan, source, own_eps)]
     recorded = {name: sides["after"] for name, sides in source.config_changes.items() if "after" in sides}
     for name, after in recorded.items():
         if (found := looked_up(checkpoint.config, name)) != after:
@@ -86,6 +94,19 @@ def check_plan(
         if dtype != "float16" and name not in recorded:
             problems.append(problem("config.json", f"{name} is {dtype}, which stock code loads the weights in"))
     return problems
+
+
+def wrong_eps(layout: Layout, plan: Plan, source: Source, own_eps: float | None) -> Iterator[str]:
+    """Yield why a plan's eps is not the one that its exponents, or whoever is to read the output, ask for."""
+    before = layout.eps
+    if (change := source.config_changes.get(layout.family.eps_keys[0])) is not None:
+        before = change.get("before", layout.family.eps)
+    if own_eps is not None and not plan.eps_held:
+        yield f"rescales eps, and the tool that reads this has {own_eps:g} whatever the config says"
+        return
+    held, r = before if own_eps is None else own_eps, plan.residual_exponent
+    if plan.eps not in (None, wanted := held if plan.eps_held else before * 4.0**r):
+        yield f"has an eps of {plan.eps}, and {wanted} goes with {before} before and the stream at 2^{r}"
 
 
 def dtypes_of(config: Mapping[str, Any]) -> dict[str, object]:

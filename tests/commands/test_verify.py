@@ -27,8 +27,8 @@ from bf16_to_fp16.families.configs import with_value
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.remedies import OVER, PENALTY, SQUARES_UNSEEN
-from bf16_to_fp16.report.schema import Report, Source, read
-from bf16_to_fp16.report.stored import read_plan
+from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.report.stored import read_origin, read_plan
 from bf16_to_fp16.run import batch, probe
 from bf16_to_fp16.run.stock import load, load_config
 from bf16_to_fp16.verification.plans import check_plan
@@ -219,10 +219,11 @@ def test_a_dtype_that_is_not_fp16_is_found_whatever_the_report_says_was_changed(
 ) -> None:
     """Stock code loads the weights in it where no other is asked for."""
     checkpoint = open_checkpoint(converted)
-    plan, layout = read_plan(converted), resolve(checkpoint)
-    assert check_plan(checkpoint, layout, plan, Source()) == []
+    plan, layout, source = read_plan(converted), resolve(checkpoint), read_origin(converted)
+    source.config_changes.pop("dtype", None)
+    assert check_plan(checkpoint, layout, plan, source) == []
     forged = replace(checkpoint, config=with_value(checkpoint.config, where, dtype))
-    [problem] = check_plan(forged, layout, plan, Source())
+    [problem] = check_plan(forged, layout, plan, source)
     assert problem.name == "config.json"
     assert problem.reason == f"{where} is {dtype}, which stock code loads the weights in"
 

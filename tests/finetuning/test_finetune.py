@@ -20,6 +20,7 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.commands.undo import undo
+from bf16_to_fp16.commands.verify import verify
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
@@ -126,6 +127,14 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
     other = ("rescale=true", "schedule.steps=1", "schedule.warmup=1", f"checkpointing.folder={tmp_path / 'other'}")
     result = finetune(recipe, overrides=other)
     assert result is not None and result.safe
+    factor = result.report["outputs"]["encoder_hidden_states"]["factor_log2"]
+    assert factor < 0 and result.report["finetune"]["start_outputs"]["encoder_hidden_states"] < 0
+    ids, kept = torch.arange(5, 25)[None], verify(tmp_path / "out", run_model=False)
+    before, after = (
+        load(f, torch.float32).encoder(ids, output_hidden_states=True) for f in (tmp_path / "model", tmp_path / "out")
+    )
+    ratio = after.hidden_states[0].norm() / before.hidden_states[0].norm()
+    assert float(ratio.log2()) == pytest.approx(factor, abs=0.1) and kept["verified"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,440 @@
+"""Tiny pipelines of diffusers' own classes, whose text encoders overflow fp16, and one step of what they condition.
+
+Only for `.venv-clients`. VAEs are left out, since nothing here decodes; weights are random, tokenizers of single bytes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from support import causal, pipelines
+from tokenizers.pre_tokenizers import ByteLevel
+
+PROMPT = "a lighthouse in a storm"
+LENGTH = 32  # tokens of a prompt
+WIDTH = 24  # of every encoder here
+
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+CLIP = {
+    "hidden_size": 8,
+    "intermediate_size": 9,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "projection_dim": 8,
+    "max_position_embeddings": 218,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline class: what makes one, what its ``encode_prompt`` takes besides the prompt, and what its transformer
+    (or the like) gives for what that returns. encoders: the components to be converted."""
+
+    kind: str
+    make: Callable[[], Mapping[str, Any]]
+    step: Callable[[Any, Sequence[torch.Tensor]], torch.Tensor]
+    options: Mapping[str, Any]
+    encoders: tuple[str, ...] = ("text_encoder",)
+
+    def build(self) -> Any:
+        """Return the pipeline, its encoders in bf16 and all else in fp32."""
+        return getattr(diffusers, self.kind)(**self.make())
+
+    def encode(self, pipe: Any) -> list[torch.Tensor]:
+        """Return every tensor that ``encode_prompt`` returns, floating ones in fp32."""
+        with torch.no_grad():
+            return [t.float() if t.is_floating_point() else t for t in flat(pipe.encode_prompt(PROMPT, **self.options))]
+
+    def run(self, pipe: Any, embeddings: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what one step gives, in fp32."""
+        torch.manual_seed(1)
+        with torch.no_grad():
+            return torch.cat([t.flatten() for t in flat(self.step(pipe, embeddings))])
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    """Return the tensors inside nested lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for each in value or () for t in flat(each)] if isinstance(value, list | tuple) else []
+
+
+# --- components ------------------------------------------------------------------------------------------------------
+
+
+def encoder(kind: str, **changes: Any) -> Any:
+    """Return a tiny encoder in bf16 that overflows fp16."""
+    return pipelines.encoder(kind, **changes).to(torch.bfloat16)
+
+
+def headless(kind: str, **changes: Any) -> Any:
+    """Return the body of a tiny causal model, which pipelines load."""
+    return encoder(kind, **changes).model
+
+
+def t5(kind: str = "t5-encoder") -> dict[str, Any]:
+    return {"text_encoder": encoder(kind), "tokenizer": transformers.ByT5Tokenizer(extra_ids=125)}
+
+
+def of_bytes() -> Any:
+    """Return a tokenizer of single bytes with a chat template."""
+    tokenizer = causal.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return tokenizer
+
+
+def clip_tokenizer() -> Any:
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    return transformers.CLIPTokenizer(
+        vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=77
+    )
+
+
+def clip(projected: bool = False) -> Any:
+    torch.manual_seed(2)
+    config = transformers.CLIPTextConfig(**CLIP, vocab_size=514, bos_token_id=512, eos_token_id=513)
+    return (transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel)(config).eval()
+
+
+def model(kind: str, **shape: Any) -> Any:
+    """Return a component of diffusers in fp32, of random weights."""
+    torch.manual_seed(3)
+    made = getattr(diffusers, kind)(**shape).eval()
+    with torch.no_grad():
+        for weight in made.parameters():
+            if not weight.any():  # some begin as zeros, which would hide everything
+                weight.normal_(std=0.1)
+    return made
+
+
+def quiet(transformer: Any, *weights: str) -> Any:
+    """Return a transformer whose linears of these names bring the states of an encoder, which are large, to the size of
+    what is added to them there, as in trained ones; else the next norm would hide any factor."""
+    with torch.no_grad():
+        for name in weights:
+            transformer.get_parameter(name).mul_(2.0**-18)
+    return transformer
+
+
+def flow() -> dict[str, Any]:
+    return {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(), "vae": None}
+
+
+def steps() -> dict[str, Any]:
+    return {"scheduler": diffusers.DDIMScheduler(), "vae": None}
+
+
+AT = torch.tensor([500.0])
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def flux() -> dict[str, Any]:
+    return {
+        **flow(),
+        "text_encoder": clip(),
+        "tokenizer": clip_tokenizer(),
+        "text_encoder_2": encoder("t5-encoder"),
+        "tokenizer_2": transformers.ByT5Tokenizer(extra_ids=125),
+        "transformer": model(
+            "FluxTransformer2DModel",
+            **HEADS,
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            joint_attention_dim=WIDTH,
+            pooled_projection_dim=8,
+            axes_dims_rope=(4, 4, 8),
+        ),
+    }
+
+
+def flux_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    ids = torch.zeros(4, 3)
+    latents = torch.randn(1, 4, 4)
+    return pipe.transformer(latents, e[0], e[1], AT / 1000, img_ids=ids, txt_ids=e[2], return_dict=False)
+
+
+def sd3() -> dict[str, Any]:
+    return {
+        **flow(),
+        "text_encoder": clip(projected=True),
+        "tokenizer": clip_tokenizer(),
+        "text_encoder_2": clip(projected=True),
+        "tokenizer_2": clip_tokenizer(),
+        "text_encoder_3": encoder("t5-encoder"),
+        "tokenizer_3": transformers.ByT5Tokenizer(extra_ids=125),
+        "transformer": model(
+            "SD3Transformer2DModel",
+            **HEADS,
+            sample_size=8,
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            joint_attention_dim=WIDTH,
+            caption_projection_dim=32,
+            pooled_projection_dim=16,
+            pos_embed_max_size=8,
+        ),
+    }
+
+
+def sd3_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    return pipe.transformer(torch.randn(1, 4, 8, 8), e[0], e[1], AT, return_dict=False)
+
+
+def pixart() -> dict[str, Any]:
+    shape = {"in_channels": 4, "out_channels": 8, "num_layers": 1, "cross_attention_dim": 32, "sample_size": 8}
+    transformer = model("PixArtTransformer2DModel", **HEADS, **shape, caption_channels=WIDTH)
+    return {**steps(), **t5(), "transformer": transformer}
+
+
+def pixart_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    sizes = {"resolution": None, "aspect_ratio": None}
+    return pipe.transformer(
+        torch.randn(1, 4, 8, 8),
+        e[0],
+        AT.long(),
+        added_cond_kwargs=sizes,
+        encoder_attention_mask=e[1],
+        return_dict=False,
+    )
+
+
+def ltx() -> dict[str, Any]:
+    shape = {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "num_layers": 1, "caption_channels": WIDTH}
+    return {**flow(), **t5(), "transformer": model("LTXVideoTransformer3DModel", **HEADS, **shape)}
+
+
+def ltx_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    sizes = {"num_frames": 2, "height": 2, "width": 2}
+    return pipe.transformer(torch.randn(1, 8, 4), e[0], AT, encoder_attention_mask=e[1], **sizes, return_dict=False)
+
+
+def cogvideox() -> dict[str, Any]:
+    shape = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "time_embed_dim": 8,
+        "text_embed_dim": WIDTH,
+        "num_layers": 1,
+        "sample_width": 4,
+        "sample_height": 4,
+        "sample_frames": 5,
+        "max_text_seq_length": LENGTH,
+    }
+    return {**steps(), **t5(), "transformer": model("CogVideoXTransformer3DModel", **HEADS, **shape)}
+
+
+def cogvideox_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    return pipe.transformer(torch.randn(1, 2, 4, 4, 4), e[0], AT, return_dict=False)
+
+
+def auraflow() -> dict[str, Any]:
+    shape = {
+        "sample_size": 8,
+        "in_channels": 4,
+        "num_mmdit_layers": 1,
+        "num_single_dit_layers": 1,
+        "joint_attention_dim": WIDTH,
+        "caption_projection_dim": 32,
+        "pos_embed_max_size": 16,
+    }
+    transformer = model("AuraFlowTransformer2DModel", **HEADS, **shape)
+    return {**flow(), **t5("umt5-encoder"), "transformer": transformer}
+
+
+def auraflow_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    return pipe.transformer(torch.randn(1, 4, 8, 8), e[0], AT / 1000, return_dict=False)
+
+
+def wan() -> dict[str, Any]:
+    shape = {"in_channels": 4, "out_channels": 4, "text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 32, "num_layers": 1}
+    transformer = model("WanTransformer3DModel", **HEADS, **shape, rope_max_seq_len=32)
+    return {**flow(), **t5("umt5-encoder"), "transformer": transformer}
+
+
+def wan_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    return pipe.transformer(torch.randn(1, 4, 1, 4, 4), AT.long(), e[0], return_dict=False)
+
+
+def sana() -> dict[str, Any]:
+    shape = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 1,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 16,
+        "cross_attention_dim": 32,
+        "caption_channels": WIDTH,
+        "sample_size": 8,
+    }
+    transformer = model("SanaTransformer2DModel", **HEADS, **shape)
+    return {**flow(), "text_encoder": headless("gemma2"), "tokenizer": of_bytes(), "transformer": transformer}
+
+
+def sana_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    return pipe.transformer(torch.randn(1, 4, 8, 8), e[0], AT, encoder_attention_mask=e[1], return_dict=False)
+
+
+def lumina2() -> dict[str, Any]:
+    shape = {
+        "sample_size": 8,
+        "in_channels": 4,
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_refiner_layers": 1,
+        "num_attention_heads": 2,
+        "num_kv_heads": 1,
+        "multiple_of": 16,
+        "axes_dim_rope": (4, 4, 8),
+        "axes_lens": (64, 16, 16),
+        "cap_feat_dim": WIDTH,
+    }
+    transformer = model("Lumina2Transformer2DModel", **shape)
+    return {**flow(), "text_encoder": headless("gemma2"), "tokenizer": of_bytes(), "transformer": transformer}
+
+
+def lumina2_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    return pipe.transformer(torch.randn(1, 4, 8, 8), AT / 1000, e[0], e[1], return_dict=False)
+
+
+def z_image() -> dict[str, Any]:
+    shape = {
+        "in_channels": 4,
+        "dim": 32,
+        "n_layers": 1,
+        "n_refiner_layers": 1,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "cap_feat_dim": WIDTH,
+        "axes_dims": [4, 4, 8],
+        "axes_lens": [128, 16, 16],
+    }
+    transformer = model("ZImageTransformer2DModel", **shape)
+    return {**flow(), "text_encoder": headless("qwen3"), "tokenizer": of_bytes(), "transformer": transformer}
+
+
+def z_image_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    return pipe.transformer([torch.randn(4, 1, 8, 8)], AT / 1000, [e[0]], return_dict=False)
+
+
+def hunyuan_video() -> dict[str, Any]:
+    transformer = model(
+        "HunyuanVideoTransformer3DModel",
+        **HEADS,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        guidance_embeds=False,
+        text_embed_dim=WIDTH,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 4, 8),
+    )
+    return {
+        **flow(),
+        "text_encoder": headless("llama", num_hidden_layers=4),
+        "tokenizer": of_bytes(),
+        "text_encoder_2": clip(),
+        "tokenizer_2": clip_tokenizer(),
+        "transformer": transformer,
+    }
+
+
+def hunyuan_video_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    return pipe.transformer(torch.randn(1, 4, 1, 4, 4), AT.long(), e[0], e[2], e[1], return_dict=False)
+
+
+def hidream() -> dict[str, Any]:
+    transformer = model(
+        "HiDreamImageTransformer2DModel",
+        **HEADS,
+        patch_size=2,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=2,
+        caption_channels=[WIDTH, WIDTH],
+        text_emb_dim=16,
+        num_routed_experts=2,
+        num_activated_experts=1,
+        axes_dims_rope=(4, 4, 8),
+        max_resolution=(16, 16),
+        llama_layers=[0, 1, 2],
+    )
+    return {
+        **flow(),
+        "text_encoder": clip(projected=True),
+        "tokenizer": clip_tokenizer(),
+        "text_encoder_2": clip(projected=True),
+        "tokenizer_2": clip_tokenizer(),
+        "text_encoder_3": encoder("t5-encoder"),
+        "tokenizer_3": transformers.ByT5Tokenizer(extra_ids=125),
+        "text_encoder_4": encoder("llama", num_hidden_layers=3, attn_implementation="eager"),
+        "tokenizer_4": of_bytes(),
+        "transformer": quiet(transformer, *(f"caption_projection.{i}.linear.weight" for i in range(3))),
+    }
+
+
+def hidream_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    return pipe.transformer(torch.randn(1, 4, 8, 8), AT.long(), e[0], e[1], e[2], return_dict=False)[0]
+
+
+def flux2_klein() -> dict[str, Any]:
+    shape = {
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "joint_attention_dim": 3 * WIDTH,
+        "timestep_guidance_channels": 8,
+        "axes_dims_rope": (4, 4, 4, 4),
+        "guidance_embeds": False,
+    }
+    return {
+        **flow(),
+        "text_encoder": encoder("qwen3", num_hidden_layers=28, max_window_layers=28),
+        "tokenizer": of_bytes(),
+        "transformer": quiet(model("Flux2Transformer2DModel", **HEADS, **shape), "context_embedder.weight"),
+    }
+
+
+def flux2_klein_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    ids = torch.zeros(1, 4, 4)
+    latents = torch.randn(1, 4, 4)
+    return pipe.transformer(latents, e[0], AT / 1000, ids, e[1], None, return_dict=False)
+
+
+ALONE = {"do_classifier_free_guidance": False}
+SHORT = {"max_sequence_length": LENGTH}
+CASES = (
+    Case("FluxPipeline", flux, flux_step, SHORT, ("text_encoder_2",)),
+    Case(
+        "StableDiffusion3Pipeline",
+        sd3,
+        sd3_step,
+        {**SHORT, **ALONE, "prompt_2": None, "prompt_3": None},
+        ("text_encoder_3",),
+    ),
+    Case("PixArtAlphaPipeline", pixart, pixart_step, SHORT | ALONE),
+    Case("LTXPipeline", ltx, ltx_step, SHORT | ALONE),
+    Case("CogVideoXPipeline", cogvideox, cogvideox_step, SHORT | ALONE),
+    Case("AuraFlowPipeline", auraflow, auraflow_step, SHORT | ALONE),
+    Case("WanPipeline", wan, wan_step, SHORT | ALONE),
+    Case("SanaPipeline", sana, sana_step, SHORT | ALONE),
+    Case("Lumina2Pipeline", lumina2, lumina2_step, SHORT | ALONE | {"system_prompt": "draw"}),
+    Case("ZImagePipeline", z_image, z_image_step, SHORT | ALONE),
+    Case(
+        "HunyuanVideoPipeline",
+        hunyuan_video,
+        hunyuan_video_step,
+        SHORT | {"prompt_template": {"template": "{}", "crop_start": 0}},
+    ),
+    Case("HiDreamImagePipeline", hidream, hidream_step, SHORT | ALONE, ("text_encoder_3", "text_encoder_4")),
+    Case("Flux2KleinPipeline", flux2_klein, flux2_klein_step, SHORT),
+)
