@@ -47,6 +47,11 @@ and an unsafe one can."""
 RESTRAINT = ROUNDING * 2.0**-10
 """What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
 
+RESTRAINT_OF_CHANNELS = ROUNDING
+"""The same where a stream is decided and its channels are chosen, of all channels of a signal a step: one moves for
+some 0.2% of its weights that become exact, not for a few. A quantiser shares a scale among channels, and loses where
+they stand apart (docs/runtimes.md)."""
+
 RESTRAINT_OF_STATES = 2.0**-10
 """The same of what the last norm gives, which the class without a head hands to its users: it moves for a limit, or
 where a head loses what shows, and for no single weight."""
@@ -324,18 +329,25 @@ class _Costs:
         return known[r]
 
     def solution(self, signal: ResolvedSignal, costs: torch.Tensor, proof: torch.Tensor | None) -> Solution:
-        """Return the best exponents by their costs, those of the bounds included unless they cost too much."""
+        """Return the best exponents by their costs, those of the bounds included unless they cost too much.
+
+        A channel then keeps nearer to 0 where that costs less than ``RESTRAINT_OF_CHANNELS``; streams are decided by
+        the least costs, or they would move in the channels' place.
+        """
+        steps = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1).abs().double()
+        restraint = RESTRAINT_OF_CHANNELS / signal.size * steps
         free, unmoved = float(costs.amin(1).sum()), float(costs[:, CHANNEL_RANGE].sum())
         if proof is None:
-            return Solution(free, free, unmoved, costs.argmin(1).to(torch.int8))
+            return Solution(free, free, unmoved, (costs + restraint).argmin(1).to(torch.int8))
         held = costs + proof
         proven = float(held.amin(1).sum())
         price = self.proof_worth * len(signal.seen)
         if proven <= free + price:
-            return Solution(proven, free, float(held[:, CHANNEL_RANGE].sum()), held.argmin(1).to(torch.int8))
+            index = (held + restraint).argmin(1).to(torch.int8)
+            return Solution(proven, free, float(held[:, CHANNEL_RANGE].sum()), index)
         impossible = proven - free > EXCESS * 2.0**-10
         given_up = Fallback(signal.name, proven, free, impossible)
-        return Solution(free + price, free, unmoved, costs.argmin(1).to(torch.int8), given_up)
+        return Solution(free + price, free, unmoved, (costs + restraint).argmin(1).to(torch.int8), given_up)
 
     def weight_cost(self, table: LossTable, exponents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """Return the cost of a weight's channels at ``exponents``: error energy by share, inexact elements, excess
