@@ -829,8 +829,8 @@ def test_a_plan_that_changes_the_function_is_not_called_safe(
         model.lm_head.weight.copy_(torch.sign(model.lm_head.weight) * head)
         for layer in model.model.layers:
             joint, down = layer.mlp.gate_up_proj.weight, layer.mlp.down_proj.weight
-            joint[len(joint) // 2 :] = torch.sign(joint[len(joint) // 2 :]) * 2.0**-15
-            down.copy_(torch.sign(down) / 4)
+            joint[len(joint) // 2 :] = torch.sign(joint[len(joint) // 2 :]) * 2.0**-26
+            down.copy_(torch.sign(down) * 512)
     source = tiny.save(model, tmp_path / "source")
     right = convert(source, tmp_path / "right", run_model=False)
     folded = [e for name, e in right.plan.exponents.items() if name.endswith(".mlp.neuron")]
