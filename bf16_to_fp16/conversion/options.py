@@ -265,7 +265,11 @@ class Options:
             return
         chosen.check_model(layout.family.model_type, where)
         if layout.stock.decodes or layout.head is not None:
-            raise UserError(f"{where}: {chosen.tool} reads encoders alone; give the encoder, or choose --layout single")
+            states = (s.names[0] for s in layout.family.classes if s.gives == ("last_hidden_state",) and not s.decodes)
+            taken_out = "".join(f", with --as {name} of these weights" for name in states)
+            raise UserError(
+                f"{where}: {chosen.tool} reads encoders alone; give the encoder{taken_out}, or choose --layout single"
+            )
         for feed_forward in layout.feed_forwards:
             if feed_forward.activation not in chosen.activations:
                 has = " and ".join(chosen.activations)

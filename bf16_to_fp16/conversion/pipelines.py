@@ -25,6 +25,7 @@ from ..families.layout import Layout
 from ..families.types import Sublayer
 from ..progress import Progress
 from ..ranges import ModuleRange, NormRange
+from ..report.facts import giving_states
 from ..report.schema import ReadingEntry, Report, RescaledEntry
 from ..wording import counted
 
@@ -168,7 +169,7 @@ def met(
         if not reading.meets:
             raise UserError(
                 f"{pipeline.source}: {pipeline.kind} reads the last states of {name}, which become 2^{factors[0]} times"
-                f" the source's; {alone(pipeline, name)}"
+                f" the source's; name {giving_states(report)} for it in {MODEL_INDEX}, or {alone(pipeline, name)}"
             )
         for what in reading.meets:
             own: dict[str, Any] = {}

@@ -262,6 +262,10 @@ def verdict_sentence(report: schema.Report) -> str:
     return " ".join([_verdict(report), *further])
 
 
+OF_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+"""Outputs of which there is one for each layer, and the last of which is the last state."""
+
+
 def scaled_outputs(report: schema.Report) -> str:
     """Return which outputs are not the source's but a power of two times as large, and how to read them, in words;
     empty where there are none."""
@@ -276,13 +280,25 @@ def scaled_outputs(report: schema.Report) -> str:
     for factor, names in by_factor.items():
         verb, them = ("is", "it") if names == [LAST] else ("are", "them")
         done = "divide" if factor > 0 else "multiply"
+        shown = [f"{name} but the last" if name in OF_LAYERS else name for name in names]
         said.append(
-            f"{listed(names)} {verb} 2^{factor} times the source's: {done} by {2 ** abs(factor):,} if you read {them}"
+            f"{listed(shown)} {verb} 2^{factor} times the source's: {done} by {2 ** abs(factor):,} if you read {them}"
         )
         if LAST in names and (stock := giving_states(report)):
             said[-1] += f", or convert --as {stock}"
     said += [f"{name} is scaled channel by channel: see outputs in {schema.REPORT}" for name in by_channel]
     return "; ".join(said)
+
+
+def other_class(report: schema.Report) -> str:
+    """Return what a checkpoint that was converted for another class than its source's must not be loaded as, in words;
+    empty for others."""
+    sides = report.source.config_changes.get("architectures", {})
+    before, after = (next(iter(sides.get(side) or ()), "") for side in ("before", "after"))
+    factor = report.outputs[LAST].factor_log2 if LAST in report.outputs else 0
+    if not before or not after or factor:
+        return ""
+    return f"made for {after} alone: as {before} it gives other values"
 
 
 def giving_states(report: schema.Report) -> str:

@@ -384,6 +384,8 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
     rows = [("residual stream", ", ".join(moved))]
     if scaled := facts.scaled_outputs(report):
         rows.append(("outputs", scaled))
+    if other := facts.other_class(report):
+        rows.append(("class", other))
     # Of a finetune they begin with the config of what was trained, rescaled once already, not with the original's.
     whose = "config.json" if report.finetune is None else "config.json of the finetuned weights"
     for key, sides in report.source.config_changes.items():

@@ -82,7 +82,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
         screen.say(line)
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
-        screen.print(bad("pipeline: unsafe", f"{wording.listed(unsafe)} can overflow in fp16, as said above"))
+        screen.print(bad("pipeline: unsafe", f"{wording.listed(unsafe)} is not safe in fp16, as said above"))
         return
     screen.print(good("pipeline: safe", f"{wording.listed(encoders)} in fp16; of other components nothing is claimed"))
     dtype = "torch.float16"
@@ -145,6 +145,7 @@ def print_advice(screen: Output, report: schema.Report) -> None:
     for what, advice in (
         ("function", facts.inexactness(report)),
         ("outputs", facts.scaled_outputs(report)),
+        ("class", facts.other_class(report)),
         ("older versions", older),
         ("padding", facts.padding_advice(report)),
         ("not covered", inside),

@@ -60,7 +60,7 @@ def test_a_factor_is_said_on_terminal_and_card_with_what_to_do(
     report = read(Report, json.loads((out / "fp16_report.json").read_text()))
     r = report.outputs["hidden_states"].factor_log2
     assert isinstance(r, int)
-    said = f"hidden_states are 2^{r} times the source's: multiply by {2**-r:,} if you read them"
+    said = f"hidden_states but the last are 2^{r} times the source's: multiply by {2**-r:,} if you read them"
     assert said in scaled_outputs(report)
     assert said.split(":")[0].replace("_", r"\_") in render_card(report, {"architectures": ["Gemma2ForCausalLM"]})
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--no-audit"]) == 0
