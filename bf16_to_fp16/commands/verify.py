@@ -56,6 +56,7 @@ from ..report.schema import (
 )
 from ..report.stored import Packed, read_packed
 from ..rescaling.plan import Plan
+from ..rescaling.planner import TRAIN_MARGIN_BITS
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import GENERATE, SWEEP, Batch, describe_batches
@@ -244,14 +245,14 @@ def examine(
     found.tiers = tiers_of(layout, certified, found.regimes)
     found.add("tiers", check_tiers(found.tiers, certified, claim, ran=run_model))
     if subject.packed is not None:
-        found.add("claims", check_packed(subject))
+        found.add("claims", check_packed(subject, checkpoint.config))
         found.unchecked |= dict.fromkeys(("environment", "drift_of_eps", "source.path"), How.NEVER.value)
         found.unchecked |= {} if replayed else {"plan": How.ORIGINAL.value, "weights": How.ORIGINAL.value}
         return
     said = {"family": claim.family, "padding": claim.padding, "older": claim.older}
     older = differences(layout, checkpoint.config)
     true = {"family": layout.family.name, "padding": found.padding, "older": older}
-    found.add("claims", check_claims(claim) + compared("claims", said, true) + check_command(claim))
+    found.add("claims", check_claims(claim) + compared("claims", said, true) + check_command(claim, checkpoint.config))
     problems, unseen = check_views(checkpoint.folder, claim, checkpoint.config)
     found.add("views", problems)
     ran, whole = again is not None and bool(claim.regimes), replayed is not None and replayed.source is not None
@@ -404,9 +405,9 @@ def check_fidelity(
     return problems
 
 
-def check_command(report: Report, layout: str | None = None) -> list[Problem]:
+def check_command(report: Report, config: Mapping[str, Any], layout: str | None = None) -> list[Problem]:
     """Return where the command that is said to do the same again is no command of this program, or would do another
-    thing. layout: of one file."""
+    thing. config: what was written. layout: of one file."""
     line, options = report.command or "", None
     if report.finetune is not None:
         words = shlex.split(line) if line.count("'") % 2 == 0 and '"' not in line else []
@@ -424,7 +425,7 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
         "--target": given.get("--target") and report.target,
         "--layout": layout,
         "--subfolder": inside,
-        "--as": given.get("--as") and converted_for(report.source),
+        "--as": given.get("--as") and next(iter(architectures(config)), None),
     }
     if layout is None:
         assert report.certificate is not None  # ``locating.NEEDED`` asks for it
@@ -439,7 +440,8 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
             wanted["--eps"] = FIXED if report.plan.eps_held else None
         margin = report.plan.margin_bits if report.plan is not None else None
         if run and "--plan" not in given and margin is not None:
-            wanted["--margin"] = None if margin == MARGIN_BITS else f"{margin:g}"
+            asked = margin - (TRAIN_MARGIN_BITS if report.target == "train" else 0.0)
+            wanted["--margin"] = None if asked == MARGIN_BITS else f"{asked:g}"
         if run or "--data" in given:
             wanted["--data"] = said.data and given.get("--data") and said.data.name
     found = {key: source if key == "source" else given.get(key) for key in wanted}
@@ -448,8 +450,8 @@ def check_command(report: Report, layout: str | None = None) -> list[Problem]:
     return compared("claims", found, wanted, "command")
 
 
-def check_packed(subject: Subject) -> list[Problem]:
-    """Return where what one file says of itself is not what its plan and its other claims give."""
+def check_packed(subject: Subject, config: Mapping[str, Any]) -> list[Problem]:
+    """Return where what one file says of itself is not what its plan and its other claims give; config: its own."""
     inside, said = subject.packed, summary_of(subject.place)
     assert inside is not None and said is not None  # it was opened as such
     plan, source = inside.plan, dump(inside.source)
@@ -461,7 +463,7 @@ def check_packed(subject: Subject) -> list[Problem]:
     }
     claim = subject.claim.model_copy(update={"command": said["command"], "source": inside.source})
     problems = compared("claims", {key: said.get(key) for key in wanted}, wanted)
-    return problems + check_sentences(claim) + check_command(claim, inside.layout)
+    return problems + check_sentences(claim) + check_command(claim, config, inside.layout)
 
 
 def packed_subject(file: Path) -> Subject:

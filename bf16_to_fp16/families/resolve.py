@@ -19,7 +19,7 @@ from .configs import axis_size, config_value, full_config, looked_up
 from .known import class_of, named_as, placed_family
 from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorSource
 from .spread import channels_along
-from .types import Family, OutputScale, Part, Stack, StackEnds, StockClass, Tensor, carried_by
+from .types import Family, Head, OutputScale, Part, Stack, StackEnds, StockClass, Tensor, carried_by
 
 ROWS_AT_A_TIME = 4096
 
@@ -150,10 +150,13 @@ def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock
     """Return the tensors that are not carried over, each with the reason."""
     dropped = {}
     of_logits = () if stock.is_language_model else (family.head, family.logits_bias)
+    others = (each.end for each in family.classes if each.end is not None and each is not stock)
+    heads = [part.topology for part in others if isinstance(part.topology, Head)]
+    of_others = {*of_logits, *(name for head in heads for each in head.linears for name in (each.weight, each.bias))}
     for name in checkpoint.tensors:
         if name in family.ignorable:
             dropped[name] = "stock classes ignore it"
-        elif name.startswith(unread(family, stock)) or name in of_logits:
+        elif name.startswith(unread(family, stock)) or name in of_others:
             dropped[name] = f"{stock.names[0]} ignores it"
         elif name in family.copies and name != embedding:
             if not same_values(checkpoint, name, embedding):

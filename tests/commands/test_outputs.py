@@ -167,3 +167,30 @@ def test_a_model_made_safe_in_memory_tells_its_factors() -> None:
     assert isinstance(r, int) and isinstance(last, int) and r < 0
     assert all(torch.equal(a * 2.0**r, b) for a, b in zip(before[:-1], after[:-1], strict=True))
     assert torch.equal(before[-1] * 2.0**last, after[-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("t5-classifier", "T5Model"),
+        ("t5-token-classifier", "T5EncoderModel"),
+        ("t5-spans", "T5ForConditionalGeneration"),
+    ],
+)
+def test_another_head_is_left_out_for_a_class_without_it(kind: str, name: str, tmp_path: Path) -> None:
+    source = tiny.save(tiny.small(kind), tmp_path / "source")
+    convert(source, tmp_path / "out", as_class=name, run_model=False)
+    heads = ("classif", "qa_outputs")
+    assert [n for n in load_file(source / "model.safetensors") if n.startswith(heads)]
+    assert not [n for n in load_file(tmp_path / "out" / "model.safetensors") if n.startswith(heads)]
+    assert verify(tmp_path / "out", original=source, run_model=False)["problems"] == []
+
+
+@pytest.mark.parametrize("options", [{"as_class": "LlamaForCausalLM"}, {"target": "train"}], ids=str)
+def test_a_command_with_the_class_of_the_config_or_the_target_train_is_no_problem(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    source = tiny.save(tiny.small("llama"), tmp_path / "source")
+    convert(source, tmp_path / "out", **options)
+    problems = verify(tmp_path / "out", original=source, run_model=False)["problems"]
+    assert not [problem for problem in problems if problem["check"] == "claims"]
