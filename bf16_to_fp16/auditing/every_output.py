@@ -30,6 +30,8 @@ BESIDE_BF16 = 4.0
 """How many times the source's own relative squared error in bf16 an output's may be: an edit is worth 1.75 times its
 divergence, and a factor of 2 that no report tells is an error of 1/4 at least."""
 
+HALF_A_FACTOR = 1 / 8  # relative squared error under that of a factor of 2 or 1/2, which is 1/4 at least
+
 NOTHING = 2.0**-20  # relative squared error that counts as none, where bf16 happens to be exact
 
 WITHOUT_END = 1e300  # stands for infinity, which JSON has not
@@ -40,15 +42,24 @@ ENDS = ("start_logits", "end_logits")  # outputs that are one of two choices eac
 @dataclass(frozen=True)
 class OutputError:
     """How far an output, divided by its factor, is from the source's in fp32, and how far the source in bf16 is:
-    relative squared errors, of the layer where the first is largest."""
+    relative squared errors, of the layer that fits least."""
 
     error: float
     error_bf16: float
 
     @property
-    def fits(self) -> bool:
-        """Whether the output is the source's times its factor, but for rounding and edits."""
-        return self.error <= max(NOTHING, BESIDE_BF16 * self.error_bf16)
+    def beside_bf16(self) -> float:
+        """How many times the source's own error in bf16 it is, or what counts as none."""
+        return self.error / max(NOTHING, self.error_bf16)
+
+    def fits(self, *, drifts: bool) -> bool:
+        """Return whether the output is the source's times its factor, but for rounding, and with ``drifts`` for edits
+        and a drift; without, however far bf16 is, not by a factor of 2."""
+        return self.beside_bf16 <= BESIDE_BF16 and (drifts or self.error <= HALF_A_FACTOR)
+
+    def badness(self) -> tuple[bool, bool, float]:
+        """Return what orders layers: one that fits in no plan is worse than one that a drift may explain."""
+        return not self.fits(drifts=True), not self.fits(drifts=False), self.beside_bf16
 
 
 def batches_shown(compared: Sequence[Batch]) -> list[Batch]:
@@ -101,7 +112,7 @@ def output_errors(
             for source, rounded, other in layers
         ]
         if errors:
-            found[name] = max(errors, key=lambda each: (not each.fits, each.error))
+            found[name] = max(errors, key=OutputError.badness)
     return found
 
 

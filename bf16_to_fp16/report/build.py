@@ -133,7 +133,8 @@ def build(
         how["eps_held"] = plan.eps_held
         over += too_inexact(fidelity, exact=exact, ran=bool(regimes), **how)
     outputs = outputs_of(output_factors(layout, plan), measured.outputs)
-    over += other_outputs(outputs, drifts=bool(plan.drift or measured.edits), ran=bool(regimes))
+    if max_kl is None:  # of what a user accepts, edits may take more
+        over += other_outputs(outputs, drifts=bool(plan.drift or measured.edits), ran=bool(regimes))
     half = regimes.get("half")
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
@@ -186,7 +187,7 @@ def other_outputs(outputs: Mapping[str, schema.OutputEntry], *, drifts: bool, ra
     return [
         remedies.other_output(name, drifts=drifts, ran=ran)
         for name, entry in outputs.items()
-        if entry.error is not None and not OutputError(entry.error, entry.error_bf16 or 0.0).fits
+        if entry.error is not None and not OutputError(entry.error, entry.error_bf16 or 0.0).fits(drifts=drifts)
     ]
 
 

@@ -449,8 +449,8 @@ class OutputEntry(ReportObject):
     """One output of the stock class: the log2 of the factor by which it is larger than the source's, for all channels
     or for each, and how far it is from the source's once divided by that.
 
-    ``error``: relative squared error in fp32, ``error_bf16``: of the source in bf16; of the layer where the first is
-    largest. None where it was not run, or the class does not give it on what was run.
+    ``error``: relative squared error in fp32, ``error_bf16``: of the source in bf16; of the layer that fits
+    least. None where it was not run, or the class does not give it on what was run.
     """
 
     factor_log2: int | list[int]

@@ -97,7 +97,8 @@ def expected_unsafe(report: Report) -> list[UnsafeEntry]:
             eps_held=report.plan is not None and report.plan.eps_held,
         )
     drifts = bool((report.plan and report.plan.drift) or report.inexact)
-    entries += other_outputs(report.outputs, drifts=drifts, ran=bool(report.regimes))
+    if report.max_kl is None:
+        entries += other_outputs(report.outputs, drifts=drifts, ran=bool(report.regimes))
     if report.finetune is not None:  # which has a remedy of its own for all
         own = {entry.signal: entry.remedy for entry in report.unsafe}
         entries = [e.model_copy(update={"remedy": own.get(e.signal, e.remedy)}) for e in entries]

@@ -9,12 +9,18 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support import tiny
+from support.contract import layout_of
 
 from bf16_to_fp16 import UserError, cli, convert, make_fp16_safe, undo, verify
+from bf16_to_fp16.auditing.every_output import OutputError, batches_shown, output_errors, unscaled
+from bf16_to_fp16.families.types import LOGITS
 from bf16_to_fp16.report.card import render_card
 from bf16_to_fp16.report.facts import scaled_outputs
 from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.rescaling import outputs
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.run.interface import config_of
+from bf16_to_fp16.run.probe import few_rows, images
 from bf16_to_fp16.verification.claims import check_claims
 
 IDS = torch.arange(3, 23).view(2, 10)
@@ -143,6 +149,35 @@ def test_an_output_of_another_factor_is_unsafe(tmp_path: Path, monkeypatch: pyte
     forged = report.model_copy(update={"outputs": report.outputs | {"hidden_states": entry}})
     assert not check_claims(report)
     assert any("hidden_states" in problem.name for problem in check_claims(forged))
+
+
+def test_a_layer_that_is_off_is_not_hidden_by_one_that_bf16_rounds_more() -> None:
+    one, two = torch.ones(4), torch.ones(4)
+    source, bf16 = {"hidden_states": (one, two)}, {"hidden_states": (one * 1.001, two * 1.2)}
+    [(name, error)] = output_errors(
+        {"hidden_states": 0}, [source], [bf16], [{"hidden_states": (one * 1.1, two)}]
+    ).items()
+    assert name == "hidden_states" and error.error == pytest.approx(0.01) and not error.fits(drifts=True)
+
+
+def test_a_factor_of_two_fits_nowhere_however_far_bf16_is() -> None:
+    assert not OutputError(0.25, 0.5).fits(drifts=False) and OutputError(0.1, 0.5).fits(drifts=False)
+
+
+def test_start_and_end_of_a_span_have_the_factors_of_their_choices() -> None:
+    assert [float(unscaled(torch.ones(1), [1, -2], name)) for name in ("start_logits", "end_logits")] == [0.5, 4.0]
+
+
+def test_logits_behind_a_cap_are_told_to_be_the_sources() -> None:
+    layout = layout_of(tiny.small("gemma2"))
+    plan = Plan(family=layout.family.name, exponents={LOGITS: -3})
+    assert outputs.output_factors(layout, plan)["logits"] == 0
+
+
+def test_a_batch_with_an_image_is_looked_at_besides_the_smallest() -> None:
+    model = tiny.small("gemma3-images")
+    text, [image] = few_rows(config_of(model)), images(model.config)
+    assert batches_shown([image, text]) == [min((image, text), key=lambda batch: batch.size), image]
 
 
 def test_a_forged_factor_is_found(tied: tuple[Path, Path], tmp_path: Path) -> None:
