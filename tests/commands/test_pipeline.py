@@ -152,7 +152,7 @@ def test_one_unsafe_encoder_makes_the_whole_unsafe_and_each_is_reported(
     assert [said["reports"][e["subfolder"]]["verdict"] for e in said["encoders"]] == ["safe", "unsafe"]
     assert main(["convert", str(folder), str(tmp_path / "out"), "--no-audit", "--force"]) == 1
     printed = capsys.readouterr().out
-    assert "pipeline: unsafe: text_encoder_2 can overflow" in printed
+    assert "pipeline: unsafe: text_encoder_2 is not safe" in printed
     assert '"subfolder": "text_encoder_2"' in printed and f"{tmp_path}/out-text_encoder_2-finetuned" in printed
 
 
