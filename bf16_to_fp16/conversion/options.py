@@ -265,8 +265,8 @@ class Options:
             return
         chosen.check_model(layout.family.model_type, where)
         if layout.stock.decodes or layout.head is not None:
-            states = (s.names[0] for s in layout.family.classes if s.gives == ("last_hidden_state",) and not s.decodes)
-            taken_out = "".join(f", with --as {name} of these weights" for name in states)
+            name = layout.family.giving_states(decodes=False)
+            taken_out = "" if name is None else f", with --as {name} of these weights"
             raise UserError(
                 f"{where}: {chosen.tool} reads encoders alone; give the encoder{taken_out}, or choose --layout single"
             )

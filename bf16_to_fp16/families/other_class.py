@@ -63,5 +63,4 @@ def headless(config: Mapping[str, object]) -> str | None:
     stock = next((each for each in family.classes if own and own[0] in each.names), None)
     if stock is None or not stock.is_language_model or stock.decodes:
         return None
-    states = (each for each in family.classes if each.gives == ("last_hidden_state",) and not each.decodes)
-    return next((each.names[0] for each in states), None)
+    return family.giving_states(decodes=False)

@@ -609,6 +609,11 @@ class Family:
         """Its stacks, in the order in which they run."""
         return (self.encoder,) if self.decoder is None else (self.encoder, self.decoder)
 
+    def giving_states(self, *, decodes: bool) -> str | None:
+        """Return the name of the stock class that gives last states and has a decoder or not, None without one."""
+        fitting = (each for each in self.classes if each.gives == ("last_hidden_state",) and each.decodes == decodes)
+        return next((each.names[0] for each in fitting), None)
+
     @property
     def ends(self) -> tuple[Part, ...]:
         """Where they begin and end."""

@@ -304,8 +304,7 @@ def other_class(report: schema.Report) -> str:
 def giving_states(report: schema.Report) -> str:
     """Return the class of the same stacks as the report's that gives their last states, "" where there is none."""
     family, decodes = named(report.family), "cross_attentions" in report.outputs
-    classes = () if family is None else family.classes
-    return next((each.names[0] for each in classes if each.gives == (LAST,) and each.decodes == decodes), "")
+    return "" if family is None else family.giving_states(decodes=decodes) or ""
 
 
 def inexactness(report: schema.Report) -> str:
