@@ -50,8 +50,6 @@ from bf16_to_fp16.run.batch import Batch, run_batch
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 HEADS = ("t5-classifier", "t5-token-classifier", "t5-spans")
 GEMMA = ("gemma3", "embeddinggemma", "gemma2")
 LLAMA = ("llama-biased", "qwen3", "glm4")

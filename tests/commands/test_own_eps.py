@@ -24,8 +24,6 @@ from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.verification.plans import check_plan
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 SHAPE = {
     "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128,

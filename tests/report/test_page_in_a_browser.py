@@ -17,6 +17,8 @@ from bf16_to_fp16.losses.report import loss_report, write_loss_page
 from bf16_to_fp16.report.build import tiers_of
 from bf16_to_fp16.report.schema import dump
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 HOLDING = {"torch": True, "norm-fp16": True, "fp16-accumulate": False}
 TIER_ENTRIES = tiers_of(layout_of(tiny.build("t5-encoder")), HOLDING, {})
 PAGES = {
