@@ -13,12 +13,12 @@ FEW = 2
 
 @pytest.fixture(scope="package", autouse=True)
 def brief_evaluations() -> Iterator[None]:
-    """Let an evaluation look at two batches of each kind of input besides the held-out data: with all of them the
-    first evaluation and the last take as long as the steps between them."""
+    """Let an evaluation look at two batches of the probe and of texts of other kinds: with all of them the first and
+    the last evaluation take as long as the steps between them."""
     batches_by_kind = Evaluator._others.func
 
     def few(evaluator: Evaluator) -> dict[str, Any]:
-        return {kind: batches[:FEW] for kind, batches in batches_by_kind(evaluator).items()}
+        return {kind: each if kind == "class" else each[:FEW] for kind, each in batches_by_kind(evaluator).items()}
 
     with pytest.MonkeyPatch.context() as patch:
         brief = cached_property(few)
