@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..checkpoint.places import local_folder
 from ..checkpoint.staging import check_file
 from ..losses.events import Curve, Event
 from ..losses.logs import read_log
@@ -27,11 +25,10 @@ from ..losses.report import (
     write_loss_page,
     write_picture,
 )
-from ..progress import Progress
 from ..report.screen import console
 from ..wording import counted, percent, rounded_up
 from .configs import FAR
-from .formats import advise_format, is_number
+from .formats import advise_format
 from .initialisation import advise_init, with_own_rules
 
 _MOST_PRINTED = 100  # of tensors that are printed; all are in the JSON
@@ -45,39 +42,34 @@ class Advice:
     show: Callable[[], None]
 
 
-def advise(
-    mode: str, source: str | None, number: str | None, options: Mapping[str, Any], *, progress: Progress
-) -> Advice:
-    """Return the advice of one mode: updates, init, format or losses.
+def advice_on_updates(source: str, **options: Any) -> Advice:
+    """Return the advice on updates that vanish; options: those of ``advise_updates``."""
+    from .updates import advise_updates  # with torch, seconds that the other questions need not wait
 
-    source, number: what was asked about; ``number`` only for a format. options: the command line's, by name. Raises
-    UserError for what cannot be used.
-    """
-    which = {name: options[name] for name in ("tensors", "subfolder")}
-    if mode != "losses" and source is not None and not is_number(source):
-        local_folder(source, or_file=True)
-    if mode == "format":
-        things = [thing for thing in (number, source) if thing]
-        with progress.step("Looking at the weights") if not all(map(is_number, things)) else nullcontext() as advance:
-            result = advise_format(*things, **which, advance=advance)
-        return Advice(result, partial(print_format, result))
-    assert source is not None
-    if mode == "init":
-        result = advise_init(source, **which, progress=progress)
-        return Advice(result, partial(print_init, result))
-    if mode == "updates":
-        from .updates import advise_updates  # with torch, seconds that the other modes need not wait
+    result = advise_updates(source, **options)
+    return Advice(result, partial(print_updates, result))
 
-        wanted = ("rate", "optimizer", "dtype", "relative_update", "data", "steps", "batch_size", "share", "seed")
-        result = advise_updates(source, **{name: options[name] for name in wanted}, **which, progress=progress)
-        return Advice(result, partial(print_updates, result))
-    picture, page = options["picture"], options["html"]
+
+def advice_on_init(source: str, **options: Any) -> Advice:
+    """Return the advice on initialisation; options: those of ``advise_init``."""
+    result = advise_init(source, **options)
+    return Advice(result, partial(print_init, result))
+
+
+def advice_on_formats(*things: str, **options: Any) -> Advice:
+    """Return what formats make of numbers and checkpoints; options: those of ``advise_format``."""
+    result = advise_format(*things, **options)
+    return Advice(result, partial(print_format, result))
+
+
+def advice_on_losses(source: str, *, window: int, z: float, picture: Path | None, page: Path | None) -> Advice:
+    """Return what went wrong in a log, and draw and write it where that is asked for."""
     if picture is not None:
         check_picture(picture)
     if page is not None:
         check_file(page, "choose another file for --html")
     curve = read_log(source)
-    result, found = loss_report(source, curve, z=options["z"], window=options["window"])
+    result, found = loss_report(source, curve, z=z, window=window)
     if picture is not None:
         write_picture(picture, curve, found, Path(source).name)
     if page is not None:

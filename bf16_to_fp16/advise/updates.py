@@ -30,7 +30,7 @@ from ..finetuning.recipe import Data
 from ..optim import rounding
 from ..optim.formats import FORMATS, Format, half_gaps
 from ..optim.stalls import DEFAULT_SHARE, Layer
-from ..progress import Advance, Progress
+from ..progress import Advance, Progress, shown_by
 from ..quiet import quiet
 from ..run.interface import predicts_tokens
 from ..run.stock import attentions_of, load
@@ -104,7 +104,7 @@ def advise_updates(
     tensors: Sequence[str] = (),
     subfolder: str | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Return which share of a checkpoint's weights an optimizer's update would not move, and what to do about it.
 
@@ -121,7 +121,7 @@ def advise_updates(
     """
     settings = Settings(rate, optimizer, dtype, relative_update, data, steps, batch_size, share, seed)
     settings.check()
-    progress = progress or Progress(quiet=True)
+    progress = shown_by(progress)
     checkpoint = open_weights(source, subfolder)
     names = chosen(checkpoint, tensors)
     with progress.step("Looking at the weights" if data is None else "Taking steps") as advance:

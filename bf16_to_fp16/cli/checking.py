@@ -18,6 +18,7 @@ from .shared import (
     PATH,
     SAFE,
     UNSAFE,
+    Grouped,
     check_given,
     checked_target,
     config,
@@ -31,6 +32,7 @@ from .shared import (
     source,
     subfolder,
     sweep,
+    verbose,
     write_result,
 )
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from ..report.schema import Report
 
 
-@click.command("audit")
+@click.command("audit", cls=Grouped)
 @source
 @click.option(
     "--regime",
@@ -104,14 +106,14 @@ def audit_command(
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
-@click.command("certify")
+@click.command("certify", cls=Grouped)
 @source
 @click.option(
     "--target",
     type=click.Choice(TARGETS),
     default=TARGETS[0],
     show_default=True,
-    help=" ".join(f"{target.name}: {target.bounded}" for target in RECORDS),
+    help=" ".join(f"{target.name}: every value {target.where}." for target in RECORDS),
 )
 @max_length
 @click.option(
@@ -158,7 +160,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
     return going_on_from(source, report.regimes, is_converted(folder / (subfolder or "")), subfolder)
 
 
-@click.command("verify")
+@click.command("verify", cls=Grouped)
 @source
 @click.option(
     "--original",
@@ -171,9 +173,16 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @subfolder
 @device
 @endpoint
+@verbose
 @json_file
 def verify_command(
-    source: str, original: str | None, data: str | None, no_audit: bool, json_file: str | None, **options: Any
+    source: str,
+    original: str | None,
+    data: str | None,
+    no_audit: bool,
+    verbose: bool,
+    json_file: str | None,
+    **options: Any,
 ) -> int:
     """Check SOURCE, a converted folder, its Hub id or one converted file, against its report: hashes, plan, certificate
     and audit, all computed again."""
@@ -188,11 +197,11 @@ def verify_command(
     result = verify(source, original=original, data=data, run_model=run_model, progress=progress, **options)
     write_result(json_file, result)
     if json_file != "-":
-        terminal.print_verification(read(Verification, result))
+        terminal.print_verification(read(Verification, result), verbose=verbose)
     return SAFE if result["verified"] else UNSAFE
 
 
-@click.command("check", epilog=f"The runtimes are an extra: {how_to_install('runtimes')}.")
+@click.command("check", cls=Grouped, epilog=f"The runtimes are an extra: {how_to_install('runtimes')}.")
 @click.argument("out", type=PATH, metavar="OUT")
 @click.option(
     "--runtime",

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -43,12 +44,12 @@ from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..progress import Progress
+from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..ranges import NormRange
 from ..report import build as reports
 from ..report.card import write_card
-from ..report.page import write_page
+from ..report.page import summary, write_page
 from ..report.remedies import NORMALISE_IN_FP32, WITHOUT_EXACT, finetuning_of, normalising_is_all
 from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
@@ -93,6 +94,10 @@ class Conversion:
         verdict, proof = self.report.get("verdict", "planned"), self.report.get("proof", "nothing written")
         return f"<Conversion: {verdict}, {proof}, out={str(self.out)!r}>"
 
+    def _repr_html_(self) -> str:
+        """Return the verdict and its figures, as a notebook shows them."""
+        return f"<p>{escape(repr(self))}</p>" if self.out is None else summary(read(Report, self.report))
+
 
 def convert(
     source: str | Path,
@@ -101,7 +106,7 @@ def convert(
     dry_run: bool = False,
     force: bool = False,
     endpoint: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **options: Unpack[GivenOptions],
 ) -> Conversion:
     """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out`` and return what was done
@@ -125,10 +130,10 @@ def convert_by(
     *,
     provenance: Provenance | None = None,
     endpoint: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert as ``convert`` does, by ``options``; one step after the other, each from what the last one found."""
-    progress, begun = progress or Progress(quiet=True), time.monotonic()
+    progress, begun = shown_by(progress), time.monotonic()
     options.check()
     place.check(source)
     asked = None if options.target == AUTO else options.target
@@ -211,14 +216,14 @@ def convert_to_file(
     place: Destination,
     *,
     endpoint: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert as ``convert_by`` does, and leave one file in the layout that ``options`` ask for.
 
     The folder is made beside it and then packed, so there must be room for the weights twice. Its config says the eps
     of the tool that is to read the file, so that stock code measures what that tool will compute.
     """
-    progress = progress or Progress(quiet=True)
+    progress = shown_by(progress)
     options.check()
     check_out_file(place.out, Path(source), force=place.force)
     layout = LAYOUTS[options.layout]
