@@ -63,6 +63,8 @@ STOCK = Naming("stock code", ("encoder.block.0.layer.0.SelfAttention.q.weight", 
 WAN = Naming("Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.weight", "norm.weight"), WAN_NAMES)
 NAMINGS = (STOCK, WAN)
 
+TOKENIZER = "spiece_model"  # under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights
+TOKENIZER_FILE = "spiece.model"
 FOLDER_LAYOUT = "hf"  # a folder of stock names, the only layout that is not one file
 
 

@@ -19,13 +19,10 @@ import torch
 from ..errors import UserError, shortened
 from . import files, formats
 from .folder import write_json
-from .naming import Naming, found_in
+from .naming import TOKENIZER, TOKENIZER_FILE, Naming, found_in
 from .packing import way_back_of
 from .places import RESTORE
 from .staging import FREE_SPACE_REMEDY, check_free_space, writing
-
-TOKENIZER = "spiece_model"  # under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights
-TOKENIZER_FILE = "spiece.model"
 
 SCALES = (".scale_weight", ".weight_scale")
 """Endings, in place of ``.weight``, of the scale that an fp8 matrix is multiplied with: ComfyUI's two."""

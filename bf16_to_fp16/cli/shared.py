@@ -79,37 +79,11 @@ endpoint = click.option(
     "--endpoint", metavar="URL", help="Address of the Hub; default: HF_ENDPOINT, else https://huggingface.co."
 )
 
-EXPERT = frozenset(
-    [
-        "config",
-        "as_class",
-        "plan",
-        "eps",
-        "margin_bits",
-        "max_length",
-        "max_shard_size",
-        "seed",
-        "sweep",
-        "exact",
-        "max_kl",
-        "copy",
-        "adapter",
-        "attention",
-        "train_mode",
-        "attack_steps",
-        "endpoint",
-        "relative_update",
-        "share",
-        "steps",
-        "window",
-        "z",
-        "message",
-        "revision",
-        "create_pr",
-        "add",
-        "overrides",
-    ]
-)
+EXPERT = {
+    "config", "as_class", "plan", "eps", "margin_bits", "max_length", "max_shard_size", "seed", "sweep",
+    "exact", "max_kl", "copy", "adapter", "attention", "train_mode", "attack_steps", "endpoint",
+    "relative_update", "share", "steps", "window", "z", "message", "revision", "create_pr", "add", "overrides",
+}  # fmt: skip
 """The parameters that few need, which stand behind the others in ``--help``."""
 
 

@@ -19,7 +19,7 @@ from typing import Any, Unpack
 
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
-from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUTS, FileLayout
+from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUTS, TOKENIZER, TOKENIZER_FILE, FileLayout
 from ..checkpoint.packing import (
     check_out_file,
     metadata_of,
@@ -29,10 +29,10 @@ from ..checkpoint.packing import (
 )
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import WEIGHTS
-from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import scratch, staged
 from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
 from ..conversion.options import (
+    FIXED,
     Destination,
     GivenOptions,
     Options,
@@ -49,8 +49,9 @@ from ..quiet import quiet
 from ..ranges import NormRange
 from ..report import build as reports
 from ..report.card import write_card
+from ..report.facts import zero_vector
 from ..report.page import summary, write_page
-from ..report.remedies import NORMALISE_IN_FP32, WITHOUT_EXACT, finetuning_of, normalising_is_all
+from ..report.remedies import LET_EPS_GO, NORMALISE_IN_FP32, WITHOUT_EXACT, finetuning_of, normalising_is_all
 from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
@@ -197,9 +198,10 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
     broken = report.broken_regimes
     if options.exact and options.plan is None:
         return WITHOUT_EXACT
-    if not broken and not report.unsafe and normalising_is_all(report.uncertified):
+    if zero_vector(report) or (not broken and not report.unsafe and normalising_is_all(report.uncertified)):
         return NORMALISE_IN_FP32
-    return finetuning_of(
+    held = f"{LET_EPS_GO}; " if options.eps == FIXED and options.plan is None else ""
+    return held + finetuning_of(
         source,
         f"{out}-finetuned",
         [name for name in report.regimes if name not in broken] if broken else (),
@@ -243,13 +245,14 @@ def convert_to_file(
         config = read_json(folder / "config.json", "config")
         back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
         spiece = folder / TOKENIZER_FILE
-        needs = config.get("model_type") in layout.tokenizers
-        inside = (TOKENIZER, spiece) if needs and spiece.is_file() else None
+        model_type = config.get("model_type")
+        lacks = options.without_tokenizer(model_type, folder)
+        inside = (TOKENIZER, spiece) if model_type in layout.tokenizers and not lacks else None
         with progress.step(f"Packing it for --layout {options.layout}"):
             pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back), inside)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
-    notes = (*done.notes, *for_the_tool(report, layout, missing=needs and inside is None))
+    notes = (*done.notes, *for_the_tool(report, layout), *filter(None, [lacks]))
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
 
@@ -267,11 +270,8 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
     )
 
 
-def for_the_tool(report: Report, layout: FileLayout, *, missing: bool) -> tuple[str, ...]:
-    """Return what there is to say of a file to the user of the tool that is to read it.
-
-    missing: whether the tool will not find a tokenizer.
-    """
+def for_the_tool(report: Report, layout: FileLayout) -> tuple[str, ...]:
+    """Return what there is to say of a file to the user of the tool that is to read it."""
     assert report.plan is not None  # of a conversion
     if layout.tool is None:
         eps = report.plan.eps
@@ -285,13 +285,8 @@ def for_the_tool(report: Report, layout: FileLayout, *, missing: bool) -> tuple[
     tier = report.tiers.get("norm-fp16")
     if layout.name == "comfy" and tier is not None and not tier.holds:
         notes.append(
-            f"norm-fp16 does not hold: {tier.reason}; safe where ComfyUI keeps activations in fp32, as it does by"
-            " default, and not where they are fp16"
-        )
-    if missing:
-        notes.append(
-            f"{layout.tool} takes this model's tokenizer from the weights, and the source has none (spiece.model, or"
-            " spiece_model in a file); convert a source that has it"
+            f"not safe where norms compute in fp16: {tier.reason}; safe where ComfyUI keeps activations in fp32,"
+            " as it does by default, and not where they are fp16"
         )
     return tuple(notes)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import carry_over, write_json
-from ..checkpoint.naming import LAYOUTS
+from ..checkpoint.naming import LAYOUTS, TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.packing import (
     check_out_file,
     pack,
@@ -21,7 +21,6 @@ from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.shards import WEIGHTS, Write
 from ..checkpoint.side_modules import write_in_fp16
-from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError

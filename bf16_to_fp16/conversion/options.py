@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS
+from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS, TOKENIZER_FILE
 from ..checkpoint.places import own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
@@ -284,6 +284,19 @@ class Options:
                 )
         for name in layout.tensors:
             chosen.naming.from_stock(name)  # which refuses what has none
+
+    def without_tokenizer(self, model_type: object, *folders: Path | None) -> str:
+        """Return what to do where the tool of the layout takes the tokenizer from the file, and none of the folders has
+        one; else nothing."""
+        chosen = LAYOUTS.get(self.layout)
+        if chosen is None or model_type not in chosen.tokenizers:
+            return ""
+        if any(folder is not None and (folder / TOKENIZER_FILE).is_file() for folder in folders):
+            return ""
+        return (
+            f"{chosen.tool} takes this model's tokenizer from the weights, and the source has none (spiece.model, or"
+            " spiece_model in a file); convert a source that has it"
+        )
 
     def held_eps(self, layout: Layout) -> float | None:
         """Return the eps of whoever is to read the output, where that does not ask the config; else None."""

@@ -107,6 +107,9 @@ def open_source(
     checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)
+    beside = tokenizer_beside(checkpoint.folder, checkpoint.subfolder)
+    if lacks := options.without_tokenizer(layout.family.model_type, checkpoint.folder, beside):
+        progress.say(lacks)
     layout = replace(layout, held_eps=options.held_eps(layout))
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []

@@ -411,6 +411,8 @@ def _verdict(report: schema.Report) -> str:
             f"{beginning}: nothing overflowed or saturated in {listed(list(regimes))},"
             f" and the largest value run is {below_limit(kept)}."
         )
+    if zero := zero_vector(report):
+        return f"Unsafe in fp16: {zero}. Nothing overflowed."
     if broken:
         nonfinite, saturated = (max(getattr(regimes[b], key) for b in broken) for key in ("nonfinite", "saturated"))
         what = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
@@ -451,6 +453,16 @@ def broken_by_search(report: schema.Report) -> str:
     said = f" ({reached(site.fp32)}, {over_limit(site.fp32, site.limit)})" if site.fp32 > site.limit else ""
     steps = counted(report.attack.steps, "gradient step")
     return f"{steps} of search found an input that overflows {where}{said}"
+
+
+def zero_vector(report: schema.Report) -> str:
+    """Return in words that a sentence's vector of zeros is all that breaks, where it is; else nothing."""
+    sites = report.certificate.sites if report.certificate is not None else ()
+    zero = [site.name.partition(" (")[0] for site in sites if site.kind == SiteKind.ZERO_VECTOR and not site.holds]
+    first = [first_broken(regime) or "" for regime in report.regimes.values() if regime.broken]
+    if not first or not all(name.partition(":")[0] in zero for name in first):
+        return ""
+    return f"a text whose vector is zero gives NaN at {first[0]}: fp16 rounds the eps of Normalize to 0, so it is 0/0"
 
 
 def first_broken(regime: schema.RegimeEntry) -> str | None:

@@ -334,7 +334,7 @@ def test_pictures_and_pages_of_losses_replace_their_like_alone(here: Path, capsy
     log = here / "log.jsonl"
     log.write_text("".join(f'{{"step": {n}, "loss": {10 - n / 10}}}\n' for n in range(200)))
     for name, option in (("a.svg", "--picture"), ("a.png", "--picture"), ("a.pdf", "--picture"), ("a.html", "--html")):
-        ask = ["advise", str(log), "--losses", option, str(here / name)]
+        ask = ["advise", "losses", str(log), option, str(here / name)]
         assert cli.main(ask) == 0 and cli.main(ask) == 0
         capsys.readouterr()
         (here / name).write_text("mine")
