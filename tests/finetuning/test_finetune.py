@@ -180,7 +180,7 @@ def test_a_run_whose_device_is_full_goes_on_on_the_cpu_from_its_last_state(
     monkeypatch.setattr("bf16_to_fp16.finetuning.run.Device", lambda name, progress: Device(STAND_IN, progress))
     recipe = read_recipe(written(source, tmp_path, checkpointing={"every": 1}), ("rescale=false",))
     with FullOnce():
-        run = train_on_device(recipe, open_checkpoint(source), None)
+        run = train_on_device(recipe, open_checkpoint(source), Progress(quiet=True))
     rows = rows_of(tmp_path / "out.run", "precision")
     assert list(run.devices) == [str(STAND_IN), "cpu"] and run.outcome.steps == 6
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
