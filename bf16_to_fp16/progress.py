@@ -37,9 +37,8 @@ class Progress:
     do by default."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        """Open the console; a notebook draws bars with ipywidgets."""
+        """Open the console."""
         self.console = VisibleConsole(stderr=True, quiet=quiet, highlight=False)
-        self.bars = self.console.is_terminal or (self.console.is_jupyter and find_spec("ipywidgets") is not None)
         self.said: set[str] = set()
 
     def say(self, text: str, *, once: bool = False) -> None:
@@ -56,7 +55,8 @@ class Progress:
         On a terminal or in a notebook a bar with the time left and, once the first of the work has been measured, how
         long it will take.
         """
-        if not self.bars:
+        notebook = self.console.is_jupyter and find_spec("ipywidgets") is not None  # which draws the bars there
+        if not self.console.is_terminal and not notebook:
             self.say(text)
             yield lambda done, total: None
             return

@@ -63,8 +63,8 @@ def for_target(report: schema.Report | schema.Verification) -> str:
 
 
 def where(target: str) -> str:
-    """Return the arithmetic of a target in words; a report may name one that is not known."""
-    return WHERE.get(target, f"for {target}")
+    """Return the arithmetic of a target in words, empty for none; a report may name one that is not known."""
+    return WHERE.get(target, f"for {target}") if target else ""
 
 
 def by_proof(report: schema.Report) -> list[tuple[str, float]]:

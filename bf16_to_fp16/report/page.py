@@ -240,7 +240,7 @@ def headline(report: Report) -> list[Figure]:
         (nearest, least), *further = facts.by_proof(report)
         note = "".join(f"{place}: {headroom(bits)}; " for place, bits in further)
         note += f"{facts.PROVEN}; up to {counted(certificate.max_length, 'position')}, by bounds at {sites}"
-        result.append(Figure(f"any input, {nearest}", headroom(least), note))
+        result.append(Figure(f"any input, {nearest}" if nearest else "any input", headroom(least), note))
     elif certificate is not None:
         unproven = facts.uncertified_rows(report)
         of = f"of {len(certificate.sites):,}{facts.for_target(report)}"

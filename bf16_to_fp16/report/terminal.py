@@ -99,10 +99,11 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
 def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> None:
     """Print the demonstration's checkpoints beside one another: each by its name, as trained and converted."""
 
-    def proven(report: schema.Report) -> str:
+    def proven(report: schema.Report, place: str) -> str:
         if report.certificate is None or not report.certificate.holds:
             return "not proven"
-        return f"{wording.factor(report.certificate.headroom_bits)} ×"
+        bits = dict(facts.by_proof(report)).get(place)
+        return "not proven" if bits is None else f"{wording.factor(bits)} ×"
 
     def run(report: schema.Report) -> str:
         return f"{wording.factor(min(regime.headroom_bits for regime in report.regimes.values()))} ×"
@@ -115,7 +116,10 @@ def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> Non
         ("as trained, in fp16: inf or NaN", [f"{report.regimes['half'].nonfinite:,}" for report in before]),
         ("converted, in fp16: inf, NaN or saturated", [f"{count:,}" for count in broken]),
         ("largest value run, below the limit", [run(report) for report in after]),
-        ("any input, by proof, below the limit", [proven(report) for report in after]),
+        *(
+            (f"any input, {place}, by proof", [proven(report, place) for report in after])
+            for place in (facts.where(tier.target) for tier in TIERS[:2])
+        ),
         ("KL to fp32, nats: original in bf16", [f"{each.kl_bf16 or 0:.1e}" for each in close]),
         ("the same: converted in fp16", [f"{each.kl_fp16 or 0:.1e}" for each in close]),
         ("weights carried over bit for bit", [wording.percent(each) for each in share]),

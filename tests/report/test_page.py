@@ -406,7 +406,7 @@ def test_an_attack_has_its_figure_and_what_it_found() -> None:
     report = attacked()
     page = Page(render(report))
     assert page.sections == ["certificate", "regimes", "sites", "provenance"]
-    names = ["headroom in pure fp16", "headroom under attack", "headroom for any input", "values not finite"]
+    names = ["headroom in pure fp16", "headroom under attack", "any input", "values not finite"]
     assert [f.name for f in figures(report)] == names
     figure = figures(report)[1]
     assert figure.value == headroom(report["attack"]["worst_headroom_bits"]) and "20 gradient steps" in figure.note

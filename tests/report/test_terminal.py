@@ -161,7 +161,8 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
     made = fakes.conversion()
     largest = max(made["signals"], key=lambda signal: signal["before"])
     print_conversion(read(Report, made), tmp_path)
-    source, output, load, page = capsys.readouterr().out.splitlines()
+    source, output, accuracy, load, then, page = capsys.readouterr().out.splitlines()
+    assert accuracy.startswith("accuracy: about ") and then.endswith(f"bf16-to-fp16 verify {tmp_path}")
     assert source.startswith("source: overflows fp16 at ") and largest["module"] in source and " × over" in source
     entering = [signal | {"side": "input"} for signal in made["signals"]]
     assert f" entering {largest['module']}, " in source_line(read(Report, made | {"signals": entering})).plain
@@ -173,12 +174,12 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
     calm = [signal | {"before": signal["before"] / largest["before"]} for signal in made["signals"]]
     print_conversion(read(Report, made | {"signals": calm}), tmp_path)
     assert capsys.readouterr().out.startswith(
-        "source: never overflowed on what was run; its largest value, 1, is 65,499 ×"
+        "source: did not overflow on what was run; its largest value, 1, is 65,499 ×"
     )
     broken = fakes.audit()["regimes"]
     unsafe = {"verdict": "unsafe", "regimes": broken, "next": "finetune it: bf16-to-fp16 finetune r.yaml"}
     print_conversion(read(Report, made | unsafe), tmp_path)
-    source, output, remedy, page = capsys.readouterr().out.splitlines()
+    source, output, _, remedy, page = capsys.readouterr().out.splitlines()
     assert output == "output: unsafe: overflows in half, first at encoder.block.2.layer.1.DenseReluDense.wo"
     assert remedy.startswith("next: ") and "bf16-to-fp16 finetune" in remedy and page.startswith("report: ")
 
