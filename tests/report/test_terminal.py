@@ -21,7 +21,7 @@ from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.page import headline
-from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
+from bf16_to_fp16.report.schema import FinetuneEntry, Report, Verification, read
 from bf16_to_fp16.report.screen import console, print_families
 from bf16_to_fp16.report.terminal import (
     brought_back,
@@ -32,6 +32,7 @@ from bf16_to_fp16.report.terminal import (
     print_plan,
     print_planned,
     print_verdict,
+    print_verification,
     runtimes_line,
     source_line,
 )
@@ -204,8 +205,14 @@ def test_what_is_left_out_is_counted_and_the_next_step_is_said_once(
 def test_what_is_said_of_bounds_names_their_arithmetic_and_one_headroom_for_each(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    near = {"name": "a (sum of squares)", "kind": "squares", "bound": 6e4, "partial": 6e4, "limit": 65504.0}
-    far = {"name": "a:add", "kind": "residual", "bound": 800.0, "partial": 800.0, "limit": 65504.0}
+    near: dict[str, Any] = {
+        "name": "a (sum of squares)",
+        "kind": "squares",
+        "bound": 6e4,
+        "partial": 6e4,
+        "limit": 65504.0,
+    }
+    far: dict[str, Any] = {"name": "a:add", "kind": "residual", "bound": 800.0, "partial": 800.0, "limit": 65504.0}
     sites = [site | {"observed": None, "holds": True} for site in (near, far)]
     for site in sites:
         site["headroom_bits"] = math.log2(site["limit"] / site["bound"])
@@ -331,3 +338,58 @@ def test_help_begins_with_convert_and_has_whole_sentences(capsys: pytest.Capture
     commands = capsys.readouterr().out.partition("Commands:\n")[2]
     assert commands.lstrip().startswith("convert ") and "..." not in commands
     assert "and say whether it is safe." in " ".join(commands.split())
+
+
+def verified(**changes: object) -> Verification:
+    claim = {"verdict": "safe", "proof": "certified", "family": "t5"}
+    bounds = {"holds": True, "headroom_bits": 1.0, "max_length": 512, "splits": 8, "train_mode": False}
+    found: dict[str, object] = {"verdict": "safe", "verified": True, "source": {}, "report": claim, "files": 6}
+    found |= {"checks": {"files": "passed"}, "problems": [], "certificate": bounds, "tiers": {}, "regimes": {}}
+    found |= {
+        "schema": 1,
+        "environment": {"device": "cuda:0 (a card)", "devices": {"audit": ["cuda:0 (a card)", "cpu"]}},
+    }
+    return read(Verification, found | changes)
+
+
+def test_verify_says_first_where_it_ran_and_names_what_it_did_not_check_only_if_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    unseen = {"source.path": "taken on trust", "signals": "needs the original"}
+    print_verification(verified(not_checked=unseen, target="half"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "device: cuda:0 (a card) and cpu"
+    assert lines[-2] == "not checked: 2 entries of the report; -v names them and why"
+    assert lines[-1].endswith("proven for every input of up to 512 positions in PyTorch; nothing was run")
+    print_verification(verified(not_checked=unseen, edits=3), verbose=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert "not checked: source.path; taken on trust" in lines and "not checked: signals; needs the original" in lines
+    assert lines[-1].endswith("; edited at 3 sites, so not quite the source's function")
+    print_verification(verified(environment={"device": "cpu"}))
+    assert capsys.readouterr().out.startswith("device: cpu\n")
+
+
+def test_an_eps_that_is_held_is_said_with_what_it_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    drift = {"relative_error": 1e-4, "predicted_kl": 2e-9, "predicted_max_logit_error": 0.0, "measured_kl": 3e-9}
+    for stacks, unit in ((("encoder", "decoder"), " nats"), (("encoder",), " in relative squared error")):
+        made = fakes.conversion(stacks=stacks)
+        made["plan"] |= {"eps": 1e-6, "eps_held": True, "drift": drift | {"measured_max_logit_error": 0.0}}
+        print_conversion(read(Report, made), tmp_path, verbose=True)
+        said = capsys.readouterr().out
+        held = f"eps: held at 1e-06 for a reader that has its own; that moves the output by 3.00×10⁻⁹{unit}\n"
+        assert held in said and ("KL" in said) == (unit == " nats")
+
+
+def test_a_vector_of_zeros_is_not_called_an_overflow(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = fakes.conversion(safe=False)
+    zero = {"name": "3_Normalize (zero vector)", "kind": "zero vector", "bound": math.inf, "partial": math.inf}
+    zero |= {"limit": 4096.0, "headroom_bits": -1e300, "observed": None, "holds": False}
+    made["certificate"] = {"holds": False, "headroom_bits": -1e300, "max_length": 512, "splits": 8, "sites": [zero]}
+    made["unsafe"] = []
+    broken = made["regimes"]["half"]["sites"][0]
+    for name, said in ((broken["name"], False), ("3_Normalize:div", True)):
+        broken["name"] = name
+        print_conversion(read(Report, made), tmp_path)
+        printed = capsys.readouterr().out
+        assert ("a text whose vector is zero gives NaN at 3_Normalize:div" in printed) == said
+        assert ("overflows in" in printed) != said
