@@ -76,7 +76,7 @@ class Watch:
             earlier = [step for step in self.states.steps() if step < event.start]
             if may_go_back and earlier:
                 return earlier[-1], event.start
-            self.progress.say(f"Step {p.step}: the loss spikes; it has gone back as often as it may")
+            self.progress.say(f"Step {p.step}: the loss spikes; rewind limit reached")
         return None
 
     def _pulled_until(self, p: RunPosition) -> float:

@@ -133,7 +133,7 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> lis
 
 def check_unread(checkpoint: Checkpoint, report: Report) -> list[Problem]:
     """Return the files of weights that are read and not listed, as hidden ones, and those listed that a loader may read
-    in another format or as a variant: any but variants that are the very same, and single files that
+    in another format or as a variant: except byte-identical variants and single files that
     ``publish --add`` put there."""
     listed = {entry.name: entry.sha256 for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
