@@ -86,9 +86,12 @@ def test_the_demo_ends_with_the_table_of_the_readme(demo: Any) -> None:
     lines = [line.strip() for line in demo[1].splitlines()]
     printed = [re.split(r"  +", line) for line in lines[lines.index("the three checkpoints") + 1 :]]
     shown = table[next(i for i, row in enumerate(table) if row[-3:] == list(DEMOS)) :][: len(printed)]
-    assert len(printed) == 8 and [row[0] for row in printed[1:]] == [row[0] for row in shown[1:]]
+    assert len(printed) == 9 and [row[0] for row in printed[1:]] == [row[0] for row in shown[1:]]
     for ours, theirs in zip(printed[1:], shown[1:], strict=True):
         for a, b in zip(ours[1:], theirs[1:], strict=True):
+            if "not proven" in (a, b):
+                assert a == b
+                continue
             one, other = (float(cell.rstrip("% ×").replace(",", "")) for cell in (a, b))
             assert one == pytest.approx(other, rel=0.05)
 

@@ -212,13 +212,13 @@ def examine(
     claim, plan, checkpoint = subject.claim, subject.plan, open_checkpoint(subject.place)
     layout, replayed, again = agreed_layout(checkpoint), None, None
     found.padding, found.notes = padding_entry(layout.config), notes_on(checkpoint, layout, subject)
-    found.edits = len(listed_edits(layout, plan))
     if subject.packed is not None:
         found.add("files", check_tensors(subject.place, checkpoint, subject.packed))
     else:
         found.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
     beside = claim if subject.packed is None else None  # one file lists nothing beside its plan
     found.add("plan", check_plan(checkpoint, layout, plan, subject.source, beside, subject.own_eps))
+    found.edits = 0 if found.problems else len(listed_edits(layout, plan))
     if original is not None:
         replayed = replay(original, checkpoint, plan, subject.source, progress)
         found.unchecked |= replayed.unchecked

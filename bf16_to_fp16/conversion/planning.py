@@ -539,7 +539,8 @@ def planned_within(exponents: Mapping[str, int], again: str, layout: Layout, cas
     bounds, acceptable = case.grounds.bounds, case.grounds.acceptable
     possible = None if bounds is None else bounds(layout, exponents)
     head = ", with a head apart from the embedding" if layout.tied is False and case.opened.layout.tied else ""
-    with case.progress.step(f"Planning the exponents for use {WHERE[case.options.target]}{head}{again}") as advance:
+    place = f" for use {WHERE[case.options.target]}" if case.options.target in WHERE else ""
+    with case.progress.step(f"Planning the exponents{place}{head}{again}") as advance:
         planned = planned_once(layout, case, possible, advance=advance)
     held = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams and f.exponent is not None}
     if acceptable is None or layout.fixed_eps is None or not held:
