@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ..checkpoint.places import local_folder
-from ..checkpoint.staging import check_file
 from ..losses.events import Curve, Event
 from ..losses.logs import read_log
 from ..losses.report import (
@@ -24,17 +22,14 @@ from ..losses.report import (
     loss_report,
     sparkline,
     steps_in_words,
-    write_loss_page,
     write_picture,
 )
 from ..progress import Progress
 from ..report.screen import console
-from ..wording import counted, percent, rounded_up
+from ..wording import counted, rounded_up
 from .configs import FAR
-from .formats import advise_format, is_number
+from .formats import advise_format
 from .initialisation import advise_init, with_own_rules
-
-_MOST_PRINTED = 100  # of tensors that are printed; all are in the JSON
 
 
 @dataclass(frozen=True)
@@ -54,12 +49,10 @@ def advise(
     UserError for what cannot be used.
     """
     which = {name: options[name] for name in ("tensors", "subfolder")}
-    if mode != "losses" and source is not None and not is_number(source):
+    if mode in ("updates", "init") and source is not None and not source.isdigit():
         local_folder(source, or_file=True)
     if mode == "format":
-        things = [thing for thing in (number, source) if thing]
-        with progress.step("Looking at the weights") if not all(map(is_number, things)) else nullcontext() as advance:
-            result = advise_format(*things, **which, advance=advance)
+        result = advise_format(*filter(None, (number, source)))
         return Advice(result, partial(print_format, result))
     assert source is not None
     if mode == "init":
@@ -71,17 +64,13 @@ def advise(
         wanted = ("rate", "optimizer", "dtype", "relative_update", "data", "steps", "batch_size", "share", "seed")
         result = advise_updates(source, **{name: options[name] for name in wanted}, **which, progress=progress)
         return Advice(result, partial(print_updates, result))
-    picture, page = options["picture"], options["html"]
+    picture = options["picture"]
     if picture is not None:
         check_picture(picture)
-    if page is not None:
-        check_file(page, "choose another file for --html")
     curve = read_log(source)
     result, found = loss_report(source, curve, z=options["z"], window=options["window"])
     if picture is not None:
         write_picture(picture, curve, found, Path(source).name)
-    if page is not None:
-        write_loss_page(page, result, curve, found)
     return Advice(result, partial(print_losses, result, curve, found))
 
 
@@ -236,12 +225,10 @@ def ratio_text(value: float) -> str:
 
 
 def print_format(result: Mapping[str, Any]) -> None:
-    """Print what the formats make of numbers and checkpoints."""
+    """Print what the formats make of numbers."""
     screen = console()
     for entry in result["numbers"]:
         print_number(screen, entry)
-    for entry in result["checkpoints"]:
-        print_held(screen, entry)
 
 
 def print_number(screen: Console, entry: Mapping[str, Any]) -> None:
@@ -294,32 +281,6 @@ def error(found: Mapping[str, Any]) -> str:
     if found["exact"]:
         return "exact"
     return "-" if found["relative_error"] is None else f"{found['relative_error']:.2g}"
-
-
-def print_held(screen: Console, entry: Mapping[str, Any]) -> None:
-    """Print how much of a checkpoint each format holds, tensor by tensor and in all."""
-    rows = Table(title=entry["source"], title_justify="left")
-    for column in ("tensor", "dtype", "max |w|", "bf16 exact", "fp16 exact", "fp16: inf", "subnormal", "to 0"):
-        rows.add_column(column, justify="left" if column in ("tensor", "dtype") else "right", overflow="fold")
-    for row in entry["tensors"][:_MOST_PRINTED]:
-        add_held(rows, row["name"], row["dtype"].lower(), row)
-    if len(entry["tensors"]) > _MOST_PRINTED:
-        rows.add_row(f"and {len(entry['tensors']) - _MOST_PRINTED} more, see --json", *[""] * 7)
-    rows.add_section()
-    add_held(rows, f"all {entry['total']['elements']:,} weights", "", entry["total"])
-    screen.print(rows)
-    if entry["total"]["nonfinite"]:
-        screen.print(f"{counted(entry['total']['nonfinite'], 'weight')} inf or NaN in the file itself")
-
-
-def add_held(rows: Table, name: str, dtype: str, row: Mapping[str, Any]) -> None:
-    """Add a tensor, or the sum, to the table."""
-    from ..report.terminal import plain
-
-    bf16, fp16 = row["formats"]["bf16"], row["formats"]["fp16"]
-    counts = [f"{fp16[key]:,}" for key in ("overflow", "subnormal", "zeroed")]
-    held = [percent(f["exact_fraction"]) for f in (bf16, fp16)]
-    rows.add_row(name, dtype, plain(row["amax"]), *held, *counts)
 
 
 # ---- loss curves ----------------------------------------------------------------------------------------------------

@@ -80,27 +80,6 @@ def reach_of(write: Write) -> int:
     return abs(write.exponent) + sum(int(exponents.abs().max()) for exponents in axes)
 
 
-def check_write(write: Write, checkpoint: Checkpoint) -> None:
-    """Raise ValueError for a write that contradicts itself or the checkpoint."""
-    if (write.source is None) == (write.data is None):
-        raise ValueError(f"{write.name}: give either source or data")
-    dtype = dtype_of(write, checkpoint)
-    shape = tuple(write.data.shape) if write.data is not None else checkpoint.tensors[str(write.source)].shape
-    if shape != write.shape:
-        raise ValueError(f"{write.name}: shape {write.shape}, but the values have {shape}")
-    if not dtype.is_floating_point or write.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"{write.name}: cannot write {dtype} as {write.dtype}")
-    for axis, exponents in enumerate((write.row_exponents, write.column_exponents)):
-        if exponents is None:
-            continue
-        if len(write.shape) > 2 or len(write.shape) <= axis or tuple(exponents.shape) != (write.shape[axis],):
-            raise ValueError(
-                f"{write.name}: exponents of shape {tuple(exponents.shape)} on axis {axis} of {write.shape}"
-            )
-    if reach_of(write) > LARGEST_EXPONENT:
-        raise ValueError(f"{write.name}: exponents up to {reach_of(write)}")
-
-
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
     """Divide tensors into the files they go to; no file is empty unless there is nothing to write. By source file, in
     the checkpoint's order; or greedily in order of names, where a tensor of more than ``max_shard_size`` bytes has a

@@ -28,7 +28,7 @@ from ..system import write_all
 from .files import read_exactly, reading
 from .formats import RunningHash, bytes_of
 from .reader import Checkpoint
-from .shards import FileRecord, Write, check_write, dtype_of, lay_out, reach_of, shards
+from .shards import FileRecord, Write, dtype_of, lay_out, reach_of, shards
 from .staging import created, writing
 
 ELEMENTS = 1 << 18  # elements in a chunk: 512 kB of bf16
@@ -90,10 +90,6 @@ def write_fp16(
     that its source came from and one without source to the last. advance: called with bytes done and in all. Nothing is
     clamped: what is beyond fp16 becomes inf and is counted. Raises UserError for a full disk (before any work where the
     file system can reserve space) and errors of a disk; what was written is then removed."""
-    if len({write.name for write in writes}) != len(writes):
-        raise ValueError("two tensors to write have the same name")
-    for write in writes:
-        check_write(write, checkpoint)
     files = lay_out(shards(checkpoint, writes, max_shard_size), folder, checkpoint.stored_names)
     stats = {write.name: NOTHING for write in writes}
     records: list[FileRecord] = []

@@ -26,6 +26,7 @@ from .mixed_precision import MixedPrecision
 from .processes import Processes
 from .recipe import Recipe
 
+MOST_EXAMPLES = 256  # held-out examples of one evaluation
 MOST_NEW_TOKENS = 64  # of a generated text
 SPARE_BITS = 0.25  # more headroom than was asked for, since the audit's values are rounded otherwise
 ROWS_OF_A_CLASS, MOST_DRAWN = 4, 32  # rows for each class, and batches of random ids in which a class is looked for
@@ -76,7 +77,7 @@ class Evaluator:
     def _of_every_class(self, teacher: Teacher) -> list[TrainingBatch]:
         """A few rows for each class that the teacher gives to some text or, where it gives it to none, random ids."""
         config, found = self.stock.config, dict[int, list[Tensor]]()
-        texts = [*self.corpus.held_out(self.recipe.evaluation.examples), *self.corpus.unlike()]
+        texts = [*self.corpus.held_out(MOST_EXAMPLES), *self.corpus.unlike()]
         drawn = (random_rows(config, seed=seed) for seed in range(MOST_DRAWN))
         of_random_ids = (in_rows(batch.input_ids, batch.attention_mask) for batch in drawn)
         for number, batch in enumerate(chain(texts, of_random_ids)):
@@ -106,7 +107,7 @@ class Evaluator:
 
     def _generate(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> list[tuple[str, str]]:
         """(Generated, wanted) texts of all processes."""
-        settings, device = self.recipe.evaluation, self.processes.device
+        device = self.processes.device
         pairs: list[tuple[str, str]] = []
         for batch in held:
             if batch.targets is None:
@@ -119,7 +120,7 @@ class Evaluator:
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
                     max_new_tokens=MOST_NEW_TOKENS,
-                    num_beams=settings.beams,
+                    num_beams=1,
                     do_sample=False,
                     synced_gpus=self.processes.sharded,
                 )

@@ -74,7 +74,6 @@ OF_A_RUN = {
     START_FOLDER,
     START_OUTPUTS,
     "log.jsonl",
-    "teacher",
     "wandb",
 }
 """What the folder of a run may hold before its first state."""

@@ -1,4 +1,4 @@
-"""What a training log says, for people: each event with its steps and usual cause, as text, a picture and a page.
+"""What a training log says, for people: each event with its steps and usual cause, as text and as a picture.
 
 ``logs`` reads the curves and ``detector`` finds the events, while a finetune runs as well as afterwards.
 """
@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..svg import follow_schemes
 from .detector import events
 from .events import EVENT_KINDS, Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike
-from .figure import curve_svg, draw_curve
+from .figure import draw_curve
 from .logs import read_log
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -27,8 +27,8 @@ PICTURES = (".svg", ".png", ".pdf")
 def advise_losses(log: str | Path, *, z: float = 6.0, window: int = 64) -> dict[str, Any]:
     """Return the events of a training log: ``events``, each with kind, start, end (None: it lasts), size and cause.
 
-    log: the state of a transformers Trainer, CSV, JSONL (this project's own too), an offline run of wandb, or a folder
-    with one of them. z, window: as ``detector.Detector`` takes them. Further keys: ``log``, ``losses`` (how many),
+    log: the state of a transformers Trainer, CSV, JSONL (this project's own too), or a folder with one of
+    them. z, window: as ``detector.Detector`` takes them. Further keys: ``log``, ``losses`` (how many),
     ``first_step``, ``last_step``, ``last_loss`` and ``counts`` by kind. Raises UserError for a log that cannot be read,
     has no losses, or fewer than half a window.
     """
@@ -117,23 +117,3 @@ def check_picture(path: Path) -> None:
     if path.suffix.lower() not in PICTURES:
         raise UserError(f"{path}: unknown kind of picture {path.suffix!r}; use {', '.join(PICTURES)}")
     check_file(path, "choose another file for --picture")
-
-
-def write_loss_page(path: Path, result: Mapping[str, Any], curve: Curve, found: Sequence[Event]) -> None:
-    """Write the picture and the events as one HTML page with nothing outside it."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    check_file(path, "choose another file for --html")
-    environment = Environment(
-        loader=PackageLoader("bf16_to_fp16.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    drawn = curve_svg(curve, found)
-    rows = [
-        {"kind": e["kind"], "steps": steps_in_words(e), "what": event_in_words(e), "cause": e["cause"]}
-        for e in result["events"]
-    ]
-    text = environment.get_template("losses.html.jinja").render(
-        result=result, rows=rows, svg=drawn[drawn.index("<svg") :], name=Path(result["log"]).name
-    )
-    with replacing(path) as new:
-        new.write_text(text, encoding="utf-8", newline="\n")
