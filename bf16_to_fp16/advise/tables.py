@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,10 @@ def advise(
         result = advise_init(source, **which, progress=progress)
         return Advice(result, partial(print_init, result))
     if mode == "updates":
-        from .updates import advise_updates  # with torch, seconds that the other modes need not wait
+        from .updates import Settings, advise_updates  # with torch, seconds that the other modes need not wait
 
-        wanted = ("rate", "optimizer", "dtype", "relative_update", "data", "steps", "batch_size", "share", "seed")
-        result = advise_updates(source, **{name: options[name] for name in wanted}, **which, progress=progress)
+        wanted = {field.name: options[field.name] for field in fields(Settings)}
+        result = advise_updates(source, **wanted, **which, progress=progress)
         return Advice(result, partial(print_updates, result))
     picture = options["picture"]
     if picture is not None:

@@ -38,7 +38,7 @@ from ..wording import rounded_up
 from .formats import chosen, open_weights, tensor_pieces
 
 OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
-DEFAULT_RATE, DEFAULT_STEPS, DEFAULT_BATCH = 1e-4, 8, 8
+DEFAULT_BATCH = 8
 
 SMALLEST_SCALE = 1e-3
 """Adafactor takes a tensor's root mean square for at least this (Shazeer and Stern, arXiv:1804.04235)."""
@@ -46,17 +46,23 @@ SMALLEST_SCALE = 1e-3
 
 @dataclass(frozen=True)
 class Settings:
-    """Whose updates are looked at, on which format; ``advise_updates`` says what each field means."""
+    """Whose updates are looked at, on which format.
 
-    rate: float
-    optimizer: str
-    dtype: str
-    relative_update: float | None
-    data: str | None
-    steps: int
-    batch_size: int | None
-    share: float
-    seed: int
+    rate: the learning rate. optimizer: one of ``OPTIMIZERS``. dtype: of the weights, "bf16" or "fp16". relative_update:
+    root mean square of a tensor's update over that of the tensor, at ``rate``, instead of what the optimizer does by
+    itself. data: text for real gradients of ``steps`` steps of ``batch_size`` examples (default 8), of which the last
+    is looked at; this loads the model, everything else streams. share: of the elements, that should move.
+    """
+
+    rate: float = 1e-4
+    optimizer: str = "adamw"
+    dtype: str = "bf16"
+    relative_update: float | None = None
+    data: str | None = None
+    steps: int = 8
+    batch_size: int | None = None
+    share: float = DEFAULT_SHARE
+    seed: int = 0
 
     @property
     def format(self) -> Format:
@@ -93,34 +99,22 @@ class Settings:
 def advise_updates(
     source: str | Path,
     *,
-    rate: float = DEFAULT_RATE,
-    optimizer: str = "adamw",
-    dtype: str = "bf16",
-    relative_update: float | None = None,
-    data: str | None = None,
-    steps: int = DEFAULT_STEPS,
-    batch_size: int | None = None,
-    share: float = DEFAULT_SHARE,
     tensors: Sequence[str] = (),
     subfolder: str | None = None,
-    seed: int = 0,
     progress: Progress | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return which share of a checkpoint's weights an optimizer's update would not move, and what to do about it.
 
-    Its many parameters are the command's options, as keywords. rate: the learning rate. optimizer: one of
-    ``OPTIMIZERS``. dtype: the format of the weights, "bf16" or "fp16". relative_update: root mean square of a tensor's
-    update over that of the tensor, at ``rate``, instead of what the optimizer does by itself. data: text for real
-    gradients of ``steps`` steps of ``batch_size`` examples (default 8), of which the last is looked at; this loads the
-    model, everything else streams. share: of the elements, that should move. tensors: names with wildcards, of those to
-    look at.
+    tensors: names with wildcards, of those to look at. options: the fields of ``Settings``, by name.
 
     The result has ``layers`` and ``tensors`` (name, elements, ``no_update`` for those whose update is 0, ``stalled``
     ones of the others and their fraction, ``rate_for_share``), the same for all as ``total``, and ``advice``. Raises
     UserError for settings, a source or data that cannot be used.
     """
-    settings = Settings(rate, optimizer, dtype, relative_update, data, steps, batch_size, share, seed)
+    settings = Settings(**options)
     settings.check()
+    data, share = settings.data, settings.share
     progress = progress or Progress(quiet=True)
     checkpoint = open_weights(source, subfolder)
     names = chosen(checkpoint, tensors)
@@ -138,15 +132,15 @@ def advise_updates(
     result = {
         "mode": "updates",
         "source": checkpoint.source,
-        "optimizer": optimizer,
-        "dtype": dtype,
-        "learning_rate": rate,
-        "relative_update": relative_update,
+        "optimizer": settings.optimizer,
+        "dtype": settings.dtype,
+        "learning_rate": settings.rate,
+        "relative_update": settings.relative_update,
         "gradients": None
         if data is None
-        else {"data": Path(data).name, "steps": steps, "batch_size": settings.examples},
+        else {"data": Path(data).name, "steps": settings.steps, "batch_size": settings.examples},
         "share": share,
-        "batch_size": batch_size,
+        "batch_size": settings.batch_size,
         "total": total.to_json(share),
         "layers": [layer.to_json(share) for layer in layers.values()],
         "tensors": [row.to_json(share) for row in found],

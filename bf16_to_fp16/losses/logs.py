@@ -43,15 +43,13 @@ def read_log(path: str | Path) -> Curve:
         raise UserError(f"{path}: {error.strerror}; give a trainer_state.json, .csv or .jsonl") from error
     if not content.strip():
         raise UserError(f"{path}: the log is empty; give one of a run that has logged losses")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}; give a .json, .jsonl or .csv") from error
-    readers = {".json": _json_rows, ".jsonl": _jsonl_rows, ".csv": _csv_rows}
-    reader = readers.get(path.suffix.lower())
+    reader = {".json": _json_rows, ".jsonl": _jsonl_rows, ".csv": _csv_rows}.get(path.suffix.lower())
     if reader is None:
         raise UserError(f"{path}: unknown kind of log {path.suffix!r}; use .json, .jsonl or .csv (wandb exports CSV)")
-    return _curve(path, reader(path, text))
+    try:
+        return _curve(path, reader(path, content.decode("utf-8-sig")))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}; give a .json, .jsonl or .csv") from error
 
 
 def _in_folder(folder: Path) -> Path:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,21 +17,35 @@ from ..errors import UserError
 from ..svg import follow_schemes
 from .detector import events
 from .events import EVENT_KINDS, Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike
-from .figure import draw_curve
 from .logs import read_log
 
 BARS = "▁▂▃▄▅▆▇█"
 LETTERS: dict[type[Event], str] = {Spike: "S", Divergence: "D", Plateau: "P", ResumeBump: "R", ScaleCollapse: "C"}
 PICTURES = (".svg", ".png", ".pdf")
 
+FACTS = {
+    "svg": {"Date": None, "Creator": "bf16-to-fp16", "Format": None, "Type": None},
+    "png": {"Software": "bf16-to-fp16"},
+    "pdf": {"Creator": "bf16-to-fp16"},
+}
+"""What a picture's own metadata say, by its format: that this program drew it, and so may replace it."""
+
+_COLOURS = {
+    "Spike": "#d62728",
+    "Divergence": "#8c1d40",
+    "Plateau": "#7f7f7f",
+    "ResumeBump": "#ff7f0e",
+    "ScaleCollapse": "#9467bd",
+}
+
 
 def advise_losses(log: str | Path, *, z: float = 6.0, window: int = 64) -> dict[str, Any]:
     """Return the events of a training log: ``events``, each with kind, start, end (None: it lasts), size and cause.
 
-    log: the state of a transformers Trainer, CSV, JSONL (this project's own too), or a folder with one of
-    them. z, window: as ``detector.Detector`` takes them. Further keys: ``log``, ``losses`` (how many),
-    ``first_step``, ``last_step``, ``last_loss`` and ``counts`` by kind. Raises UserError for a log that cannot be read,
-    has no losses, or fewer than half a window.
+    log: the state of a transformers Trainer, CSV, JSONL (this project's own too), or a folder with one of them. z,
+    window: as ``detector.Detector`` takes them. Further keys: ``log``, ``losses`` (how many), ``first_step``,
+    ``last_step``, ``last_loss`` and ``counts`` by kind. Raises UserError for a log that cannot be read, has no losses,
+    or fewer than half a window.
     """
     return loss_report(str(log), read_log(log), z=z, window=window)[0]
 
@@ -117,3 +132,45 @@ def check_picture(path: Path) -> None:
     if path.suffix.lower() not in PICTURES:
         raise UserError(f"{path}: unknown kind of picture {path.suffix!r}; use {', '.join(PICTURES)}")
     check_file(path, "choose another file for --picture")
+
+
+def draw_curve(curve: Curve, found: Sequence[Event], target: Path, title: str, *, format: str) -> None:
+    """Draw the curve as "svg", "png" or "pdf", with events shaded and named, and a logged loss scale below."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    scaled = [(step, scale) for step, scale in zip(curve.steps, curve.scales, strict=True) if scale]
+    # The text of an SVG has the font of the page that it is on.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "losses", "font.size": 9}):
+        figure = Figure(figsize=(7.5, 4.2 if scaled else 3.2), layout="constrained")
+        rows, heights = (2, [3, 1]) if scaled else (1, [1])
+        axes: list[Any] = [*figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]]
+        axes[0].plot(curve.steps, curve.losses, linewidth=0.8, color="#1f77b4")
+        axes[0].set_ylabel("loss")
+        if title:
+            axes[0].set_title(title)
+        known = [loss for loss in curve.losses if math.isfinite(loss)]
+        lost = [step for step, loss in zip(curve.steps, curve.losses, strict=True) if not math.isfinite(loss)]
+        if lost:  # at the lower edge, since they have no height
+            edge = {"transform": axes[0].get_xaxis_transform(), "color": "#d62728", "markersize": 4}
+            axes[0].plot(lost, [0.02] * len(lost), "x", label="no number", **edge)
+        if known and max(known) > 20 * min(known) > 0:
+            axes[0].set_yscale("log")
+        if scaled:
+            axes[1].plot([step for step, _ in scaled], [scale for _, scale in scaled], linewidth=0.8, color="#1f77b4")
+            axes[1].set_yscale("log", base=2)
+            axes[1].set_ylabel("loss scale")
+        axes[-1].set_xlabel("step")
+        named: set[str] = set()
+        least = (max(curve.steps) - min(curve.steps)) / 400  # a short event would not be seen
+        for event in found:
+            end = max(curve.steps) if event.end is None else event.end
+            label = None if event.kind in named else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", event.kind).lower()
+            named.add(event.kind)
+            span = {"color": _COLOURS[event.kind], "alpha": 0.25, "label": label}
+            axis = axes[-1 if isinstance(event, ScaleCollapse) else 0]
+            axis.axvspan(event.start, max(end, event.start + least), **span)
+        for axis in axes:
+            if axis.get_legend_handles_labels()[1]:
+                axis.legend(loc="upper right", fontsize=7)
+        figure.savefig(target, format=format, dpi=150, metadata=FACTS[format])
