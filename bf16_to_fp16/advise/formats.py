@@ -46,7 +46,7 @@ def number_report(text: str) -> dict[str, Any]:
 
 def _in_format(exact: float, target: Format) -> dict[str, Any]:
     stored = target.nearest(exact)
-    found: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "value": stored,
         "exact": stored == exact,
         "overflow": math.isinf(stored) and math.isfinite(exact),
@@ -54,7 +54,7 @@ def _in_format(exact: float, target: Format) -> dict[str, Any]:
         "nearest": stored,
     }
     if not math.isfinite(stored):
-        return found
+        return entry
     gap = target.gap(stored)
     lower = target.gap(math.nextafter(abs(stored), 0)) if stored else gap
     outwards = abs(stored) + gap
@@ -63,7 +63,7 @@ def _in_format(exact: float, target: Format) -> dict[str, Any]:
     sign = math.copysign(1.0, stored)
     up, down = (outwards, inwards) if sign > 0 else (-inwards, -outwards)
     middle = Fraction(stored)
-    return found | {
+    return entry | {
         "subnormal": 0 < abs(stored) < math.ldexp(1.0, target.least),
         "gap": gap,
         "half_gap": gap / 2,

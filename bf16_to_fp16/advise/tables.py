@@ -68,18 +68,18 @@ def advise(
     if picture is not None:
         check_picture(picture)
     curve = read_log(source)
-    result, found = loss_report(source, curve, z=options["z"], window=options["window"])
+    result, curve_events = loss_report(source, curve, z=options["z"], window=options["window"])
     if picture is not None:
-        write_picture(picture, curve, found, Path(source).name)
-    return Advice(result, partial(print_losses, result, curve, found))
+        write_picture(picture, curve, curve_events, Path(source).name)
+    return Advice(result, partial(print_losses, result, curve, curve_events))
 
 
 def table(*columns: str, title: str | None = None) -> Table:
     """Return a table whose columns after the first are numbers."""
-    made = Table(*columns, title=title, title_justify="left")
-    for column in made.columns[1:]:
+    rows = Table(*columns, title=title, title_justify="left")
+    for column in rows.columns[1:]:
         column.justify = "right"
-    return made
+    return rows
 
 
 def share(fraction: float) -> str:
@@ -276,22 +276,22 @@ def exact(value: float) -> str:
     return f"{value:.10g}"
 
 
-def error(found: Mapping[str, Any]) -> str:
+def error(number: Mapping[str, Any]) -> str:
     """Return how far a value is from the exact one."""
-    if found["exact"]:
+    if number["exact"]:
         return "exact"
-    return "-" if found["relative_error"] is None else f"{found['relative_error']:.2g}"
+    return "-" if number["relative_error"] is None else f"{number['relative_error']:.2g}"
 
 
 # ---- loss curves ----------------------------------------------------------------------------------------------------
 
 
-def print_losses(result: Mapping[str, Any], curve: Curve, found: Sequence[Event]) -> None:
+def print_losses(result: Mapping[str, Any], curve: Curve, curve_events: Sequence[Event]) -> None:
     """Print the curve as a line, and each event with its steps and usual cause."""
     screen = console()
     span = f"steps {result['first_step']:,} to {result['last_step']:,}"
     screen.print(f"{result['log']}: {result['losses']:,} losses, {span}", markup=False)
-    bars, letters = sparkline(curve, found, min(100, screen.width))
+    bars, letters = sparkline(curve, curve_events, min(100, screen.width))
     screen.print(bars, markup=False)
     if letters:
         screen.print(letters, markup=False)

@@ -120,12 +120,12 @@ def advise_updates(
     names = chosen(checkpoint, tensors)
     with progress.step("Looking at the weights" if data is None else "Taking steps") as advance:
         if data is None:
-            found = stated(checkpoint, names, settings, advance)
+            tensor_rows = stated(checkpoint, names, settings, advance)
         else:
-            found = measured(checkpoint, set(names) if tensors else None, data, settings, advance)
+            tensor_rows = measured(checkpoint, set(names) if tensors else None, data, settings, advance)
     total = Layer("all")
     layers: dict[str, Layer] = {}
-    for row in found:
+    for row in tensor_rows:
         layer = layers.setdefault(layer_of(row.name), Layer(layer_of(row.name)))
         for sums in (layer, total):
             sums.join(row)
@@ -143,7 +143,7 @@ def advise_updates(
         "batch_size": settings.batch_size,
         "total": total.to_json(share),
         "layers": [layer.to_json(share) for layer in layers.values()],
-        "tensors": [row.to_json(share) for row in found],
+        "tensors": [row.to_json(share) for row in tensor_rows],
     }
     return result | {"advice": advice_for(result)}
 
@@ -157,7 +157,7 @@ def stated(checkpoint: Checkpoint, names: Sequence[str], settings: Settings, adv
     adamw, adam, lion: the learning rate; adafactor: times the tensor's root mean square.
     """
     target, rate = settings.format, settings.rate
-    found = []
+    rows = []
     for place, name in enumerate(names):
         row = Layer(name)
         exponents = torch.zeros(512, dtype=torch.float64)
@@ -186,9 +186,9 @@ def stated(checkpoint: Checkpoint, names: Sequence[str], settings: Settings, adv
             row.lost += count * many.lost
             row.still += count * many.still
             row.moves += many.moves * count
-        found.append(row)
+        rows.append(row)
         advance(place + 1, len(names))
-    return found
+    return rows
 
 
 # ---- measured updates -----------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def measured(
         for parameter in parameters.values():
             parameter.copy_(rounding.nearest(parameter, target.dtype))
     training_batches = corpus.training_batches()
-    found: list[Layer] = []
+    rows: list[Layer] = []
     for step in range(1, steps + 1):
         model.zero_grad()
         model(**next(training_batches).inputs()).loss.backward()
@@ -225,10 +225,10 @@ def measured(
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 update = rule.update(name, parameter, gradient, step)
                 if step == steps:
-                    found.append(moving(name, parameter, update, target, rate))
+                    rows.append(moving(name, parameter, update, target, rate))
                 parameter.sub_(update, alpha=rate)
         advance(step, steps)
-    return found
+    return rows
 
 
 def moving(name: str, value: Tensor, update: Tensor, target: Format, rate: float) -> Layer:
@@ -296,7 +296,7 @@ def advice_for(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     if 1 - total["stalled_fraction"] >= share:
         return []
     dtype = result["dtype"]
-    found: list[dict[str, Any]] = [
+    remedies: list[dict[str, Any]] = [
         {
             "what": "stochastic-rounding",
             "why": 'bf16_to_fp16.AdamW(..., rounding="stochastic") moves every weight as far as it should on average,'
@@ -313,7 +313,7 @@ def advice_for(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         factor = needed / result["learning_rate"]
         batch = result["batch_size"] and math.ceil(result["batch_size"] * factor)
         bigger = f"the batch size to {batch:,}" if batch else "the batch size by the same factor"
-        found.append(
+        remedies.append(
             {
                 "what": "learning-rate",
                 "learning_rate": needed,
@@ -323,4 +323,4 @@ def advice_for(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f" scale {bigger}; it may still be too high to train with",
             }
         )
-    return found
+    return remedies

@@ -66,14 +66,6 @@ class OutFile:
     size: int
 
 
-def dtype_of(write: Write, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype that a tensor's values have before they are written."""
-    if write.source is not None:
-        return SAFETENSORS_DTYPES[checkpoint.tensors[write.source].dtype]
-    assert write.data is not None
-    return write.data.dtype
-
-
 def reach_of(write: Write) -> int:
     """Return the largest magnitude that the exponents of a tensor's values can have, step by step."""
     axes = [e for e in (write.row_exponents, write.column_exponents) if e is not None and e.numel()]

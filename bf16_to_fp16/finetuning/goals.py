@@ -131,15 +131,15 @@ def lost_quality(recipe: Recipe, run: FinetuneEntry) -> list[UnsafeEntry]:
     def missed(signal: str, reason: str, over: float) -> None:
         lost.append(goal(signal, math.log2(over) if 0 < over < math.inf else FP16_RANGE_BITS, reason))
 
-    _, unit, found = distances(run)
-    if found and (most := wanted.max_kl) is not None:
-        far = max(found, key=lambda each: times_over(each, most))
+    _, unit, measures = distances(run)
+    if measures and (most := wanted.max_kl) is not None:
+        far = max(measures, key=lambda each: times_over(each, most))
         if times_over(far, most) > 1:
             allowed = f"at most {max(most, far.bf16):.3g} (quality.max_kl)"
             reason = f"{scientific(far.value)}{unit} from the original on {far.where}, {allowed}"
             missed("divergence from the original", reason, times_over(far, most))
     least = None if wanted.max_kl is None else wanted.min_agreement
-    if least is not None and (shares := [e for e in found if e.agreement is not None]):
+    if least is not None and (shares := [e for e in measures if e.agreement is not None]):
         same, needed, where = min(
             ((e.agreement or 0.0, min(least, e.bf16_agreement), e.where) for e in shares), key=lambda e: e[0] - e[1]
         )

@@ -54,9 +54,9 @@ def read_log(path: str | Path) -> Curve:
 
 def _in_folder(folder: Path) -> Path:
     for pattern in ("log.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json"):
-        found = sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime, path.name))
-        if found:
-            return found[-1]
+        logs = sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime, path.name))
+        if logs:
+            return logs[-1]
     raise UserError(f"{folder}: no trainer_state.json and no log.jsonl in the folder; give the log's file")
 
 
@@ -114,8 +114,8 @@ def _curve(path: Path, rows: Iterable[Any]) -> Curve:
     scales: list[float | None] = []
     latest: float | None = None
     for number, row in enumerate(flat):
-        found = _number(path, number, scale, row)
-        latest = latest if found is None else found
+        logged = _number(path, number, scale, row)
+        latest = latest if logged is None else logged
         value = _number(path, number, loss, row)
         if value is None and "skipped_examples" in row:
             value = math.nan  # a step that a finetune could not take; its log has null for NaN

@@ -54,8 +54,8 @@ def loss_report(name: str, curve: Curve, *, z: float, window: int) -> tuple[dict
     """Return the report on a curve and its events."""
     if window < 16 or not z > 0:
         raise UserError(f"a window of {window} and a z of {z:g} compare nothing; give at least 16, and a positive z")
-    found = events(curve, z=z, window=window)
-    if len(curve.losses) < window // 2 and not found:
+    curve_events = events(curve, z=z, window=window)
+    if len(curve.losses) < window // 2 and not curve_events:
         raise UserError(
             f"{name}: {len(curve.losses)} losses are too few to compare with each other; log every step, or give a"
             f" --window under {2 * len(curve.losses)} (at least 16)"
@@ -69,9 +69,9 @@ def loss_report(name: str, curve: Curve, *, z: float, window: int) -> tuple[dict
         "last_loss": curve.losses[-1],
         "z": z,
         "window": window,
-        "counts": {kind: sum(event.kind == kind for event in found) for kind in EVENT_KINDS},
-        "events": [event.to_json() for event in found],
-    }, found
+        "counts": {kind: sum(event.kind == kind for event in curve_events) for kind in EVENT_KINDS},
+        "events": [event.to_json() for event in curve_events],
+    }, curve_events
 
 
 def event_in_words(event: Mapping[str, Any]) -> str:
@@ -90,7 +90,7 @@ def steps_in_words(event: Mapping[str, Any]) -> str:
     return f"{event['start']:,} to {'the end' if event['end'] is None else format(event['end'], ',')}"
 
 
-def sparkline(curve: Curve, found: Sequence[Event], width: int = 100) -> tuple[str, str]:
+def sparkline(curve: Curve, curve_events: Sequence[Event], width: int = 100) -> tuple[str, str]:
     """Return the curve as a line of bars, ``width`` columns of equally many losses, and a line of letters under it.
 
     A column is as high as the median of its losses, or as the largest where an event begins; × is for none finite.
@@ -100,7 +100,7 @@ def sparkline(curve: Curve, found: Sequence[Event], width: int = 100) -> tuple[s
     edges = [count * column // width for column in range(width + 1)]
     starts: dict[int, str] = {}
     place = {step: index for index, step in reversed(list(enumerate(curve.steps)))}
-    for event in found:
+    for event in curve_events:
         index = place.get(event.start, 0)
         column = next(c for c in range(width) if index < edges[c + 1])
         starts.setdefault(column, LETTERS[type(event)])
@@ -118,11 +118,11 @@ def sparkline(curve: Curve, found: Sequence[Event], width: int = 100) -> tuple[s
     return bars, "".join(starts.get(column, " ") for column in range(width)).rstrip()
 
 
-def write_picture(path: Path, curve: Curve, found: Sequence[Event], title: str) -> None:
+def write_picture(path: Path, curve: Curve, curve_events: Sequence[Event], title: str) -> None:
     """Draw the curve with its events to ``path``, as SVG, PNG or PDF by its ending; raise UserError for another one."""
     check_picture(path)
     with replacing(path) as new:
-        draw_curve(curve, found, new, title, format=path.suffix.lower().removeprefix("."))
+        draw_curve(curve, curve_events, new, title, format=path.suffix.lower().removeprefix("."))
         if path.suffix.lower() == ".svg":
             follow_schemes(new)
 
@@ -134,7 +134,7 @@ def check_picture(path: Path) -> None:
     check_file(path, "choose another file for --picture")
 
 
-def draw_curve(curve: Curve, found: Sequence[Event], target: Path, title: str, *, format: str) -> None:
+def draw_curve(curve: Curve, curve_events: Sequence[Event], target: Path, title: str, *, format: str) -> None:
     """Draw the curve as "svg", "png" or "pdf", with events shaded and named, and a logged loss scale below."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -163,7 +163,7 @@ def draw_curve(curve: Curve, found: Sequence[Event], target: Path, title: str, *
         axes[-1].set_xlabel("step")
         named: set[str] = set()
         least = (max(curve.steps) - min(curve.steps)) / 400  # a short event would not be seen
-        for event in found:
+        for event in curve_events:
             end = max(curve.steps) if event.end is None else event.end
             label = None if event.kind in named else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", event.kind).lower()
             named.add(event.kind)
