@@ -160,7 +160,7 @@ class Layout:
     @property
     def head(self) -> Head | None:
         """What reads the last norm's output; None where users do."""
-        return next((w for w in self.topology if isinstance(w, Head)), None)
+        return next((part for part in self.topology if isinstance(part, Head)), None)
 
     @property
     def gives_probabilities(self) -> bool:
@@ -263,13 +263,13 @@ class Layout:
     def feed_forwards(self) -> tuple[FeedForward, ...]:
         """Its feed-forwards in order, each expert among them."""
         return tuple(
-            each for w in self.topology if isinstance(w, FeedForward | Experts) for each in feed_forwards_of(w)
+            each for part in self.topology if isinstance(part, FeedForward | Experts) for each in feed_forwards_of(part)
         )
 
     @property
     def gates(self) -> frozenset[str]:
         """Module paths of the linears whose activation multiplies another's output."""
-        return frozenset(w.gate for w in self.feed_forwards if w.gate)
+        return frozenset(part.gate for part in self.feed_forwards if part.gate)
 
     @property
     def eps(self) -> float:

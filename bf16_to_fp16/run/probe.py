@@ -239,11 +239,13 @@ def images(config: Any) -> list[Batch]:
     """Return a row of ids about an image of noise, as bright as images are once prepared; none for a model that
     reads no images. Drawn apart, so that the other rows are those of a text model; no id about it is an image's."""
     family = of_model_type(config.model_type)
-    w = None if family is None else family.projector
-    if w is None:
+    projector = None if family is None else family.projector
+    if projector is None:
         return []
     generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
-    token, tokens, channels, size = (attrgetter(key)(config) for key in (w.token, w.tokens, *w.image))
+    token, tokens, channels, size = (
+        attrgetter(key)(config) for key in (projector.token, projector.tokens, *projector.image)
+    )
     before, after = (torch.randint(0, vocabulary, (1, 4), generator=generator) for _ in range(2))
     before, after = (x.where(x != token, (token + 1) % vocabulary) for x in (_begun(config, before), after))
     ids = torch.cat([before, torch.full((1, tokens), token), after], 1)
