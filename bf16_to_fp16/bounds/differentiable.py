@@ -74,15 +74,12 @@ Owner = tuple[str, Callable[[Tensor], Tensor]]
 class DifferentiableBounds:
     """Bounds of the sites that only training can bring down, by the audit's names.
 
-    layout: of the model. weights: gives a live tensor by its name in the layout, as it is stored. arithmetic: what the
-    certificate is to hold for. stream: bound the residual stream as well, which matters where no exponent brings it
-    down.
+    layout: of the model. weights: gives a live tensor by its name in the layout, as it is stored. stream: bound the
+    residual stream as well, which matters where no exponent brings it down.
     """
 
-    def __init__(
-        self, layout: Layout, weights: TensorReader, arithmetic: Arithmetic | None = None, *, stream: bool = False
-    ) -> None:
-        self.layout, self.read, self.arithmetic, self.stream = layout, weights, arithmetic or Arithmetic(), stream
+    def __init__(self, layout: Layout, weights: TensorReader, *, stream: bool = False) -> None:
+        self.layout, self.read, self.arithmetic, self.stream = layout, weights, Arithmetic(), stream
         fixed = [signal for signal in layout.signals.values() if signal.kind is Kind.FIXED or signal.kind.has_price]
         self.fixed = {point.module for signal in fixed for point in signal.seen if point.side == "output"}
         self.means: dict[str, float] = {}

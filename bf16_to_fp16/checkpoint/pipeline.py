@@ -155,12 +155,12 @@ def variant_of(name: str) -> str | None:
     return next((piece for piece in pieces if piece not in ("safetensors", "bin", "index", "json")), None)
 
 
-def variant_name(name: str, variant: str = VARIANT) -> str:
-    """Return what a file of weights or an index is called as a variant, as transformers and diffusers spell it."""
+def variant_name(name: str) -> str:
+    """Return what a file of weights or an index is called as the variant fp16, as stock code spells it."""
     if name == INDEX:
-        return f"{INDEX.removesuffix('.json')}.{variant}.json"
+        return f"{INDEX.removesuffix('.json')}.{VARIANT}.json"
     stem, shard = re.match(r"([^.-]+)(-\d+-of-\d+)?", name).groups("")  # type: ignore[union-attr]
-    return f"{stem}.{variant}{shard}.safetensors"
+    return f"{stem}.{VARIANT}{shard}.safetensors"
 
 
 def has_variant(names: Iterable[str], folder: str = "") -> bool:

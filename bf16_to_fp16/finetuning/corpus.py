@@ -55,12 +55,12 @@ class TrainingBatch:
     row_wise: bool = False
     causal: bool = False
 
-    def inputs(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    def inputs(self) -> dict[str, Tensor]:
         """Return the arguments of a stock model, which compares what a causal model gives with the label of the next
         position."""
         labels = self.labels.roll(1, dims=1) if self.labels is not None and self.causal else self.labels
         tensors = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": labels}
-        return {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 Row = tuple[str, str | None]  # text and target of a row; a row whose text is blank is left out
