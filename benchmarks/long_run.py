@@ -32,6 +32,7 @@ import torch
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.finetuning import stability
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, TrainingBatches
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.mixed_precision import MixedPrecision
@@ -148,10 +149,8 @@ def recipe_of(work: Path, arm: str, steps: int) -> Any:
             "schedule": {"steps": steps, "learning_rate": 1e-3, "decay": "constant"},
             "penalty": {"form": "none"},
             "distillation": {"weight": 0.0},
-            "evaluation": {"every": 500, "examples": 64, "generate": False},
+            "evaluation": {"every": 500, "generate": False},
             "checkpointing": {"every": 200, "folder": str(work / arm)},
-            "logging": {"every": 1},
-            "stability": {"rewinds": 1000},
         }
     )
 
@@ -159,6 +158,7 @@ def recipe_of(work: Path, arm: str, steps: int) -> Any:
 def train_arm(work: Path, arm: str, steps: int) -> None:
     """Train an arm to its end, from where its folder stands."""
     torch.set_num_threads(1)
+    stability.REWINDS = 1000
     recipe, folder = recipe_of(work, arm, steps), work / arm
     if not (folder / "start" / "config.json").is_file():
         write_start(open_checkpoint(recipe.source), recipe, folder / "start", Progress(quiet=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +94,7 @@ def updates_command(source: str, json_file: str | None, **options: Any) -> int:
 @json_file
 def init_command(source: str, tensors: tuple[str, ...], subfolder: str | None, json_file: str | None) -> int:
     """Say how large weights should begin; SOURCE is a checkpoint, a config or a hidden size."""
-    from ..advise.formats import is_number
-
-    if not is_number(source):
+    if not source.isdigit():
         local_folder(source, or_file=True)
     from ..advise.tables import advice_on_init
 
@@ -106,43 +103,29 @@ def init_command(source: str, tensors: tuple[str, ...], subfolder: str | None, j
 
 # A negative number looks like an option.
 @advise_command.command("format", cls=Grouped, context_settings={"ignore_unknown_options": True})
-@click.argument("things", type=PATH, metavar="NUMBER|SOURCE...", nargs=-1, required=True)
-@tensors
-@subfolder
+@click.argument("numbers", metavar="NUMBER...", nargs=-1, required=True)
 @json_file
-def format_command(
-    things: tuple[str, ...], tensors: tuple[str, ...], subfolder: str | None, json_file: str | None
-) -> int:
-    """Say what bf16 and fp16 make of a number, or of the weights of a checkpoint."""
-    from ..advise.formats import is_number
-
-    for thing in things:
-        if thing.startswith("--"):
-            raise UserError(f"no such option: {thing} (see bf16-to-fp16 advise format --help)")
-        if not is_number(thing):
-            local_folder(thing, or_file=True)
+def format_command(numbers: tuple[str, ...], json_file: str | None) -> int:
+    """Say what bf16 and fp16 make of a number."""
+    for number in numbers:
+        if number.startswith("--"):
+            raise UserError(f"no such option: {number} (see bf16-to-fp16 advise format --help)")
     from ..advise.tables import advice_on_formats
 
-    looks = not all(map(is_number, things))
-    with make_progress().step("Looking at the weights") if looks else nullcontext() as advance:
-        result = advice_on_formats(*things, tensors=tensors, subfolder=subfolder, advance=advance)
-    return answer(result, json_file)
+    return answer(advice_on_formats(*numbers), json_file)
 
 
 @advise_command.command("losses", cls=Grouped)
 @click.argument("log", type=PATH)
 @click.option("--picture", type=FOLDER, metavar="FILE", help="Draw the curve (.svg, .png or .pdf).")
-@click.option("--html", type=FOLDER, metavar="FILE", help="Write curve and events as a page.")
 @click.option("--window", type=int, default=64, show_default=True, help="Losses that one is compared with.")
 @click.option("--z", type=float, default=6.0, show_default=True, help="Robust deviations that make a spike.")
 @json_file
-def losses_command(
-    log: str, picture: Path | None, html: Path | None, window: int, z: float, json_file: str | None
-) -> int:
+def losses_command(log: str, picture: Path | None, window: int, z: float, json_file: str | None) -> int:
     """Say what went wrong in a training log: LOG is the log or its folder."""
     from ..advise.tables import advice_on_losses
 
-    return answer(advice_on_losses(log, window=window, z=z, picture=picture, page=html), json_file)
+    return answer(advice_on_losses(log, window=window, z=z, picture=picture), json_file)
 
 
 def answer(advice: Advice, json_file: str | None) -> int:

@@ -490,7 +490,6 @@ def test_every_mode_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: 
     out = " ".join(advise(capsys, "format", "70000").split())
     assert "overflows to inf" in out and re.search(r"softmax: x - the largest of \(x, 1\) \W*NaN \W*0 \W*0", out)
     assert "NaN" not in advise(capsys, "format", "65504")
-    assert "99.9951%" in advise(capsys, "format", T5)
     out = advise(capsys, "losses", log_of(tmp_path / "a.csv", spiked()))
     assert "201 to 20" in out and "fast recovery" in out and "█" in out
     assert "no spike" in advise(capsys, "losses", log_of(tmp_path / "b.csv", spiked()[:190]))
@@ -559,16 +558,12 @@ def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
-def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, ending: str) -> None:
+def test_the_curve_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path, ending: str) -> None:
     log = log_of(tmp_path / "<b>.csv", spiked(), [65536.0] * 300)
-    drawn, page = tmp_path / f"c.{ending}", tmp_path / "page.html"
-    advise(capsys, "losses", log, "--picture", drawn, "--html", page)
+    drawn = tmp_path / f"c.{ending}"
+    advise(capsys, "losses", log, "--picture", drawn)
     head = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}[ending]
     assert drawn.read_bytes().startswith(head)
-    text = page.read_text()
-    assert "<b>.csv" not in text and "&lt;b&gt;.csv" in text and "<svg" in text
-    assert '<td class="head">spike</td><td data-label="steps">' in text
-    assert "fast recovery" in text and "default-src 'none'" in text and 'src="' not in text
 
 
 @pytest.mark.parametrize(
@@ -577,7 +572,7 @@ def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str]
         ([], "ask for one of updates, init, format, losses (see bf16-to-fp16 advise --help)"),
         (["guess"], "No such command 'guess'"),
         (["updates"], "Missing argument 'SOURCE'"),
-        (["format"], "Missing argument 'NUMBER|SOURCE...'"),
+        (["format"], "Missing argument 'NUMBER...'"),
         (["format", "--tensr", "x"], "no such option: --tensr"),
         (["updates", "{t5}", "--optimizer", "muon"], "'muon' is not one of 'adamw', 'adam', 'adafactor'"),
         (["updates", "{t5}", "--lr", "-1"], "the learning rate is -1; give a positive number"),
@@ -591,10 +586,10 @@ def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str]
         (["updates", "{t5}", "--data", "{tmp}/none.txt"], "none.txt: no such file"),
         (["updates", "{t5}", "--tensor", "x.*"], "no tensor x.*; it has "),
         (["updates", "{ids}"], "tensor w is I64, whole numbers"),
-        (["format", "{ids}"], "tensor w is I64, whole numbers"),
         (["init", "{ids}"], "a file alone does not say what its tensors are"),
         (["updates", "{tmp}/none"], "none does not exist"),
-        (["format", "{tmp}/empty.csv"], "is not a checkpoint; give its folder, a .safetensors file or a Hub id"),
+        (["updates", "{tmp}/empty.csv"], "is not a checkpoint; give its folder, a .safetensors file or a Hub id"),
+        (["format", "{tmp}/empty.csv"], "empty.csv' is not a number; give one like 0.0129"),
         (["init", "0"], "the hidden size is 0; give a positive number"),
         (["init", "{tmp}/none.json"], "none.json does not exist"),
         (
@@ -609,7 +604,6 @@ def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str]
         (["init", "512", "--lr", "1e-4"], "No such option '--lr'"),
         (["format", "0.1", "--window", "9"], "no such option: --window"),
         (["losses", "{tmp}/long.csv", "--tensor", "a"], "No such option '--tensor'"),
-        (["losses", "{tmp}/long.csv", "--html", "{tmp}/no/a.html"], "cannot be written there"),
     ],
 )
 def test_bad_input_is_one_line(

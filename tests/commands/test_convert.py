@@ -1043,7 +1043,9 @@ def test_steps_name_their_target_and_a_converted_source_is_called_one(
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--target", "norm-safe"]) == 0
     said = capsys.readouterr().err.splitlines()
     assert len(set(said)) == len(said) and "Planning the exponents for use with norms in fp16" in said
-    assert "Bounding every site of the source with norms in fp16" in said and "converted checkpoint" not in " ".join(said)
+    assert "Bounding every site of the source with norms in fp16" in said and "converted checkpoint" not in " ".join(
+        said
+    )
     assert cli.main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--dry-run"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert "out is converted already" in said[0] and "verify checks it as it is" in said[0] and len(said) == 1

@@ -312,7 +312,7 @@ def written(folder: Path, *lines: str) -> Path:
         "schedule: {steps: 12}",
         "penalty: {certify: true, headroom_bits: 0}",
     ]
-    path.write_text("\n".join([*five, "quality: {max_kl: null, max_loss_rise: null}", "device: cpu", *lines, ""]))
+    path.write_text("\n".join([*five, "quality: {max_kl: null}", "device: cpu", *lines, ""]))
     return path
 
 

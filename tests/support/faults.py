@@ -107,7 +107,7 @@ def make_inputs(root: Path) -> Path:
             "target_length": 12,
             "batch_size": 2,
         },
-        "schedule": {"steps": 4, "learning_rate": 1e-3, "warmup": 1},
+        "schedule": {"steps": 4, "learning_rate": 1e-3},
         "penalty": {"form": "none"},
         "checkpointing": {"every": 1},
         "evaluation": {"every": 100, "generate": False},
