@@ -135,17 +135,17 @@ def names_in_files(names: Iterable[str], source: str) -> dict[str, str]:
         any(name.startswith(begin) for name in names) for begin in ("language_model.", "multi_modal_projector.")
     ):
         return {}
-    found: dict[str, str] = {}
+    stored: dict[str, str] = {}
     for name in sorted(names):
         for begin, other in WITH_IMAGES:
             if name.startswith(begin):
                 module = other + name.removeprefix(begin)
-                if module in found or module in names:
-                    twin = found.get(module, module)
+                if module in stored or module in names:
+                    twin = stored.get(module, module)
                     raise UserError(f"{source}: tensor {name} is there as {twin} too; remove one of them")
-                found[module] = name
+                stored[module] = name
                 break
-    return found
+    return stored
 
 
 @cache

@@ -111,9 +111,9 @@ def check_given(
                     LAYOUTS[layout].check_model(family.model_type, str(folder))
             weight_files(folder)
     if data is not None:
-        from ..run.texts import text_file
+        from ..run.texts import local_files
 
-        text_file(data)
+        local_files(data)
     for path, wanted in others.items():
         if path is not None and not Path(path).exists():
             raise UserError(f"{path}: No such file or directory; give {wanted}")

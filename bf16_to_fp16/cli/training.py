@@ -132,7 +132,7 @@ class _Numbers(click.Command):
     is_flag=False,
     flag_value="",
     metavar="[NUMBER]",
-    help="What bf16 and fp16 make of a number, or of SOURCE's weights.",
+    help="What bf16 and fp16 make of a number.",
 )
 @click.option("--losses", is_flag=True, help="What went wrong in a training log: SOURCE is the log or its folder.")
 @click.option("--lr", "rate", type=float, default=1e-4, show_default=True, help="updates: the learning rate.")
@@ -169,7 +169,6 @@ class _Numbers(click.Command):
 @click.option("--window", type=int, default=64, show_default=True, help="losses: losses that one is compared with.")
 @click.option("--z", type=float, default=6.0, show_default=True, help="losses: robust deviations that make a spike.")
 @click.option("--picture", type=FOLDER, metavar="FILE", help="losses: draw the curve (.svg, .png or .pdf).")
-@click.option("--html", type=FOLDER, metavar="FILE", help="losses: write curve and events as a page.")
 @subfolder
 @click.option("--seed", type=SEED, default=0, show_default=True, help="updates: seed of the data's order.")
 @json_file
@@ -191,7 +190,7 @@ def advise_command(
         raise UserError(f"ask for one of {', '.join(modes)}" + (f", not for {len(asked)}" if asked else ""))
     check_belongs(asked[0])
     if source is None and not number:
-        wanted = {"--losses": "the log", "--init": "a checkpoint or hidden size", "--format": "a number or checkpoint"}
+        wanted = {"--losses": "the log", "--init": "a checkpoint or hidden size", "--format": "a number"}
         needed = wanted.get(asked[0], "a checkpoint")
         raise UserError(f"{asked[0]} needs {needed}: bf16-to-fp16 advise SOURCE {asked[0]}")
     if options["data"] is not None:
@@ -211,8 +210,8 @@ ADVICE = {
         *("tensors", "subfolder"),
     ),
     "--init": ("tensors", "subfolder"),
-    "--format": ("tensors", "subfolder"),
-    "--losses": ("window", "z", "picture", "html"),
+    "--format": (),
+    "--losses": ("window", "z", "picture"),
 }
 """The options of ``advise`` that each of its questions takes."""
 

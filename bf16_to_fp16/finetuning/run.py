@@ -74,7 +74,6 @@ OF_A_RUN = {
     START_FOLDER,
     START_OUTPUTS,
     "log.jsonl",
-    "teacher",
     "wandb",
 }
 """What the folder of a run may hold before its first state."""
@@ -428,11 +427,11 @@ def with_known_sentinels(corpus: Corpus, teacher: Teacher, progress: Progress) -
     return other
 
 
-def teacher_loss(teacher: Teacher, corpus: Corpus, batches: int = 2) -> float:
-    """Return the original's mean cross-entropy in nats per target token of the first batches."""
+def teacher_loss(teacher: Teacher, corpus: Corpus) -> float:
+    """Return the original's mean cross-entropy in nats per target token of the first two batches."""
     training_batches = corpus.training_batches()
     total = positions = 0.0
-    for batch in (next(training_batches) for _ in range(batches)):
+    for batch in islice(training_batches, 2):
         labels = batch.labels[counted_positions(batch)] if batch.labels is not None else torch.zeros(0)
         total += float(task_loss(teacher.outputs(batch)[None], labels.to(teacher.device)[None]))
         positions += len(labels)

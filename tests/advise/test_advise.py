@@ -490,7 +490,6 @@ def test_every_mode_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: 
     out = " ".join(advise(capsys, "70000", "--format").split())
     assert "overflows to inf" in out and re.search(r"softmax: x - the largest of \(x, 1\) \W*NaN \W*0 \W*0", out)
     assert "NaN" not in advise(capsys, "65504", "--format")
-    assert "99.9951%" in advise(capsys, T5, "--format")
     out = advise(capsys, log_of(tmp_path / "a.csv", spiked()), "--losses")
     assert "201 to 20" in out and "fast recovery" in out and "█" in out
     assert "no spike" in advise(capsys, log_of(tmp_path / "b.csv", spiked()[:190]), "--losses")
@@ -541,16 +540,12 @@ def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
-def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, ending: str) -> None:
+def test_the_curve_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path, ending: str) -> None:
     log = log_of(tmp_path / "<b>.csv", spiked(), [65536.0] * 300)
-    drawn, page = tmp_path / f"c.{ending}", tmp_path / "page.html"
-    advise(capsys, log, "--losses", "--picture", drawn, "--html", page)
+    drawn = tmp_path / f"c.{ending}"
+    advise(capsys, log, "--losses", "--picture", drawn)
     head = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}[ending]
     assert drawn.read_bytes().startswith(head)
-    text = page.read_text()
-    assert "<b>.csv" not in text and "&lt;b&gt;.csv" in text and "<svg" in text
-    assert '<td class="head">spike</td><td data-label="steps">' in text
-    assert "fast recovery" in text and "default-src 'none'" in text and 'src="' not in text
 
 
 @pytest.mark.parametrize(
@@ -559,7 +554,7 @@ def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str]
         ([], "ask for one of --updates, --init, --format, --losses"),
         (["{t5}", "--updates", "--init"], "ask for one of --updates, --init, --format, --losses, not for 2"),
         (["--updates"], "--updates needs a checkpoint: bf16-to-fp16 advise SOURCE --updates"),
-        (["--format"], "--format needs a number or checkpoint"),
+        (["--format"], "--format needs a number"),
         (["{t5}", "--updates", "--optimizer", "muon"], "'muon' is not one of 'adamw', 'adam', 'adafactor'"),
         (["{t5}", "--updates", "--lr", "-1"], "the learning rate is -1; give a positive number"),
         (["{t5}", "--updates", "--dtype", "fp8"], "'fp8' is not one of 'bf16', 'fp16'"),
@@ -572,10 +567,10 @@ def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str]
         (["{t5}", "--updates", "--data", "{tmp}/none.txt"], "none.txt: no such file"),
         (["{t5}", "--updates", "--tensor", "x.*"], "no tensor x.*; it has "),
         (["{ids}", "--updates"], "tensor w is I64, whole numbers"),
-        (["{ids}", "--format"], "tensor w is I64, whole numbers"),
         (["{ids}", "--init"], "a file alone does not say what its tensors are"),
         (["{tmp}/none", "--updates"], "none does not exist"),
-        (["{tmp}/empty.csv", "--format"], "is not a checkpoint; give its folder, a .safetensors file or a Hub id"),
+        (["{tmp}/empty.csv", "--updates"], "is not a checkpoint; give its folder, a .safetensors file or a Hub id"),
+        (["{tmp}/empty.csv", "--format"], "empty.csv' is not a number; give one like 0.0129"),
         (["0", "--init"], "the hidden size is 0; give a positive number"),
         (["{tmp}/none.json", "--init"], "none.json does not exist"),
         (
@@ -589,8 +584,7 @@ def test_the_curve_is_drawn_and_put_on_a_page(capsys: pytest.CaptureFixture[str]
         (["{t5}", "--updates", "--picture", "{tmp}/a.svg"], "--picture goes with --losses; leave it out of --updates"),
         (["512", "--init", "--lr", "1e-4"], "--lr goes with --updates; leave it out of --init"),
         (["0.1", "--format", "--window", "9"], "--window goes with --losses; leave it out of --format"),
-        (["{tmp}/long.csv", "--losses", "--tensor", "a"], "--tensor goes with --updates or --init or --format"),
-        (["{tmp}/long.csv", "--losses", "--html", "{tmp}/no/a.html"], "cannot be written there"),
+        (["{tmp}/long.csv", "--losses", "--tensor", "a"], "--tensor goes with --updates or --init"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -691,7 +691,6 @@ def test_finetune_publishes_what_it_made(run: Run, hub: HubServer, tmp_path: Pat
         },
         "schedule": {"steps": 1},
         "penalty": {"form": "none"},
-        "evaluation": {"generate": False},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     words = ("finetune", tmp_path / "recipe.yaml")
