@@ -112,7 +112,7 @@ def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[
             "penalty": {"certify": False, **given},
             # What the tables were measured with: the text's own loss is one of their columns.
             "distillation": {"weight": 0.5},
-            "evaluation": {"every": steps, "generate": False},
+            "evaluation": {"every": steps},
             "checkpointing": {"every": steps},
         }
     )
@@ -296,7 +296,7 @@ def amp_recipe(demo: str, source: Path, out: Path, steps: int) -> Any:
             "schedule": {"steps": steps},
             "penalty": {"form": "none"},
             "distillation": {"weight": 0.0},
-            "evaluation": {"every": steps, "generate": False},
+            "evaluation": {"every": steps},
             "checkpointing": {"every": steps},
         }
     )
@@ -405,7 +405,7 @@ def cost(steps: int) -> None:
                 "precision": "fp32",
                 "data": data_of("T5"),
                 "schedule": {"steps": steps},
-                "evaluation": {"every": steps, "generate": False},
+                "evaluation": {"every": steps},
                 "checkpointing": {"every": steps},
                 **change,
             }

@@ -46,7 +46,8 @@ class Evaluator:
 
     def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
         """Return the mean task loss over the positions of ``held``; by kind of input the mean divergence from the
-        teacher and the share of positions with its best choice; the scores of generated texts where wanted."""
+        teacher and the share of positions with its best choice; the scores of generated texts where the data have
+        targets."""
         measured: dict[str, Any] = {"held_out_loss": None, "held_out_divergence": None}
         with torch.no_grad(), mixed_precision.whole_step():
             for kind, batches in {"held_out": held, **self._others}.items():
@@ -60,7 +61,7 @@ class Evaluator:
                     measured[f"{kind}_divergence"] = divergence / positions
                     if self.teacher.chooses:
                         measured[f"{kind}_agreement"] = same / positions
-            texts = self._generate(held, mixed_precision) if self.recipe.evaluation.generate else []
+            texts = self._generate(held, mixed_precision)
         return measured | scores(texts) if texts else measured
 
     @cached_property

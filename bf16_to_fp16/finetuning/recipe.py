@@ -107,14 +107,13 @@ WARMUP = 50  # steps of the linear rise, the time that Adam's second moments nee
 
 
 class Schedule(Section):
-    """How many steps, and the learning rate at each: a linear rise, then a decay."""
+    """How many steps, and the learning rate at each: a linear rise, then half a cosine to 0 at the end."""
 
     steps: Positive = _key(1000, "optimizer steps of the whole run")
     learning_rate: float = _key(4e-3, "its highest value; about 1e-4 where optimizer.relative is false", gt=0)
     advised: bool = _key(
         False, "raise rate and gradient_accumulation together until half the 16-bit weights move at all"
     )
-    decay: Literal["constant", "linear", "cosine"] = _key("cosine", "shape after the rise")
     bf16_steps: Positive | None = _key(
         None, "steps before [bf16, fp16] turns to fp16; default: until the activations fit"
     )
@@ -176,7 +175,6 @@ class Evaluation(Section):
     """What is measured on the held-out examples during the run, how often, and how the result is attacked."""
 
     every: Positive = _key(100, "steps between evaluations")
-    generate: bool = _key(True, "ROUGE and BLEU of generated texts where the data have targets")
     attack_steps: NonNegative = _key(
         64, "gradient steps of the last search for inputs that break what is not proven; 0: none"
     )
@@ -414,10 +412,10 @@ FIXED = {"attention", "compile", "stability"} | {
         "data": "streaming shuffle_buffer gap_ratio group_by_length seed",
         "optimizer": "name betas epsilon weight_decay clip_norm",
         "penalty": "train_mode probe search_every dual_step weight",
-        "schedule": "warmup",
+        "schedule": "warmup decay",
         "distillation": "temperature teacher top_k",
         "quality": "max_loss_rise",
-        "evaluation": "max_new_tokens examples beams",
+        "evaluation": "max_new_tokens examples beams generate",
         "logging": "local every",
         "logging.wandb": "project entity name",
         "checkpointing": "keep",

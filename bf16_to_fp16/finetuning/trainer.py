@@ -78,13 +78,12 @@ class Outcome:
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:
-    """Return the learning rate of a step, counted from 0: a linear rise, then constant, or a fall to 0 at the end."""
+    """Return the learning rate of a step, counted from 0: a linear rise, then half a cosine to 0 at the end."""
     rise = schedule.warmup_steps
     if step < rise:
         return schedule.learning_rate * (step + 1) / rise
     done = (step - rise) / max(1, schedule.steps - rise)
-    share = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule.decay]
-    return schedule.learning_rate * share
+    return schedule.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
 
 def freeze_unreached(student: Any) -> None:

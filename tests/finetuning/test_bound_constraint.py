@@ -235,7 +235,7 @@ def recipe(folder: Path, precision: str = "fp32", data: dict[str, Any] | None = 
         "precision": precision,
         "penalty": {"form": "none", "certify": True} | penalty,
         "checkpointing": {"every": 4},
-        "evaluation": {"every": 100, "generate": False},
+        "evaluation": {"every": 100},
     }
     return parse_recipe(changed(recipe_tree(folder, folder / "out"), changes))
 

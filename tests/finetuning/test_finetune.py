@@ -202,7 +202,7 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
             "schedule": {"steps": 12},
             "penalty": {"form": "none"},
             "distillation": {"weight": 0.0},
-            "evaluation": {"every": 1000, "generate": False},
+            "evaluation": {"every": 1000},
         }
     )
     corpus = Corpus(recipe.data, folder, load_config(folder))

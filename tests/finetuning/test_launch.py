@@ -50,7 +50,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "schedule": {"steps": STEPS, "learning_rate": 0.003},
         # Past its targets from the first step, so that the penalty pulls.
         "penalty": {"headroom_bits": 14.0, "certify": False},
-        "evaluation": {"every": 100, "generate": False, "attack_steps": 0},
+        "evaluation": {"every": 100, "attack_steps": 0},
         # What comes before and after the training has one process, and its own tests.
         "rescale": False,
     }

@@ -92,7 +92,6 @@ def test_a_classifier_is_measured_on_rows_of_every_class_that_the_original_gives
     source = source_of("t5-classifier", tmp_path / "source")
     tree = recipe_tree(source, tmp_path / "out")
     tree["data"] = {"path": str(source / "text.txt"), "input_length": 24, "batch_size": 4}
-    tree["evaluation"] = {"generate": False}
     recipe, model = parse_recipe(tree), tiny.build("t5-classifier", 0, factor=1.0, vocab_size=384).eval()
     corpus, cpu = Corpus(recipe.data, source, load_config(source)), torch.device("cpu")
     processes: Any = SimpleNamespace(device=cpu, sum=lambda sums: sums)

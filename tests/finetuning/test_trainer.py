@@ -71,7 +71,7 @@ def recipe_for(folder: Path, out: Path, **changes: Any) -> Recipe:
         "optimizer": {"relative": False},
         "penalty": {"form": "none"},
         "checkpointing": {"every": 4},
-        "evaluation": {"every": 100, "generate": False},
+        "evaluation": {"every": 100},
     }
     return parse_recipe(changed(tree, changes))
 
@@ -128,15 +128,11 @@ def losses_of(run: Path) -> dict[int, float]:
 # ---- parts ---------------------------------------------------------------------------------------------------------
 
 
-def test_learning_rate_rises_linearly_and_then_keeps_its_shape() -> None:
-    def at(decay: str, step: int) -> float:
-        schedule = Schedule(steps=150, learning_rate=2.0, decay=decay)  # type: ignore[arg-type]
-        return learning_rate(schedule, step)
-
-    assert [at("linear", step) for step in (0, 24, 49, 50)] == [0.04, 1.0, 2.0, 2.0]
-    assert at("constant", 149) == 2.0
-    assert at("linear", 100) == pytest.approx(1.0) and at("linear", 149) == pytest.approx(0.02)
-    assert at("cosine", 100) == pytest.approx(1.0) and at("cosine", 75) == pytest.approx(1 + math.cos(math.pi / 4))
+def test_learning_rate_rises_linearly_and_then_falls_as_a_cosine() -> None:
+    schedule = Schedule(steps=150, learning_rate=2.0)
+    assert [learning_rate(schedule, step) for step in (0, 24, 49, 50)] == [0.04, 1.0, 2.0, 2.0]
+    assert learning_rate(schedule, 100) == pytest.approx(1.0)
+    assert learning_rate(schedule, 75) == pytest.approx(1 + math.cos(math.pi / 4))
 
 
 def test_loss_scale_halves_at_an_overflow_and_doubles_after_a_calm_window(fix: Fix) -> None:
@@ -373,7 +369,7 @@ def test_training_learns_and_says_so_in_weights_of_16_bits_too(make: Make, round
     trainer = make(
         schedule={"steps": 40, "learning_rate": 0.01},
         distillation={"weight": 0.0},
-        evaluation={"every": 20, "generate": False},
+        evaluation={"every": 20},
         optimizer={} if rounding is None else {"weights": "bf16", "rounding": rounding},
     )
     outcome = trainer.train()
@@ -913,7 +909,7 @@ def test_generated_texts_are_scored_where_the_data_have_targets(make: Make, fix:
     fix("evaluation", MOST_NEW_TOKENS=6)
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({"input": f"{TEXT}{i}", "target": f"fox {i}"}) + "\n" for i in range(40)))
-    generated = {"every": 2, "generate": True}
+    generated = {"every": 2}
     outcome = make(
         schedule={"steps": 2}, data={"path": str(path), "target_column": "target"}, evaluation=generated
     ).train()

@@ -110,7 +110,7 @@ def make_inputs(root: Path) -> Path:
         "schedule": {"steps": 4, "learning_rate": 1e-3},
         "penalty": {"form": "none"},
         "checkpointing": {"every": 1},
-        "evaluation": {"every": 100, "generate": False},
+        "evaluation": {"every": 100},
     }
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return root
