@@ -82,7 +82,7 @@ def audit_command(
     json_file: str | None,
     **options: Any,
 ) -> int:
-    """Run SOURCE in fp16 the ways people run it and measure every site, that is every operation's output."""
+    """Run SOURCE in fp16 in the ways people run it, and measure every operation's output."""
     check_given(source, data, {config: CONFIG}, subfolder)
     checked_target(html, "--html")
     from ..commands.audit import audit
@@ -134,7 +134,7 @@ def certify_command(
     json_file: str | None,
     **options: Any,
 ) -> int:
-    """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
+    """Bound what any input can make of every value in SOURCE, from its weights alone."""
     check_given(source, None, {config: CONFIG, adapter: "the folder of an adapter"}, subfolder, known=True)
     from ..commands.certify import certify
     from ..report import terminal
@@ -184,8 +184,7 @@ def verify_command(
     json_file: str | None,
     **options: Any,
 ) -> int:
-    """Check SOURCE, a converted folder, its Hub id or one converted file, against its report: hashes, plan, certificate
-    and audit, all computed again."""
+    """Check a converted folder, file or Hub id against its report, and run it on this machine."""
     if not Path(source).is_file():
         local_folder(source, CONVERTED)
     check_given(original, data)
@@ -218,7 +217,7 @@ def verify_command(
 @seed
 @json_file
 def check_command(out: str, runtime: str, source: str | None, seed: int, json_file: str | None) -> int:
-    """Run OUT in another runtime in fp16, compare it with stock code in fp32, and say which arithmetic was used."""
+    """Run OUT in another runtime, and say how close it comes to fp32 and whether it computed in fp16."""
     check_given(out)
     check_given(source)
     from ..commands.check import check

@@ -257,7 +257,7 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
 def undo_command(
     folder: Path, out: Path, subfolder: str | None, adapter: Path | None, force: bool, json_file: str | None
 ) -> int:
-    """Write the weights from before the rescaling back, a source's or a finetune's, by the inverse of DIR's plan."""
+    """Bring back the weights from before the rescaling, by the inverse of DIR's plan."""
     if adapter is not None:
         return take_adapter(adapter, out, folder, force=force, json_file=json_file)
     if not folder.is_file():

@@ -55,7 +55,7 @@ class _Commands(Ordered):
 @click.version_option(package_name="bf16_to_fp16", message="%(version)s")
 @click.pass_context
 def app(context: click.Context) -> None:
-    """Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16: exactly rescaled, audited, stock-loadable.
+    """Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16, to be loaded by stock libraries.
 
     SOURCE is a local folder, one file of weights or a Hub id (name[@revision]).
     """

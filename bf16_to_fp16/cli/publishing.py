@@ -74,7 +74,7 @@ def status_of(safe: bool, published: dict[str, Any] | None) -> int:
 def publish_command(
     folder: Path, repo_id: str, dry_run: bool, yes: bool, public: bool, json_file: str | None, **options: Any
 ) -> int:
-    """Upload the converted checkpoint in DIR to the Hub, private unless --public, after checking it once more.
+    """Check the converted checkpoint in DIR once more and upload it to the Hub, private unless --public.
 
     The token is that of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped.
     """

@@ -56,7 +56,7 @@ def finetune_command(
     verbose: bool,
     json_file: str | None,
 ) -> int:
-    """Finetune by RECIPE (YAML) with the activation-magnitude penalty, then convert what was trained.
+    """Train by RECIPE (YAML) until the checkpoint fits fp16, then convert it.
 
     Continues a run that was interrupted. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune
     RECIPE.
