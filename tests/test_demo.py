@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -77,6 +78,14 @@ def test_the_demo_prints_before_and_after_and_where_the_report_is(demo: Any) -> 
     assert out.count("fp16_report.html") == 3 and (folder / DEMOS[0] / "fp16_report.html").is_file()
     assert "Auditing" in err and "Auditing" not in out
     assert "\x1b[" not in out
+
+
+def test_what_the_demo_says_comes_next_runs_as_it_stands(demo: Any) -> None:
+    lines = [line.partition(": bf16-to-fp16 ")[2] for line in demo[1].splitlines() if line.startswith("next: ")]
+    commands = [shlex.split(line) for line in lines]
+    assert [words[0] for words in commands] == ["convert", "verify"] * len(DEMOS)
+    for words in commands:
+        assert (demo[3].parent / words[1]).is_dir()
 
 
 def test_the_demo_ends_with_the_table_of_the_readme(demo: Any) -> None:
