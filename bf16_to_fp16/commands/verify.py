@@ -125,6 +125,11 @@ def verify(
         place = Path(original) if original is not None and Path(original).is_dir() else None
         if (wrong := check_pipeline(subject.place, claim, place)) is not None:
             found.add("pipeline", wrong)
+        elif subfolder is not None and revision is not None:
+            found.notes.append(
+                "only this folder of the repository was looked at; download the whole to check what else a pipeline"
+                " needs changed"
+            )
     if not claim.safe:
         said_in = REPORT if subject.packed is None else subject.place.name
         problems.append(Problem("report", said_in, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))

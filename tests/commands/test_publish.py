@@ -395,6 +395,7 @@ def test_a_checkpoint_below_a_repository_is_verified_by_its_folders_name(hub: Hu
     with pytest.raises(UserError, match="of its own; give --subfolder text_encoder_2"):
         verify("me/pipeline", endpoint=hub.endpoint)
     below = verify("me/pipeline", subfolder="text_encoder_2", endpoint=hub.endpoint, run_model=False)
+    assert any("download the whole" in note for note in below["notes"])
     assert below["verified"] and below["source"]["revision"]
 
 
