@@ -62,7 +62,7 @@ runtimes: .venv-runtimes/.installed
 	.venv-runtimes/bin/pip install --quiet -c constraints.txt -e ".[runtimes]"
 	touch $@
 
-# .venv-clients: the package with diffusers, sentence-transformers, mlx-lm and quantisers, which load converted folders.
+# .venv-clients: the package with what loads converted folders, mlx-lm and quantisers as well.
 clients: .venv-clients/.installed
 	.venv-clients/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=20 tests/clients $(PYTEST_ARGS)
 

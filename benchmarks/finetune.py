@@ -107,14 +107,13 @@ def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[
             "precision": "fp32",
             "seed": seed,
             "data": data_of(demo) | short,
-            "schedule": {"steps": steps, "warmup": min(10, steps)},
+            "schedule": {"steps": steps},
             # The penalty by itself: no bounds are held, and no inputs searched for.
             "penalty": {"certify": False, **given},
             # What the tables were measured with: the text's own loss is one of their columns.
             "distillation": {"weight": 0.5},
-            "evaluation": {"every": steps, "examples": 64, "generate": False},
+            "evaluation": {"every": steps},
             "checkpointing": {"every": steps},
-            "logging": {"every": 1},
         }
     )
 
@@ -294,12 +293,11 @@ def amp_recipe(demo: str, source: Path, out: Path, steps: int) -> Any:
             "rescale": False,
             "precision": "fp16",
             "data": data_of(demo),
-            "schedule": {"steps": steps, "warmup": 10},
+            "schedule": {"steps": steps},
             "penalty": {"form": "none"},
             "distillation": {"weight": 0.0},
-            "evaluation": {"every": steps, "examples": 64, "generate": False},
+            "evaluation": {"every": steps},
             "checkpointing": {"every": steps},
-            "logging": {"every": 1},
         }
     )
 
@@ -406,10 +404,9 @@ def cost(steps: int) -> None:
                 "rescale": False,
                 "precision": "fp32",
                 "data": data_of("T5"),
-                "schedule": {"steps": steps, "warmup": 1},
-                "evaluation": {"every": steps, "examples": 1, "generate": False},
+                "schedule": {"steps": steps},
+                "evaluation": {"every": steps},
                 "checkpointing": {"every": steps},
-                "logging": {"every": 1},
                 **change,
             }
             recipe = parse_recipe(settings)

@@ -252,8 +252,8 @@ def run_finetune(session: Session, part: Part) -> None:
     """The hard checkpoint by its recipe."""
     out = session.folder / "hard-fp16"
     steps = session.sizes.steps
-    tiny = [] if session.on_cuda else ["evaluation.examples=2", "data.batch_size=2", "rescale=false"]
-    result = finetune(hard_recipe(session, out, f"schedule.steps={steps}", "logging.every=1", *tiny))
+    tiny = [] if session.on_cuda else ["data.batch_size=2", "rescale=false"]
+    result = finetune(hard_recipe(session, out, f"schedule.steps={steps}", *tiny))
     assert result is not None
     rows, evaluations = logged(out), result.report["finetune"]["evaluations"]
     narrow = [row for row in rows if row["precision"] == "fp16"]
@@ -347,7 +347,7 @@ def launch(config: str, out: Path, steps: int) -> None:
     recipe.write_text(
         f"source: {source}\nout: {json.dumps(str(out))}\nprecision: fp16\ndevice: cuda\n"
         f"data: {{path: {text}, first_sentinel: 383, input_length: 130, target_length: 62, batch_size: 8}}\n"
-        f"schedule: {{steps: {steps}}}\nlogging: {{every: 1}}\nevaluation: {{every: 1000, examples: 8}}\n"
+        f"schedule: {{steps: {steps}}}\nevaluation: {{every: 1000}}\n"
     )
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
     command += [f"launch/accelerate/{config}.yaml", "--num_processes", "1", "--main_process_port", "0"]

@@ -32,6 +32,7 @@ import torch
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.finetuning import stability, trainer
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, TrainingBatches
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.mixed_precision import MixedPrecision
@@ -144,14 +145,11 @@ def recipe_of(work: Path, arm: str, steps: int) -> Any:
                 "target_length": 24,
                 "batch_size": 2,
             },
-            # Constant, so that a run goes on to more steps as if it had been asked for them at first.
-            "schedule": {"steps": steps, "learning_rate": 1e-3, "decay": "constant"},
+            "schedule": {"steps": steps, "learning_rate": 1e-3},
             "penalty": {"form": "none"},
             "distillation": {"weight": 0.0},
-            "evaluation": {"every": 500, "examples": 64, "generate": False},
+            "evaluation": {"every": 500},
             "checkpointing": {"every": 200, "folder": str(work / arm)},
-            "logging": {"every": 1},
-            "stability": {"rewinds": 1000},
         }
     )
 
@@ -159,14 +157,16 @@ def recipe_of(work: Path, arm: str, steps: int) -> Any:
 def train_arm(work: Path, arm: str, steps: int) -> None:
     """Train an arm to its end, from where its folder stands."""
     torch.set_num_threads(1)
+    stability.REWINDS = 1000
+    # Constant, so that a run goes on to more steps as if it had been asked for them at first.
+    trainer.learning_rate = lambda schedule, _: schedule.learning_rate
     recipe, folder = recipe_of(work, arm, steps), work / arm
     if not (folder / "start" / "config.json").is_file():
         write_start(open_checkpoint(recipe.source), recipe, folder / "start", Progress(quiet=True))
     corpus = SpoiledCorpus(recipe.data, Path(recipe.source), load_config(recipe.source), seed=recipe.seed)
     student = load(folder / "start", torch.float32, attention="eager")
     log = HeadroomLog(folder / "log.jsonl", student, corpus.held_out(16))
-    trainer = Trainer(recipe, student, None, corpus, folder, make_accelerator(recipe), log=log)
-    trainer.train(fits=True)
+    Trainer(recipe, student, None, corpus, folder, make_accelerator(recipe), log=log).train(fits=True)
 
 
 def converted_again(work: Path) -> str:

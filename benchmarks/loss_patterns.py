@@ -23,8 +23,7 @@ from torch import nn
 
 from bf16_to_fp16.losses.detector import events
 from bf16_to_fp16.losses.events import Curve
-from bf16_to_fp16.losses.figure import curve_svg
-from bf16_to_fp16.losses.report import event_in_words, steps_in_words
+from bf16_to_fp16.losses.report import event_in_words, steps_in_words, write_picture
 from bf16_to_fp16.svg import both_schemes
 
 GROKKING = Path(__file__).parents[1] / "tests" / "support" / "logs" / "grokking.jsonl"
@@ -173,7 +172,7 @@ def main(arguments: Sequence[str]) -> None:
     print("| pattern | the detector finds |\n|---|---|")
     for name, pattern in PATTERNS.items():
         curve = synthetic(name)
-        (options.folder / f"{name}.svg").write_text(curve_svg(curve, events(curve), pattern.title), encoding="utf-8")
+        write_picture(options.folder / f"{name}.svg", curve, events(curve), pattern.title)
         print(f"| {name} | {found_in_words(curve)} |")
     print(f"| grokking | training: {found_in_words(real('training'))}; held-out: {found_in_words(real())} |")
 

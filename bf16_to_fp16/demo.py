@@ -17,6 +17,7 @@ from .commands.audit import audit
 from .commands.convert import convert
 from .progress import Progress
 from .report import terminal
+from .report.remedies import going_on_from
 from .report.schema import Report, read
 
 CHECKPOINTS = ("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes")
@@ -40,7 +41,8 @@ def demo(out: Path, *, progress: Progress, show: bool = True) -> list[dict[str, 
             before = audit(data / name, regimes=("half",), data=str(data / TEXT), progress=progress)
             if show:
                 terminal.print_title(f"{name}, as trained")
-                terminal.print_audit(read(Report, before))
+                broken = read(Report, before)
+                terminal.print_audit(broken, going_on_from(str(data / name), broken.regimes, converted=False))
             progress.say(f"{name}: converting")
             result = convert(data / name, out / name, data=str(data / TEXT), force=True, progress=progress)
             if show:

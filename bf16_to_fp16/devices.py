@@ -83,10 +83,13 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def shown(device: torch.device) -> str:
-    """Return a device's name for people: "cpu", or with its maker's name, "cuda:0 (NVIDIA H200)"."""
+    """Return a device's name for people: "cpu", or "cuda:0 (NVIDIA H200, compute capability 9.0)"."""
     import torch
 
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    if device.type != "cuda":
+        return str(device)
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"{device} ({torch.cuda.get_device_name(device)}, compute capability {capability})"
 
 
 class Device:

@@ -1,4 +1,4 @@
-"""Progress of the work: a bar on a terminal, one line per step elsewhere, always on standard error.
+"""Progress of the work: a bar on a terminal or in a notebook, one line per step elsewhere, on standard error.
 
 Standard output belongs to data. Colours and bars come from rich, which respects ``NO_COLOR`` and dumb terminals.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn, TimeRemainingColumn
@@ -32,7 +33,8 @@ class VisibleConsole(Console):
 
 
 class Progress:
-    """Shows on standard error how far the work is; with ``quiet`` nothing at all, as library calls do by default."""
+    """Shows on standard error, or in a notebook, how far the work is; with ``quiet`` nothing at all, as library calls
+    do by default."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         """Open the console."""
@@ -50,9 +52,11 @@ class Progress:
     def step(self, text: str) -> Iterator[Advance]:
         """Announce a step and yield a function that shows how far it is.
 
-        On a terminal a bar with the time left and, once the first of the work has been measured, how long it will take.
+        On a terminal or in a notebook a bar with the time left and, once the first of the work has been measured, how
+        long it will take.
         """
-        if not self.console.is_terminal:
+        notebook = self.console.is_jupyter and find_spec("ipywidgets") is not None  # which draws the bars there
+        if not self.console.is_terminal and not notebook:
             self.say(text)
             yield lambda done, total: None
             return
@@ -73,6 +77,12 @@ class Progress:
 
             yield advance
         self.say(text)
+
+
+def shown_by(progress: Progress | bool | None) -> Progress:
+    """Return what shows the progress of a library call: as given, bars and lines for True, nothing for False and
+    None."""
+    return progress if isinstance(progress, Progress) else Progress(quiet=not progress)
 
 
 class _Count(MofNCompleteColumn):

@@ -137,12 +137,6 @@ def link_file(old: Path, new: Path) -> None:
     os.link(old, new)
 
 
-def cores() -> int:
-    """Return how many cores this process may run on."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
-
-
 def available_memory() -> float:
     """Return the bytes that this process may still take: what is free, less where a cgroup or a limit leaves less."""
     found = [float(psutil.virtual_memory().available)]

@@ -15,10 +15,12 @@ MARGIN_BITS = 1.25  # how many bits an observed signal keeps to its limit: data 
 
 @dataclass(frozen=True)
 class Tier:
-    """An arithmetic: its name, the target that asks for it, what it says, and the runtimes that it stands for."""
+    """A class of runtimes: its name in reports, the target that asks for it, its title for people, its arithmetic, and
+    the runtimes in it."""
 
     name: str
     target: str
+    title: str
     words: str
     runtimes: tuple[str, ...]
 
@@ -27,18 +29,21 @@ TIERS = (
     Tier(
         "torch",
         "half",
+        "PyTorch",
         "norms and softmax in fp32, sums in fp32 or in up to 8 parts",
         ("PyTorch (transformers, diffusers)", "vLLM", "Text Embeddings Inference"),
     ),
     Tier(
         "norm-fp16",
         "norm-safe",
+        "ONNX and TensorRT",
         "norms square, sum and divide in fp16, mean squares over 2⁻¹⁷",
         ("ONNX exports in fp16 (ONNX Runtime, TensorRT)", "OpenVINO in fp16", "some NPUs"),
     ),
     Tier(
         "fp16-accumulate",
         "fp16-accumulate",
+        "sums in fp16",
         "every sum in fp16, in any order, mean squares over 2⁻¹⁷",
         ("ggml on a V100", "torch.backends.cuda.matmul.allow_fp16_accumulation", "mobile delegates"),
     ),
@@ -48,23 +53,26 @@ TIERS = (
 
 @dataclass(frozen=True)
 class Target:
-    """What weights can be planned and bounded for: its name, and what ``convert`` and ``certify`` say of it."""
+    """What weights can be planned and bounded for: its name, its arithmetic, and what ``convert`` says of it."""
 
     name: str
+    where: str
     made: str
-    bounded: str
     squares: bool = False  # whether norms square the residual stream in fp16
 
 
 RECORDS = (
-    Target("half", "every value under 65504.", "every value."),
-    Target("norm-safe", "also norms that square the residual in fp16.", "with norms in fp16.", squares=True),
-    Target("fp16-accumulate", "also sums made in fp16.", "with every sum in fp16.", squares=True),
-    Target("train", "with dropout, and room for weights that move and gradients.", "with dropout."),
+    Target("half", "in PyTorch", "in PyTorch."),
+    Target("norm-safe", "with norms in fp16", "also where norms compute in fp16 (ONNX, TensorRT).", squares=True),
+    Target("fp16-accumulate", "with every sum in fp16", "also where every sum is made in fp16.", squares=True),
+    Target("train", "in training", "in training, with room for weights that move."),
 )
 """Every target; of those with a tier, from the weakest to the strictest."""
 
 TARGETS = tuple(target.name for target in RECORDS)
+
+WHERE = {target.name: target.where for target in RECORDS}
+"""In which arithmetic the bounds for each target are, in words."""
 
 SQUARING = tuple(target.name for target in RECORDS if target.squares)
 """Targets for which norms square the residual stream in fp16."""

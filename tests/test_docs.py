@@ -185,7 +185,12 @@ def parse(words: list[str]) -> None:
         assert set(words[1:]) <= known | {"-h", "--help"}, words
         return
     plain = [word if word not in ("N", "STEPS", "BITS") else "1" for word in words]
-    command.make_context(words[0], plain[1:])
+    context = command.make_context(words[0], plain[1:])
+    if isinstance(command, click.Group):
+        inner = command.get_command(context, plain[1])
+        assert inner is not None, words
+        if plain[2:]:  # else named in a sentence
+            inner.make_context(plain[1], plain[2:], parent=context)
 
 
 def test_every_command_shown_is_one_that_the_program_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +231,14 @@ def test_the_line_for_bash_completes(words: list[str], wanted: set[str]) -> None
     assert (set(done.stdout.split()), done.stderr) == (wanted, "")
 
 
-def test_paths_are_completed_where_a_command_takes_them() -> None:
+def every_command() -> Iterator[click.Command]:
+    """Yield the commands of the program, of a group those in it."""
     for command in cli.app.commands.values():
+        yield from command.commands.values() if isinstance(command, click.Group) else [command]
+
+
+def test_paths_are_completed_where_a_command_takes_them() -> None:
+    for command in every_command():
         for parameter in command.params:
             path = {"source", "out", "SOURCE", "OUT", "DIR", "FILE", "LIST", "OUTDIR", "RECIPE", "REPORT"} & {
                 parameter.name,
@@ -237,12 +248,8 @@ def test_paths_are_completed_where_a_command_takes_them() -> None:
 
 
 def test_every_option_spoken_of_is_one_of_the_program() -> None:
-    context = click.Context(cli.app)
     known = {"-h", "--help", "--version"}
-    for name in cli.app.list_commands(context):
-        command = cli.app.get_command(context, name)
-        assert command is not None
-        known |= {option for parameter in command.params for option in parameter.opts}
+    known |= {option for command in every_command() for each in command.params for option in each.opts}
     spoken = {
         (path.name, code.split()[0].partition("=")[0])
         for path in TEXTS
@@ -309,7 +316,8 @@ def test_the_python_of_the_pages_runs(converted: Path, monkeypatch: pytest.Monke
                 continue  # needs training data: examples/ has the whole of it
             code = code.replace('"google/flan-t5-base"', repr(DEMO))
             # That folder is there, from the same conversion on the command line; a second one runs no model.
-            code = re.sub(r'= convert\((.+?), "flan-t5-base-fp16"\)', r'= convert(\1, "again", run_model=False)', code)
+            again = r'= convert(\1, "again", run_model=False\2)'
+            code = re.sub(r'= convert\((.+?), "flan-t5-base-fp16"(.*)\)', again, code)
             names: dict[str, Any] = {}
             if "rescale(model)" in code:
                 names["model"] = AutoModelForSeq2SeqLM.from_pretrained(DEMO).float()

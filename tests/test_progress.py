@@ -6,7 +6,7 @@ import re
 import pytest
 
 from bf16_to_fp16 import progress
-from bf16_to_fp16.progress import Progress, VisibleConsole, roughly
+from bf16_to_fp16.progress import Progress, VisibleConsole, roughly, shown_by
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, *, seconds: float, terminal: bool = True) -> str:
@@ -42,6 +42,16 @@ def test_a_step_without_a_known_total_counts_nothing() -> None:
         pass
     assert isinstance(screen.console.file, io.StringIO)
     assert "Fetching" in screen.console.file.getvalue() and "/?" not in screen.console.file.getvalue()
+
+
+def test_a_library_call_shows_its_progress_where_it_is_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
+    given = Progress(quiet=True)
+    assert shown_by(given) is given
+    for asked, said in ((None, ""), (False, ""), (True, "Observing\n")):
+        with shown_by(asked).step("Observing"):
+            pass
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err) == ("", said)
 
 
 def test_a_time_is_said_in_the_unit_in_which_it_is_an_estimate() -> None:

@@ -65,18 +65,24 @@ def test_importing_the_package_does_not_import_transformers(module: str) -> None
     assert done.stdout.split() == []
 
 
+def test_the_package_lists_its_names_before_they_are_imported() -> None:
+    code = "import sys, bf16_to_fp16 as b; print(*(set(b.__all__) - set(dir(b))), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+
+
 ANSWERED_AT_ONCE = [
     (
         0,
-        ("families --json -", "advise 0.1 --format --json -", "advise 512 --init", "finetune --keys", "convert --help"),
+        ("families --json -", "advise format 0.1 --json -", "advise init 512", "finetune --keys", "convert --help"),
     ),
-    (2, ("convert org/name tests", "advise", "advise nowhere/at/all --init", "advise nowhere/at/all --updates")),
+    (2, ("convert org/name tests", "advise", "advise init nowhere/at/all", "advise updates nowhere/at/all")),
     (2, tuple(f"{command} nowhere/at/all" for command in ("audit", "certify", "verify", "finetune"))),
     (2, ("verify tests --original nowhere/at/all", "check nowhere/at/all --runtime openvino")),
-    (2, ("audit tests --data none.txt", "convert tests out --data none.txt", "advise tests --updates --data none.txt")),
+    (2, ("audit tests --data none.txt", "convert tests out --data none.txt", "advise updates tests --data none.txt")),
     (2, ("convert tests out --plan none.json", "convert tests out --finetune none.yaml")),
     (2, ("convert tests out --margin 99", "certify tests --max-length 0", "convert tests out --max-length 0")),
-    (2, ("convert tests out --max-shard-size big", "advise 512 --init --lr 1", "advise tests --updates --optimizer x")),
+    (2, ("convert tests out --max-shard-size big", "advise init 512 --lr 1", "advise updates tests --optimizer x")),
     (2, ("convert nowhere/at/all out", "publish nowhere org/name", "undo nowhere out", "audit tests --device gpu")),
 ]
 """Command lines by their status, that need no model: each is answered before torch is imported."""

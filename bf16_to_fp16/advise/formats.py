@@ -1,4 +1,4 @@
-"""What bf16 and fp16 make of numbers (value, gap, what vanishes beside it, how inf becomes NaN) and of checkpoints.
+"""What bf16 and fp16 make of numbers (value, gap, what vanishes beside it, how inf becomes NaN), and weights in pieces.
 
 The formats themselves are in ``optim.formats``. Weights are streamed through the checkpoint's reader, a few megabytes
 at a time; torch is imported for them alone.
@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..optim.formats import FORMATS, Format
-from ..progress import Advance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,18 +24,6 @@ if TYPE_CHECKING:
 PIECE = 1 << 20  # elements that are looked at together
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
-_NUMERIC = re.compile(r"\s*[-+]?(?:inf|nan)\s*|(?=.*\d)[\s\d.ex×·÷−*/^()+-]+", re.IGNORECASE)
-"""What can only be meant for a number: one, or a sum, which ``number`` refuses."""
-
-
-def is_number(thing: str) -> bool:
-    """Return whether ``thing`` is a number, or a sum that is meant for one, and no file or folder of that name."""
-    if not _NUMERIC.fullmatch(thing):
-        return False
-    try:
-        return not Path(thing).expanduser().exists()
-    except (OSError, RuntimeError):
-        return True
 
 
 def number_report(text: str) -> dict[str, Any]:
@@ -53,8 +38,7 @@ def number_report(text: str) -> dict[str, Any]:
     try:
         exact = float(text)
     except ValueError:
-        accepted = "one like 0.0129 or 2e-5 (sums are not worked out), or a checkpoint"
-        raise UserError(f"{text!r} is not a number; give {accepted}") from None
+        raise UserError(f"{text!r} is not a number; give one like 0.0129 or 2e-5 (sums are not worked out)") from None
     formats = {f.name: _in_format(exact, f) for f in FORMATS.values()}
     past = formats["fp16"]["overflow"] and abs(exact) <= LARGEST
     return {"number": text, "value": exact, "formats": formats, "to_nan": to_nan(exact) if past else []}
@@ -62,7 +46,7 @@ def number_report(text: str) -> dict[str, Any]:
 
 def _in_format(exact: float, target: Format) -> dict[str, Any]:
     stored = target.nearest(exact)
-    found: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "value": stored,
         "exact": stored == exact,
         "overflow": math.isinf(stored) and math.isfinite(exact),
@@ -70,7 +54,7 @@ def _in_format(exact: float, target: Format) -> dict[str, Any]:
         "nearest": stored,
     }
     if not math.isfinite(stored):
-        return found
+        return entry
     gap = target.gap(stored)
     lower = target.gap(math.nextafter(abs(stored), 0)) if stored else gap
     outwards = abs(stored) + gap
@@ -79,7 +63,7 @@ def _in_format(exact: float, target: Format) -> dict[str, Any]:
     sign = math.copysign(1.0, stored)
     up, down = (outwards, inwards) if sign > 0 else (-inwards, -outwards)
     middle = Fraction(stored)
-    return found | {
+    return entry | {
         "subnormal": 0 < abs(stored) < math.ldexp(1.0, target.least),
         "gap": gap,
         "half_gap": gap / 2,
@@ -135,17 +119,6 @@ def to_nan(value: float) -> list[dict[str, Any]]:
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Held:
-    """How much of some weights a format holds, in elements: ``exact`` ones, those that overflow to inf, subnormal ones,
-    and those not zero that become zero."""
-
-    exact: int = 0
-    overflow: int = 0
-    subnormal: int = 0
-    zeroed: int = 0
-
-
 def open_weights(source: str | Path, subfolder: str | None = None) -> Checkpoint:
     """Open a checkpoint as ``open_checkpoint`` does, or a single ``.safetensors`` or ``.bin`` file without a config."""
     from ..checkpoint.formats import read_header, read_pickle
@@ -191,87 +164,8 @@ def tensor_pieces(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
         yield checkpoint.read_rows(name, start, min(start + rows, shape[0])).reshape(-1)
 
 
-def count_held(x: Tensor, target: Format) -> Held:
-    """Count what a format makes of a tensor's finite elements."""
-    narrow = x.to(target.dtype)
-    same = narrow.to(x.dtype) == x
-    size = narrow.abs()
-    smallest = math.ldexp(1.0, target.least)
-    finite = x.isfinite()
-    return Held(
-        exact=int((same & finite).sum()),
-        overflow=int((narrow.isinf() & finite).sum()),
-        subnormal=int(((size > 0) & (size < smallest)).sum()),
-        zeroed=int(((narrow == 0) & (x != 0)).sum()),
-    )
-
-
-def held(
-    source: str | Path,
-    *,
-    tensors: Sequence[str] = (),
-    subfolder: str | None = None,
-    advance: Advance | None = None,
-) -> dict[str, Any]:
-    """Return how much of each tensor of a checkpoint, and of them all, bf16 and fp16 hold.
-
-    source: folder, Hub id or weight file; tensors: names, with shell wildcards. The result has ``tensors``, a list with
-    ``name``, ``dtype``, ``elements``, ``amax``, ``nonfinite`` and ``formats`` (of each the fields of ``Held`` and
-    ``exact_fraction``), and the same sums under ``total``. Raises UserError for a source that cannot be read and for
-    tensors of whole numbers.
-    """
-    checkpoint = open_weights(source, subfolder)
-    names = chosen(checkpoint, tensors)
-    rows = []
-    for place, name in enumerate(names):
-        row: dict[str, Any] = {"name": name, "dtype": checkpoint.tensors[name].dtype}
-        row |= {"elements": 0, "nonfinite": 0, "amax": 0.0}
-        counts = {f: Held() for f in FORMATS}
-        for part in tensor_pieces(checkpoint, name):
-            row["elements"] += part.numel()
-            finite = part.isfinite()
-            row["nonfinite"] += int((~finite).sum())
-            row["amax"] = max(row["amax"], float(part[finite].abs().max()) if bool(finite.any()) else 0.0)
-            for f, sums in counts.items():
-                for field, count in asdict(count_held(part, FORMATS[f])).items():
-                    setattr(sums, field, getattr(sums, field) + count)
-        rows.append(row | {"formats": {f: _with_share(sums, row["elements"]) for f, sums in counts.items()}})
-        if advance is not None:
-            advance(place + 1, len(names))
-    elements = sum(row["elements"] for row in rows)
-    total = {
-        "elements": elements,
-        "nonfinite": sum(row["nonfinite"] for row in rows),
-        "amax": max(row["amax"] for row in rows),
-        "formats": {
-            f: _with_share(Held(**{k: sum(row["formats"][f][k] for row in rows) for k in vars(Held())}), elements)
-            for f in FORMATS
-        },
-    }
-    return {"source": checkpoint.source, "tensors": rows, "total": total}
-
-
-def _with_share(sums: Held, elements: int) -> dict[str, Any]:
-    return asdict(sums) | {"exact_fraction": sums.exact / max(1, elements)}
-
-
-def advise_format(
-    *things: str,
-    tensors: Sequence[str] = (),
-    subfolder: str | None = None,
-    advance: Advance | None = None,
-) -> dict[str, Any]:
-    """Return what bf16 and fp16 make of numbers and checkpoints: ``numbers`` and ``checkpoints``.
-
-    things: each a number ("0.0129") or what ``held`` takes; what exists as a path is one. Raises UserError for anything
-    else.
-    """
-    report: dict[str, Any] = {"mode": "format", "numbers": [], "checkpoints": []}
-    for thing in things:
-        if is_number(thing):
-            report["numbers"].append(number_report(thing))
-        else:
-            report["checkpoints"].append(held(thing, tensors=tensors, subfolder=subfolder, advance=advance))
-    if not things:
-        raise UserError("--format needs a number, like 0.0129, or a checkpoint")
-    return report
+def advise_format(*numbers: str) -> dict[str, Any]:
+    """Return what bf16 and fp16 make of ``numbers`` ("0.0129"); raise UserError for what is none."""
+    if not numbers:
+        raise UserError("--format needs a number, like 0.0129")
+    return {"mode": "format", "numbers": [number_report(number) for number in numbers]}

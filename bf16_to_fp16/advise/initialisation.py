@@ -22,7 +22,7 @@ from ..errors import UserError
 from ..families.configs import axis_size
 from ..families.known import FAMILIES, family_of
 from ..families.types import Family, Initialisation
-from ..progress import Progress
+from ..progress import Progress, shown_by
 from .configs import FAR, config_alone, judged_config, megatron, small
 from .formats import chosen, open_weights, tensor_pieces
 
@@ -91,7 +91,7 @@ def advise_init(
     *,
     tensors: Sequence[str] = (),
     subfolder: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Return the rules for a hidden size or a checkpoint's, and for a checkpoint how far each tensor is from them.
 
@@ -122,7 +122,7 @@ def advise_init(
     rules = rules_for(hidden)
     names = chosen(checkpoint, tensors)
     rows = []
-    with (progress or Progress(quiet=True)).step("Measuring the weights") as advance:
+    with shown_by(progress).step("Measuring the weights") as advance:
         for place, name in enumerate(names):
             rows.append(beside_rules(checkpoint, family, name, rules))
             advance(place + 1, len(names))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..checkpoint.places import local_folder
-from ..checkpoint.staging import check_file
 from ..losses.events import Curve, Event
 from ..losses.logs import read_log
 from ..losses.report import (
@@ -24,17 +21,13 @@ from ..losses.report import (
     loss_report,
     sparkline,
     steps_in_words,
-    write_loss_page,
     write_picture,
 )
-from ..progress import Progress
 from ..report.screen import console
-from ..wording import counted, percent, rounded_up
+from ..wording import counted, rounded_up
 from .configs import FAR
-from .formats import advise_format, is_number
+from .formats import advise_format
 from .initialisation import advise_init, with_own_rules
-
-_MOST_PRINTED = 100  # of tensors that are printed; all are in the JSON
 
 
 @dataclass(frozen=True)
@@ -45,52 +38,43 @@ class Advice:
     show: Callable[[], None]
 
 
-def advise(
-    mode: str, source: str | None, number: str | None, options: Mapping[str, Any], *, progress: Progress
-) -> Advice:
-    """Return the advice of one mode: updates, init, format or losses.
+def advice_on_updates(source: str, **options: Any) -> Advice:
+    """Return the advice on updates that vanish; options: those of ``advise_updates``."""
+    from .updates import advise_updates  # with torch, seconds that the other questions need not wait
 
-    source, number: what was asked about; ``number`` only for a format. options: the command line's, by name. Raises
-    UserError for what cannot be used.
-    """
-    which = {name: options[name] for name in ("tensors", "subfolder")}
-    if mode != "losses" and source is not None and not is_number(source):
-        local_folder(source, or_file=True)
-    if mode == "format":
-        things = [thing for thing in (number, source) if thing]
-        with progress.step("Looking at the weights") if not all(map(is_number, things)) else nullcontext() as advance:
-            result = advise_format(*things, **which, advance=advance)
-        return Advice(result, partial(print_format, result))
-    assert source is not None
-    if mode == "init":
-        result = advise_init(source, **which, progress=progress)
-        return Advice(result, partial(print_init, result))
-    if mode == "updates":
-        from .updates import advise_updates  # with torch, seconds that the other modes need not wait
+    result = advise_updates(source, **options)
+    return Advice(result, partial(print_updates, result))
 
-        wanted = ("rate", "optimizer", "dtype", "relative_update", "data", "steps", "batch_size", "share", "seed")
-        result = advise_updates(source, **{name: options[name] for name in wanted}, **which, progress=progress)
-        return Advice(result, partial(print_updates, result))
-    picture, page = options["picture"], options["html"]
+
+def advice_on_init(source: str, **options: Any) -> Advice:
+    """Return the advice on initialisation; options: those of ``advise_init``."""
+    result = advise_init(source, **options)
+    return Advice(result, partial(print_init, result))
+
+
+def advice_on_formats(*numbers: str) -> Advice:
+    """Return what formats make of numbers."""
+    result = advise_format(*numbers)
+    return Advice(result, partial(print_format, result))
+
+
+def advice_on_losses(source: str, *, window: int, z: float, picture: Path | None) -> Advice:
+    """Return what went wrong in a log, and draw it where that is asked for."""
     if picture is not None:
         check_picture(picture)
-    if page is not None:
-        check_file(page, "choose another file for --html")
     curve = read_log(source)
-    result, found = loss_report(source, curve, z=options["z"], window=options["window"])
+    result, curve_events = loss_report(source, curve, z=z, window=window)
     if picture is not None:
-        write_picture(picture, curve, found, Path(source).name)
-    if page is not None:
-        write_loss_page(page, result, curve, found)
-    return Advice(result, partial(print_losses, result, curve, found))
+        write_picture(picture, curve, curve_events, Path(source).name)
+    return Advice(result, partial(print_losses, result, curve, curve_events))
 
 
 def table(*columns: str, title: str | None = None) -> Table:
     """Return a table whose columns after the first are numbers."""
-    made = Table(*columns, title=title, title_justify="left")
-    for column in made.columns[1:]:
+    rows = Table(*columns, title=title, title_justify="left")
+    for column in rows.columns[1:]:
         column.justify = "right"
-    return made
+    return rows
 
 
 def share(fraction: float) -> str:
@@ -236,12 +220,10 @@ def ratio_text(value: float) -> str:
 
 
 def print_format(result: Mapping[str, Any]) -> None:
-    """Print what the formats make of numbers and checkpoints."""
+    """Print what the formats make of numbers."""
     screen = console()
     for entry in result["numbers"]:
         print_number(screen, entry)
-    for entry in result["checkpoints"]:
-        print_held(screen, entry)
 
 
 def print_number(screen: Console, entry: Mapping[str, Any]) -> None:
@@ -289,48 +271,22 @@ def exact(value: float) -> str:
     return f"{value:.10g}"
 
 
-def error(found: Mapping[str, Any]) -> str:
+def error(number: Mapping[str, Any]) -> str:
     """Return how far a value is from the exact one."""
-    if found["exact"]:
+    if number["exact"]:
         return "exact"
-    return "-" if found["relative_error"] is None else f"{found['relative_error']:.2g}"
-
-
-def print_held(screen: Console, entry: Mapping[str, Any]) -> None:
-    """Print how much of a checkpoint each format holds, tensor by tensor and in all."""
-    rows = Table(title=entry["source"], title_justify="left")
-    for column in ("tensor", "dtype", "max |w|", "bf16 exact", "fp16 exact", "fp16: inf", "subnormal", "to 0"):
-        rows.add_column(column, justify="left" if column in ("tensor", "dtype") else "right", overflow="fold")
-    for row in entry["tensors"][:_MOST_PRINTED]:
-        add_held(rows, row["name"], row["dtype"].lower(), row)
-    if len(entry["tensors"]) > _MOST_PRINTED:
-        rows.add_row(f"and {len(entry['tensors']) - _MOST_PRINTED} more, see --json", *[""] * 7)
-    rows.add_section()
-    add_held(rows, f"all {entry['total']['elements']:,} weights", "", entry["total"])
-    screen.print(rows)
-    if entry["total"]["nonfinite"]:
-        screen.print(f"{counted(entry['total']['nonfinite'], 'weight')} inf or NaN in the file itself")
-
-
-def add_held(rows: Table, name: str, dtype: str, row: Mapping[str, Any]) -> None:
-    """Add a tensor, or the sum, to the table."""
-    from ..report.terminal import plain
-
-    bf16, fp16 = row["formats"]["bf16"], row["formats"]["fp16"]
-    counts = [f"{fp16[key]:,}" for key in ("overflow", "subnormal", "zeroed")]
-    held = [percent(f["exact_fraction"]) for f in (bf16, fp16)]
-    rows.add_row(name, dtype, plain(row["amax"]), *held, *counts)
+    return "-" if number["relative_error"] is None else f"{number['relative_error']:.2g}"
 
 
 # ---- loss curves ----------------------------------------------------------------------------------------------------
 
 
-def print_losses(result: Mapping[str, Any], curve: Curve, found: Sequence[Event]) -> None:
+def print_losses(result: Mapping[str, Any], curve: Curve, curve_events: Sequence[Event]) -> None:
     """Print the curve as a line, and each event with its steps and usual cause."""
     screen = console()
     span = f"steps {result['first_step']:,} to {result['last_step']:,}"
     screen.print(f"{result['log']}: {result['losses']:,} losses, {span}", markup=False)
-    bars, letters = sparkline(curve, found, min(100, screen.width))
+    bars, letters = sparkline(curve, curve_events, min(100, screen.width))
     screen.print(bars, markup=False)
     if letters:
         screen.print(letters, markup=False)

@@ -30,7 +30,7 @@ from ..finetuning.recipe import Data
 from ..optim import rounding
 from ..optim.formats import FORMATS, Format, half_gaps
 from ..optim.stalls import DEFAULT_SHARE, Layer
-from ..progress import Advance, Progress
+from ..progress import Advance, Progress, shown_by
 from ..quiet import quiet
 from ..run.interface import predicts_tokens
 from ..run.stock import attentions_of, load
@@ -38,7 +38,7 @@ from ..wording import rounded_up
 from .formats import chosen, open_weights, tensor_pieces
 
 OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
-DEFAULT_RATE, DEFAULT_STEPS, DEFAULT_BATCH = 1e-4, 8, 8
+DEFAULT_BATCH = 8
 
 SMALLEST_SCALE = 1e-3
 """Adafactor takes a tensor's root mean square for at least this (Shazeer and Stern, arXiv:1804.04235)."""
@@ -46,17 +46,23 @@ SMALLEST_SCALE = 1e-3
 
 @dataclass(frozen=True)
 class Settings:
-    """Whose updates are looked at, on which format; ``advise_updates`` says what each field means."""
+    """Whose updates are looked at, on which format.
 
-    rate: float
-    optimizer: str
-    dtype: str
-    relative_update: float | None
-    data: str | None
-    steps: int
-    batch_size: int | None
-    share: float
-    seed: int
+    rate: the learning rate. optimizer: one of ``OPTIMIZERS``. dtype: of the weights, "bf16" or "fp16". relative_update:
+    root mean square of a tensor's update over that of the tensor, at ``rate``, instead of what the optimizer does by
+    itself. data: text for real gradients of ``steps`` steps of ``batch_size`` examples (default 8), of which the last
+    is looked at; this loads the model, everything else streams. share: of the elements, that should move.
+    """
+
+    rate: float = 1e-4
+    optimizer: str = "adamw"
+    dtype: str = "bf16"
+    relative_update: float | None = None
+    data: str | None = None
+    steps: int = 8
+    batch_size: int | None = None
+    share: float = DEFAULT_SHARE
+    seed: int = 0
 
     @property
     def format(self) -> Format:
@@ -93,63 +99,51 @@ class Settings:
 def advise_updates(
     source: str | Path,
     *,
-    rate: float = DEFAULT_RATE,
-    optimizer: str = "adamw",
-    dtype: str = "bf16",
-    relative_update: float | None = None,
-    data: str | None = None,
-    steps: int = DEFAULT_STEPS,
-    batch_size: int | None = None,
-    share: float = DEFAULT_SHARE,
     tensors: Sequence[str] = (),
     subfolder: str | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return which share of a checkpoint's weights an optimizer's update would not move, and what to do about it.
 
-    Its many parameters are the command's options, as keywords. rate: the learning rate. optimizer: one of
-    ``OPTIMIZERS``. dtype: the format of the weights, "bf16" or "fp16". relative_update: root mean square of a tensor's
-    update over that of the tensor, at ``rate``, instead of what the optimizer does by itself. data: text for real
-    gradients of ``steps`` steps of ``batch_size`` examples (default 8), of which the last is looked at; this loads the
-    model, everything else streams. share: of the elements, that should move. tensors: names with wildcards, of those to
-    look at.
+    tensors: names with wildcards, of those to look at. options: the fields of ``Settings``, by name.
 
     The result has ``layers`` and ``tensors`` (name, elements, ``no_update`` for those whose update is 0, ``stalled``
     ones of the others and their fraction, ``rate_for_share``), the same for all as ``total``, and ``advice``. Raises
     UserError for settings, a source or data that cannot be used.
     """
-    settings = Settings(rate, optimizer, dtype, relative_update, data, steps, batch_size, share, seed)
+    settings = Settings(**options)
     settings.check()
-    progress = progress or Progress(quiet=True)
+    data, share = settings.data, settings.share
+    progress = shown_by(progress)
     checkpoint = open_weights(source, subfolder)
     names = chosen(checkpoint, tensors)
     with progress.step("Looking at the weights" if data is None else "Taking steps") as advance:
         if data is None:
-            found = stated(checkpoint, names, settings, advance)
+            tensor_rows = stated(checkpoint, names, settings, advance)
         else:
-            found = measured(checkpoint, set(names) if tensors else None, data, settings, advance)
+            tensor_rows = measured(checkpoint, set(names) if tensors else None, data, settings, advance)
     total = Layer("all")
     layers: dict[str, Layer] = {}
-    for row in found:
+    for row in tensor_rows:
         layer = layers.setdefault(layer_of(row.name), Layer(layer_of(row.name)))
         for sums in (layer, total):
             sums.join(row)
     result = {
         "mode": "updates",
         "source": checkpoint.source,
-        "optimizer": optimizer,
-        "dtype": dtype,
-        "learning_rate": rate,
-        "relative_update": relative_update,
+        "optimizer": settings.optimizer,
+        "dtype": settings.dtype,
+        "learning_rate": settings.rate,
+        "relative_update": settings.relative_update,
         "gradients": None
         if data is None
-        else {"data": Path(data).name, "steps": steps, "batch_size": settings.examples},
+        else {"data": Path(data).name, "steps": settings.steps, "batch_size": settings.examples},
         "share": share,
-        "batch_size": batch_size,
+        "batch_size": settings.batch_size,
         "total": total.to_json(share),
         "layers": [layer.to_json(share) for layer in layers.values()],
-        "tensors": [row.to_json(share) for row in found],
+        "tensors": [row.to_json(share) for row in tensor_rows],
     }
     return result | {"advice": advice_for(result)}
 
@@ -163,7 +157,7 @@ def stated(checkpoint: Checkpoint, names: Sequence[str], settings: Settings, adv
     adamw, adam, lion: the learning rate; adafactor: times the tensor's root mean square.
     """
     target, rate = settings.format, settings.rate
-    found = []
+    rows = []
     for place, name in enumerate(names):
         row = Layer(name)
         exponents = torch.zeros(512, dtype=torch.float64)
@@ -192,9 +186,9 @@ def stated(checkpoint: Checkpoint, names: Sequence[str], settings: Settings, adv
             row.lost += count * many.lost
             row.still += count * many.still
             row.moves += many.moves * count
-        found.append(row)
+        rows.append(row)
         advance(place + 1, len(names))
-    return found
+    return rows
 
 
 # ---- measured updates -----------------------------------------------------------------------------------------------
@@ -222,7 +216,7 @@ def measured(
         for parameter in parameters.values():
             parameter.copy_(rounding.nearest(parameter, target.dtype))
     training_batches = corpus.training_batches()
-    found: list[Layer] = []
+    rows: list[Layer] = []
     for step in range(1, steps + 1):
         model.zero_grad()
         model(**next(training_batches).inputs()).loss.backward()
@@ -231,10 +225,10 @@ def measured(
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 update = rule.update(name, parameter, gradient, step)
                 if step == steps:
-                    found.append(moving(name, parameter, update, target, rate))
+                    rows.append(moving(name, parameter, update, target, rate))
                 parameter.sub_(update, alpha=rate)
         advance(step, steps)
-    return found
+    return rows
 
 
 def moving(name: str, value: Tensor, update: Tensor, target: Format, rate: float) -> Layer:
@@ -302,7 +296,7 @@ def advice_for(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     if 1 - total["stalled_fraction"] >= share:
         return []
     dtype = result["dtype"]
-    found: list[dict[str, Any]] = [
+    remedies: list[dict[str, Any]] = [
         {
             "what": "stochastic-rounding",
             "why": 'bf16_to_fp16.AdamW(..., rounding="stochastic") moves every weight as far as it should on average,'
@@ -319,7 +313,7 @@ def advice_for(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         factor = needed / result["learning_rate"]
         batch = result["batch_size"] and math.ceil(result["batch_size"] * factor)
         bigger = f"the batch size to {batch:,}" if batch else "the batch size by the same factor"
-        found.append(
+        remedies.append(
             {
                 "what": "learning-rate",
                 "learning_rate": needed,
@@ -329,4 +323,4 @@ def advice_for(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f" scale {bigger}; it may still be too high to train with",
             }
         )
-    return found
+    return remedies

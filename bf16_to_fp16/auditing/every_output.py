@@ -72,17 +72,17 @@ def every_output(model: Any, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
     """Return all that a stock model gives on a batch, [rows, positions, …] each, on the CPU; the last of
     ``hidden_states`` is the last state."""
     output = run_batch(model, batch, **SHOWN)
-    found: dict[str, tuple[Tensor, ...]] = {}
+    outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, value in output.items():
         layers = value if isinstance(value, (tuple, list)) else (value,)
         tensors = tuple(each.detach().cpu() for each in layers if isinstance(each, Tensor))
         whose, states, _ = name.partition("hidden_states")
         if states and name != "image_hidden_states" and len(tensors) > 1:
-            found.setdefault(f"encoder_{LAST}" if whose == "encoder_" else LAST, tensors[-1:])
+            outputs.setdefault(f"encoder_{LAST}" if whose == "encoder_" else LAST, tensors[-1:])
             tensors = tensors[:-1]
-        if tensors and name not in found:
-            found[name] = tensors
-    return found
+        if tensors and name not in outputs:
+            outputs[name] = tensors
+    return outputs
 
 
 def add_every_output(

@@ -200,7 +200,7 @@ class _Walk(Findings):
         if stack.is_last and self.layout.head is not None:
             self.head(self.layout.head, final, square)
 
-    def add(self, w: Sublayer, made: Projection, square: Tensor) -> None:
+    def add(self, sublayer: Sublayer, made: Projection, square: Tensor) -> None:
         """Add a sublayer's output, of mean square ``square``, to the residual stream, channel by channel."""
         keep, branch = self.kept("stream"), made.bound
         width = branch.numel()
@@ -209,12 +209,12 @@ class _Walk(Findings):
         self.stream_norm = total * COMPUTED + 2 * self.arithmetic.tiny * math.sqrt(width)
         if keep != 1.0:
             branch = self.rounded(branch / keep)
-            path = output_dropout(w) or w.add.partition(":")[0]
+            path = output_dropout(sublayer) or sublayer.add.partition(":")[0]
             self.note(f"{path}:mul", SiteKind.OUTPUT, branch)
             self.dropout(path, keep)
         self.stream = self.rounded(self.stream + branch)
         self.stream_square = self.stream_square + square
-        self.note(w.add, SiteKind.RESIDUAL, self.stream)
+        self.note(sublayer.add, SiteKind.RESIDUAL, self.stream)
 
     def norm(self, path: str) -> tuple[NormOutput, Tensor]:
         """Return what a norm of the residual stream gives, and the mean square of its components."""
@@ -284,204 +284,209 @@ class _Walk(Findings):
         self.record(path, SiteKind.OUTPUT, (made.bound, made.partial), expected, (entering, square))
         return expected
 
-    def join(self, w: Sublayer, made: Projection, expected: Tensor) -> None:
+    def join(self, sublayer: Sublayer, made: Projection, expected: Tensor) -> None:
         """Add what a sublayer's output projection gives to the stream, through the norm between where there is one;
         expected: its mean squares."""
-        if w.post_norm:
+        if sublayer.post_norm:
             length = min(made.length, float(made.bound.norm()))
-            out, expected = self.normalised(w.post_norm, made.bound, expected, length)
+            out, expected = self.normalised(sublayer.post_norm, made.bound, expected, length)
             made = Projection(out.bound, out.bound, out.length)
-        self.add(w, made, expected)
+        self.add(sublayer, made, expected)
 
     # -- sublayers --------------------------------------------------------------------------------------------------
 
-    def attention(self, w: Attention) -> None:
+    def attention(self, sublayer: Attention) -> None:
         """Bound one attention sublayer and add it to the stream."""
-        heads, kv_heads = self.layout.heads(w), self.layout.kv_heads(w)
-        source, square = self.norm(w.norm)
-        other = (source, square) if not w.memory else self.memory
+        heads, kv_heads = self.layout.heads(sublayer), self.layout.kv_heads(sublayer)
+        source, square = self.norm(sublayer.norm)
+        other = (source, square) if not sublayer.memory else self.memory
         assert other is not None
-        if w.block:
-            other = self.summed(w, source, square)
+        if sublayer.block:
+            other = self.summed(sublayer, source, square)
         reads = (
-            (w.query, SiteKind.QUERY, (source, square)),
-            (w.key, SiteKind.KEY, other),
-            (w.value, SiteKind.VALUE, other),
+            (sublayer.query, SiteKind.QUERY, (source, square)),
+            (sublayer.key, SiteKind.KEY, other),
+            (sublayer.value, SiteKind.VALUE, other),
         )
-        linears = self.linears(w.fused, *reads)
+        linears = self.linears(sublayer.fused, *reads)
         (query, query_square), (key, key_square) = next(linears), next(linears)
-        if w.rotary and w.query_norm:
-            normed = (w.query_norm, query, query_square, heads), (w.key_norm, key, key_square, kv_heads)
-            self.turned_score(w, heads, *(self.head_norm(*each) for each in normed))
-        elif w.rotary:
-            self.rotated_score(w, (query, heads), (key, kv_heads))
+        if sublayer.rotary and sublayer.query_norm:
+            normed = (sublayer.query_norm, query, query_square, heads), (sublayer.key_norm, key, key_square, kv_heads)
+            self.turned_score(sublayer, heads, *(self.head_norm(*each) for each in normed))
+        elif sublayer.rotary:
+            self.rotated_score(sublayer, (query, heads), (key, kv_heads))
         else:
-            self.score(w, heads, query, key)
+            self.score(sublayer, heads, query, key)
         del query, key
         values, mean_square = next(linears)
         keep = self.kept("attention")
         if keep != 1.0:
-            site = f"{w.weights_dropout}:mul" if w.weights_dropout else f"{w.at}:mul#2"
+            site = f"{sublayer.weights_dropout}:mul" if sublayer.weights_dropout else f"{sublayer.at}:mul#2"
             self.note(site, SiteKind.WEIGHTS, self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
-            self.dropout(w.weights_dropout or w.at, keep)
-        row = replace(self.arithmetic, max_length=self.layout.sees(w, self.arithmetic.max_length))
+            self.dropout(sublayer.weights_dropout or sublayer.at, keep)
+        row = replace(self.arithmetic, max_length=self.layout.sees(sublayer, self.arithmetic.max_length))
         context = gathered(values, keep, row)
-        self.note(f"{w.at}:context", SiteKind.CONTEXT, context.bound)
-        weight, bias = self.weight(w.output)
+        self.note(f"{sublayer.at}:context", SiteKind.CONTEXT, context.bound)
+        weight, bias = self.weight(sublayer.output)
         made = attention_output(context, weight, bias, heads, row)
         read = (kv_heads, heads // kv_heads, len(context.bound) // kv_heads)
         entering, mean_square = (spread_out(x, read) for x in (context.bound, mean_square / 4))
-        self.join(w, made, self.project(w.output, weight, made, entering, mean_square))
+        self.join(sublayer, made, self.project(sublayer.output, weight, made, entering, mean_square))
 
     def head_norm(self, path: str, made: LinearBound, square: Tensor, heads: int) -> NormOutput:
         """Bound the norm of each head of queries or keys; square: the mean squares that it reads, of all heads."""
         bound, square = (x.view(heads, -1) for x in (made.bound, square))
         return self.normalised(path, bound.amax(0), square.mean(0), float(bound.norm(dim=1).max()))[0]
 
-    def turned_score(self, w: Attention, heads: int, query: NormOutput, key: NormOutput) -> None:
+    def turned_score(self, sublayer: Attention, heads: int, query: NormOutput, key: NormOutput) -> None:
         """Bound a rotation of normalised queries and keys, and their scores."""
-        a, scale = self.arithmetic, self.layout.score_scale(w)
+        a, scale = self.arithmetic, self.layout.score_scale(sublayer)
         one, other = turned(query, a), turned(key, a)
-        factors = self.rotation(w, one.bound, other.bound)
-        self.scored(w, turned_score_bounds(one, other, heads, a, scale), scale, factors)
+        factors = self.rotation(sublayer, one.bound, other.bound)
+        self.scored(sublayer, turned_score_bounds(one, other, heads, a, scale), scale, factors)
 
-    def rotated_score(self, w: Attention, query: tuple[LinearBound, int], key: tuple[LinearBound, int]) -> None:
+    def rotated_score(self, sublayer: Attention, query: tuple[LinearBound, int], key: tuple[LinearBound, int]) -> None:
         """Bound a rotation of queries and keys as their projections make them, and their scores; query, key: with the
         number of heads."""
-        a, scale = self.arithmetic, self.layout.score_scale(w)
-        one, other = (rotated(made, heads, w.interleaved, a) for made, heads in (query, key))
-        turned_rows = {w.query: one.bound, w.key: other.bound}
-        if w.fused:
-            turned_rows = {w.query: torch.cat([one.bound, other.bound, torch.zeros(w.fused[2], dtype=torch.float64)])}
+        a, scale = self.arithmetic, self.layout.score_scale(sublayer)
+        one, other = (rotated(made, heads, sublayer.interleaved, a) for made, heads in (query, key))
+        turned_rows = {sublayer.query: one.bound, sublayer.key: other.bound}
+        if sublayer.fused:
+            turned_rows = {
+                sublayer.query: torch.cat([one.bound, other.bound, torch.zeros(sublayer.fused[2], dtype=torch.float64)])
+            }
         for path, most in turned_rows.items():
             # What moves a projection's channels moves the turned ones too.
             bound, square = self.outputs[path]
             self.outputs[path] = (torch.maximum(bound, most), square)
-        factors = self.rotation(w, one.bound, other.bound)
-        self.scored(w, rotated_score_bounds(one, other, a, scale), scale, factors)
+        factors = self.rotation(sublayer, one.bound, other.bound)
+        self.scored(sublayer, rotated_score_bounds(one, other, a, scale), scale, factors)
 
-    def rotation(self, w: Attention, query: Tensor, key: Tensor) -> float:
+    def rotation(self, sublayer: Attention, query: Tensor, key: Tensor) -> float:
         """Record the steps of a rotation of queries and keys; return their largest bound."""
         most = max(largest(query), largest(key))
-        self.note(f"{w.rotary}:to", SiteKind.ROTATION, 1.0)
+        self.note(f"{sublayer.rotary}:to", SiteKind.ROTATION, 1.0)
         for operation in ("mul", "mul#2", "mul#3", "mul#4", "add", "add#2"):
-            self.note(f"{w.at}:{operation}", SiteKind.ROTATION, most)
+            self.note(f"{sublayer.at}:{operation}", SiteKind.ROTATION, most)
         return most
 
-    def summed(self, w: Attention, source: NormOutput, square: Tensor) -> tuple[NormOutput, Tensor]:
+    def summed(self, sublayer: Attention, source: NormOutput, square: Tensor) -> tuple[NormOutput, Tensor]:
         """Bound the sums over blocks of positions that an attention makes of its norm's output, and what their own norm
         gives; return what keys and values read, which is both, and its mean square."""
-        size, length = self.layout.summed(w), self.arithmetic.max_length
+        size, length = self.layout.summed(sublayer), self.arithmetic.max_length
         # Where padding is on the right, the last sum is of a block and of what is less than another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.arithmetic)
-        self.note(f"{w.at}:sum", SiteKind.BLOCK_SUM, sums)
-        made, made_square = self.normalised(w.block_norm, sums, square * size, longest)
+        self.note(f"{sublayer.at}:sum", SiteKind.BLOCK_SUM, sums)
+        made, made_square = self.normalised(sublayer.block_norm, sums, square * size, longest)
         return either(source, made), torch.maximum(square, made_square)
 
-    def score(self, w: Attention, heads: int, query: LinearBound, key: LinearBound) -> None:
+    def score(self, sublayer: Attention, heads: int, query: LinearBound, key: LinearBound) -> None:
         """Bound the scores of every head."""
-        scale = self.layout.score_scale(w)
+        scale = self.layout.score_scale(sublayer)
         made = score_bounds(query, key, heads, self.arithmetic, scale)
-        self.scored(w, made, scale, max(largest(query.bound), largest(key.bound)))
+        self.scored(sublayer, made, scale, max(largest(query.bound), largest(key.bound)))
 
-    def scored(self, w: Attention, made: ScoreBounds, scale: float, factors: float) -> None:
+    def scored(self, sublayer: Attention, made: ScoreBounds, scale: float, factors: float) -> None:
         """Record the scores of every head: the bare product, the scaled one, behind a soft cap, with the position bias,
         and their span; factors: bound of queries and keys."""
         heads = len(made.product)
-        self.note(f"{w.at}:scores", SiteKind.SCORES, made.product, made.partial)
-        scaled = self.rounded(made.product * scale) if w.scaled else made.product
-        self.note(w.scaling[0], SiteKind.SCORES, scaled)
+        self.note(f"{sublayer.at}:scores", SiteKind.SCORES, made.product, made.partial)
+        scaled = self.rounded(made.product * scale) if sublayer.scaled else made.product
+        self.note(sublayer.scaling[0], SiteKind.SCORES, scaled)
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
-        self.inner |= dict.fromkeys(w.scaling, factors * max(1.0, scale))
-        top, steps, span, cap = scaled, scaled, made.span, self.layout.cap(w)
+        self.inner |= dict.fromkeys(sublayer.scaling, factors * max(1.0, scale))
+        top, steps, span, cap = scaled, scaled, made.span, self.layout.cap(sublayer)
         if cap is not None:
             capped = soft_capped(scaled, cap, self.arithmetic)
-            self.note(f"{w.at}:div", SiteKind.SCORES, capped.quotient)
+            self.note(f"{sublayer.at}:div", SiteKind.SCORES, capped.quotient)
             steps = torch.maximum(scaled, capped.quotient)  # of a cap under 1 that is the larger one
-            self.note(f"{w.at}:tanh", SiteKind.SCORES, capped.tanh)
-            self.note(w.capping, SiteKind.SCORES, capped.result)
+            self.note(f"{sublayer.at}:tanh", SiteKind.SCORES, capped.tanh)
+            self.note(sublayer.capping, SiteKind.SCORES, capped.result)
             scaled, span = capped.result, capped_span(span, capped)
-        bias = self.tensor(w.bias) if w.bias else None
+        bias = self.tensor(sublayer.bias) if sublayer.bias else None
         offset = torch.zeros(heads, dtype=torch.float64)
-        for name in filter(None, (w.bias, w.block_bias)):
+        for name in filter(None, (sublayer.bias, sublayer.block_bias)):
             table = self.tensor(name)
             assert table is not None
             largest_bias = table.double().abs().amax(0)
             offset = torch.maximum(offset, largest_bias)
             self.note(f"{name.removesuffix('.weight')}:embedding", SiteKind.POSITION_BIAS, largest_bias)
         biased = self.rounded(scaled + offset)
-        self.note(w.joining, SiteKind.SCORES, biased)
+        self.note(sublayer.joining, SiteKind.SCORES, biased)
         product = torch.maximum(made.product, made.partial)
         excess = excess_bits(torch.maximum(product, steps))
         if cap is None:  # whose scores no factor on queries moves
             excess = torch.maximum(excess, excess_bits(scaled, offset))
-        if not w.radius:  # whose mask is −inf
+        if not sublayer.radius:  # whose mask is −inf
             table = None if bias is None else bias.double()
             whole, still = (masked_span(x * span, x * scaled, table, self.arithmetic) for x in (1.0, 0.0))
-            self.note(f"{w.at}:masked", SiteKind.MASKED_SCORES, whole)
+            self.note(f"{sublayer.at}:masked", SiteKind.MASKED_SCORES, whole)
             if cap is None:
                 excess = torch.maximum(excess, excess_bits(whole - still, still))
-        self.note(f"{w.at}:softmax", SiteKind.WEIGHTS, 1.0)
-        self.scores[w.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)), excess)
+        self.note(f"{sublayer.at}:softmax", SiteKind.WEIGHTS, 1.0)
+        self.scores[sublayer.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)), excess)
 
-    def feed_forward(self, w: FeedForward) -> None:
+    def feed_forward(self, sublayer: FeedForward) -> None:
         """Bound one feed-forward sublayer and add it to the stream."""
-        self.join(w, *self.neurons(w, *self.norm(w.norm)))
+        self.join(sublayer, *self.neurons(sublayer, *self.norm(sublayer.norm)))
 
-    def experts(self, w: Experts) -> None:
+    def experts(self, sublayer: Experts) -> None:
         """Bound a router and all its experts, and add what any of them may give to the stream."""
-        source, square = self.norm(w.norm)
+        source, square = self.norm(sublayer.norm)
         if self.arithmetic.train:
             # Where the norm's output is in fp32 already, stock code multiplies what the experts read as well.
-            source = source.scaled(1 + self.noise(w), self.arithmetic)
-            self.note(f"{w.router}:mul", SiteKind.NORM, source.bound)
-        self.linear(w.classifier, SiteKind.ROUTING, source, square)
-        self.note(f"{w.router}:softmax", SiteKind.WEIGHTS, 1.0)
-        self.note(f"{w.router}:max", SiteKind.WEIGHTS, 1.0)
-        made, expected = zip(*(self.neurons(each, source, square) for each in w.experts), strict=True)
+            source = source.scaled(1 + self.noise(sublayer), self.arithmetic)
+            self.note(f"{sublayer.router}:mul", SiteKind.NORM, source.bound)
+        self.linear(sublayer.classifier, SiteKind.ROUTING, source, square)
+        self.note(f"{sublayer.router}:softmax", SiteKind.WEIGHTS, 1.0)
+        self.note(f"{sublayer.router}:max", SiteKind.WEIGHTS, 1.0)
+        made, expected = zip(*(self.neurons(each, source, square) for each in sublayer.experts), strict=True)
         # A token has the output of one expert, or of none, times a probability: rounding is monotone, so that a product
         # with at most 1 is at most the number itself, and a sum with zeros is exact.
         bound = torch.stack([each.bound for each in made]).amax(0)
-        self.note(f"{w.at}:mul", SiteKind.OUTPUT, bound)
-        self.note(f"{w.at}:index_add", SiteKind.OUTPUT, bound)
+        self.note(f"{sublayer.at}:mul", SiteKind.OUTPUT, bound)
+        self.note(f"{sublayer.at}:index_add", SiteKind.OUTPUT, bound)
         chosen = Projection(bound, bound, max(each.length for each in made))
-        self.join(w, chosen, torch.stack(expected).amax(0))
+        self.join(sublayer, chosen, torch.stack(expected).amax(0))
 
-    def neurons(self, w: FeedForward, source: NormOutput, square: Tensor) -> tuple[Projection, Tensor]:
+    def neurons(self, sublayer: FeedForward, source: NormOutput, square: Tensor) -> tuple[Projection, Tensor]:
         """Bound a feed-forward on a norm's output; return what its output projection gives, with its mean squares."""
-        if w.gate:
-            reads = (w.gate, SiteKind.GATE, (source, square)), (w.linear, SiteKind.NEURON, (source, square))
-            (gate, gate_square), (other, other_square) = self.linears(w.fused, *reads)
-            self.activation(w, gate)
+        if sublayer.gate:
+            reads = (
+                (sublayer.gate, SiteKind.GATE, (source, square)),
+                (sublayer.linear, SiteKind.NEURON, (source, square)),
+            )
+            (gate, gate_square), (other, other_square) = self.linears(sublayer.fused, *reads)
+            self.activation(sublayer, gate)
             gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"), self.spectra)
-            self.note(f"{w.at}:mul", SiteKind.PRODUCT, gated.undropped)
+            self.note(f"{sublayer.at}:mul", SiteKind.PRODUCT, gated.undropped)
             neurons: Neurons = gated
             mean_square = (gate_square * other_square + 2 * gated.products.square()) / 2
         else:
-            plain, plain_square = self.linear(w.linear, SiteKind.NEURON, source, square)
-            self.activation(w, plain)
-            neurons = PlainNeurons(plain, w.activation, self.arithmetic, self.kept("neurons"), self.spectra)
+            plain, plain_square = self.linear(sublayer.linear, SiteKind.NEURON, source, square)
+            self.activation(sublayer, plain)
+            neurons = PlainNeurons(plain, sublayer.activation, self.arithmetic, self.kept("neurons"), self.spectra)
             mean_square = plain_square / 2
-        if self.kept("neurons") != 1.0 and w.dropouts:
-            self.note(f"{w.dropouts[0]}:mul", SiteKind.PRODUCT, neurons.bound)
-            self.dropout(w.dropouts[0], self.kept("neurons"))
-        weight, bias = self.weight(w.output)
+        if self.kept("neurons") != 1.0 and sublayer.dropouts:
+            self.note(f"{sublayer.dropouts[0]}:mul", SiteKind.PRODUCT, neurons.bound)
+            self.dropout(sublayer.dropouts[0], self.kept("neurons"))
+        weight, bias = self.weight(sublayer.output)
         made = feed_forward_output(neurons, weight, bias, self.refine, self.arithmetic)
-        self.inner[f"{w.output}:input"] = largest(neurons.bound)
-        return made, self.project(w.output, weight, made, neurons.bound, mean_square)
+        self.inner[f"{sublayer.output}:input"] = largest(neurons.bound)
+        return made, self.project(sublayer.output, weight, made, neurons.bound, mean_square)
 
-    def activation(self, w: FeedForward, before: LinearBound) -> None:
+    def activation(self, sublayer: FeedForward, before: LinearBound) -> None:
         """Record the sites inside the activation; each is at most |x|, or bounded by tanh."""
         after = self.rounded(before.bound)
-        if w.activation == "gelu_new":
-            self.note(f"{w.act}:mul", SiteKind.ACTIVATION, self.rounded(before.bound / 2))
-            self.unlimited |= gelu_new_steps(w.act, largest(before.bound), self.arithmetic)
-            self.note(f"{w.act}:tanh", SiteKind.ACTIVATION, 1.0)
-            self.note(f"{w.act}:add#2", SiteKind.ACTIVATION, 2.0)
-            self.note(f"{w.act}:mul#4", SiteKind.ACTIVATION, self.rounded(after))
+        if sublayer.activation == "gelu_new":
+            self.note(f"{sublayer.act}:mul", SiteKind.ACTIVATION, self.rounded(before.bound / 2))
+            self.unlimited |= gelu_new_steps(sublayer.act, largest(before.bound), self.arithmetic)
+            self.note(f"{sublayer.act}:tanh", SiteKind.ACTIVATION, 1.0)
+            self.note(f"{sublayer.act}:add#2", SiteKind.ACTIVATION, 2.0)
+            self.note(f"{sublayer.act}:mul#4", SiteKind.ACTIVATION, self.rounded(after))
         else:
-            name = OPERATIONS.get(w.activation, w.activation)
-            self.note(f"{w.act}:{name}", SiteKind.ACTIVATION, after)
+            name = OPERATIONS.get(sublayer.activation, sublayer.activation)
+            self.note(f"{sublayer.act}:{name}", SiteKind.ACTIVATION, after)
 
     # -- the head ---------------------------------------------------------------------------------------------------
 
@@ -579,11 +584,11 @@ def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, flo
     return {f"{path}:pow": cube, f"{path}:mul#2": multiple, f"{path}:add": total, f"{path}:mul#3": product}
 
 
-def output_dropout(w: Sublayer) -> str:
+def output_dropout(sublayer: Sublayer) -> str:
     """Return the module that drops a sublayer's output in training, "" where it is a function."""
-    if isinstance(w, Attention):
-        return w.dropout
-    return w.dropouts[-1] if w.dropouts else ""
+    if isinstance(sublayer, Attention):
+        return sublayer.dropout
+    return sublayer.dropouts[-1] if sublayer.dropouts else ""
 
 
 def check_bounded(layout: Layout) -> None:
@@ -594,10 +599,10 @@ def check_bounded(layout: Layout) -> None:
             f"config.json: with a norm eps of {layout.eps:g} a zero vector gives NaN in fp32, which holds 1.2e-38 at"
             " least; write 1e-6 or so"
         )
-    for w in layout.feed_forwards:
-        if w.activation not in LOWEST:
+    for sublayer in layout.feed_forwards:
+        if sublayer.activation not in LOWEST:
             raise UserError(
-                f"activation {w.activation!r} has no bound; the certificate knows {', '.join(sorted(LOWEST))}"
+                f"activation {sublayer.activation!r} has no bound; the certificate knows {', '.join(sorted(LOWEST))}"
             )
 
 
@@ -631,7 +636,7 @@ def bound(
     arithmetic = replace(arithmetic, norms16=squares, sums16=target == "fp16-accumulate")
     if target == "train":
         arithmetic = replace(arithmetic, train=True)
-        if any(w.activation == "gelu_new" for w in layout.feed_forwards):
+        if any(sublayer.activation == "gelu_new" for sublayer in layout.feed_forwards):
             limits = {kind: traits(kind).limit_in_training for kind in SiteKind}
     with torch.no_grad():
         made = _Walk(layout, weights, arithmetic, limits, refine, squares, spectra or Spectra(weights))

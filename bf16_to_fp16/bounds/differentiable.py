@@ -74,15 +74,12 @@ Owner = tuple[str, Callable[[Tensor], Tensor]]
 class DifferentiableBounds:
     """Bounds of the sites that only training can bring down, by the audit's names.
 
-    layout: of the model. weights: gives a live tensor by its name in the layout, as it is stored. arithmetic: what the
-    certificate is to hold for. stream: bound the residual stream as well, which matters where no exponent brings it
-    down.
+    layout: of the model. weights: gives a live tensor by its name in the layout, as it is stored. stream: bound the
+    residual stream as well, which matters where no exponent brings it down.
     """
 
-    def __init__(
-        self, layout: Layout, weights: TensorReader, arithmetic: Arithmetic | None = None, *, stream: bool = False
-    ) -> None:
-        self.layout, self.read, self.arithmetic, self.stream = layout, weights, arithmetic or Arithmetic(), stream
+    def __init__(self, layout: Layout, weights: TensorReader, *, stream: bool = False) -> None:
+        self.layout, self.read, self.arithmetic, self.stream = layout, weights, Arithmetic(), stream
         fixed = [signal for signal in layout.signals.values() if signal.kind is Kind.FIXED or signal.kind.has_price]
         self.fixed = {point.module for signal in fixed for point in signal.seen if point.side == "output"}
         self.means: dict[str, float] = {}
@@ -104,29 +101,31 @@ class DifferentiableBounds:
         def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:
             return [(name, view) for name in (f"{path}.weight", f"{path}.bias") if name in layout.tensors]
 
-        def scores(w: Attention) -> list[Owner]:
-            if w.query_norm:
-                return linear(w.query_norm, all_of) + linear(w.key_norm, all_of)
-            queries, keys = (partial(by_head, heads=layout.heads(w), fused=w.fused, number=i) for i in (0, 1))
+        def scores(sublayer: Attention) -> list[Owner]:
+            if sublayer.query_norm:
+                return linear(sublayer.query_norm, all_of) + linear(sublayer.key_norm, all_of)
+            queries, keys = (
+                partial(by_head, heads=layout.heads(sublayer), fused=sublayer.fused, number=i) for i in (0, 1)
+            )
             # Keys that several heads of queries share have no row for each of them.
-            shared = layout.kv_heads(w) != layout.heads(w)
-            return linear(w.query, queries) + ([] if shared else linear(w.key, keys))
+            shared = layout.kv_heads(sublayer) != layout.heads(sublayer)
+            return linear(sublayer.query, queries) + ([] if shared else linear(sublayer.key, keys))
 
         for stack in layout.stacks():
             starts = (layout.table(stack.ends), stack.ends.positions)
             stream: list[Owner] = [(name, Tensor.t) for name in starts if name in layout.tensors]
             if stack.ends.first_norm:
                 stream = linear(stack.ends.first_norm, rows)
-            for w in stack.sublayers:
-                if isinstance(w, Attention):
-                    own = scores(w)
-                    biased = own + [(name, Tensor.t) for name in (w.bias, w.block_bias) if name]
-                    found |= {f"{w.at}:scores": own, w.joining: biased, f"{w.at}:masked": biased}
-                found |= {path: linear(path, rows) for path in first_linears(w) if path in self.fixed}
-                found |= {path: linear(path, rows) for path in outputs_of(w)}
-                made = [owner for path in outputs_of(w) for owner in found[path]]
-                stream = stream + (linear(w.post_norm, rows) if w.post_norm else made)
-                found[w.add] = stream
+            for sublayer in stack.sublayers:
+                if isinstance(sublayer, Attention):
+                    own = scores(sublayer)
+                    biased = own + [(name, Tensor.t) for name in (sublayer.bias, sublayer.block_bias) if name]
+                    found |= {f"{sublayer.at}:scores": own, sublayer.joining: biased, f"{sublayer.at}:masked": biased}
+                found |= {path: linear(path, rows) for path in first_linears(sublayer) if path in self.fixed}
+                found |= {path: linear(path, rows) for path in outputs_of(sublayer)}
+                made = [owner for path in outputs_of(sublayer) for owner in found[path]]
+                stream = stream + (linear(sublayer.post_norm, rows) if sublayer.post_norm else made)
+                found[sublayer.add] = stream
             if stack.ends.norm in self.fixed:
                 found[f"{stack.ends.norm}:{layout.family.norm_site}"] = linear(stack.ends.norm, rows)
         if layout.head is not None:
@@ -160,25 +159,27 @@ class _Walk:
 
     def run(self) -> dict[str, Tensor]:
         for reader in walk(self.layout):
-            stack, w = reader.stack, reader.sublayer
+            stack, sublayer = reader.stack, reader.sublayer
             if reader.is_first:
                 sums = [x for s in stack.sublayers for x in (s.add, *outputs_of(s))]
                 follows = (self.stream_counts and self.wants(*sums)) or (self.centred and self.finds_means)
                 self.stream = self.embedding(stack.ends) if follows else None
             source = self.norm(reader.norm)
-            if isinstance(w, Attention):
-                self.scores(w, source)
+            if isinstance(sublayer, Attention):
+                self.scores(sublayer, source)
                 if self.stream is not None:
-                    made, partial_sums = self.attention_output(w, source)
-                    self.add(w, {w.output: torch.maximum(made, partial_sums)}, made)
-            elif w is not None:
-                for path in first_linears(w):
+                    made, partial_sums = self.attention_output(sublayer, source)
+                    self.add(sublayer, {sublayer.output: torch.maximum(made, partial_sums)}, made)
+            elif sublayer is not None:
+                for path in first_linears(sublayer):
                     if path in self.fixed and self.wants(path):
                         self.linear_site(path, source)
                 if self.stream is not None:
-                    outputs = {each.output: self.feed_forward_output(each, source) for each in feed_forwards_of(w)}
+                    outputs = {
+                        each.output: self.feed_forward_output(each, source) for each in feed_forwards_of(sublayer)
+                    }
                     # A token has the output of one expert at most, times a probability.
-                    self.add(w, outputs, torch.stack(list(outputs.values())).amax(0))
+                    self.add(sublayer, outputs, torch.stack(list(outputs.values())).amax(0))
             else:
                 self.end(stack, source)
         return self.found
@@ -224,21 +225,21 @@ class _Walk:
         amax = table.abs().amax(0) * self.layout.embedding_scale(ends)
         positions = self.weight(ends.positions) if ends.positions else None
         amax = amax if positions is None else amax + positions.abs().amax(0)
-        if (w := self.layout.family.projector) is not None:
-            brought, weight = self.norm(w.norm), self.weight(w.weight)
+        if (sublayer := self.layout.family.projector) is not None:
+            brought, weight = self.norm(sublayer.norm), self.weight(sublayer.weight)
             assert weight is not None
             amax = torch.maximum(amax, rows_of(weight.mT, None, brought).partial)
         return self.normalised(ends.first_norm, amax).exact if ends.first_norm else amax
 
-    def add(self, w: Sublayer, outputs: Mapping[str, Tensor], made: Tensor) -> None:
+    def add(self, sublayer: Sublayer, outputs: Mapping[str, Tensor], made: Tensor) -> None:
         assert self.stream is not None
         for path, bounds in outputs.items() if self.stream_counts else ():
             self.note(path, bounds)
-        if w.post_norm:
-            made = self.norm(w.post_norm).bound
+        if sublayer.post_norm:
+            made = self.norm(sublayer.post_norm).bound
         self.stream = (self.stream + made) * (1 + self.a.unit)
         if self.stream_counts:
-            self.note(w.add, self.stream)
+            self.note(sublayer.add, self.stream)
 
     def norm(self, path: str) -> NormOutput:
         """What a norm gives, of the stream where it is a LayerNorm."""
@@ -315,24 +316,30 @@ class _Walk:
         starts = range(0, len(weight), ROWS_AT_A_TIME)
         self.found[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
-    def with_sums(self, w: Attention, source: NormOutput) -> NormOutput:
+    def with_sums(self, sublayer: Attention, source: NormOutput) -> NormOutput:
         """What keys and values read: a norm's output and, where there are sums of it, what their own norm gives."""
-        return either(source, self.norm(w.block_norm)) if w.block else source
+        return either(source, self.norm(sublayer.block_norm)) if sublayer.block else source
 
-    def scores(self, w: Attention, source: NormOutput) -> None:
+    def scores(self, sublayer: Attention, source: NormOutput) -> None:
         """Note every head's products with their partial sums, the scores with their position bias, and what a mask must
         add at least."""
-        a, heads, other = self.a, self.layout.heads(w), self.memory if w.memory else self.with_sums(w, source)
-        sites = [f"{w.at}:scores", w.joining, *(() if w.radius else (f"{w.at}:masked",))]
+        a, heads, other = (
+            self.a,
+            self.layout.heads(sublayer),
+            self.memory if sublayer.memory else self.with_sums(sublayer, source),
+        )
+        sites = [f"{sublayer.at}:scores", sublayer.joining, *(() if sublayer.radius else (f"{sublayer.at}:masked",))]
         if not self.wants(*sites):
             return
         assert other is not None
-        if w.rotary:
-            product, scaled, span = self.turned_scores(w) if w.query_norm else self.rotated_scores(w, source)
-            for site, bound in zip(sites, (product, *self.masked(w, scaled, span)), strict=True):
+        if sublayer.rotary:
+            product, scaled, span = (
+                self.turned_scores(sublayer) if sublayer.query_norm else self.rotated_scores(sublayer, source)
+            )
+            for site, bound in zip(sites, (product, *self.masked(sublayer, scaled, span)), strict=True):
                 self.note(site, bound)
             return
-        query, key, *_ = self.linears(w.fused, (w.query, source), (w.key, other))
+        query, key, *_ = self.linears(sublayer.fused, (sublayer.query, source), (sublayer.key, other))
         size = len(query.norms) // heads
         group = len(query.norms) // len(key.norms)
         q, k = query.matrix.view(heads, size, -1), key.matrix.view(-1, size, key.matrix.shape[1])
@@ -354,45 +361,47 @@ class _Walk:
         long_k = key.radius * spectral_norms(k / balance[..., None]) + lengths(ck / balance)
         sums = torch.minimum(long_q * long_k, (most_q * most_k).sum(1))
         off = (2 * self.linear_error(q.shape[2]) + a.gamma(size) + 2 * a.unit) * sums
-        scale = self.layout.score_scale(w)
-        span = (2 * crossed + (5 if w.scaled else 2) * off) * scale
+        scale = self.layout.score_scale(sublayer)
+        span = (2 * crossed + (5 if sublayer.scaled else 2) * off) * scale
         scaled = torch.minimum(exact, sums) * scale + off * scale
         # Where the mask is −inf there is no third site.
-        for site, bound in zip(sites, (sums + off, *self.masked(w, scaled, span)), strict=False):
+        for site, bound in zip(sites, (sums + off, *self.masked(sublayer, scaled, span)), strict=False):
             self.note(site, bound)
 
-    def turned_scores(self, w: Attention) -> tuple[Tensor, ...]:
+    def turned_scores(self, sublayer: Attention) -> tuple[Tensor, ...]:
         """Bounds of the scores of normalised and turned queries and keys, which all heads have in common: of products
         and partial sums, scaled, and of how far those of one query lie apart."""
-        scale = self.layout.score_scale(w)
-        query, key = (turned(self.norm(path), self.a) for path in (w.query_norm, w.key_norm))
+        scale = self.layout.score_scale(sublayer)
+        query, key = (turned(self.norm(path), self.a) for path in (sublayer.query_norm, sublayer.key_norm))
         made = turned_score_bounds(query, key, 1, self.a, scale)
         return torch.maximum(made.product, made.partial), made.product * scale, made.span
 
-    def masked(self, w: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
+    def masked(self, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
         """Bounds of scores behind a soft cap and with their position bias, where there are such, and of what a mask
         must add to them at least.
 
         scores, span: of those of one query before it.
         """
-        cap = self.layout.cap(w)
+        cap = self.layout.cap(sublayer)
         if cap is not None:
             capped = soft_capped(scores, cap, self.a)
             scores, span = capped.result, capped_span(span, capped)
-        biases = [bias for name in (w.bias, w.block_bias) if name and (bias := self.weight(name)) is not None]
+        biases = [
+            bias for name in (sublayer.bias, sublayer.block_bias) if name and (bias := self.weight(name)) is not None
+        ]
         span = masked_span(span, scores, biases[0] if biases else None, self.a)
         return scores + torch.stack([bias.abs().amax(0) for bias in biases]).amax(0) if biases else scores, span
 
-    def rotated_scores(self, w: Attention, source: NormOutput) -> tuple[Tensor, ...]:
+    def rotated_scores(self, sublayer: Attention, source: NormOutput) -> tuple[Tensor, ...]:
         """Bounds of the scores of turned queries and keys without norms, head by head: of products and partial sums,
         scaled, and of how far those of one query lie apart."""
-        a, scale = self.a, self.layout.score_scale(w)
-        heads, kv_heads = self.layout.heads(w), self.layout.kv_heads(w)
+        a, scale = self.a, self.layout.score_scale(sublayer)
+        heads, kv_heads = self.layout.heads(sublayer), self.layout.kv_heads(sublayer)
         sides = []
-        query, key, *_ = self.linears(w.fused, (w.query, source), (w.key, source))
+        query, key, *_ = self.linears(sublayer.fused, (sublayer.query, source), (sublayer.key, source))
         for made, number in ((query, heads), (key, kv_heads)):
             size = len(made.norms) // number
-            order = pair_order(size, w.interleaved).to(made.norms.device)
+            order = pair_order(size, sublayer.interleaved).to(made.norms.device)
             matrix, centre = made.radius * made.matrix.view(number, size, -1)[:, order], made.centre.view(number, size)
             group = heads // number
             sides.append((matrix.repeat_interleave(group, 0), centre[:, order].repeat_interleave(group, 0)))
@@ -414,13 +423,13 @@ class _Walk:
 
     # -- what joins the stream ----------------------------------------------------------------------------------------
 
-    def attention_output(self, w: Attention, source: NormOutput) -> tuple[Tensor, Tensor]:
+    def attention_output(self, sublayer: Attention, source: NormOutput) -> tuple[Tensor, Tensor]:
         """Bounds of an attention's output and of its partial sums, by channel."""
-        heads, other = self.layout.heads(w), self.memory if w.memory else self.with_sums(w, source)
-        a = replace(self.a, max_length=self.layout.sees(w, self.a.max_length))
+        heads, other = self.layout.heads(sublayer), self.memory if sublayer.memory else self.with_sums(sublayer, source)
+        a = replace(self.a, max_length=self.layout.sees(sublayer, self.a.max_length))
         assert other is not None
-        values = self.linears(w.fused, (w.value, other))[-1]
-        weight, bias = self.pair(w.output)
+        values = self.linears(sublayer.fused, (sublayer.value, other))[-1]
+        weight, bias = self.pair(sublayer.output)
         group = weight.shape[1] // len(values.norms)
         o = weight.view(len(weight), heads, -1).transpose(0, 1)
         # Several heads may read the same values.
@@ -439,11 +448,11 @@ class _Walk:
         made = torch.minimum(made * a.attention_sum + added + error * sums, sums * (1 + error))
         return made, sums * (1 + error)
 
-    def feed_forward_output(self, w: FeedForward, source: NormOutput) -> Tensor:
+    def feed_forward_output(self, sublayer: FeedForward, source: NormOutput) -> Tensor:
         """Bound of a feed-forward's output by channel; no row has an eigenvalue of its own."""
-        weight, bias = self.pair(w.output)
-        if w.gate:
-            gate, linear = self.linears(w.fused, (w.gate, source), (w.linear, source))
+        weight, bias = self.pair(sublayer.output)
+        if sublayer.gate:
+            gate, linear = self.linears(sublayer.fused, (sublayer.gate, source), (sublayer.linear, source))
             if bool(gate.centre.any()) or bool(linear.centre.any()):
                 gate, linear = homogeneous(gate, linear)
             size = gate.norms * linear.norms
@@ -452,7 +461,7 @@ class _Walk:
             budget = largest_eigenvalue(directions(gate), directions(linear)) / 2
             made = knapsack(weight.abs() * size, caps, budget)
         else:
-            linear = self.linear(w.linear, source)
+            linear = self.linear(sublayer.linear, source)
             ones = torch.ones_like(linear.norms)
             budget = largest_eigenvalue(directions(linear))
             offset = linear.centre.clamp(min=0)
@@ -461,18 +470,20 @@ class _Walk:
                 positive = side.clamp(min=0)
                 ball = in_ball(positive * linear.norms, ones, budget, ones.dtype)
                 straight = lengths(positive @ linear.matrix) * linear.radius
-                below = (positive - side).sum(1) * LOWEST[w.activation]
+                below = (positive - side).sum(1) * LOWEST[sublayer.activation]
                 sides.append(torch.minimum((straight + ball) / 2, ball) + positive @ offset + below)
             made = torch.maximum(*sides)
         error = 2 * self.linear_error(source.gain.numel()) + self.a.gamma(weight.shape[1]) + 5 * self.a.unit
         return (made + (0 if bias is None else bias.abs())) * (1 + error)
 
 
-def first_linears(w: Sublayer) -> list[str]:
+def first_linears(sublayer: Sublayer) -> list[str]:
     """Return the linears that read a norm's output in a feed-forward, or in experts and their router."""
     # Of a gate and neurons in one matrix there is one linear.
-    found = list(dict.fromkeys(path for each in feed_forwards_of(w) for path in (each.gate, each.linear) if path))
-    return [*found, w.classifier] if isinstance(w, Experts) else found
+    found = list(
+        dict.fromkeys(path for each in feed_forwards_of(sublayer) for path in (each.gate, each.linear) if path)
+    )
+    return [*found, sublayer.classifier] if isinstance(sublayer, Experts) else found
 
 
 def rows(x: Tensor) -> Tensor:

@@ -60,15 +60,15 @@ def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, Line
     length = one.radius * math.sqrt(share)
     radius = math.hypot(one.radius, length)
 
-    def joined(made: LinearBound) -> LinearBound:
-        weight, column = made.matrix.weight, made.centre[:, None]
+    def joined(linear: LinearBound) -> LinearBound:
+        weight, column = linear.matrix.weight, linear.centre[:, None]
         if not torch.equal(column.to(weight.dtype).double(), column):
             weight = weight.double()
         weight = torch.cat([weight, column.to(weight.dtype)], 1)
-        columns = torch.cat([made.matrix.columns, torch.full((1,), 1 / length, dtype=torch.float64)])
-        norms = radius * torch.hypot(made.norms / made.radius, made.centre / length * COMPUTED)
+        columns = torch.cat([linear.matrix.columns, torch.full((1,), 1 / length, dtype=torch.float64)])
+        norms = radius * torch.hypot(linear.norms / linear.radius, linear.centre / length * COMPUTED)
         # Without the weight's name: no other checkpoint holds this matrix.
-        return replace(made, matrix=Factored(weight, columns), radius=radius, norms=norms, centre=0 * made.centre)
+        return replace(linear, matrix=Factored(weight, columns), radius=radius, norms=norms, centre=0 * linear.centre)
 
     return joined(one), joined(other)
 
@@ -115,7 +115,7 @@ class GatedNeurons:
         caps, size = self.caps.to(dtype), self.size.to(dtype)
         top = out.amax(0).maximum(-out.amin(0)).double() * self.size
         heaviest = top.topk(min(HEAVIEST, len(top))).indices
-        unit = torch.cat([made.scaled_rows(1.0).chosen(heaviest) for made in (self.gate, self.other)])
+        unit = torch.cat([linear.scaled_rows(1.0).chosen(heaviest) for linear in (self.gate, self.other)])
         cosines = unit @ unit.t()
 
         def largest_sum(values: Tensor) -> Tensor:
@@ -172,25 +172,25 @@ class PlainNeurons:
     """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c; methods as ``GatedNeurons`` has them."""
 
     def __init__(
-        self, made: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
+        self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
     ) -> None:
         a = arithmetic
-        self.made, self.keep, self.spectra = made, keep, spectra
+        self.made, self.keep, self.spectra = linear, keep, spectra
         self.lowest = LOWEST[activation]
         self.depth = self.lowest / keep
-        size = made.norms.clamp(min=1e-300)
-        self.caps = ((made.norms + made.centre.clamp(max=0)).clamp(min=0) / size).clamp(max=1)
-        self.offset = made.centre.clamp(min=0) / keep
-        self.size = made.norms / keep
+        size = linear.norms.clamp(min=1e-300)
+        self.caps = ((linear.norms + linear.centre.clamp(max=0)).clamp(min=0) / size).clamp(max=1)
+        self.offset = linear.centre.clamp(min=0) / keep
+        self.size = linear.norms / keep
         rounding = 0.0 if activation == "relu" else 2 * a.unit
-        top = torch.maximum(made.norms + made.centre, torch.full_like(made.norms, self.lowest)).clamp(min=0)
-        self.error = STEEPEST[activation] * made.error
+        top = torch.maximum(linear.norms + linear.centre, torch.full_like(linear.norms, self.lowest)).clamp(min=0)
+        self.error = STEEPEST[activation] * linear.error
         self.error = self.error + rounding * (top + self.error) + (2 * a.tiny if rounding else 0.0)
         self.undropped = top + self.error
         if keep != 1.0:
             self.error = self.error / keep * (1 + a.unit) + a.unit * top / keep + a.tiny
         self.bound = top / keep + self.error
-        rows = Tall(((made.scaled_rows(1.0),),), made.matrix.name, math.sqrt(len(size)) * COMPUTED)
+        rows = Tall(((linear.scaled_rows(1.0),),), linear.matrix.name, math.sqrt(len(size)) * COMPUTED)
         self.budget = spectra.largest(rows) * COMPUTED
 
     def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:

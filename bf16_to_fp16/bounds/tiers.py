@@ -31,18 +31,18 @@ def certified_tiers(
     holds: whether that for ``target`` does. arithmetic: of the weakest tier. spectra: as ``bound`` takes them. modules:
     what stands behind a sentence encoder.
     """
-    found: dict[str, bool] = {}
+    holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
     # What the weakest tier says is part of every target.
     covered = targets.index(target) if target in targets else 0
     for i, tier in enumerate(TIERS):
         if holds and i <= covered:
-            found[tier.name] = True
-        elif (not holds and tier.target == target) or not all(found.values()):
-            found[tier.name] = False
+            holding[tier.name] = True
+        elif (not holds and tier.target == target) or not all(holding.values()):
+            holding[tier.name] = False
         elif modules:
             whole = bound(layout, weights, arithmetic, target=tier.target, spectra=spectra)
-            found[tier.name] = with_side_modules(whole, layout, modules).holds
+            holding[tier.name] = with_side_modules(whole, layout, modules).holds
         else:
-            found[tier.name] = is_certified(layout, weights, arithmetic, tier.target, spectra)
-    return found
+            holding[tier.name] = is_certified(layout, weights, arithmetic, tier.target, spectra)
+    return holding

@@ -54,8 +54,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]:
     """Return the weight files that stock code would read from a folder, and their index (None for a single file)."""
-    found = next((name for name in SINGLE_OR_SHARDED if (folder / name).exists()), None)
-    if found is None:
+    weights = next((name for name in SINGLE_OR_SHARDED if (folder / name).exists()), None)
+    if weights is None:
         endings = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".ckpt", ".pt", ".ot")
         others = sorted(p.name for p in folder.iterdir() if p.name.endswith(endings))
         if (variant := next((n for n in others if re.fullmatch(r"model\.[^.]+\.safetensors", n)), None)) is not None:
@@ -65,18 +65,18 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
             f"{folder}: no model.safetensors, pytorch_model.bin or index of shards{hint};"
             " load and save the model with transformers to get one"
         )
-    if not found.endswith(".index.json"):
-        return (contained(folder, found),), None
-    index = read_json(contained(folder, found), "index")
+    if not weights.endswith(".index.json"):
+        return (contained(folder, weights),), None
+    index = read_json(contained(folder, weights), "index")
     placed = index.get("weight_map")
     if not isinstance(placed, dict) or not placed:
-        raise UserError(f"{folder / found}: no weight_map; {RESTORE}")
+        raise UserError(f"{folder / weights}: no weight_map; {RESTORE}")
     for name, shard in placed.items():
         if not isinstance(shard, str):
-            raise UserError(f"{folder / found}: the place of tensor {shown(name)} is not a file name; {RESTORE}")
+            raise UserError(f"{folder / weights}: the place of tensor {shown(name)} is not a file name; {RESTORE}")
     files = tuple(contained(folder, shard) for shard in sorted(set(placed.values())))
     for file in files:
         if not os.path.exists(file):  # False for names that no file can have, too
             missing = folder / shortened(file.name)
-            raise UserError(f"{missing} is missing, but {found} names it; fetch it from the original checkpoint")
+            raise UserError(f"{missing} is missing, but {weights} names it; fetch it from the original checkpoint")
     return files, index

@@ -20,6 +20,7 @@ from ..progress import Progress
 T = TypeVar("T")
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try, where the server names none
 LONGEST_WAIT = 600  # seconds that a server may ask to wait; beyond that the run ends and says so
+LONGEST_MESSAGE = 200  # characters of what a server says that are shown
 PASSING = (408, 429, 500, 502, 503, 504)  # Statuses that may be gone a moment later
 
 CUT = ("ReadError", "WriteError", "RemoteProtocolError", "ReadTimeout", "WriteTimeout", "ChunkedEncodingError")
@@ -105,11 +106,11 @@ def redacted(text: object, token: str | None) -> str:
     return line.replace(token, "…") if token else line
 
 
-def server_message(error: BaseException, token: str | None, most: int = 200) -> str:
+def server_message(error: BaseException, token: str | None) -> str:
     """Return what the server said, in one line with the token cut out; empty where it said nothing."""
     said = next((m for e in chain(error) if (m := getattr(e, "server_message", None))), "")
     line = redacted(said, token)
-    return line if len(line) <= most else f"{line[:most]}…"
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]}…"
 
 
 @contextlib.contextmanager

@@ -63,6 +63,8 @@ STOCK = Naming("stock code", ("encoder.block.0.layer.0.SelfAttention.q.weight", 
 WAN = Naming("Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.weight", "norm.weight"), WAN_NAMES)
 NAMINGS = (STOCK, WAN)
 
+TOKENIZER = "spiece_model"  # under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights
+TOKENIZER_FILE = "spiece.model"
 FOLDER_LAYOUT = "hf"  # a folder of stock names, the only layout that is not one file
 
 
@@ -135,17 +137,17 @@ def names_in_files(names: Iterable[str], source: str) -> dict[str, str]:
         any(name.startswith(begin) for name in names) for begin in ("language_model.", "multi_modal_projector.")
     ):
         return {}
-    found: dict[str, str] = {}
+    stored: dict[str, str] = {}
     for name in sorted(names):
         for begin, other in WITH_IMAGES:
             if name.startswith(begin):
                 module = other + name.removeprefix(begin)
-                if module in found or module in names:
-                    twin = found.get(module, module)
+                if module in stored or module in names:
+                    twin = stored.get(module, module)
                     raise UserError(f"{source}: tensor {name} is there as {twin} too; remove one of them")
-                found[module] = name
+                stored[module] = name
                 break
-    return found
+    return stored
 
 
 @cache

@@ -146,10 +146,10 @@ def summary_of(file: Path) -> dict[str, Any] | None:
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
     if (said := metadata_in(file).get(SUMMARY)) is None:
         return None
-    found = files.parse_json(said.encode(), file, "metadata")
-    if not all(isinstance(found.get(key), str) for key in ("layout", "verdict", "proof", "target", "command")):
+    summary = files.parse_json(said.encode(), file, "metadata")
+    if not all(isinstance(summary.get(key), str) for key in ("layout", "verdict", "proof", "target", "command")):
         raise UserError(f"{file}: its metadata are damaged; convert the source again")
-    return found
+    return summary
 
 
 def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
@@ -184,9 +184,9 @@ def way_back_of(file: Path) -> dict[str, Any] | None:
             raise ValueError("cut short or too long")
     except (ValueError, binascii.Error, zlib.error) as error:
         raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again") from error
-    found = files.parse_json(data, file, WAY_BACK)
+    way_back = files.parse_json(data, file, WAY_BACK)
     summary = files.parse_json(metadata.get(SUMMARY, "{}").encode(), file, SUMMARY)
-    parts = (found.get("plan"), found.get("config"), found.get("source"), found.get("weights"))
+    parts = (way_back.get("plan"), way_back.get("config"), way_back.get("source"), way_back.get("weights"))
     if not all(isinstance(part, dict) for part in parts) or summary.get("layout") not in LAYOUTS:
         raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again")
-    return found | {"layout": summary["layout"]}
+    return way_back | {"layout": summary["layout"]}

@@ -113,15 +113,15 @@ def class_of(folder: Path) -> str:
 def components(folder: Path) -> dict[str, tuple[str, str]]:
     """Return the components that a pipeline's index names and that have a folder, in its order, each with the library
     and the class that load it."""
-    found = {
+    parts = {
         name: (kind[0], kind[1])
         for name, kind in read_index(folder).items()
         if not name.startswith("_") and isinstance(kind, list) and [*map(type, kind)] == [str, str]
     }
-    for name in found:
+    for name in parts:
         if Path(name).parts != (name,) or name.startswith("."):
             raise UserError(f"{folder / MODEL_INDEX}: {name!r} is not the name of a folder; {RESTORE}")
-    return {name: kind for name, kind in found.items() if (folder / name).is_dir()}
+    return {name: kind for name, kind in parts.items() if (folder / name).is_dir()}
 
 
 def config_of(folder: Path, name: str) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ def config_of(folder: Path, name: str) -> dict[str, Any] | None:
 def files_below(folder: Path) -> tuple[list[str], list[str]]:
     """Return the names of all files below a folder, and the hidden folders (git's, the Hub client's), which are left
     out; raise UserError for a link that leads out of the folder or in a circle."""
-    found, hidden = [], []
+    files, hidden = [], []
     for root, folders, names in os.walk(folder, followlinks=True):
         here = Path(root)
         for name in sorted(folders):
@@ -145,8 +145,8 @@ def files_below(folder: Path) -> tuple[list[str], list[str]]:
             if real == here.resolve() or real in here.resolve().parents:
                 raise UserError(f"{here / name} is a link to a folder that holds it; remove the link")
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [contained(folder, (here / n).relative_to(folder).as_posix()) for n in sorted(names)]
-    return [path.relative_to(folder).as_posix() for path in found], hidden
+        files += [contained(folder, (here / n).relative_to(folder).as_posix()) for n in sorted(names)]
+    return [path.relative_to(folder).as_posix() for path in files], hidden
 
 
 def variant_of(name: str) -> str | None:
@@ -155,18 +155,18 @@ def variant_of(name: str) -> str | None:
     return next((piece for piece in pieces if piece not in ("safetensors", "bin", "index", "json")), None)
 
 
-def variant_name(name: str, variant: str = VARIANT) -> str:
-    """Return what a file of weights or an index is called as a variant, as transformers and diffusers spell it."""
+def variant_name(name: str) -> str:
+    """Return what a file of weights or an index is called as the variant fp16, as stock code spells it."""
     if name == INDEX:
-        return f"{INDEX.removesuffix('.json')}.{variant}.json"
+        return f"{INDEX.removesuffix('.json')}.{VARIANT}.json"
     stem, shard = re.match(r"([^.-]+)(-\d+-of-\d+)?", name).groups("")  # type: ignore[union-attr]
-    return f"{stem}.{variant}{shard}.safetensors"
+    return f"{stem}.{VARIANT}{shard}.safetensors"
 
 
 def has_variant(names: Iterable[str], folder: str = "") -> bool:
     """Return whether a folder has weights of the variant fp16 in safetensors among the files of these names."""
-    found = (name.removeprefix(f"{folder}/") for name in names if not folder or name.startswith(f"{folder}/"))
-    return any(variant_of(n) == VARIANT for n in found if n.startswith("model") and n.endswith(".safetensors"))
+    own = (name.removeprefix(f"{folder}/") for name in names if not folder or name.startswith(f"{folder}/"))
+    return any(variant_of(n) == VARIANT for n in own if n.startswith("model") and n.endswith(".safetensors"))
 
 
 def used(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
@@ -185,8 +185,8 @@ def used(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
         weights = [name for name in names if is_weights(name)]
         kept += [f"{folder}/{name}" for name in names if name not in weights]
         for ending in ("safetensors", "bin"):
-            found = [name for name in weights if re.search(rf"\.{ending}(\.index\.|$)", name)]
-            if chosen := [name for name in found if variant_of(name) is None] or found:
+            files = [name for name in weights if re.search(rf"\.{ending}(\.index\.|$)", name)]
+            if chosen := [name for name in files if variant_of(name) is None] or files:
                 kept += [f"{folder}/{name}" for name in chosen]
                 break
     return sorted(kept)

@@ -134,105 +134,45 @@ LTX2 = (Reading("text_encoder", None, (Norm("connectors", "forward", 1e-6),)),)
 
 LONGCAT_AUDIO = (Reading("text_encoder"), Reading("text_encoder", (0,), (Norm("", "encode_prompt", 1e-6),)))
 
-FLUX = (
-    "FluxPipeline",
-    "FluxControlPipeline",
-    "FluxControlImg2ImgPipeline",
-    "FluxControlInpaintPipeline",
-    "FluxControlNetPipeline",
-    "FluxControlNetImg2ImgPipeline",
-    "FluxControlNetInpaintPipeline",
-    "FluxFillPipeline",
-    "FluxImg2ImgPipeline",
-    "FluxInpaintPipeline",
-    "FluxKontextPipeline",
-    "FluxKontextInpaintPipeline",
-    "FluxPriorReduxPipeline",
-    "VisualClozePipeline",
-    "VisualClozeGenerationPipeline",
+
+def pipelines(names: str) -> tuple[str, ...]:
+    """Return the classes of these names, each without its ``Pipeline``."""
+    return tuple(f"{name}Pipeline" for name in names.split())
+
+
+FLUX = pipelines(
+    """
+    Flux FluxControl FluxControlImg2Img FluxControlInpaint FluxControlNet FluxControlNetImg2Img
+    FluxControlNetInpaint FluxFill FluxImg2Img FluxInpaint FluxKontext FluxKontextInpaint FluxPriorRedux VisualCloze
+    VisualClozeGeneration
+    """
 )
 
-STABLE_DIFFUSION_3 = (
-    "StableDiffusion3Pipeline",
-    "StableDiffusion3Img2ImgPipeline",
-    "StableDiffusion3InpaintPipeline",
-    "StableDiffusion3ControlNetPipeline",
-    "StableDiffusion3ControlNetInpaintingPipeline",
-    "StableDiffusion3PAGPipeline",
-    "StableDiffusion3PAGImg2ImgPipeline",
+STABLE_DIFFUSION_3 = pipelines(
+    """
+    StableDiffusion3 StableDiffusion3Img2Img StableDiffusion3Inpaint StableDiffusion3ControlNet
+    StableDiffusion3ControlNetInpainting StableDiffusion3PAG StableDiffusion3PAGImg2Img
+    """
 )
 
-ONE_ENCODER = (
-    "AllegroPipeline",
-    "AnyFlowPipeline",
-    "AnyFlowFARPipeline",
-    "AuraFlowPipeline",
-    "BriaPipeline",
-    "ChromaPipeline",
-    "ChromaImg2ImgPipeline",
-    "ChromaInpaintPipeline",
-    "ChronoEditPipeline",
-    "CogVideoXPipeline",
-    "CogVideoXFunControlPipeline",
-    "CogVideoXImageToVideoPipeline",
-    "CogVideoXVideoToVideoPipeline",
-    "CogView3PlusPipeline",
-    "ConsisIDPipeline",
-    "Cosmos2TextToImagePipeline",
-    "Cosmos2VideoToWorldPipeline",
-    "CosmosTextToWorldPipeline",
-    "CosmosVideoToWorldPipeline",
-    "GlmImagePipeline",
-    "HeliosPipeline",
-    "HeliosPyramidPipeline",
-    "IFPipeline",
-    "IFImg2ImgPipeline",
-    "IFImg2ImgSuperResolutionPipeline",
-    "IFInpaintingPipeline",
-    "IFInpaintingSuperResolutionPipeline",
-    "IFSuperResolutionPipeline",
-    "Kandinsky3Pipeline",
-    "Kandinsky3Img2ImgPipeline",
-    "LTXPipeline",
-    "LTXConditionPipeline",
-    "LTXI2VLongMultiPromptPipeline",
-    "LTXImageToVideoPipeline",
-    "LattePipeline",
-    "LucyEditPipeline",
-    "MochiPipeline",
-    "OvisImagePipeline",
-    "PixArtAlphaPipeline",
-    "PixArtSigmaPipeline",
-    "PixArtSigmaPAGPipeline",
-    "SanaPipeline",
-    "SanaControlNetPipeline",
-    "SanaImageToVideoPipeline",
-    "SanaPAGPipeline",
-    "SanaSprintPipeline",
-    "SanaSprintImg2ImgPipeline",
-    "SanaVideoPipeline",
-    "SanaWMPipeline",
-    "SkyReelsV2Pipeline",
-    "SkyReelsV2DiffusionForcingPipeline",
-    "SkyReelsV2DiffusionForcingImageToVideoPipeline",
-    "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
-    "SkyReelsV2ImageToVideoPipeline",
-    "StableAudioPipeline",
-    "WanPipeline",
-    "WanAnimatePipeline",
-    "WanImageToVideoPipeline",
-    "WanVACEPipeline",
-    "WanVideoToVideoPipeline",
+ONE_ENCODER = pipelines(
+    """
+    Allegro AnyFlow AnyFlowFAR AuraFlow Bria Chroma ChromaImg2Img ChromaInpaint ChronoEdit CogVideoX
+    CogVideoXFunControl CogVideoXImageToVideo CogVideoXVideoToVideo CogView3Plus ConsisID Cosmos2TextToImage
+    Cosmos2VideoToWorld CosmosTextToWorld CosmosVideoToWorld GlmImage Helios HeliosPyramid IF IFImg2Img
+    IFImg2ImgSuperResolution IFInpainting IFInpaintingSuperResolution IFSuperResolution Kandinsky3 Kandinsky3Img2Img
+    LTX LTXCondition LTXI2VLongMultiPrompt LTXImageToVideo Latte LucyEdit Mochi OvisImage PixArtAlpha PixArtSigma
+    PixArtSigmaPAG Sana SanaControlNet SanaImageToVideo SanaPAG SanaSprint SanaSprintImg2Img SanaVideo SanaWM
+    SkyReelsV2 SkyReelsV2DiffusionForcing SkyReelsV2DiffusionForcingImageToVideo
+    SkyReelsV2DiffusionForcingVideoToVideo SkyReelsV2ImageToVideo StableAudio Wan WanAnimate WanImageToVideo WanVACE
+    WanVideoToVideo
+    """
 )
 
-SECOND_ENCODER = (
-    "AudioLDM2Pipeline",
-    "HunyuanDiTPipeline",
-    "HunyuanDiTControlNetPipeline",
-    "HunyuanDiTPAGPipeline",
-    "HunyuanImagePipeline",
-    "HunyuanVideo15Pipeline",
-    "HunyuanVideo15ImageToVideoPipeline",
+SECOND_ENCODER = pipelines(
+    """
+    AudioLDM2 HunyuanDiT HunyuanDiTControlNet HunyuanDiTPAG HunyuanImage HunyuanVideo15 HunyuanVideo15ImageToVideo
+    """
 )
 
 PIPELINES: Mapping[str, tuple[Reading, ...]] = {
@@ -247,29 +187,12 @@ PIPELINES: Mapping[str, tuple[Reading, ...]] = {
     "LuminaPipeline": LUMINA,
     "Lumina2Pipeline": LUMINA2,
     **dict.fromkeys(
-        (
-            "ZImagePipeline",
-            "ZImageControlNetPipeline",
-            "ZImageControlNetInpaintPipeline",
-            "ZImageImg2ImgPipeline",
-            "ZImageInpaintPipeline",
-            "ZImageOmniPipeline",
-        ),
-        Z_IMAGE,
+        pipelines("ZImage ZImageControlNet ZImageControlNetInpaint ZImageImg2Img ZImageInpaint ZImageOmni"), Z_IMAGE
     ),
     **dict.fromkeys(
-        (
-            "LTX2Pipeline",
-            "LTX2ConditionPipeline",
-            "LTX2DFRPipeline",
-            "LTX2DFRTemporalRefinePipeline",
-            "LTX2HDRPipeline",
-            "LTX2InContextPipeline",
-            "LTX2ImageToVideoPipeline",
-            "SanaWMLTX2Refiner",
-        ),
-        LTX2,
+        pipelines("LTX2 LTX2Condition LTX2DFR LTX2DFRTemporalRefine LTX2HDR LTX2InContext LTX2ImageToVideo"), LTX2
     ),
+    "SanaWMLTX2Refiner": LTX2,
     "LongCatAudioDiTPipeline": LONGCAT_AUDIO,
 }
 """What each pipeline class reads of its encoders of a supported family. Encoders of other families, such as CLIP, are

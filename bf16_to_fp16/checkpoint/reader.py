@@ -132,7 +132,7 @@ def open_checkpoint(
         folder, revision = download(str(source), subfolder, endpoint)
     if subfolder is not None:
         folder = subfolder_of(folder, subfolder)
-    found = read_config(folder)
+    own_config = read_config(folder)
     files, index = weight_files(folder)
     states = {file: formats.state_of(file) for file in files}
     tensors = collect(files, index, folder)
@@ -142,7 +142,7 @@ def open_checkpoint(
     modules = {name: module for module, name in stored.items()}
     tensors = dict(sorted((modules.get(name, name), info) for name, info in tensors.items()))
     return Checkpoint(
-        folder, str(source), revision, found, tensors, files, index, states, subfolder, stored_names=stored
+        folder, str(source), revision, own_config, tensors, files, index, states, subfolder, stored_names=stored
     )
 
 

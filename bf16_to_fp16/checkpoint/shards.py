@@ -66,39 +66,10 @@ class OutFile:
     size: int
 
 
-def dtype_of(write: Write, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype that a tensor's values have before they are written."""
-    if write.source is not None:
-        return SAFETENSORS_DTYPES[checkpoint.tensors[write.source].dtype]
-    assert write.data is not None
-    return write.data.dtype
-
-
 def reach_of(write: Write) -> int:
     """Return the largest magnitude that the exponents of a tensor's values can have, step by step."""
     axes = [e for e in (write.row_exponents, write.column_exponents) if e is not None and e.numel()]
     return abs(write.exponent) + sum(int(exponents.abs().max()) for exponents in axes)
-
-
-def check_write(write: Write, checkpoint: Checkpoint) -> None:
-    """Raise ValueError for a write that contradicts itself or the checkpoint."""
-    if (write.source is None) == (write.data is None):
-        raise ValueError(f"{write.name}: give either source or data")
-    dtype = dtype_of(write, checkpoint)
-    shape = tuple(write.data.shape) if write.data is not None else checkpoint.tensors[str(write.source)].shape
-    if shape != write.shape:
-        raise ValueError(f"{write.name}: shape {write.shape}, but the values have {shape}")
-    if not dtype.is_floating_point or write.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"{write.name}: cannot write {dtype} as {write.dtype}")
-    for axis, exponents in enumerate((write.row_exponents, write.column_exponents)):
-        if exponents is None:
-            continue
-        if len(write.shape) > 2 or len(write.shape) <= axis or tuple(exponents.shape) != (write.shape[axis],):
-            raise ValueError(
-                f"{write.name}: exponents of shape {tuple(exponents.shape)} on axis {axis} of {write.shape}"
-            )
-    if reach_of(write) > LARGEST_EXPONENT:
-        raise ValueError(f"{write.name}: exponents up to {reach_of(write)}")
 
 
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:

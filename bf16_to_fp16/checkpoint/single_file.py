@@ -19,13 +19,10 @@ import torch
 from ..errors import UserError, shortened
 from . import files, formats
 from .folder import write_json
-from .naming import Naming, found_in
+from .naming import TOKENIZER, TOKENIZER_FILE, Naming, found_in
 from .packing import way_back_of
 from .places import RESTORE
 from .staging import FREE_SPACE_REMEDY, check_free_space, writing
-
-TOKENIZER = "spiece_model"  # under this name ComfyUI keeps the bytes of a SentencePiece model in a file of weights
-TOKENIZER_FILE = "spiece.model"
 
 SCALES = (".scale_weight", ".weight_scale")
 """Endings, in place of ``.weight``, of the scale that an fp8 matrix is multiplied with: ComfyUI's two."""
@@ -98,23 +95,23 @@ def read_any(file: Path) -> dict[str, formats.TensorInfo]:
     if file.suffix == ".gguf":
         raise UserError(f"{file}: GGUF holds quantised weights; give the file in bf16 or fp32 that it was made from")
     safetensors = file.suffix in (".safetensors", ".sft")
-    found = formats.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
-    if not found:
+    tensors = formats.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
+    if not tensors:
         raise UserError(f"{file}: no tensors in it; {RESTORE}")
-    return found
+    return tensors
 
 
 def the_encoder(file: Path, tensors: Mapping[str, formats.TensorInfo], prefix: str | None) -> tuple[str, Naming]:
     """Return the prefix of the T5 in a file and how it is named; raise UserError where there is none or several."""
-    found = found_in(tensors)
+    encoders = found_in(tensors)
     if prefix is not None:
         wanted = f"{prefix.rstrip('.')}." if prefix else ""
-        found = [pair for pair in found if pair[0] == wanted]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = " or ".join((before.rstrip(".") or "''") for before, _ in found)
-        raise UserError(f"{file}: holds {len(found)} T5 models; name one with --subfolder: {names}")
+        encoders = [pair for pair in encoders if pair[0] == wanted]
+    if len(encoders) == 1:
+        return encoders[0]
+    if encoders:
+        names = " or ".join((before.rstrip(".") or "''") for before, _ in encoders)
+        raise UserError(f"{file}: holds {len(encoders)} T5 models; name one with --subfolder: {names}")
     under = "" if prefix is None else f" under {formats.shown(prefix)}"
     some = formats.shown(min(tensors))
     raise UserError(
@@ -131,10 +128,10 @@ def settled_config(
         return given_config(config, tensors), []
     if (inside := way_back_of(file)) is not None:
         return given_config(inside["config"], tensors), [f"{file.name}: has its config inside, from its conversion"]
-    found = inferred_config(tensors, str(file))
-    whole = bool(found["is_encoder_decoder"])
-    found["architectures"] = [CLASSES[found["model_type"]][whole]]
-    return found, [f"{file.name}: {described(found)}, told from names and shapes (--config FILE overrides it)"]
+    inferred = inferred_config(tensors, str(file))
+    whole = bool(inferred["is_encoder_decoder"])
+    inferred["architectures"] = [CLASSES[inferred["model_type"]][whole]]
+    return inferred, [f"{file.name}: {described(inferred)}, told from names and shapes (--config FILE overrides it)"]
 
 
 def scale_of(name: str, tensors: Mapping[str, formats.TensorInfo]) -> formats.TensorInfo | None:
@@ -253,11 +250,11 @@ def inferred_config(tensors: Mapping[str, formats.TensorInfo], where: str) -> di
 
 def number_of_blocks(tensors: Mapping[str, formats.TensorInfo], stack: str, where: str) -> int:
     """Return the number of blocks of a stack; raise UserError where one of them is missing."""
-    found = {int(m[1]) for name in tensors if (m := re.match(rf"{stack}\.block\.(\d{{1,6}})\.", name))}
-    if found and max(found) != len(found) - 1:
-        missing = min(set(range(len(found))) - found)
+    blocks = {int(m[1]) for name in tensors if (m := re.match(rf"{stack}\.block\.(\d{{1,6}})\.", name))}
+    if blocks and max(blocks) != len(blocks) - 1:
+        missing = min(set(range(len(blocks))) - blocks)
         raise UserError(f"{where}: block {missing} of the {stack} is missing; fetch the whole file again")
-    return len(found)
+    return len(blocks)
 
 
 def type_of(tensors: Mapping[str, formats.TensorInfo], vocabulary: int, layers: int, where: str) -> str:

@@ -26,9 +26,9 @@ import torch
 
 from ..system import write_all
 from .files import read_exactly, reading
-from .formats import RunningHash, bytes_of
+from .formats import SAFETENSORS_DTYPES, RunningHash, bytes_of
 from .reader import Checkpoint
-from .shards import FileRecord, Write, check_write, dtype_of, lay_out, reach_of, shards
+from .shards import FileRecord, Write, lay_out, reach_of, shards
 from .staging import created, writing
 
 ELEMENTS = 1 << 18  # elements in a chunk: 512 kB of bf16
@@ -90,10 +90,6 @@ def write_fp16(
     that its source came from and one without source to the last. advance: called with bytes done and in all. Nothing is
     clamped: what is beyond fp16 becomes inf and is counted. Raises UserError for a full disk (before any work where the
     file system can reserve space) and errors of a disk; what was written is then removed."""
-    if len({write.name for write in writes}) != len(writes):
-        raise ValueError("two tensors to write have the same name")
-    for write in writes:
-        check_write(write, checkpoint)
     files = lay_out(shards(checkpoint, writes, max_shard_size), folder, checkpoint.stored_names)
     stats = {write.name: NOTHING for write in writes}
     records: list[FileRecord] = []
@@ -147,7 +143,9 @@ def converted(
 ) -> Iterator[Chunk]:
     """Yield the bytes to write for a tensor, chunk by chunk, each with what adds the bytes read for it to the hash of
     their file; what became of the values is added to the tensor's ``stats``."""
-    dtype = dtype_of(write, checkpoint)
+    if write.data is None:
+        info = checkpoint.tensors[str(write.source)]
+    dtype = SAFETENSORS_DTYPES[info.dtype] if write.data is None else write.data.dtype
     narrow = write.dtype == torch.float16 and dtype != torch.float64 and not write.offset
     wide = torch.float32 if narrow and reach_of(write) <= FP32_REACH else torch.float64
     columns = math.prod(write.shape[1:])
@@ -157,7 +155,6 @@ def converted(
         if write.data is not None:
             source = write.data.reshape(-1)[begin : begin + size]
         else:
-            info = checkpoint.tensors[str(write.source)]
             source, offset = torch.empty(size, dtype=dtype), info.offset + begin * dtype.itemsize
             read_exactly(sources[info.file], bytes_of(source), offset)
             if info.file in hashes:

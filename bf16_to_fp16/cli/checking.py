@@ -18,6 +18,7 @@ from .shared import (
     PATH,
     SAFE,
     UNSAFE,
+    Grouped,
     check_given,
     checked_target,
     config,
@@ -31,6 +32,7 @@ from .shared import (
     source,
     subfolder,
     sweep,
+    verbose,
     write_result,
 )
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from ..report.schema import Report
 
 
-@click.command("audit")
+@click.command("audit", cls=Grouped)
 @source
 @click.option(
     "--regime",
@@ -80,7 +82,7 @@ def audit_command(
     json_file: str | None,
     **options: Any,
 ) -> int:
-    """Run SOURCE in fp16 the ways people run it and measure every site, that is every operation's output."""
+    """Run SOURCE in fp16 in the ways people run it, and measure every operation's output."""
     check_given(source, data, {config: CONFIG}, subfolder)
     checked_target(html, "--html")
     from ..commands.audit import audit
@@ -104,14 +106,14 @@ def audit_command(
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
-@click.command("certify")
+@click.command("certify", cls=Grouped)
 @source
 @click.option(
     "--target",
     type=click.Choice(TARGETS),
     default=TARGETS[0],
     show_default=True,
-    help=" ".join(f"{target.name}: {target.bounded}" for target in RECORDS),
+    help=" ".join(f"{target.name}: every value {target.where}." for target in RECORDS),
 )
 @max_length
 @click.option(
@@ -132,7 +134,7 @@ def certify_command(
     json_file: str | None,
     **options: Any,
 ) -> int:
-    """Bound every site of SOURCE for every input, from its weights alone; nothing is run."""
+    """Bound what any input can make of every value in SOURCE, from its weights alone."""
     check_given(source, None, {config: CONFIG, adapter: "the folder of an adapter"}, subfolder, known=True)
     from ..commands.certify import certify
     from ..report import terminal
@@ -158,7 +160,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
     return going_on_from(source, report.regimes, is_converted(folder / (subfolder or "")), subfolder)
 
 
-@click.command("verify")
+@click.command("verify", cls=Grouped)
 @source
 @click.option(
     "--original",
@@ -171,12 +173,18 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @subfolder
 @device
 @endpoint
+@verbose
 @json_file
 def verify_command(
-    source: str, original: str | None, data: str | None, no_audit: bool, json_file: str | None, **options: Any
+    source: str,
+    original: str | None,
+    data: str | None,
+    no_audit: bool,
+    verbose: bool,
+    json_file: str | None,
+    **options: Any,
 ) -> int:
-    """Check SOURCE, a converted folder, its Hub id or one converted file, against its report: hashes, plan, certificate
-    and audit, all computed again."""
+    """Check a converted folder, file or Hub id against its report, and run it on this machine."""
     if not Path(source).is_file():
         local_folder(source, CONVERTED)
     check_given(original, data)
@@ -188,11 +196,11 @@ def verify_command(
     result = verify(source, original=original, data=data, run_model=run_model, progress=progress, **options)
     write_result(json_file, result)
     if json_file != "-":
-        terminal.print_verification(read(Verification, result))
+        terminal.print_verification(read(Verification, result), verbose=verbose)
     return SAFE if result["verified"] else UNSAFE
 
 
-@click.command("check", epilog=f"The runtimes are an extra: {how_to_install('runtimes')}.")
+@click.command("check", cls=Grouped, epilog=f"The runtimes are an extra: {how_to_install('runtimes')}.")
 @click.argument("out", type=PATH, metavar="OUT")
 @click.option(
     "--runtime",
@@ -209,7 +217,7 @@ def verify_command(
 @seed
 @json_file
 def check_command(out: str, runtime: str, source: str | None, seed: int, json_file: str | None) -> int:
-    """Run OUT in another runtime in fp16, compare it with stock code in fp32, and say which arithmetic was used."""
+    """Run OUT in another runtime, and say how close it comes to fp32 and whether it computed in fp16."""
     check_given(out)
     check_given(source)
     from ..commands.check import check

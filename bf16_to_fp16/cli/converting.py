@@ -13,21 +13,19 @@ from ..checkpoint.places import written_folder
 from ..conversion.options import FLAGS, FOLDER_LAYOUT, Destination, Options
 from ..errors import UserError
 from ..visible import show
-from .publishing import check_publishable, check_publishes, push, status_of
+from .publishing import check_publishable, push, status_of
 from .shared import (
     CONFIG,
     FOLDER,
     SAFE,
     UNSAFE,
-    allow_unsafe,
+    Grouped,
     check_given,
-    endpoint,
     field_option,
     force,
     given_options,
     json_file,
     make_progress,
-    public,
     source,
     verbose,
     write_result,
@@ -37,55 +35,44 @@ if TYPE_CHECKING:
     from ..checkpoint.pipeline import Pipeline
     from ..commands.convert import Conversion
 
-BESIDE = {
-    "data": (click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),),
-    "plan": (
-        click.option(
-            "--finetune",
-            "recipe",
-            type=FOLDER,
-            metavar="RECIPE",
-            help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into"
-            " it.",
-        ),
+BESIDE = (
+    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+    click.option(
+        "--finetune",
+        "recipe",
+        type=FOLDER,
+        metavar="RECIPE",
+        help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into it.",
     ),
-    "max_shard_size": (
-        click.option(
-            "--push-to",
-            metavar="REPO_ID",
-            help="Publish the result without asking; OUT then defaults to the repository's name.",
-        ),
-        click.option(
-            "--adapter",
-            type=FOLDER,
-            metavar="DIR",
-            help="Write this LoRA adapter, trained on what SOURCE was converted from, for SOURCE, a converted folder.",
-        ),
-        public,
-        allow_unsafe,
-        endpoint,
+    click.option(
+        "--push-to",
+        metavar="REPO_ID",
+        help="Publish the result without asking; OUT then defaults to the repository's name.",
     ),
-    "device": (
-        click.option(
-            "--copy", is_flag=True, help="Of a whole pipeline: copy the other files instead of linking large ones."
-        ),
-        force,
-        verbose,
-        json_file,
+    click.option(
+        "--adapter",
+        type=FOLDER,
+        metavar="DIR",
+        help="Write this LoRA adapter, trained on what SOURCE was converted from, for SOURCE, a converted folder.",
     ),
-}
-"""The options of ``convert`` that are no fields of ``Options``, by the field that they follow in ``--help``."""
+    click.option(
+        "--copy", is_flag=True, help="Of a whole pipeline: copy the other files instead of linking large ones."
+    ),
+    force,
+    verbose,
+    json_file,
+)
+"""The options of ``convert`` that are no fields of ``Options``."""
 
 
 def every_option(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command the options of a conversion, and those beside them."""
-    for name in reversed(list(FLAGS)):  # the last decorator is the first in ``--help``
-        for option in (*reversed(BESIDE.get(name, ())), field_option(name)):
-            command = option(command)
+    for option in reversed((*map(field_option, FLAGS), *BESIDE)):  # the last decorator is the first in ``--help``
+        command = option(command)
     return command
 
 
-@click.command("convert")
+@click.command("convert", cls=Grouped)
 @source
 @click.argument("out", type=FOLDER, required=False)
 @every_option
@@ -96,19 +83,15 @@ def convert_command(
     recipe: Path | None,
     push_to: str | None,
     adapter: Path | None,
-    public: bool,
-    allow_unsafe: bool,
-    endpoint: str | None,
     copy: bool,
     force: bool,
     verbose: bool,
     json_file: str | None,
     **fields: Any,
 ) -> int:
-    """Convert SOURCE to an fp16 checkpoint at OUT: bound, observe, plan, rescale, write, certify and audit what was
-    written.
+    """Convert SOURCE to an fp16 checkpoint at OUT, prove what can be proven, run it, and say whether it is safe.
 
-    Of a diffusion pipeline (model_index.json) every supported text encoder is converted, and the rest is linked.
+    Of a diffusion pipeline every supported text encoder is converted, and the rest is linked.
     """
     # As many parameters as options, which click passes one by one; ``fields`` are those of ``Options``.
     if adapter is not None:
@@ -122,17 +105,16 @@ def convert_command(
     if out is not None and not dry_run:
         check_free(out, Path(source), folder=folder, force=force)
     check_together(recipe, push_to, folder=folder, runs=options.run_model and not dry_run)
-    check_publishes(push_to, public=public or allow_unsafe)
     if push_to is not None:
-        check_publishable(push_to, endpoint, dry_run=dry_run)
+        check_publishable(push_to, dry_run=dry_run)
         out = out or Path(push_to.rpartition("/")[2])
     if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
     out = out or Path("OUT")  # of a dry run, which writes nothing
     place = Destination(out, force=force, dry_run=dry_run)
-    if (pipeline := whole_pipeline(source, options, endpoint)) is not None:
+    if (pipeline := whole_pipeline(source, options)) is not None:
         check_whole(source, recipe, push_to)
-        return convert_whole(options, pipeline, place, copy, endpoint, verbose=verbose, json_file=json_file)
+        return convert_whole(options, pipeline, place, copy, verbose=verbose, json_file=json_file)
     if copy:
         raise UserError(f"--copy is for whole pipelines, and {source} is one model; leave it out")
     if folder and out.suffix == ".safetensors":
@@ -144,8 +126,8 @@ def convert_command(
         from ..finetuning.run import convert_or_finetune
 
         run = partial(convert_or_finetune, recipe)
-    result = run(options, source, place, endpoint=endpoint, progress=make_progress())
-    published = push(out, push_to, result, public=public, allow_unsafe=allow_unsafe, endpoint=endpoint)
+    result = run(options, source, place, progress=make_progress())
+    published = push(out, push_to, result)
     write_result(json_file, result.report, published=published)
     if json_file != "-":
         show_conversion(result, published, verbose=verbose)
@@ -177,14 +159,14 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
     return SAFE
 
 
-def whole_pipeline(source: str, options: Options, endpoint: str | None) -> Pipeline | None:
+def whole_pipeline(source: str, options: Options) -> Pipeline | None:
     """Return the pipeline that is to be converted whole, None for one model."""
     if options.subfolder is not None or options.config is not None or options.layout != FOLDER_LAYOUT:
         return None
     from ..checkpoint.pipeline import open_pipeline
     from ..families.known import is_known
 
-    return open_pipeline(source, is_known, endpoint)
+    return open_pipeline(source, is_known, None)
 
 
 def check_whole(source: str, recipe: Path | None, push_to: str | None) -> None:
@@ -201,7 +183,6 @@ def convert_whole(
     pipeline: Pipeline,
     place: Destination,
     copy: bool,
-    endpoint: str | None,
     *,
     verbose: bool,
     json_file: str | None,
@@ -210,7 +191,7 @@ def convert_whole(
     from ..commands.pipeline import convert_pipeline_by
     from ..report import terminal
 
-    result = convert_pipeline_by(options, pipeline, place, copy=copy, endpoint=endpoint, progress=make_progress())
+    result = convert_pipeline_by(options, pipeline, place, copy=copy, progress=make_progress())
     reports = {name: one.report for name, one in result.encoders.items()}
     write_result(json_file, {**result.report, "reports": reports})
     if json_file != "-":
@@ -261,7 +242,7 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
             terminal.print_published(published)
 
 
-@click.command("undo")
+@click.command("undo", cls=Grouped)
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.argument("out", type=FOLDER)
 @click.option("--subfolder", metavar="NAME", help="Folder inside DIR; without it a pipeline is brought back whole.")
@@ -276,7 +257,7 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
 def undo_command(
     folder: Path, out: Path, subfolder: str | None, adapter: Path | None, force: bool, json_file: str | None
 ) -> int:
-    """Write the weights from before the rescaling back, a source's or a finetune's, by the inverse of DIR's plan."""
+    """Bring back the weights from before the rescaling, by the inverse of DIR's plan."""
     if adapter is not None:
         return take_adapter(adapter, out, folder, force=force, json_file=json_file)
     if not folder.is_file():

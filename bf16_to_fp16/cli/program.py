@@ -16,12 +16,13 @@ import click
 
 from ..errors import UserError, shortened
 from ..visible import show
+from .advising import advise_command
 from .checking import audit_command, certify_command, check_command, verify_command
 from .converting import convert_command, undo_command
 from .overview import demo_command, families_command
 from .publishing import publish_command
-from .shared import INTERRUPTED, UNREAD, USAGE
-from .training import advise_command, finetune_command
+from .shared import INTERRUPTED, UNREAD, USAGE, Ordered
+from .training import finetune_command
 
 REPORTS = ("json_file", "html", "picture")  # parameters of the commands that name a file in which a report is written
 
@@ -30,17 +31,8 @@ class _UnreadError(Exception):
     """Nobody reads our output any more."""
 
 
-class _Commands(click.Group):
+class _Commands(Ordered):
     """The commands; of a reader that has gone click itself would make status 1, which here says "unsafe"."""
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        """Return the commands in the order in which they are needed: that in which they were added."""
-        return list(self.commands)
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each command with its whole first sentence, which click itself would cut."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, command.get_short_help_str(500)) for name, command in self.commands.items()])
 
     def invoke(self, context: click.Context) -> Any:
         """Run a command."""
@@ -63,7 +55,7 @@ class _Commands(click.Group):
 @click.version_option(package_name="bf16_to_fp16", message="%(version)s")
 @click.pass_context
 def app(context: click.Context) -> None:
-    """Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16: exactly rescaled, audited, stock-loadable.
+    """Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16, to be loaded by stock libraries.
 
     SOURCE is a local folder, one file of weights or a Hub id (name[@revision]).
     """
@@ -89,7 +81,7 @@ def apart(command: click.Command) -> Callable[..., Any]:
     return checked
 
 
-for command in (
+COMMANDS: tuple[click.Command, ...] = (
     convert_command,
     audit_command,
     certify_command,
@@ -101,9 +93,19 @@ for command in (
     advise_command,
     families_command,
     demo_command,
-):
-    command.callback = apart(command)
+)
+for command in COMMANDS:
     app.add_command(command)
+    for each in command.commands.values() if isinstance(command, click.Group) else [command]:
+        each.callback = apart(each)
+
+MOVED = {
+    "--public": "convert first, then: bf16-to-fp16 publish OUT REPO_ID --public",
+    "--allow-unsafe": "convert first, then: bf16-to-fp16 publish OUT REPO_ID --allow-unsafe",
+    "--endpoint": "set the variable HF_ENDPOINT to the address instead",
+    "--workers": "leave it out; the number of processes is chosen for you",
+}
+"""Options that ``convert`` and ``finetune`` had, and what to do instead."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -130,6 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
     except click.ClickException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "bf16-to-fp16"
         hint = f" (see {command} --help)" if isinstance(error, click.UsageError) else ""
+        if isinstance(error, click.NoSuchOption) and error.option_name in MOVED:
+            return complain(f"{command} has no {error.option_name} any more; {MOVED[error.option_name]}")
         return complain(f"{error.format_message()}{hint}")
     except (KeyboardInterrupt, click.Abort):
         return interrupted()

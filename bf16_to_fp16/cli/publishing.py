@@ -11,45 +11,37 @@ import click
 from ..checkpoint.places import written_folder
 from ..errors import UserError
 from ..visible import show
-from .shared import FOLDER, SAFE, UNSAFE, allow_unsafe, endpoint, json_file, make_progress, public, write_result
+from .shared import FOLDER, SAFE, UNSAFE, Grouped, endpoint, json_file, make_progress, write_result
 
 if TYPE_CHECKING:
     from ..commands.convert import Conversion
 
 
-def check_publishes(push_to: str | None, *, public: bool) -> None:
-    """Raise UserError for options of publishing (``public``: whether any was given) where nothing is published."""
-    if push_to is None and public:
-        raise UserError("--public and --allow-unsafe are for publishing; give --push-to REPO_ID as well")
-
-
-def check_publishable(repo_id: str, endpoint: str | None, *, dry_run: bool = False) -> None:
+def check_publishable(repo_id: str, *, dry_run: bool = False) -> None:
     """Raise UserError for what stands in the way of an upload, which is better known before the work than after it."""
     from ..commands.publish import check_name, token_of
 
     if dry_run:
         raise UserError("a dry run writes nothing to publish; leave out either --dry-run or --push-to")
     check_name(repo_id)
-    token_of(None, endpoint)
+    token_of(None, None)
 
 
-def push(
-    out: Path, repo_id: str | None, result: Conversion, *, allow_unsafe: bool, **options: Any
-) -> dict[str, Any] | None:
-    """Publish what has just been converted and audited, where that is asked for and it is safe or may be unsafe, and
-    return what was done; where that fails, say how to go on."""
+def push(out: Path, repo_id: str | None, result: Conversion) -> dict[str, Any] | None:
+    """Publish what has just been converted and audited, where that is asked for and it is safe, and return what was
+    done; where that fails, say how to go on."""
     if repo_id is None:
         return None
-    if not result.safe and not allow_unsafe:
-        said = f"not published: {out} is unsafe in fp16; give --allow-unsafe to publish it all the same"
-        show(said, aside=True)
+    go_on = f"bf16-to-fp16 publish {out} {repo_id}"
+    if not result.safe:
+        show(f"not published: {out} is unsafe in fp16; to publish it all the same: {go_on} --allow-unsafe", aside=True)
         return None
     from ..commands.publish import publish
 
     try:
-        return publish(out, repo_id, audited=True, allow_unsafe=allow_unsafe, progress=make_progress(), **options)
+        return publish(out, repo_id, audited=True, progress=make_progress())
     except UserError as error:
-        raise UserError(f"{error} ({out} is converted: go on with bf16-to-fp16 publish {out} {repo_id})") from None
+        raise UserError(f"{error} ({out} is converted: go on with {go_on})") from None
 
 
 def status_of(safe: bool, published: dict[str, Any] | None) -> int:
@@ -57,16 +49,18 @@ def status_of(safe: bool, published: dict[str, Any] | None) -> int:
     return SAFE if safe and not (published and published["not_compared"]) else UNSAFE
 
 
-@click.command("publish")
+@click.command("publish", cls=Grouped)
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.argument("repo_id")
 @click.option("--dry-run", is_flag=True, help="Show the files, their sizes and the card; send nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@public
+@click.option("--public", is_flag=True, help="Make the repository public; without it a new one is private.")
 @click.option("--create-pr", is_flag=True, help="Propose the change as a pull request.")
 @click.option("--revision", metavar="BRANCH", help="Branch to upload to; default: main.")
 @click.option("--commit-message", "message", metavar="TEXT", help="First line of the commit.")
-@allow_unsafe
+@click.option(
+    "--allow-unsafe", is_flag=True, help="Publish an unsafe checkpoint; the first line of its card says that it is."
+)
 @click.option("--force", is_flag=True, help="Replace other content that REPO_ID has; its other weights stay.")
 @click.option(
     "--add",
@@ -80,7 +74,7 @@ def status_of(safe: bool, published: dict[str, Any] | None) -> int:
 def publish_command(
     folder: Path, repo_id: str, dry_run: bool, yes: bool, public: bool, json_file: str | None, **options: Any
 ) -> int:
-    """Upload the converted checkpoint in DIR to the Hub, private unless --public, after checking it once more.
+    """Check the converted checkpoint in DIR once more and upload it to the Hub, private unless --public.
 
     The token is that of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped.
     """

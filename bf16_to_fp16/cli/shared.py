@@ -79,11 +79,38 @@ endpoint = click.option(
     "--endpoint", metavar="URL", help="Address of the Hub; default: HF_ENDPOINT, else https://huggingface.co."
 )
 
-public = click.option("--public", is_flag=True, help="Make the repository public; without it a new one is private.")
+EXPERT = {
+    "config", "as_class", "plan", "eps", "margin_bits", "max_length", "max_shard_size", "seed", "sweep",
+    "exact", "max_kl", "copy", "adapter", "attention", "train_mode", "attack_steps", "endpoint",
+    "relative_update", "share", "steps", "window", "z", "message", "revision", "create_pr", "add", "overrides",
+}  # fmt: skip
+"""The parameters that few need, which stand behind the others in ``--help``."""
 
-allow_unsafe = click.option(
-    "--allow-unsafe", is_flag=True, help="Publish an unsafe checkpoint; the first line of its card says that it is."
-)
+
+class Ordered(click.Group):
+    """Commands in the order in which they were added, each with its whole first sentence."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Return the names of the commands, which click itself would sort."""
+        return list(self.commands)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each command with its sentence, which click itself would cut."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(500)) for name, command in self.commands.items()])
+
+
+class Grouped(click.Command):
+    """A command whose help has two groups of options: those that most need, and the others."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options by group."""
+        for title, expert in (("Options", False), ("Options that few need", True)):
+            options = [option for option in self.get_params(context) if isinstance(option, click.Option)]
+            shown = [option.get_help_record(context) for option in options if (option.name in EXPERT) == expert]
+            if rows := [row for row in shown if row is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 def check_given(
@@ -111,9 +138,9 @@ def check_given(
                     LAYOUTS[layout].check_model(family.model_type, str(folder))
             weight_files(folder)
     if data is not None:
-        from ..run.texts import text_file
+        from ..run.texts import local_files
 
-        text_file(data)
+        local_files(data)
     for path, wanted in others.items():
         if path is not None and not Path(path).exists():
             raise UserError(f"{path}: No such file or directory; give {wanted}")

@@ -23,9 +23,10 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known, padding_entry
 from ..families.layout import Layout
-from ..progress import Progress
+from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.build import speaking_of, tiers_of
+from ..report.page import Result
 from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source, dump, regimes_of
 from ..run.batch import describe_batches
@@ -48,7 +49,7 @@ def audit(
     sweep: bool = False,
     device: str | torch.device = "auto",
     config: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report: verdict, regimes with
     every site, environment; of a converted folder, certificate and tiers as well.
@@ -59,7 +60,7 @@ def audit(
     bounds. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda, cuda:N or mps. config: the
     config.json of one file of weights, else inferred. Raises ``UserError`` for what cannot be used.
     """
-    progress = progress or Progress(quiet=True)
+    progress = shown_by(progress)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     check_names(regimes, attention)
@@ -114,7 +115,7 @@ def audit(
         **proven,
         environment=Environment.model_validate(on.environment()),
     )
-    return dump(report if layout is None else speaking_of(report, layout))
+    return Result(dump(report if layout is None else speaking_of(report, layout)))
 
 
 def proof(

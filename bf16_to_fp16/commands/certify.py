@@ -16,12 +16,14 @@ from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import padding_entry
-from ..progress import Progress
+from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.build import speaking_of, tiers_of
+from ..report.page import Result
 from ..report.remedies import NORMALISE_IN_FP32, going_on_from, normalising_is_all, over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, dump
 from ..report.stored import recorded_target
+from ..targets import WHERE
 from .adapter import merged_weights
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def certify(
     device: str | torch.device = "auto",
     config: str | Path | None = None,
     adapter: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Bound every site of ``source`` (folder, file of weights or Hub id) for every input, from its weights rounded to
     fp16, and return the report: verdict, certificate with every site, environment.
@@ -53,7 +55,7 @@ def certify(
     the config.json of one file of weights, else inferred. adapter: the folder of a LoRA adapter for ``source``, whose
     merged weights are then bounded. Raises UserError for a source, adapter or device that cannot be used.
     """
-    progress = progress or Progress(quiet=True)
+    progress = shown_by(progress)
     if max_length < 1:
         raise UserError(f"a maximum length of {max_length} is not a number of positions; give 1 or more")
     on = Device(device, progress)
@@ -64,8 +66,8 @@ def certify(
         weights = merged_weights(Path(adapter), checkpoint.folder, layout, fp16_weights(checkpoint, layout))
         progress.say(f"{checkpoint.name} is bounded as it is when {own_name(adapter)} is merged into it")
     found, tiers = bounded(checkpoint, layout, target, Arithmetic(max_length), on, progress, weights=weights)
-    if (made_for := recorded_target(checkpoint.folder)) not in (None, target):
-        progress.say(f"{checkpoint.name} was converted for {made_for}, which --target {made_for} bounds it for")
+    if (made_for := recorded_target(checkpoint.folder)) in WHERE and made_for != target:
+        progress.say(f"{checkpoint.name} was converted for use {WHERE[made_for]}; --target {made_for} bounds it there")
     described, converted = CertificateEntry.model_validate(found.to_json()), is_converted(checkpoint.folder)
     then = going_on_from(shown_in_a_command(source), {}, converted, subfolder) if adapter is None else MERGE
     unproven = over_limits(described, converted=converted)
@@ -87,4 +89,4 @@ def certify(
         next="" if found.holds else then,
         environment=Environment.model_validate(on.environment()),
     )
-    return dump(speaking_of(report, layout))
+    return Result(dump(speaking_of(report, layout)))

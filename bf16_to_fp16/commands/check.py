@@ -19,7 +19,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..environment import SCHEMA, environment
 from ..errors import UserError
 from ..families.layout import Layout
-from ..progress import Progress
+from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.schema import ArithmeticEntry, ComparisonEntry, Environment, RuntimeCheck, dump
 from ..run import probe
@@ -37,14 +37,14 @@ def check(
     *,
     source: str | Path | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Run ``out`` (folder or Hub id) in ``runtime`` in fp16 and return the verdict, the arithmetic and the comparisons.
 
     source: what it was converted from, run in the same runtime beside it. seed: of the built-in probe, from which the
     rows are taken. Raises UserError for a runtime that is not installed and a checkpoint that cannot be used.
     """
-    progress = progress or Progress(quiet=True)
+    progress = shown_by(progress)
     chosen = runtime_named(runtime)
     checkpoint, layout = opened(out)
     origin = None if source is None else opened(source)

@@ -13,12 +13,13 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any, Unpack
 
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
-from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUTS, FileLayout
+from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUTS, TOKENIZER, TOKENIZER_FILE, FileLayout
 from ..checkpoint.packing import (
     check_out_file,
     metadata_of,
@@ -28,10 +29,10 @@ from ..checkpoint.packing import (
 )
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import WEIGHTS
-from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import scratch, staged
 from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
 from ..conversion.options import (
+    FIXED,
     Destination,
     GivenOptions,
     Options,
@@ -43,13 +44,14 @@ from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..progress import Progress
+from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..ranges import NormRange
 from ..report import build as reports
 from ..report.card import write_card
-from ..report.page import write_page
-from ..report.remedies import NORMALISE_IN_FP32, WITHOUT_EXACT, finetuning_of, normalising_is_all
+from ..report.facts import zero_vector
+from ..report.page import summary, write_page
+from ..report.remedies import LET_EPS_GO, NORMALISE_IN_FP32, WITHOUT_EXACT, finetuning_of, normalising_is_all
 from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
@@ -93,6 +95,10 @@ class Conversion:
         verdict, proof = self.report.get("verdict", "planned"), self.report.get("proof", "nothing written")
         return f"<Conversion: {verdict}, {proof}, out={str(self.out)!r}>"
 
+    def _repr_html_(self) -> str:
+        """Return the verdict and its figures, as a notebook shows them."""
+        return f"<p>{escape(repr(self))}</p>" if self.out is None else summary(read(Report, self.report))
+
 
 def convert(
     source: str | Path,
@@ -101,7 +107,7 @@ def convert(
     dry_run: bool = False,
     force: bool = False,
     endpoint: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **options: Unpack[GivenOptions],
 ) -> Conversion:
     """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out`` and return what was done
@@ -125,10 +131,10 @@ def convert_by(
     *,
     provenance: Provenance | None = None,
     endpoint: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert as ``convert`` does, by ``options``; one step after the other, each from what the last one found."""
-    progress, begun = progress or Progress(quiet=True), time.monotonic()
+    progress, begun = shown_by(progress), time.monotonic()
     options.check()
     place.check(source)
     asked = None if options.target == AUTO else options.target
@@ -192,9 +198,10 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
     broken = report.broken_regimes
     if options.exact and options.plan is None:
         return WITHOUT_EXACT
-    if not broken and not report.unsafe and normalising_is_all(report.uncertified):
+    if zero_vector(report) or (not broken and not report.unsafe and normalising_is_all(report.uncertified)):
         return NORMALISE_IN_FP32
-    return finetuning_of(
+    held = f"{LET_EPS_GO}; " if options.eps == FIXED and options.plan is None else ""
+    return held + finetuning_of(
         source,
         f"{out}-finetuned",
         [name for name in report.regimes if name not in broken] if broken else (),
@@ -211,14 +218,14 @@ def convert_to_file(
     place: Destination,
     *,
     endpoint: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert as ``convert_by`` does, and leave one file in the layout that ``options`` ask for.
 
     The folder is made beside it and then packed, so there must be room for the weights twice. Its config says the eps
     of the tool that is to read the file, so that stock code measures what that tool will compute.
     """
-    progress = progress or Progress(quiet=True)
+    progress = shown_by(progress)
     options.check()
     check_out_file(place.out, Path(source), force=place.force)
     layout = LAYOUTS[options.layout]
@@ -238,13 +245,14 @@ def convert_to_file(
         config = read_json(folder / "config.json", "config")
         back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
         spiece = folder / TOKENIZER_FILE
-        needs = config.get("model_type") in layout.tokenizers
-        inside = (TOKENIZER, spiece) if needs and spiece.is_file() else None
+        model_type = config.get("model_type")
+        lacks = options.without_tokenizer(model_type, folder)
+        inside = (TOKENIZER, spiece) if model_type in layout.tokenizers and not lacks else None
         with progress.step(f"Packing it for --layout {options.layout}"):
             pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back), inside)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
-    notes = (*done.notes, *for_the_tool(report, layout, missing=needs and inside is None))
+    notes = (*done.notes, *for_the_tool(report, layout), *filter(None, [lacks]))
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
 
@@ -262,11 +270,8 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
     )
 
 
-def for_the_tool(report: Report, layout: FileLayout, *, missing: bool) -> tuple[str, ...]:
-    """Return what there is to say of a file to the user of the tool that is to read it.
-
-    missing: whether the tool will not find a tokenizer.
-    """
+def for_the_tool(report: Report, layout: FileLayout) -> tuple[str, ...]:
+    """Return what there is to say of a file to the user of the tool that is to read it."""
     assert report.plan is not None  # of a conversion
     if layout.tool is None:
         eps = report.plan.eps
@@ -280,13 +285,8 @@ def for_the_tool(report: Report, layout: FileLayout, *, missing: bool) -> tuple[
     tier = report.tiers.get("norm-fp16")
     if layout.name == "comfy" and tier is not None and not tier.holds:
         notes.append(
-            f"norm-fp16 does not hold: {tier.reason}; safe where ComfyUI keeps activations in fp32, as it does by"
-            " default, and not where they are fp16"
-        )
-    if missing:
-        notes.append(
-            f"{layout.tool} takes this model's tokenizer from the weights, and the source has none (spiece.model, or"
-            " spiece_model in a file); convert a source that has it"
+            f"not safe where norms compute in fp16: {tier.reason}; safe where ComfyUI keeps activations in fp32,"
+            " as it does by default, and not where they are fp16"
         )
     return tuple(notes)
 

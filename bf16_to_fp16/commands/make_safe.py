@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from html import escape
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, exponents_of, inverse
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.stock import eps_attribute
-from ..targets import MARGIN_BITS, TARGETS
+from ..targets import MARGIN_BITS, TARGETS, WHERE
 from .rescale import observed_plan, opened
 
 MARK = "_made_fp16_safe"  # attribute of a model in memory that has been rescaled: the ``MadeSafe`` that undoes it
@@ -85,12 +86,17 @@ class MadeSafe:
         )
         aside = f", the {tower} aside" if (tower := tower_of(self.plan.family)) else ""
         proof = (
-            f"certified for {self.target}: no input overflows these weights in fp16{aside} (least headroom {at});"
+            f"certified {WHERE[self.target]}: no input overflows these weights in fp16{aside} (least headroom {at});"
             " training moves them, so certify what you save"
             if self.certified
-            else f"not certified for {self.target}: the bound of {self.tightest} {over}; safe on what was observed only"
+            else f"not certified {WHERE[self.target]}: the bound of {self.tightest} {over};"
+            " safe on what was observed only"
         )
         return f"{done}. {proof[0].upper()}{proof[1:]}."
+
+    def _repr_html_(self) -> str:
+        """Return what was done and what is proven, as a notebook shows it."""
+        return f"<p>{escape(str(self))}</p>"
 
     def undo(self, model: Any) -> Any:
         """Take ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.

@@ -12,6 +12,7 @@ import glob
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -29,7 +30,7 @@ from ..conversion.pipelines import Uses, check_linears, met, rescale_linears, re
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known
-from ..progress import Progress
+from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.schema import (
     FileEntry,
@@ -69,6 +70,10 @@ class PipelineConversion:
         said = ", ".join(f"{name}: {done.report.get('verdict', 'planned')}" for name, done in self.encoders.items())
         return f"<PipelineConversion: {said}, out={str(self.out)!r}>"
 
+    def _repr_html_(self) -> str:
+        """Return each encoder's verdict and figures, as a notebook shows them."""
+        return "".join(f"<h4>{escape(name)}</h4>{done._repr_html_()}" for name, done in self.encoders.items())
+
 
 def convert_pipeline(
     source: str | Path,
@@ -78,7 +83,7 @@ def convert_pipeline(
     dry_run: bool = False,
     force: bool = False,
     endpoint: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **options: Unpack[GivenOptions],
 ) -> PipelineConversion:
     """Convert every supported text encoder of a diffusion pipeline (folder or Hub id) to fp16, and bring the rest of
@@ -104,11 +109,11 @@ def convert_pipeline_by(
     *,
     copy: bool = False,
     endpoint: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> PipelineConversion:
     """Convert as ``convert_pipeline`` does, by ``options``: the other files first, which costs least, then each
     encoder."""
-    progress = progress or Progress(quiet=True)
+    progress = shown_by(progress)
     options.check()
     if options.plan is not None and len(pipeline.encoders) > 1:
         raise UserError(f"--plan is for one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
@@ -278,7 +283,12 @@ def read_pipeline(folder: Path) -> PipelineReport:
 
 
 def undo_pipeline(
-    folder: str | Path, out: str | Path, *, force: bool = False, copy: bool = False, progress: Progress | None = None
+    folder: str | Path,
+    out: str | Path,
+    *,
+    force: bool = False,
+    copy: bool = False,
+    progress: Progress | bool | None = None,
 ) -> Undone:
     """Write the source of a converted pipeline back: each encoder by the inverse of its plan, with the names and texts
     that it had, the linears of other components without the powers of two that they carry, and all else linked (or
@@ -286,7 +296,7 @@ def undo_pipeline(
 
     Raises UserError where the folder is no converted pipeline.
     """
-    progress, folder, out = progress or Progress(quiet=True), written_folder(folder), Path(out)
+    progress, folder, out = shown_by(progress), written_folder(folder), Path(out)
     report = read_pipeline(folder)
     check_out(out, folder, force=force, back=True)
     ours = {entry.subfolder for entry in report.encoders}

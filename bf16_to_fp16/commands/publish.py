@@ -28,7 +28,7 @@ from ..conversion.measuring import bounded
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..progress import Progress
+from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.card import listing_files, warned
 from ..report.remedies import going_on_from, over_limits, unsafe_sites
@@ -126,7 +126,11 @@ class Remote:
 
 
 def prepare(
-    folder: str | Path, *, add: Sequence[str | Path] = (), allow_unsafe: bool = False, progress: Progress | None = None
+    folder: str | Path,
+    *,
+    add: Sequence[str | Path] = (),
+    allow_unsafe: bool = False,
+    progress: Progress | bool | None = None,
 ) -> Upload:
     """Check that a converted folder is what its report says, and return it ready to upload, with the single files
     ``add`` beside it, which its card and its report then list.
@@ -134,7 +138,7 @@ def prepare(
     A card that was edited is taken as it is, and its hash put into the report. An unsafe checkpoint needs
     ``allow_unsafe``, and its card says so in its first line. Raises UserError otherwise.
     """
-    progress = progress or Progress(quiet=True)
+    progress = shown_by(progress)
     folder = written_folder(folder)
     check_no_pipeline(folder)
     upload = Upload(folder, read_recorded(folder))
@@ -383,7 +387,7 @@ def publish(
     token: str | None = None,
     audited: bool = False,
     confirm: Any = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Upload a converted folder to a repository of the Hub and return what was done.
 
@@ -396,7 +400,7 @@ def publish(
     true. Raises UserError, one line with the remedy, for whatever stands in the way; the token appears in no message.
     """
     asked = Publication(repo_id, revision, message or MESSAGE, public, create_pr, allow_unsafe, force)
-    progress = progress or Progress(quiet=True)
+    progress = shown_by(progress)
     check_name(repo_id)
     upload = prepare(folder, add=add, allow_unsafe=allow_unsafe, progress=progress)
     from huggingface_hub import HfApi, get_token

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import carry_over, write_json
-from ..checkpoint.naming import LAYOUTS
+from ..checkpoint.naming import LAYOUTS, TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.packing import (
     check_out_file,
     pack,
@@ -21,22 +21,20 @@ from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.shards import WEIGHTS, Write
 from ..checkpoint.side_modules import write_in_fp16
-from ..checkpoint.single_file import TOKENIZER, TOKENIZER_FILE
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..families.configs import with_value, without_value
-from ..families.known import architectures
 from ..families.other_class import names_under
 from ..families.resolve import resolve
-from ..progress import Progress
+from ..progress import Progress, shown_by
 from ..report.schema import REPORT, Source
 from ..report.stored import check_written_files, originals, read_origin, read_packed, read_plan
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, inverse
 
 
-def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: Progress | None = None) -> Path:
+def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: Progress | bool | None = None) -> Path:
     """Write the source's weights back from a converted folder by the inverse of its recorded plan, and return
     ``out``.
 
@@ -47,7 +45,7 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     those that it replaced come from the report. Nothing is claimed of what the weights compute, so whether stock code
     of the installed version agrees is not asked. Raises UserError where the folder has no plan.
     """
-    progress = progress or Progress(quiet=True)
+    progress = shown_by(progress)
     if Path(folder).is_file():
         return undo_file(Path(folder), Path(out), force=force, progress=progress)
     folder, out = written_folder(folder), Path(out)
@@ -76,8 +74,7 @@ def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
 
 def class_before(origin: Source) -> str | None:
     """Return the class that a source's config names, where it was converted for another and can be one of it again."""
-    sides = origin.config_changes.get("architectures", {})
-    return None if "before" not in sides or origin.dropped else architectures({"architectures": sides["before"]})[0]
+    return None if origin.dropped else origin.class_in("before")
 
 
 def write_weights(

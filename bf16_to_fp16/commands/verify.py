@@ -35,9 +35,10 @@ from ..families.layout import Layout
 from ..families.older import differences
 from ..families.other_class import read_as
 from ..families.resolve import resolve
-from ..progress import Progress
+from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.build import Decided, kept_bits_of, signals_of, tiers_of
+from ..report.page import Result
 from ..report.remedies import UNSAFE_BY_REPORT
 from ..report.schema import (
     REPORT,
@@ -55,6 +56,7 @@ from ..report.schema import (
     regimes_of,
 )
 from ..report.stored import Packed, read_packed
+from ..rescaling.edits import listed_edits
 from ..rescaling.plan import Plan
 from ..rescaling.planner import TRAIN_MARGIN_BITS
 from ..run import probe
@@ -87,7 +89,7 @@ def verify(
     subfolder: str | None = None,
     endpoint: str | None = None,
     device: str | torch.device = "auto",
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Check a converted checkpoint (folder, one file or Hub id) against its report and return what was found.
 
@@ -98,7 +100,7 @@ def verify(
     list no hashes); ``problems`` names the others, ``as_reported`` says that they are those of an unsafe checkpoint
     whose report is true. Raises UserError for a source that is not a converted checkpoint.
     """
-    progress = progress or Progress(quiet=True)
+    progress = shown_by(progress)
     if data is not None and not run_model:
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
     on, name, revision, found = Device(device, progress), own_name(source), None, Findings()
@@ -118,38 +120,46 @@ def verify(
     claim, problems = subject.claim, found.problems
     if not problems:
         origin = None if original is None else open_checkpoint(original, endpoint=endpoint)
-        if origin is not None and (other := converted_for(subject.source)) is not None:
+        if origin is not None and (other := subject.source.class_in("after")) is not None:
             origin = read_as(origin, other)
         examine(subject, origin, data, found, run_model=run_model, device=on, progress=progress)
     if subject.packed is None and not problems:
         place = Path(original) if original is not None and Path(original).is_dir() else None
         if (wrong := check_pipeline(subject.place, claim, place)) is not None:
             found.add("pipeline", wrong)
+        elif subfolder is not None and revision is not None:
+            found.notes.append(
+                "only this folder of the repository was looked at; download the whole to check what else a pipeline"
+                " needs changed"
+            )
     if not claim.safe:
         said_in = REPORT if subject.packed is None else subject.place.name
         problems.append(Problem("report", said_in, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
     totals = None
     if found.certificate is not None:
         totals = {key: value for key, value in found.certificate.to_json().items() if key != "sites"}
-    return dump(
-        Verification(
-            schema=SCHEMA,
-            verdict="unsafe" if problems else "safe",
-            verified=not problems,
-            as_reported=not claim.safe and only_what_is_reported(problems, claim),
-            source=Source(path=name, revision=revision),
-            report=Claim(verdict=claim.verdict, proof=claim.proof, family=claim.family),
-            checks=found.outcome,
-            problems=[ProblemEntry(**asdict(problem)) for problem in problems],
-            not_checked=found.unchecked,
-            notes=found.notes,
-            files=files,
-            target=claim.target,
-            certificate=None if totals is None else CertificateEntry.model_validate(totals),
-            tiers=found.tiers,
-            padding=found.padding,
-            regimes=regimes_of(found.regimes),
-            environment=Environment.model_validate(on.environment()),
+    return Result(
+        dump(
+            Verification(
+                schema=SCHEMA,
+                verdict="unsafe" if problems else "safe",
+                verified=not problems,
+                as_reported=not claim.safe and only_what_is_reported(problems, claim),
+                source=Source(path=name, revision=revision),
+                report=Claim(verdict=claim.verdict, proof=claim.proof, family=claim.family),
+                checks=found.outcome,
+                problems=[ProblemEntry(**asdict(problem)) for problem in problems],
+                not_checked=found.unchecked,
+                notes=found.notes,
+                files=files,
+                target=claim.target,
+                certificate=None if totals is None else CertificateEntry.model_validate(totals),
+                tiers=found.tiers,
+                padding=found.padding,
+                regimes=regimes_of(found.regimes),
+                edits=found.edits,
+                environment=Environment.model_validate(on.environment()),
+            )
         )
     )
 
@@ -184,6 +194,7 @@ class Findings:
     padding: int | None = 0
     unchecked: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    edits: int = 0
 
     def add(self, check: str, problems: list[Problem]) -> None:
         """Note how a check ended."""
@@ -212,6 +223,7 @@ def examine(
         found.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
     beside = claim if subject.packed is None else None  # one file lists nothing beside its plan
     found.add("plan", check_plan(checkpoint, layout, plan, subject.source, beside, subject.own_eps))
+    found.edits = 0 if found.problems else len(listed_edits(layout, plan))
     if original is not None:
         replayed = replay(original, checkpoint, plan, subject.source, progress)
         found.unchecked |= replayed.unchecked
@@ -484,12 +496,6 @@ def packed_subject(file: Path) -> Subject:
         raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
     claim = claim.model_copy(update={"family": inside.plan.family})
     return Subject(file, claim, inside.plan, inside.source, longest, inside)
-
-
-def converted_for(source: Source) -> str | None:
-    """Return the class that a checkpoint was converted for, where its source's config names another."""
-    sides = source.config_changes.get("architectures")
-    return None if sides is None else architectures({"architectures": sides.get("after")})[0]
 
 
 def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:

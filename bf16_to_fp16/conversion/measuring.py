@@ -49,6 +49,7 @@ from ..run.agreement import agreed_layout
 from ..run.batch import Batch
 from ..run.lanes import Change, Walk, results_of
 from ..run.stock import attentions_of, load, load_config
+from ..targets import WHERE
 from .editing import change_by, some_of
 from .options import Options
 from .planning import Opened, drifted_outputs
@@ -220,7 +221,7 @@ def bounded(
     weights, modules = weights or fp16_weights(checkpoint, layout), read_side_modules(checkpoint.folder)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
     with products_on(device, "certificate"):
-        with progress.step(f"Bounding every site{whose} for {target}") as advance:
+        with progress.step(f"Bounding every site{whose} {WHERE[target]}") as advance:
             found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
         certificate = with_side_modules(found, layout, modules)
         if tiers:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS
+from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS, TOKENIZER_FILE
 from ..checkpoint.places import own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
@@ -34,7 +34,15 @@ MOST_MARGIN = 12  # bits of margin that leave a signal any room: 65504·2⁻¹²
 
 OF_CONFIG, FIXED = EPS = ("config", "fixed")  # where whoever reads the output has the norms' eps from
 
-SEED = click.IntRange(-(2**63), 2**63 - 1)
+
+class _Seed(click.IntRange):
+    """What torch takes for a seed, the range of which nobody has to read."""
+
+    def _describe_range(self) -> str:
+        return ""
+
+
+SEED = _Seed(-(2**63), 2**63 - 1)
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class Options:
         default=AUTO,
         metadata=flag(
             "--target",
-            "auto: the strictest of half, norm-safe and fp16-accumulate that costs next to nothing. "
+            "Where it must be safe. auto: the strictest of the next three that costs next to nothing. "
             + " ".join(f"{target.name}: {target.made}" for target in RECORDS),
             type=click.Choice((AUTO, *TARGETS)),
             show_default=True,
@@ -125,8 +133,7 @@ class Options:
         default=True,
         metadata=flag(
             "--no-audit",
-            "Audit nothing: plan from the bounds, let the certificate decide, compare a few short rows with the"
-            " source.",
+            "Run nothing but a few short rows: the bounds make the plan, and the certificate decides.",
             read=not_,
             is_flag=True,
         ),
@@ -147,8 +154,7 @@ class Options:
         default=None,
         metadata=flag(
             "--as",
-            "Stock class of the same weights to convert for: that without a head gives last states as the source does;"
-            " default: config.json's, of a sentence-transformers folder the one that loads it.",
+            "Convert for this stock class of the same weights. One without a head gives the source's last states.",
             metavar="CLASS",
         ),
     )
@@ -169,8 +175,7 @@ class Options:
         default=OF_CONFIG,
         metadata=flag(
             "--eps",
-            "config: the norms' eps is rescaled, and the config says so. fixed: it stays, for whoever reads the output"
-            " with an eps of their own, as comfy and wan do.",
+            "config: the norms' eps is rescaled. fixed: it stays, for a tool that has an eps of its own.",
             type=click.Choice(EPS),
             show_default=True,
         ),
@@ -226,7 +231,7 @@ class Options:
         default=None,
         metadata=flag(
             "--max-kl",
-            "Accept an output up to X nats (of states: relative squared error) from the source, where bf16 is nearer.",
+            "Accept an output up to X nats from the source (of states: relative squared error), though bf16 is nearer.",
             written="{:g}".format,
             type=click.FloatRange(0, min_open=True),
             metavar="X",
@@ -279,6 +284,19 @@ class Options:
                 )
         for name in layout.tensors:
             chosen.naming.from_stock(name)  # which refuses what has none
+
+    def without_tokenizer(self, model_type: object, *folders: Path | None) -> str:
+        """Return what to do where the tool of the layout takes the tokenizer from the file, and none of the folders has
+        one; else nothing."""
+        chosen = LAYOUTS.get(self.layout)
+        if chosen is None or model_type not in chosen.tokenizers:
+            return ""
+        if any(folder is not None and (folder / TOKENIZER_FILE).is_file() for folder in folders):
+            return ""
+        return (
+            f"{chosen.tool} takes this model's tokenizer from the weights, and the source has none (spiece.model, or"
+            " spiece_model in a file); convert a source that has it"
+        )
 
     def held_eps(self, layout: Layout) -> float | None:
         """Return the eps of whoever is to read the output, where that does not ask the config; else None."""

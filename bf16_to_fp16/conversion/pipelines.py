@@ -88,7 +88,7 @@ def check_read_at_end(pipeline: Pipeline, name: str, kind: str, config: Mapping[
     """Raise UserError unless an encoder's class gives the states of an encoder, which are read at their end."""
     stock = class_named(kind)
     assert stock is not None
-    if family_of(config).decoder is None or stock.decodes or stock.is_language_model:
+    if family_of(config).decoder is None or stock.decodes:
         raise UserError(
             f"what {pipeline.kind} reads of {name} is not known here, and inner states of a {kind} change by a factor;"
             f" {alone(pipeline, name)}"

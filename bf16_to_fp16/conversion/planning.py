@@ -45,7 +45,7 @@ from ..run.batch import Batch, run_batch
 from ..run.lanes import Change, Walk, results_of
 from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
-from ..targets import AUTO, TIERS
+from ..targets import AUTO, TIERS, WHERE
 from ..wording import counted, listed
 from .editing import (
     Edits,
@@ -107,6 +107,9 @@ def open_source(
     checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)
+    beside = tokenizer_beside(checkpoint.folder, checkpoint.subfolder)
+    if lacks := options.without_tokenizer(layout.family.model_type, checkpoint.folder, beside):
+        progress.say(lacks)
     layout = replace(layout, held_eps=options.held_eps(layout))
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
@@ -418,7 +421,7 @@ def bound_source(
 
     def of(layout: Layout, exponents: Mapping[str, int]) -> Mapping[str, ModuleRange]:
         again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {powers(exponents)}"
-        with progress.step(f"Bounding every site of the source for {target}{again}") as advance:
+        with progress.step(f"Bounding every site of the source {WHERE[target]}{again}") as advance:
             arithmetic = Arithmetic(max_length, planned=exponents)
             how: dict[str, Any] = {"target": target, "spectra": spectra, "advance": advance}
             found = bound(layout, weights(layout), arithmetic, **how)
@@ -536,7 +539,8 @@ def planned_within(exponents: Mapping[str, int], again: str, layout: Layout, cas
     bounds, acceptable = case.grounds.bounds, case.grounds.acceptable
     possible = None if bounds is None else bounds(layout, exponents)
     head = ", with a head apart from the embedding" if layout.tied is False and case.opened.layout.tied else ""
-    with case.progress.step(f"Planning the exponents for {case.options.target}{head}{again}") as advance:
+    place = f" for use {WHERE[case.options.target]}" if case.options.target in WHERE else ""
+    with case.progress.step(f"Planning the exponents{place}{head}{again}") as advance:
         planned = planned_once(layout, case, possible, advance=advance)
     held = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams and f.exponent is not None}
     if acceptable is None or layout.fixed_eps is None or not held:

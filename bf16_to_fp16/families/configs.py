@@ -13,12 +13,12 @@ _NOWHERE = object()
 
 def looked_up(config: Mapping[str, object], key: str, default: object = None) -> object:
     """Return a config's value for a key, which with dots is one of a config inside it; the default for none."""
-    found: object = config
+    value: object = config
     for part in key.split("."):
-        if not isinstance(found, Mapping) or part not in found:
+        if not isinstance(value, Mapping) or part not in value:
             return default
-        found = found[part]
-    return found
+        value = value[part]
+    return value
 
 
 def with_value(config: Mapping[str, object], key: str, value: object) -> dict[str, object]:
@@ -40,31 +40,31 @@ def without_value(config: Mapping[str, object], key: str) -> dict[str, object]:
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """Return for every config key that differs, with dots one of a config inside, its value before and after; an absent
     key has no entry."""
-    found: dict[str, dict[str, object]] = {}
+    differing: dict[str, dict[str, object]] = {}
     for key in (k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)):
         sides = {side: c[key] for side, c in (("before", before), ("after", after)) if key in c}
         old, new = sides.get("before"), sides.get("after")
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found |= {f"{key}.{inner}": each for inner, each in changes(old, new).items()}
+            differing |= {f"{key}.{inner}": each for inner, each in changes(old, new).items()}
         else:
-            found[key] = sides
-    return found
+            differing[key] = sides
+    return differing
 
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
     """Return the config's value for ``key``, or what the stock class takes in its place; None for a part left out."""
-    found = looked_up(config, key)
+    value = looked_up(config, key)
     optional = key in family.nullable
-    if found is None and not (optional and looked_up(config, key, _NOWHERE) is None):
-        found = family.defaults.get(key)
-        if isinstance(found, SameAs):
-            return config_value(family, config, found.key)
-        if isinstance(found, Quotient):
-            over, under = (number_of(family, config, part, "a size") for part in (found.over, found.under))
+    if value is None and not (optional and looked_up(config, key, _NOWHERE) is None):
+        value = family.defaults.get(key)
+        if isinstance(value, SameAs):
+            return config_value(family, config, value.key)
+        if isinstance(value, Quotient):
+            over, under = (number_of(family, config, part, "a size") for part in (value.over, value.under))
             return over // under
-    if found is None and not optional:
+    if value is None and not optional:
         raise UserError(f"config.json has no {key!r}, which {family.title} needs; take it from the original checkpoint")
-    return found
+    return value
 
 
 def full_config(family: Family, config: Mapping[str, object]) -> dict[str, object]:

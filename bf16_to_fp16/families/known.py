@@ -182,12 +182,12 @@ def named(name: object) -> Family | None:
 
 def model_type_of(config: Mapping[str, object]) -> str | None:
     """Return a config's ``model_type``, None where it has none; raise UserError for anything but a name."""
-    found = config.get("model_type")
-    if found is not None and not isinstance(found, str):
+    model_type = config.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
         raise UserError(
-            f"config.json: 'model_type' is {found!r}, and stock code takes one name; write \"t5\" or the like"
+            f"config.json: 'model_type' is {model_type!r}, and stock code takes one name; write \"t5\" or the like"
         )
-    return found
+    return model_type
 
 
 def of_model_type(model_type: object) -> Family | None:

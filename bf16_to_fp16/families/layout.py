@@ -160,7 +160,7 @@ class Layout:
     @property
     def head(self) -> Head | None:
         """What reads the last norm's output; None where users do."""
-        return next((w for w in self.topology if isinstance(w, Head)), None)
+        return next((part for part in self.topology if isinstance(part, Head)), None)
 
     @property
     def gives_probabilities(self) -> bool:
@@ -172,15 +172,16 @@ class Layout:
 
     def stacks(self) -> tuple[ResolvedStack, ...]:
         """Return the encoder and, unless there is none, the decoder."""
-        found: list[tuple[StackEnds, list[Sublayer]]] = []
+        ends_and_sublayers: list[tuple[StackEnds, list[Sublayer]]] = []
         for topology in self.topology:
             if isinstance(topology, StackEnds):
-                found.append((topology, []))
+                ends_and_sublayers.append((topology, []))
             elif not isinstance(topology, Head | Projector):
-                found[-1][1].append(topology)
-        last = len(found) - 1
+                ends_and_sublayers[-1][1].append(topology)
+        last = len(ends_and_sublayers) - 1
         return tuple(
-            ResolvedStack(i == 0, i == last, ends, tuple(sublayers)) for i, (ends, sublayers) in enumerate(found)
+            ResolvedStack(i == 0, i == last, ends, tuple(sublayers))
+            for i, (ends, sublayers) in enumerate(ends_and_sublayers)
         )
 
     def heads(self, attention: Attention) -> int:
@@ -209,14 +210,14 @@ class Layout:
 
         Raises UserError where the config's is not a positive number.
         """
-        found = config_value(self.family, self.config, of.cap) if of.cap else None
-        if found is None:
+        cap = config_value(self.family, self.config, of.cap) if of.cap else None
+        if cap is None:
             return None
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
+        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
             raise UserError(
-                f"config.json: {of.cap!r} is {found!r}, not a positive number; take it from the original checkpoint"
+                f"config.json: {of.cap!r} is {cap!r}, not a positive number; take it from the original checkpoint"
             )
-        return float(found)
+        return float(cap)
 
     def sees(self, attention: Attention, length: int) -> int:
         """Return how many keys a row of an attention's scores has at most, in sequences of up to ``length``."""
@@ -262,13 +263,13 @@ class Layout:
     def feed_forwards(self) -> tuple[FeedForward, ...]:
         """Its feed-forwards in order, each expert among them."""
         return tuple(
-            each for w in self.topology if isinstance(w, FeedForward | Experts) for each in feed_forwards_of(w)
+            each for part in self.topology if isinstance(part, FeedForward | Experts) for each in feed_forwards_of(part)
         )
 
     @property
     def gates(self) -> frozenset[str]:
         """Module paths of the linears whose activation multiplies another's output."""
-        return frozenset(w.gate for w in self.feed_forwards if w.gate)
+        return frozenset(part.gate for part in self.feed_forwards if part.gate)
 
     @property
     def eps(self) -> float:
@@ -278,10 +279,10 @@ class Layout:
         """
         said = {self.family.eps}
         for number, key in enumerate(self.family.eps_keys):
-            found = looked_up(self.config, key, self.family.eps)
-            if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
-                raise UserError(f"config.json: {key!r} is {found!r}, not a small positive number such as 1e-06")
-            said = {float(found)} if not number else {*said, float(found)}
+            eps = looked_up(self.config, key, self.family.eps)
+            if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
+                raise UserError(f"config.json: {key!r} is {eps!r}, not a small positive number such as 1e-06")
+            said = {float(eps)} if not number else {*said, float(eps)}
         if len(said) > 1:
             raise UserError(
                 f"config.json: {' and '.join(map(repr, self.family.eps_keys))} differ, and one exponent of the stream"

@@ -70,23 +70,23 @@ class Style:
         signal = Signal(norm, Kind.FIXED if self.offset else Kind.NORM, self.model, (output_of(norm),))
         return signal, self.norm(norm, None if self.offset else multiplied_by(norm))
 
-    def behind(self, w: Sublayer) -> tuple[Tensor, ...]:
+    def behind(self, wiring: Sublayer) -> tuple[Tensor, ...]:
         """Return the gains between a sublayer and the stream, none where nothing is there."""
-        return self.norm(w.post_norm, multiplied_by(RESIDUAL)) if w.post_norm else ()
+        return self.norm(wiring.post_norm, multiplied_by(RESIDUAL)) if wiring.post_norm else ()
 
 
 PLAIN = Style()
 
 
-def pairs(w: Attention, share: Spread) -> tuple[Spread, Spread]:
+def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
     """Return how queries, and keys, share exponents: where positions are rotary one for each pair of channels.
 
     share: heads of keys, query heads for each, size of a head; () where each channel has its own exponent.
     """
-    if not w.rotary:
+    if not wiring.rotary:
         return share, ()
     kv_heads, heads, size = share
-    if w.interleaved:
+    if wiring.interleaved:
         return (kv_heads, heads, size // 2, 2), (kv_heads, 1, size // 2, 2)
     return (kv_heads, 2 * heads, size // 2), (kv_heads, 2, size // 2)
 
@@ -101,48 +101,59 @@ def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spre
     return (*((-before,) if before else ()), *inside, *((-after,) if after else ()))
 
 
-def attention(w: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
+def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
     """Return the records of an attention that is wired as ``w``; share: how the heads of queries share those of keys
     and values, see ``pairs``.
 
     Queries and keys that go through norms of their own carry the stream's factor, whose eps those norms share. Scores
     carry what queries alone do, or the gains of their norm.
     """
-    query_key, value, scores = f"{w.at}.query_key", f"{w.at}.value", f"{w.at}.scores"
-    signal, gains = style.normalised(w.norm)
-    own, (read, of_keys) = style.reads(w.norm), pairs(w, share)
-    others, columns = (None, style.memory or style.model) if w.memory else (own, style.model)
-    rows = [fused_rows(w.fused, number, spread) for number, spread in enumerate((read, of_keys, ()))]
-    stream = [input_of(w.norm)]
+    query_key, value, scores = f"{wiring.at}.query_key", f"{wiring.at}.value", f"{wiring.at}.scores"
+    signal, gains = style.normalised(wiring.norm)
+    own, (read, of_keys) = style.reads(wiring.norm), pairs(wiring, share)
+    others, columns = (None, style.memory or style.model) if wiring.memory else (own, style.model)
+    rows = [fused_rows(wiring.fused, number, spread) for number, spread in enumerate((read, of_keys, ()))]
+    stream = [input_of(wiring.norm)]
     queries, keys = multiplied_by(query_key, rows[0]), divided_by(query_key, rows[1])
     values = multiplied_by(value, rows[2])
     inner: list[Tensor] = []
-    if w.query_norm:
+    if wiring.query_norm:
         queries = keys = multiplied_by(RESIDUAL)
-        stream += [output_of(w.query), output_of(w.key), input_of(w.query_norm), input_of(w.key_norm)]
-        inner = [*style.norm(w.query_norm, multiplied_by(scores), "head"), *style.norm(w.key_norm, None, "head")]
-        priced = Signal(scores, Kind.ASYMPTOTIC, "head", (), beside=(output_of(w.query_norm),))
+        stream += [
+            output_of(wiring.query),
+            output_of(wiring.key),
+            input_of(wiring.query_norm),
+            input_of(wiring.key_norm),
+        ]
+        inner = [
+            *style.norm(wiring.query_norm, multiplied_by(scores), "head"),
+            *style.norm(wiring.key_norm, None, "head"),
+        ]
+        priced = Signal(scores, Kind.ASYMPTOTIC, "head", (), beside=(output_of(wiring.query_norm),))
         # By a norm's own name plans weigh what it reads by what it gives.
-        names = (f"{w.at}.query", f"{w.at}.key") if style.offset else (w.query_norm, w.key_norm)
-        norms = zip(names, (w.query_norm, w.key_norm), strict=True)
+        names = (f"{wiring.at}.query", f"{wiring.at}.key") if style.offset else (wiring.query_norm, wiring.key_norm)
+        norms = zip(names, (wiring.query_norm, wiring.key_norm), strict=True)
         scored = [Signal(name, Kind.FIXED, "head", (output_of(norm),)) for name, norm in norms]
     else:
-        seen = output_of(w.query, 1, rows[0]), output_of(w.key, -1, rows[1])
+        seen = output_of(wiring.query, 1, rows[0]), output_of(wiring.key, -1, rows[1])
         scored = [Signal(query_key, Kind.QUERY_KEY, style.kv_inner, seen, of_keys)]
-        first = fused_rows(w.fused, 0)
+        first = fused_rows(wiring.fused, 0)
         queries = queries.beside(multiplied_by(scores, first))
-        priced = Signal(scores, Kind.ASYMPTOTIC, style.inner, (), beside=(output_of(w.query, 1, first),))
-    stream.append(output_of(w.output))
-    if w.post_norm:
-        stream += [input_of(w.post_norm), output_of(w.post_norm)]
-    if w.fused:
-        linears = (*style.linear(w.query, "qkv", columns, queries.beside(*queries.others, keys, values), own), *inner)
+        priced = Signal(scores, Kind.ASYMPTOTIC, style.inner, (), beside=(output_of(wiring.query, 1, first),))
+    stream.append(output_of(wiring.output))
+    if wiring.post_norm:
+        stream += [input_of(wiring.post_norm), output_of(wiring.post_norm)]
+    if wiring.fused:
+        linears = (
+            *style.linear(wiring.query, "qkv", columns, queries.beside(*queries.others, keys, values), own),
+            *inner,
+        )
     else:
         linears = (
-            *style.linear(w.query, style.inner, style.model, queries, own),
-            *style.linear(w.key, style.kv_inner, columns, keys, others),
+            *style.linear(wiring.query, style.inner, style.model, queries, own),
+            *style.linear(wiring.key, style.kv_inner, columns, keys, others),
             *inner,
-            *style.linear(w.value, style.kv_inner, columns, values, others),
+            *style.linear(wiring.value, style.kv_inner, columns, values, others),
         )
     return Part(
         signals=(
@@ -150,55 +161,57 @@ def attention(w: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
             signal,
             *scored,
             priced,
-            Signal(value, Kind.VALUE, style.kv_inner, (output_of(w.value, 1, rows[2]), input_of(w.output, share))),
+            Signal(
+                value, Kind.VALUE, style.kv_inner, (output_of(wiring.value, 1, rows[2]), input_of(wiring.output, share))
+            ),
         ),
         tensors=(
             *gains,
             *linears,
-            *style.linear(w.output, style.model, style.inner, multiplied_by(RESIDUAL), divided_by(value, share)),
-            *style.behind(w),
+            *style.linear(wiring.output, style.model, style.inner, multiplied_by(RESIDUAL), divided_by(value, share)),
+            *style.behind(wiring),
         ),
-        topology=w,
+        topology=wiring,
     )
 
 
-def feed_forward(w: FeedForward, style: Style = PLAIN) -> Part:
+def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
     """Return the records of a feed-forward that is wired as ``w``.
 
     Only the linear branch of a gate, or a ReLU, passes a factor through; GELU and SiLU do so far out alone.
     """
-    neuron, gate = f"{w.at}.neuron", f"{w.at}.gate"
-    signal, gains = style.normalised(w.norm)
-    moves = bool(w.gate) or w.activation == "relu"
-    gates, neurons = (fused_rows(w.fused, number) for number in (0, 1))
+    neuron, gate = f"{wiring.at}.neuron", f"{wiring.at}.gate"
+    signal, gains = style.normalised(wiring.norm)
+    moves = bool(wiring.gate) or wiring.activation == "relu"
+    gates, neurons = (fused_rows(wiring.fused, number) for number in (0, 1))
     out, back = multiplied_by(neuron, neurons), divided_by(neuron)
     opened = multiplied_by(gate, gates)
-    if w.gate:
+    if wiring.gate:
         back = back.beside(divided_by(gate))
-    if w.fused:
+    if wiring.fused:
         out = out.beside(opened)
-    seen = output_of(w.linear, 1, neurons), input_of(w.output)
-    pre_activations = Signal(gate, Kind.ASYMPTOTIC, style.ff, (output_of(w.gate, 1, gates),), beside=seen[1:])
-    stream = [input_of(w.norm), output_of(w.output)]
-    if w.post_norm:
-        stream += [input_of(w.post_norm), output_of(w.post_norm)]
-    own = style.reads(w.norm)
-    gated = style.linear(w.gate, style.ff, style.model, opened, own) if w.gate and not w.fused else ()
+    seen = output_of(wiring.linear, 1, neurons), input_of(wiring.output)
+    pre_activations = Signal(gate, Kind.ASYMPTOTIC, style.ff, (output_of(wiring.gate, 1, gates),), beside=seen[1:])
+    stream = [input_of(wiring.norm), output_of(wiring.output)]
+    if wiring.post_norm:
+        stream += [input_of(wiring.post_norm), output_of(wiring.post_norm)]
+    own = style.reads(wiring.norm)
+    gated = style.linear(wiring.gate, style.ff, style.model, opened, own) if wiring.gate and not wiring.fused else ()
     return Part(
         signals=(
             Signal(RESIDUAL, Kind.RESIDUAL, style.model, tuple(stream)),
             signal,
             Signal(neuron, Kind.NEURON if moves else Kind.ASYMPTOTIC, style.ff, seen),
-            *((pre_activations,) if w.gate else ()),
+            *((pre_activations,) if wiring.gate else ()),
         ),
         tensors=(
             *gains,
-            *style.linear(w.linear, f"gate_and_{style.ff}" if w.fused else style.ff, style.model, out, own),
-            *style.linear(w.output, style.model, style.ff, multiplied_by(RESIDUAL), back),
+            *style.linear(wiring.linear, f"gate_and_{style.ff}" if wiring.fused else style.ff, style.model, out, own),
+            *style.linear(wiring.output, style.model, style.ff, multiplied_by(RESIDUAL), back),
             *gated,
-            *style.behind(w),
+            *style.behind(wiring),
         ),
-        topology=w,
+        topology=wiring,
     )
 
 
@@ -207,11 +220,11 @@ def table(name: str, model: str = "model") -> Tensor:
     return Tensor(name, ("vocab", model), (None, multiplied_by(RESIDUAL)))
 
 
-def ends(w: StackEnds, *tensors: Tensor, model: str = "model") -> Part:
+def ends(wiring: StackEnds, *tensors: Tensor, model: str = "model") -> Part:
     """Return where a stack begins and ends, with the tensors that its stream begins with."""
-    positions = [output_of(w.positions.removesuffix(".weight"))] if w.positions else []
-    seen = (output_of(w.embedding), *positions, input_of(w.norm))
-    return Part((Signal(RESIDUAL, Kind.RESIDUAL, model, seen),), tensors, w)
+    positions = [output_of(wiring.positions.removesuffix(".weight"))] if wiring.positions else []
+    seen = (output_of(wiring.embedding), *positions, input_of(wiring.norm))
+    return Part((Signal(RESIDUAL, Kind.RESIDUAL, model, seen),), tensors, wiring)
 
 
 def states(norm: str, style: Style = PLAIN) -> Part:

@@ -46,7 +46,7 @@ def places(layout: Layout) -> Callable[[str], Place]:
     roles: dict[str, str] = {}
     for reader in walk(layout):
         if reader.sublayer is not None:
-            crosses = any(isinstance(w, Attention) and w.memory for w in reader.stack.sublayers)
+            crosses = any(isinstance(sublayer, Attention) and sublayer.memory for sublayer in reader.stack.sublayers)
             roles |= {path: role for path, role in _roles(reader.sublayer, crosses) if path}
 
     def place(site: str) -> Place:
@@ -56,15 +56,15 @@ def places(layout: Layout) -> Callable[[str], Place]:
     return place
 
 
-def _roles(w: Sublayer, crosses: bool) -> Iterator[tuple[str, str]]:
+def _roles(sublayer: Sublayer, crosses: bool) -> Iterator[tuple[str, str]]:
     """Yield the modules of a sublayer that have a role, "" for absent ones; crosses: its stack has cross-attentions."""
     name = FEED_FORWARD
-    if isinstance(w, Attention):
-        name = ATTENTIONS[0] if not crosses else ATTENTIONS[2] if w.memory else ATTENTIONS[1]
-        yield from ((w.at, name), (w.output, name), (w.block_norm, "block sums"))
-        yield from ((w.query_norm, "queries"), (w.key_norm, "keys"))
-    yield from ((each.output, name) for each in feed_forwards_of(w))
-    yield from ((w.norm, name), (w.post_norm, f"behind {name}"))
+    if isinstance(sublayer, Attention):
+        name = ATTENTIONS[0] if not crosses else ATTENTIONS[2] if sublayer.memory else ATTENTIONS[1]
+        yield from ((sublayer.at, name), (sublayer.output, name), (sublayer.block_norm, "block sums"))
+        yield from ((sublayer.query_norm, "queries"), (sublayer.key_norm, "keys"))
+    yield from ((each.output, name) for each in feed_forwards_of(sublayer))
+    yield from ((sublayer.norm, name), (sublayer.post_norm, f"behind {name}"))
 
 
 def places_by_name(sites: Iterable[str]) -> dict[str, Place]:

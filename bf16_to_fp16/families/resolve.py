@@ -131,10 +131,10 @@ def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClas
 
 def carried(checkpoint: TensorSource, family: Family) -> dict[str, ResolvedTensor]:
     """Return the tensors of the model that a projector reads, which carry nothing."""
-    w = family.projector
-    if w is None:
+    projector = family.projector
+    if projector is None:
         return {}
-    found = {name: info for name, info in checkpoint.tensors.items() if name.startswith(f"{w.tower}.")}
+    found = {name: info for name, info in checkpoint.tensors.items() if name.startswith(f"{projector.tower}.")}
     for name in found:
         check_floating(checkpoint, name)
     return {n: ResolvedTensor(n, n, tuple(info.shape), (None,) * len(info.shape)) for n, info in found.items()}

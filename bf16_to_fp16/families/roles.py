@@ -38,22 +38,24 @@ def roles(family: Family) -> Roles:
     """Return a family's roles."""
     first = {stack.layers: 1 for stack in family.stacks}
     configs = [full_config(family, {**first, **variant}) for variant in ({}, *family.variants)]
-    every = [w for stack in family.stacks for config in configs for w in sublayers(stack, config)]
-    attentions = [w for w in every if isinstance(w, Attention)]
-    feed_forwards = [each for w in every for each in feed_forwards_of(w)]
-    biases = (bias.removesuffix(".weight") for w in attentions for bias in (w.bias, w.block_bias) if bias)
+    every = [sublayer for stack in family.stacks for config in configs for sublayer in sublayers(stack, config)]
+    attentions = [sublayer for sublayer in every if isinstance(sublayer, Attention)]
+    feed_forwards = [each for sublayer in every for each in feed_forwards_of(sublayer)]
+    biases = (
+        bias.removesuffix(".weight") for sublayer in attentions for bias in (sublayer.bias, sublayer.block_bias) if bias
+    )
     return Roles(
-        attentions=frozenset(last(w.at) for w in attentions),
-        attention_outputs=tuple(dict.fromkeys(last(w.output) for w in attentions)),
-        feed_forward_outputs=tuple(dict.fromkeys(last(w.output) for w in feed_forwards)),
-        insides=frozenset(last(path) for path in (*(w.act for w in feed_forwards), *biases)),
+        attentions=frozenset(last(sublayer.at) for sublayer in attentions),
+        attention_outputs=tuple(dict.fromkeys(last(sublayer.output) for sublayer in attentions)),
+        feed_forward_outputs=tuple(dict.fromkeys(last(sublayer.output) for sublayer in feed_forwards)),
+        insides=frozenset(last(path) for path in (*(sublayer.act for sublayer in feed_forwards), *biases)),
     )
 
 
 def sublayers(stack: Stack, config: Mapping[str, object]) -> list[Sublayer]:
     """Return how the sublayers of a stack's first block are wired, with a config of every key."""
     topology = [part.topology for part in stack.block(config, 0)]
-    return [w for w in topology if isinstance(w, Attention | FeedForward | Experts)]
+    return [sublayer for sublayer in topology if isinstance(sublayer, Attention | FeedForward | Experts)]
 
 
 def last(path: str) -> str:

@@ -50,10 +50,10 @@ def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
         return values
     before, factors, after = without_ends(spread)
     once = [1 if place % 2 else size for place, size in enumerate(factors)]
-    found = values.view(*once, *values.shape[1:]).expand(*factors, *values.shape[1:]).flatten(0, len(factors) - 1)
+    rows = values.view(*once, *values.shape[1:]).expand(*factors, *values.shape[1:]).flatten(0, len(factors) - 1)
     if not before and not after:
-        return found
-    return torch.cat([found.new_zeros(before, *found.shape[1:]), found, found.new_zeros(after, *found.shape[1:])])
+        return rows
+    return torch.cat([rows.new_zeros(before, *rows.shape[1:]), rows, rows.new_zeros(after, *rows.shape[1:])])
 
 
 def shared(values: torch.Tensor, spread: Spread) -> torch.Tensor:

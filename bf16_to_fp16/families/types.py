@@ -368,16 +368,16 @@ class Projector:
 Sublayer = Attention | FeedForward | Experts
 
 
-def feed_forwards_of(w: Sublayer) -> tuple[FeedForward, ...]:
+def feed_forwards_of(sublayer: Sublayer) -> tuple[FeedForward, ...]:
     """Return the feed-forwards of a sublayer: itself, each expert, or none of an attention."""
-    if isinstance(w, Attention):
+    if isinstance(sublayer, Attention):
         return ()
-    return w.experts if isinstance(w, Experts) else (w,)
+    return sublayer.experts if isinstance(sublayer, Experts) else (sublayer,)
 
 
-def outputs_of(w: Sublayer) -> tuple[str, ...]:
+def outputs_of(sublayer: Sublayer) -> tuple[str, ...]:
     """Return the module paths of a sublayer's output projections: one, or one for each expert."""
-    return tuple(each.output for each in w.experts) if isinstance(w, Experts) else (w.output,)
+    return tuple(each.output for each in sublayer.experts) if isinstance(sublayer, Experts) else (sublayer.output,)
 
 
 Topology = Sublayer | StackEnds | Head | Projector

@@ -59,7 +59,12 @@ class BoundConstraint:
         self._named |= dict(model.named_buffers(remove_duplicate=False))
         self.bounds = DifferentiableBounds(layout, self._named.__getitem__)
         self._owners, self._groups = self.bounds.owners(), groups_of(layout)
-        self._stream = {site for stack in layout.stacks() for w in stack.sublayers for site in (*outputs_of(w), w.add)}
+        self._stream = {
+            site
+            for stack in layout.stacks()
+            for sublayer in stack.sublayers
+            for site in (*outputs_of(sublayer), sublayer.add)
+        }
         self._last: dict[str, Observation] = {}
 
     def begin(self, step: int) -> None:

@@ -55,12 +55,12 @@ class TrainingBatch:
     row_wise: bool = False
     causal: bool = False
 
-    def inputs(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    def inputs(self) -> dict[str, Tensor]:
         """Return the arguments of a stock model, which compares what a causal model gives with the label of the next
         position."""
         labels = self.labels.roll(1, dims=1) if self.labels is not None and self.causal else self.labels
         tensors = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": labels}
-        return {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 Row = tuple[str, str | None]  # text and target of a row; a row whose text is blank is left out
@@ -320,16 +320,16 @@ class Corpus:
 
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
         """Return the batch of (epoch, row, content) of at least one example."""
-        made = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]
+        pairs = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]
         if self.causal:
-            made = [in_one_row(source, target) for source, target in made]
-        ids, mask = stack([torch.tensor(source) for source, _ in made], self.conventions.pad)
+            pairs = [in_one_row(source, target) for source, target in pairs]
+        ids, mask = stack([torch.tensor(source) for source, _ in pairs], self.conventions.pad)
         if self.spare:
             ids = functional.pad(ids, (0, self.spare), value=self.conventions.pad)
             mask = functional.pad(mask, (0, self.spare))
         labels = None
         if self.predicts:
-            labels, _ = stack([torch.tensor(target) for _, target in made], IGNORED_LABEL)
+            labels, _ = stack([torch.tensor(target) for _, target in pairs], IGNORED_LABEL)
         targets = tuple(target or "" for _, _, (_, target) in rows) if self.objective == "pairs" else None
         examples = tuple((epoch, row) for epoch, row, _ in rows)
         return TrainingBatch(ids, mask, labels, examples, targets, row_wise=self.reads_end_token, causal=self.causal)

@@ -7,50 +7,22 @@ however it is cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from ..errors import UserError
 from ..run.batch import IGNORED_LABEL, Batch, values_of
 from ..run.interface import gives_probabilities, is_causal, takes_decoder_ids
 from .corpus import TrainingBatch
-from .states import on_a_disk
-
-
-@dataclass(frozen=True)
-class TopK:
-    """The teacher's ``k`` largest logits of each position that counts: fp32 [positions, k] log probabilities,
-    int64 [positions, k] ids."""
-
-    log_probabilities: Tensor
-    ids: Tensor
 
 
 def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     """Return KL(teacher ‖ student) of each position, in nats; [positions, vocabulary] logits of any dtype."""
     p, q = (logits.float().log_softmax(-1) for logits in (teacher, student))
     return functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
-
-
-def kl_divergence_from_top(student: Tensor, teacher: TopK) -> Tensor:
-    """Return Σ over positions of the KL of the teacher's top k and all else as one outcome: at most the KL of the
-    whole distributions (data-processing inequality), and 0 where they agree."""
-    q = student.float().log_softmax(-1)
-    chosen = q.gather(-1, teacher.ids)
-    p = teacher.log_probabilities
-    # What is left of either is at least fp32's resolution of 1, so that its logarithm is finite.
-    tiny = torch.finfo(torch.float32).eps
-    rest_p = (1 - p.exp().sum(-1)).clamp(min=tiny)
-    rest_q = (1 - chosen.exp().sum(-1)).clamp(min=tiny)
-    return (p.exp() * (p - chosen)).sum() + (rest_p * (rest_p.log() - rest_q.log())).sum()
 
 
 def hidden_error(student: Tensor, teacher: Tensor) -> Tensor:
@@ -145,11 +117,6 @@ class Teacher:
     def _distances(self, student: Tensor, teacher: Tensor) -> Tensor:
         return kl_divergence(student, teacher) if self.chooses else hidden_error(student, teacher)
 
-    def top(self, batch: TrainingBatch, k: int) -> TopK:
-        log_p = self.outputs(batch).log_softmax(-1)
-        values, ids = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
-        return TopK(values, ids)
-
 
 def deal_out(model: Any, device: torch.device) -> Any:
     """Return ``model`` with each process of the default group holding its share of every weight, by FSDP2, which moves
@@ -164,39 +131,3 @@ def deal_out(model: Any, device: torch.device) -> Any:
                 fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
-
-
-class TopStore:
-    """Top-k logits on disk, one file for each step of data of one process, so that no teacher stays in memory."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank = folder, rank
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def _path(self, step: int) -> Path:
-        return self.folder / f"top-{self.rank}-{step:08d}.safetensors"
-
-    def has(self, step: int) -> bool:
-        return self._path(step).is_file()
-
-    def write(self, step: int, passes: list[TopK]) -> None:
-        """Store the passes of one step, whole or not at all."""
-        tensors = {}
-        for i, top in enumerate(passes):
-            tensors[f"{i}.p"] = top.log_probabilities.half().cpu().contiguous()
-            tensors[f"{i}.ids"] = top.ids.to(torch.int32).cpu().contiguous()
-        path = self._path(step)
-        with on_a_disk(path):
-            save_file(tensors, path.with_suffix(".partial"))
-            path.with_suffix(".partial").replace(path)
-
-    def read(self, step: int, index: int, device: torch.device) -> TopK:
-        """Return one pass of one step; raise UserError where it was not computed."""
-        if not self.has(step):
-            raise UserError(f"{self.folder}: step {step} of the teacher's logits is missing; remove the folder")
-        with safe_open(str(self._path(step)), framework="pt") as file:
-            values, ids = file.get_tensor(f"{index}.p"), file.get_tensor(f"{index}.ids")
-        # Rounded to fp16 they may sum to slightly more than 1.
-        log_p = values.float()
-        log_p = log_p - log_p.logsumexp(-1, keepdim=True).clamp(min=0.0)
-        return TopK(log_p.to(device), ids.long().to(device))

@@ -26,6 +26,7 @@ from .mixed_precision import MixedPrecision
 from .processes import Processes
 from .recipe import Recipe
 
+MOST_EXAMPLES = 256  # held-out examples of one evaluation
 MOST_NEW_TOKENS = 64  # of a generated text
 SPARE_BITS = 0.25  # more headroom than was asked for, since the audit's values are rounded otherwise
 ROWS_OF_A_CLASS, MOST_DRAWN = 4, 32  # rows for each class, and batches of random ids in which a class is looked for
@@ -45,8 +46,9 @@ class Evaluator:
 
     def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
         """Return the mean task loss over the positions of ``held``; by kind of input the mean divergence from the
-        teacher and the share of positions with its best choice; the scores of generated texts where wanted."""
-        found: dict[str, Any] = {"held_out_loss": None, "held_out_divergence": None}
+        teacher and the share of positions with its best choice; the scores of generated texts where the data have
+        targets."""
+        measured: dict[str, Any] = {"held_out_loss": None, "held_out_divergence": None}
         with torch.no_grad(), mixed_precision.whole_step():
             for kind, batches in {"held_out": held, **self._others}.items():
                 sums = torch.zeros(4, dtype=torch.float64)
@@ -54,13 +56,13 @@ class Evaluator:
                     sums += self._sums(batch, mixed_precision)
                 task, divergence, same, positions = (float(x) for x in self.processes.sum(sums))
                 if positions and kind == "held_out" and self.corpus.objective != "text":
-                    found["held_out_loss"] = task / positions
+                    measured["held_out_loss"] = task / positions
                 if positions and self.teacher is not None:
-                    found[f"{kind}_divergence"] = divergence / positions
+                    measured[f"{kind}_divergence"] = divergence / positions
                     if self.teacher.chooses:
-                        found[f"{kind}_agreement"] = same / positions
-            texts = self._generate(held, mixed_precision) if self.recipe.evaluation.generate else []
-        return found | scores(texts) if texts else found
+                        measured[f"{kind}_agreement"] = same / positions
+            texts = self._generate(held, mixed_precision)
+        return measured | scores(texts) if texts else measured
 
     @cached_property
     def _others(self) -> dict[str, Sequence[TrainingBatch | Batch]]:
@@ -75,19 +77,19 @@ class Evaluator:
 
     def _of_every_class(self, teacher: Teacher) -> list[TrainingBatch]:
         """A few rows for each class that the teacher gives to some text or, where it gives it to none, random ids."""
-        config, found = self.stock.config, dict[int, list[Tensor]]()
-        texts = [*self.corpus.held_out(self.recipe.evaluation.examples), *self.corpus.unlike()]
+        config, by_class = self.stock.config, dict[int, list[Tensor]]()
+        texts = [*self.corpus.held_out(MOST_EXAMPLES), *self.corpus.unlike()]
         drawn = (random_rows(config, seed=seed) for seed in range(MOST_DRAWN))
         of_random_ids = (in_rows(batch.input_ids, batch.attention_mask) for batch in drawn)
         for number, batch in enumerate(chain(texts, of_random_ids)):
-            full = sum(len(rows) == ROWS_OF_A_CLASS for rows in found.values())
+            full = sum(len(rows) == ROWS_OF_A_CLASS for rows in by_class.values())
             if number >= len(texts) and full == config.num_labels:
                 break
             classes = teacher.outputs(batch).argmax(-1).tolist()
             for ids, mask, chosen in zip(batch.input_ids, batch.attention_mask, classes, strict=True):
-                if len(rows_of_class := found.setdefault(chosen, [])) < ROWS_OF_A_CLASS:
+                if len(rows_of_class := by_class.setdefault(chosen, [])) < ROWS_OF_A_CLASS:
                     rows_of_class.append(ids[mask.bool()])
-        every = [ids for rows_of_class in found.values() for ids in rows_of_class]
+        every = [ids for rows_of_class in by_class.values() for ids in rows_of_class]
         size, padding = self.corpus.data.batch_size, self.corpus.conventions.pad
         return [in_rows(*stack(every[first : first + size], padding)) for first in range(0, len(every), size)]
 
@@ -106,7 +108,7 @@ class Evaluator:
 
     def _generate(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> list[tuple[str, str]]:
         """(Generated, wanted) texts of all processes."""
-        settings, device = self.recipe.evaluation, self.processes.device
+        device = self.processes.device
         pairs: list[tuple[str, str]] = []
         for batch in held:
             if batch.targets is None:
@@ -115,19 +117,19 @@ class Evaluator:
             if batch.causal:
                 ids, mask = prompts(batch, self.corpus.conventions.pad)
             with mixed_precision.forward():
-                made = self.processes.accelerator.unwrap_model(self.model).generate(
+                generated = self.processes.accelerator.unwrap_model(self.model).generate(
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
                     max_new_tokens=MOST_NEW_TOKENS,
-                    num_beams=settings.beams,
+                    num_beams=1,
                     do_sample=False,
                     synced_gpus=self.processes.sharded,
                 )
             # What goes on with its input gives that as well.
-            made = made[:, ids.shape[1] :] if batch.causal else made
-            texts = self.corpus.tokenizer.batch_decode(made, skip_special_tokens=True)
+            generated = generated[:, ids.shape[1] :] if batch.causal else generated
+            texts = self.corpus.tokenizer.batch_decode(generated, skip_special_tokens=True)
             pairs += zip(texts[: len(batch.examples)], batch.targets, strict=False)
-        return [(made, wanted) for made, wanted in self.processes.gather(pairs)]
+        return [(generated, wanted) for generated, wanted in self.processes.gather(pairs)]
 
 
 def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | None:
@@ -173,7 +175,7 @@ def scores(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
         return {}
     names = ("rouge1", "rouge2", "rougeL")
     scorer = rouge_scorer.RougeScorer(list(names), use_stemmer=False)
-    found = [scorer.score(wanted, made) for made, wanted in texts]
-    result = {name: sum(each[name].fmeasure for each in found) / len(found) for name in names}
+    rouges = [scorer.score(wanted, made) for made, wanted in texts]
+    result = {name: sum(each[name].fmeasure for each in rouges) / len(rouges) for name in names}
     bleu = sacrebleu.corpus_bleu([made for made, _ in texts], [[wanted for _, wanted in texts]])
     return result | {"bleu": float(bleu.score)}

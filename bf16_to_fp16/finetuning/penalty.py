@@ -561,15 +561,15 @@ def _where_largest(rows: Tensor) -> Tensor:
     column = torch.arange(size, dtype=torch.int32, device=rows.device)
     # What a processor's caches hold at a time.
     step = max(1, (1 << 18) // max(size, 1)) if rows.device.type == "cpu" else max(count, 1)
-    found = []
+    columns = []
     for part in rows.split(step):
         bits = part.contiguous().view(integer) & positive
         if integer == torch.int32:
             places = bits.eq_(bits.amax(-1, keepdim=True)).mul_(column)
         else:
             places = bits.int().mul_(1 << 16).add_(column)
-        found.append(places.amax(-1).bitwise_and_(0xFFFF))
-    return torch.cat(found).long()
+        columns.append(places.amax(-1).bitwise_and_(0xFFFF))
+    return torch.cat(columns).long()
 
 
 _BITS = {

@@ -103,33 +103,31 @@ class Optimizer(Section):
         return self
 
 
+WARMUP = 50  # steps of the linear rise, the time that Adam's second moments need
+
+
 class Schedule(Section):
-    """How many steps, and the learning rate at each: a linear rise, then a decay."""
+    """How many steps, and the learning rate at each: a linear rise, then half a cosine to 0 at the end."""
 
     steps: Positive = _key(1000, "optimizer steps of the whole run")
     learning_rate: float = _key(4e-3, "its highest value; about 1e-4 where optimizer.relative is false", gt=0)
     advised: bool = _key(
         False, "raise rate and gradient_accumulation together until half the 16-bit weights move at all"
     )
-    warmup: NonNegative = _key(50, "steps of the linear rise")
-    decay: Literal["constant", "linear", "cosine"] = _key("cosine", "shape after the rise")
     bf16_steps: Positive | None = _key(
         None, "steps before [bf16, fp16] turns to fp16; default: until the activations fit"
     )
 
     @model_validator(mode="after")
     def _agree(self) -> Schedule:
-        # The default warm-up gives way to a short run; one that was asked for does not.
-        if self.warmup > self.steps and "warmup" in self.model_fields_set:
-            raise ValueError(f"warmup of {self.warmup} is longer than the {self.steps} steps; make it shorter")
         if self.bf16_steps is not None and self.bf16_steps >= self.steps:
             raise ValueError(f"bf16_steps of {self.bf16_steps} leaves no step for fp16; make it less than steps")
         return self
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the linear rise: ``warmup``, or a tenth of a run too short for the default."""
-        return self.warmup if self.warmup <= self.steps else max(1, self.steps // 10)
+        """Steps of the linear rise: ``WARMUP``, or a tenth of a shorter run."""
+        return WARMUP if self.steps >= 2 * WARMUP else max(1, self.steps // 10)
 
 
 CERTIFIABLE = ("half", "auto")  # targets with which bounds can be held; auto is then half
@@ -145,7 +143,6 @@ class Penalty(Section):
     certify: bool | None = _key(
         None, "hold the bounds too, so that no input can overflow it; true: else unsafe; null: where possible"
     )
-    weight: float | None = _key(None, "a fixed weight instead of the dual ascent", ge=0)
 
     @property
     def trained_bits(self) -> float:
@@ -159,7 +156,6 @@ class Distillation(Section):
     weight: float = _key(
         1.0, "share of the KL in the loss; the text's own task has the rest, and is then learnt", ge=0, le=1
     )
-    top_k: Positive | None = _key(None, "logits per token computed beforehand, so that no teacher stays")
 
 
 class Quality(Section):
@@ -173,18 +169,12 @@ class Quality(Section):
     min_agreement: float | None = _key(
         0.7, "least share of tokens (or rows) with the original's best choice; null: not judged", ge=0, le=1
     )
-    max_loss_rise: float | None = _key(
-        None, "most rise of the held-out loss, as a share of what it was at first; null: not judged", ge=0
-    )
 
 
 class Evaluation(Section):
     """What is measured on the held-out examples during the run, how often, and how the result is attacked."""
 
     every: Positive = _key(100, "steps between evaluations")
-    examples: Positive = _key(256, "most held-out examples of one evaluation")
-    generate: bool = _key(True, "ROUGE and BLEU of generated texts where the data have targets")
-    beams: Positive = _key(1, "beams of the search")
     attack_steps: NonNegative = _key(
         64, "gradient steps of the last search for inputs that break what is not proven; 0: none"
     )
@@ -199,7 +189,6 @@ class Wandb(Section):
 class Logging(Section):
     """Where losses, headroom per layer, loss scale and skipped steps are written."""
 
-    every: Positive = _key(10, "steps between lines")
     wandb: Wandb = Wandb()
 
 
@@ -208,12 +197,6 @@ class Checkpointing(Section):
 
     every: Positive = _key(100, "steps between checkpoints")
     folder: NonBlank | None = _key(None, "where they go; default: beside the output")
-
-
-class Stability(Section):
-    """What happens when the loss spikes."""
-
-    rewinds: NonNegative = _key(3, "times that a spike sends the run back to an earlier checkpoint; 0: never")
 
 
 class Recipe(Section):
@@ -239,7 +222,6 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
     checkpointing: Checkpointing = Checkpointing()
-    stability: Stability = Stability()
     _asked: Recipe | None = PrivateAttr(default=None)
 
     @field_validator("device")
@@ -424,18 +406,19 @@ def _problem(error: Any) -> str:
     return f"{key} is {_shown(value)}, {kind_in_words(value)}; give {wanted}"
 
 
-FIXED = {"attention", "compile"} | {
+FIXED = {"attention", "compile", "stability"} | {
     f"{section}.{name}"
     for section, names in {
         "data": "streaming shuffle_buffer gap_ratio group_by_length seed",
         "optimizer": "name betas epsilon weight_decay clip_norm",
-        "penalty": "train_mode probe search_every dual_step",
-        "distillation": "temperature teacher",
-        "evaluation": "max_new_tokens",
-        "logging": "local",
+        "penalty": "train_mode probe search_every dual_step weight",
+        "schedule": "warmup decay",
+        "distillation": "temperature teacher top_k",
+        "quality": "max_loss_rise",
+        "evaluation": "max_new_tokens examples beams generate",
+        "logging": "local every",
         "logging.wandb": "project entity name",
         "checkpointing": "keep",
-        "stability": "spike_z window skip_batches nonfinite_stop overflow_stop stuck_stop loss_scale loss_scale_window",
     }.items()
     for name in names.split()
 }

@@ -39,7 +39,7 @@ from ..errors import UserError
 from ..families.known import class_of, spare_padding, stock_class
 from ..families.resolve import resolve
 from ..observe.observer import SiteObserver
-from ..progress import Progress
+from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.build import other_sha256
 from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
@@ -74,7 +74,6 @@ OF_A_RUN = {
     START_FOLDER,
     START_OUTPUTS,
     "log.jsonl",
-    "teacher",
     "wandb",
 }
 """What the folder of a run may hold before its first state."""
@@ -88,7 +87,7 @@ def finetune(
     *,
     force: bool = False,
     overrides: tuple[str, ...] = (),
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     endpoint: str | None = None,
 ) -> Conversion | None:
     """Finetune by ``recipe`` and return what ``convert`` made of the trained checkpoint; None on every process but the
@@ -111,6 +110,7 @@ def finetune(
     check_out(out, recipe.source, force=force)  # before a download
     checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
     check_out(out, recipe.source, checkpoint.folder, force=force)
+    progress = shown_by(progress)
     run = train_on_device(recipe, checkpoint, progress, may_stop=asked.is_plain and not force)
     if run.unneeded is not None:
         below = ["--subfolder", recipe.subfolder] if recipe.subfolder else []
@@ -118,7 +118,6 @@ def finetune(
         return replace(run.unneeded, out=None, next=f"{UNNEEDED}: {line} (finetune --force trains all the same)")
     if run.weights is None:
         return None
-    progress = progress or Progress(quiet=True)
     provenance = Provenance(
         command.published().line(),
         lineage_of(checkpoint, asked, run.recipe or recipe, run),
@@ -163,9 +162,7 @@ class Run:
     unneeded: Conversion | None = None
 
 
-def train_on_device(
-    recipe: Recipe, checkpoint: Checkpoint, progress: Progress | None, *, may_stop: bool = False
-) -> Run:
+def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress, *, may_stop: bool = False) -> Run:
     """Train on the recipe's device as ``train`` does; where that runs out of memory, go on from the last state on the
     CPU.
 
@@ -197,7 +194,7 @@ def train(
     checkpoint: Checkpoint,
     place: torch.device | None = None,
     *,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     may_stop: bool = False,
 ) -> Run:
     """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run that the recipe's folder holds.
@@ -224,7 +221,7 @@ def train(
     accelerator = make_accelerator(recipe, place)
     corpus.check_processes(accelerator.num_processes)
     main = accelerator.is_main_process
-    progress = (progress or Progress(quiet=True)) if main else Progress(quiet=True)
+    progress = shown_by(progress) if main else Progress(quiet=True)
     teacher = make_teacher(checkpoint, recipe, accelerator)
     if teacher is not None:
         corpus = with_known_sentinels(corpus, teacher, progress)
@@ -271,14 +268,14 @@ def convert_or_finetune(
     place: Destination,
     *,
     endpoint: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert ``source`` as ``convert_by`` does; where rescaling alone leaves it unsafe, or without a certificate that
     the recipe asks for, finetune it instead.
 
     recipe: a YAML file, whose source, out, subfolder and target are those given here.
     """
-    out, force, progress = place.out, place.force, progress or Progress(quiet=True)
+    out, force, progress = place.out, place.force, shown_by(progress)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("convert runs in one process; under a launcher use finetune")
     given = {"source": str(source), "out": str(out), "target": options.target, "subfolder": options.subfolder}
@@ -428,11 +425,11 @@ def with_known_sentinels(corpus: Corpus, teacher: Teacher, progress: Progress) -
     return other
 
 
-def teacher_loss(teacher: Teacher, corpus: Corpus, batches: int = 2) -> float:
-    """Return the original's mean cross-entropy in nats per target token of the first batches."""
+def teacher_loss(teacher: Teacher, corpus: Corpus) -> float:
+    """Return the original's mean cross-entropy in nats per target token of the first two batches."""
     training_batches = corpus.training_batches()
     total = positions = 0.0
-    for batch in (next(training_batches) for _ in range(batches)):
+    for batch in islice(training_batches, 2):
         labels = batch.labels[counted_positions(batch)] if batch.labels is not None else torch.zeros(0)
         total += float(task_loss(teacher.outputs(batch)[None], labels.to(teacher.device)[None]))
         positions += len(labels)

@@ -22,6 +22,7 @@ from .states import RunFolder
 
 PULLED_STEPS = 16  # steps after one with a site past its target in which a rise of the loss is laid to the penalty
 
+REWINDS = 3  # times that a spike of the loss sends a run back
 LEFT_OUT = 20  # steps of data left out around a spike: PaLM left out 200 to 500, of runs a hundred times as long
 NONFINITE_STOP = 100  # skipped steps in the whole run after which it stops
 OVERFLOW_STOP = 20  # overflows in a row after which the loss scale, 2**20 times smaller, has collapsed
@@ -60,7 +61,7 @@ class Watch:
         raise UserError where the loss diverges and the run has gone back as often as it may."""
         if not seen["taken"]:
             return None
-        may_go_back = len(p.rewinds) < self.recipe.stability.rewinds
+        may_go_back = len(p.rewinds) < REWINDS
         pulled_until = self._pulled_until(p)
         for event in self.detector.update(p.step, seen["loss"], seen["loss_scale"]):
             if event.start <= pulled_until:
@@ -76,7 +77,7 @@ class Watch:
             earlier = [step for step in self.states.steps() if step < event.start]
             if may_go_back and earlier:
                 return earlier[-1], event.start
-            self.progress.say(f"Step {p.step}: the loss spikes; it has gone back as often as it may")
+            self.progress.say(f"Step {p.step}: the loss spikes; rewind limit reached")
         return None
 
     def _pulled_until(self, p: RunPosition) -> float:

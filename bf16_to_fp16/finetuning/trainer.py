@@ -35,7 +35,7 @@ from ..wording import counted
 from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
-from .evaluation import Evaluator, nearest
+from .evaluation import MOST_EXAMPLES, Evaluator, nearest
 from .log import RunLog
 from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision, recomputation
 from .optimizers import make_optimizer
@@ -78,13 +78,12 @@ class Outcome:
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:
-    """Return the learning rate of a step, counted from 0: a linear rise, then constant, or a fall to 0 at the end."""
+    """Return the learning rate of a step, counted from 0: a linear rise, then half a cosine to 0 at the end."""
     rise = schedule.warmup_steps
     if step < rise:
         return schedule.learning_rate * (step + 1) / rise
     done = (step - rise) / max(1, schedule.steps - rise)
-    share = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule.decay]
-    return schedule.learning_rate * share
+    return schedule.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
 
 def freeze_unreached(student: Any) -> None:
@@ -141,10 +140,6 @@ class Trainer:
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.position = RunPosition()
         self.states = RunFolder(folder)
-        stored = recipe.distillation.top_k and teacher
-        # Of one way to share a step each file holds the rows of another.
-        shares = f"{self.processes.world}x{recipe.data.batch_size}x{self.passes}"
-        self.tops = distillation.TopStore(folder / "teacher" / shares, self.processes.rank) if stored else None
         self.watch = Watch(recipe, self.penalty, self.states, self.progress)
         self.evaluator = Evaluator(recipe, corpus, student, self.model, teacher, self.processes)
 
@@ -156,7 +151,6 @@ class Trainer:
             self.stock,
             headroom_bits=wanted.trained_bits,
             form=wanted.form,
-            weight=wanted.weight,
             train_mode=self.recipe.target == "train",
             accumulation=self.passes,
             process_group=torch.distributed.group.WORLD if self.processes.world > 1 else None,
@@ -196,8 +190,6 @@ class Trainer:
         """
         self._continue()
         schedule, p = self.recipe.schedule, self.position
-        if self.tops is not None:
-            self._fill_tops()
         with self.progress.step(f"Finetuning to step {schedule.steps}") as advance, self.penalty or nullcontext():
             if self.constraint is not None and self.constraint.first is None:
                 self.constraint.begin(p.step)
@@ -238,7 +230,6 @@ class Trainer:
     def _step(self) -> dict[str, Any]:
         """Take one optimizer step and return what was seen."""
         p, recipe = self.position, self.recipe
-        data_step = self.training_batches.steps
         batches = [next(self.training_batches) for _ in range(self.passes)]
         positions = self._total(sum(int(distillation.counted_positions(b).sum()) for b in batches))
         rate = learning_rate(recipe.schedule, p.step)
@@ -246,7 +237,7 @@ class Trainer:
             group["lr"] = rate * group.get("scale", 1.0)
         # What holds the bounds afterwards is thousands of small fp32 operations, which its modes would only slow.
         with self.mixed_precision.whole_step():
-            norm, sums = self._search_scale(batches, data_step, positions)
+            norm, sums = self._search_scale(batches, positions)
         taken = norm < math.inf
         p.step += 1
         self._hold_bounds()
@@ -270,8 +261,7 @@ class Trainer:
             # Rows of data, not text: enough to find the batch again.
             rows = [list(example) for batch in batches for example in batch.examples]
             p.skipped.append({"step": p.step, "loss_scale": shown["loss_scale"], "examples": rows})
-        due = not taken or p.step % recipe.logging.every == 0 or p.step == recipe.schedule.steps
-        if self.log is not None and due:
+        if self.log is not None:
             extra: dict[str, Any] = {"skipped": len(p.skipped)}
             if not taken:
                 extra["skipped_examples"] = p.skipped[-1]["examples"]
@@ -294,14 +284,14 @@ class Trainer:
             # A lid that comes down costs some loss for a while, which is no spike to go back from.
             p.pulled = p.step
 
-    def _search_scale(self, batches: Sequence[TrainingBatch], data_step: int, positions: float) -> tuple[float, Tensor]:
+    def _search_scale(self, batches: Sequence[TrainingBatch], positions: float) -> tuple[float, Tensor]:
         """Take a step as ``_attempt`` does; until a first one was taken in fp16 compute it again while a lower loss
         scale may help, so that finding the scale costs no data."""
         scale = self.mixed_precision.loss_scale
         before = None if scale is None or scale.settled else (scale.scale, scale.overflows)
         penalty = None if self.penalty is None else self.penalty.state_dict()
         while True:
-            norm, sums = self._attempt(batches, data_step, positions)
+            norm, sums = self._attempt(batches, positions)
             if before is None or scale is None or norm < math.inf:
                 return norm, sums
             seen = [] if self.penalty is None else self.penalty.observations().values()
@@ -313,7 +303,7 @@ class Trainer:
             if self.penalty is not None and penalty is not None:
                 self.penalty.load_state_dict(penalty)
 
-    def _attempt(self, batches: Sequence[TrainingBatch], data_step: int, positions: float) -> tuple[float, Tensor]:
+    def _attempt(self, batches: Sequence[TrainingBatch], positions: float) -> tuple[float, Tensor]:
         """Forward, backward and optimizer on the batches of a step; return the gradient's norm, infinite or NaN where
         the step was skipped, and the sums of task, divergence and penalty over all processes."""
         p, recipe = self.position, self.recipe
@@ -332,7 +322,7 @@ class Trainer:
             last = index == self.passes - 1
             with self.processes.synchronised(self.model, last):
                 with self.mixed_precision.forward():
-                    loss, task, kl = self._losses(batch, data_step, index)
+                    loss, task, kl = self._losses(batch)
                     anchor = self._reach_beyond_the_data(index)
                 # Processes and passes are averaged; the sum over all of them is what is wanted.
                 total = loss * (self.processes.world * self.passes / max(1.0, positions))
@@ -349,7 +339,7 @@ class Trainer:
         norm = self._finish_step(finite)
         return norm, self.processes.sum(sums)
 
-    def _losses(self, batch: TrainingBatch, data_step: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _losses(self, batch: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the objective (with its graph), the task's loss and the divergence, summed over positions."""
         mix = self.recipe.distillation
         mask = distillation.counted_positions(batch).to(self.device)
@@ -365,11 +355,7 @@ class Trainer:
             learnt = values if mix.weight < 1 else values.detach()  # then it is only shown
             task, kl = distillation.task_loss(learnt, batch.labels.to(self.device)), zero
             if mix.weight > 0 and self.teacher is not None:
-                if self.tops is not None:
-                    top = self.tops.read(data_step, index, self.device)
-                    kl = distillation.kl_divergence_from_top(values[mask], top)
-                else:
-                    kl = distillation.kl_divergence(values[mask], self.teacher.outputs(batch)).sum()
+                kl = distillation.kl_divergence(values[mask], self.teacher.outputs(batch)).sum()
         loss = kl if mix.weight == 1 else task * (1 - mix.weight) + kl * mix.weight
         return loss, task.detach().double(), kl.detach().double()
 
@@ -407,7 +393,7 @@ class Trainer:
         # Of nothing, so that an infinity has no part in it.
         nothing = values_of(out)[..., :0].sum() if self.processes.sharded else None
         share = BEYOND * self.recipe.distillation.weight
-        if not share or self.teacher is None or self.tops is not None or not torch.is_grad_enabled():
+        if not share or self.teacher is None or not torch.is_grad_enabled():
             return nothing
         if not bool(values_of(out).isfinite().all()):
             return nothing
@@ -522,7 +508,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         recipe, p = self.recipe, self.position
-        held = self.corpus.held_out(recipe.evaluation.examples, self.processes.rank, self.processes.world)
+        held = self.corpus.held_out(MOST_EXAMPLES, self.processes.rank, self.processes.world)
         if not held and self.teacher is None:
             return
         self.model.eval()
@@ -637,21 +623,6 @@ class Trainer:
         if self.kept == self.position.step:
             return self.processes.whole_weights(self.model, self.stock)
         return read_tensors(self.states.best(self.kept)) if self.kept and self.processes.main else {}
-
-    def _fill_tops(self) -> None:
-        """Run the teacher over all the data of the run beforehand, and let go of it."""
-        assert self.tops is not None and self.teacher is not None and self.recipe.distillation.top_k is not None
-        steps = self.recipe.schedule.steps + self.recipe.stability.rewinds * LEFT_OUT
-        training_batches = self.corpus.training_batches(self.processes.rank, self.processes.world)
-        with self.progress.step(f"Computing the teacher's {self.recipe.distillation.top_k} best logits") as advance:
-            for step in range(steps):
-                # Each process has files of its own, and a teacher in parts needs all of them.
-                if self.processes.everywhere(self.tops.has(step)):
-                    training_batches.skip(1)
-                    continue
-                batches = [next(training_batches) for _ in range(self.passes)]
-                self.tops.write(step, [self.teacher.top(batch, self.recipe.distillation.top_k) for batch in batches])
-                advance(step + 1, steps)
 
 
 def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path, processes: int = 1) -> None:

@@ -1,7 +1,6 @@
 """Curves of loss and loss scale, from the logs that trainers write.
 
-``read_log`` reads the state of a transformers Trainer, CSV, JSONL, and offline runs of wandb. The last need no wandb:
-the file is a log of records in leveldb's format, and of each record a few protobuf fields are looked at.
+``read_log`` reads the state of a transformers Trainer, CSV and JSONL.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ import csv
 import io
 import json
 import math
-import struct
 import sys
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ SCALE_NAMES = ("loss_scale", "scale", "train/loss_scale", "train/scale", "loss_s
 
 
 def read_log(path: str | Path) -> Curve:
-    """Return the losses in a log: ``trainer_state.json`` of a Trainer, CSV, JSONL, ``.wandb``, or a folder with one.
+    """Return the losses in a log: ``trainer_state.json`` of a Trainer, CSV, JSONL, or a folder with one.
 
     Rows without a loss are left out; a loss scale logged on a row of its own belongs to the losses after it. Raises
     UserError for a file that is none of these, has no losses or is not UTF-8.
@@ -43,29 +40,24 @@ def read_log(path: str | Path) -> Curve:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a trainer_state.json, .csv, .jsonl or .wandb") from error
+        raise UserError(f"{path}: {error.strerror}; give a trainer_state.json, .csv or .jsonl") from error
     if not content.strip():
         raise UserError(f"{path}: the log is empty; give one of a run that has logged losses")
-    if path.suffix == ".wandb":
-        return _curve(path, _wandb_rows(path, content))
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}; give a .json, .jsonl, .csv or .wandb") from error
-    readers = {".json": _json_rows, ".jsonl": _jsonl_rows, ".csv": _csv_rows}
-    reader = readers.get(path.suffix.lower())
+    reader = {".json": _json_rows, ".jsonl": _jsonl_rows, ".csv": _csv_rows}.get(path.suffix.lower())
     if reader is None:
-        raise UserError(f"{path}: unknown kind of log {path.suffix!r}; use .json, .jsonl, .csv or .wandb")
-    return _curve(path, reader(path, text))
+        raise UserError(f"{path}: unknown kind of log {path.suffix!r}; use .json, .jsonl or .csv (wandb exports CSV)")
+    try:
+        return _curve(path, reader(path, content.decode("utf-8-sig")))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}; give a .json, .jsonl or .csv") from error
 
 
 def _in_folder(folder: Path) -> Path:
-    named = ("log.jsonl", "trainer_state.json", "*.wandb")
-    for pattern in (*named, "checkpoint-*/trainer_state.json", "latest-run/*.wandb"):
-        found = sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime, path.name))
-        if found:
-            return found[-1]
-    raise UserError(f"{folder}: no trainer_state.json and no .wandb in the folder, nor log.jsonl; give the log's file")
+    for pattern in ("log.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json"):
+        logs = sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime, path.name))
+        if logs:
+            return logs[-1]
+    raise UserError(f"{folder}: no trainer_state.json and no log.jsonl in the folder; give the log's file")
 
 
 def _json_rows(path: Path, text: str) -> list[Any]:
@@ -122,8 +114,8 @@ def _curve(path: Path, rows: Iterable[Any]) -> Curve:
     scales: list[float | None] = []
     latest: float | None = None
     for number, row in enumerate(flat):
-        found = _number(path, number, scale, row)
-        latest = latest if found is None else found
+        logged = _number(path, number, scale, row)
+        latest = latest if logged is None else logged
         value = _number(path, number, loss, row)
         if value is None and "skipped_examples" in row:
             value = math.nan  # a step that a finetune could not take; its log has null for NaN
@@ -152,85 +144,3 @@ def _number(path: Path, row: int, name: str | None, values: Mapping[str, Any]) -
         return math.copysign(math.inf, number) if abs(number) == sys.float_info.max else number
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: row {row + 1}: {name} is {value!r}, which is no number; mend that row") from error
-
-
-_LOG_BLOCK_BYTES, _LOG_HEADER_BYTES = 32768, 7
-
-_SCHEMA = """
-name: "history.proto"
-message_type {
-  name: "Record"
-  field { number: 2 name: "history" type: TYPE_MESSAGE type_name: "History" label: LABEL_OPTIONAL }
-}
-message_type {
-  name: "History"
-  field { number: 1 name: "items" type: TYPE_MESSAGE type_name: "Item" label: LABEL_REPEATED }
-}
-message_type {
-  name: "Item"
-  field { number: 1 name: "key" type: TYPE_BYTES label: LABEL_OPTIONAL }
-  field { number: 2 name: "nested_key" type: TYPE_BYTES label: LABEL_REPEATED }
-  field { number: 4 name: "boolean" type: TYPE_BOOL label: LABEL_OPTIONAL }
-  field { number: 5 name: "integer" type: TYPE_SINT64 label: LABEL_OPTIONAL }
-  field { number: 6 name: "number" type: TYPE_DOUBLE label: LABEL_OPTIONAL }
-  field { number: 8 name: "json" type: TYPE_BYTES label: LABEL_OPTIONAL }
-  field { number: 16 name: "value_json" type: TYPE_BYTES label: LABEL_OPTIONAL }
-}
-"""
-"""What wandb's protobuf messages say of logged numbers; older versions write every value as ``value_json``."""
-
-
-def _wandb_rows(path: Path, content: bytes) -> Iterator[dict[str, Any]]:
-    """The logged rows of an offline run: the numbers in the histories among its records."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory, text_format
-
-    pool = descriptor_pool.DescriptorPool()
-    schema = text_format.Parse(_SCHEMA, descriptor_pb2.FileDescriptorProto())
-    pool.AddSerializedFile(schema.SerializeToString())
-    parse = message_factory.GetMessageClass(pool.FindMessageTypeByName("Record")).FromString
-    for data in _records(path, content):
-        try:
-            record = parse(data)
-        except message.DecodeError:  # no record of wandb's
-            continue
-        if record.HasField("history"):
-            row = {
-                (item.key or b"/".join(item.nested_key)).decode("utf-8", "replace"): _field_value(item)
-                for item in record.history.items
-            }
-            yield {name: value for name, value in row.items() if isinstance(value, (int, float))}
-
-
-def _field_value(item: Any) -> Any:
-    for name in ("number", "integer", "boolean"):
-        if item.HasField(name):
-            return getattr(item, name)
-    try:
-        value = loads(item.value_json or item.json)
-    except ValueError:  # neither, or no JSON
-        return None
-    # Infinities and NaN are written as text.
-    unnamed = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-    return unnamed.get(value) if isinstance(value, str) else value
-
-
-def _records(path: Path, content: bytes) -> Iterator[bytes]:
-    """The records of a leveldb log with wandb's head, checked; a last one that was cut off by a kill is left out."""
-    if content[:4] != b":W&B":
-        raise UserError(f"{path}: not a wandb file; give the .wandb of an offline run")
-    parts = b""
-    for block in range(0, len(content), _LOG_BLOCK_BYTES):
-        place, end = block or _LOG_HEADER_BYTES, min(block + _LOG_BLOCK_BYTES, len(content))
-        while place + 7 <= end:
-            checksum, length, kind = struct.unpack_from("<IHB", content, place)
-            data = content[place + 7 : place + 7 + length]
-            if kind == 0 and not length:  # what a crash leaves of a block: zeros
-                break
-            if len(data) < length:
-                return
-            if zlib.crc32(data, zlib.crc32(bytes([kind]))) != checksum:
-                raise UserError(f"{path}: damaged at byte {place}; copy the file again from where it was written")
-            place += 7 + length
-            parts = data if kind in (1, 2) else parts + data  # 1 whole, 2 first, 3 middle, 4 last
-            if kind in (1, 4):
-                yield parts

@@ -1,4 +1,4 @@
-"""What a training log says, for people: each event with its steps and usual cause, as text, a picture and a page.
+"""What a training log says, for people: each event with its steps and usual cause, as text and as a picture.
 
 ``logs`` reads the curves and ``detector`` finds the events, while a finetune runs as well as afterwards.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,21 +17,35 @@ from ..errors import UserError
 from ..svg import follow_schemes
 from .detector import events
 from .events import EVENT_KINDS, Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike
-from .figure import curve_svg, draw_curve
 from .logs import read_log
 
 BARS = "▁▂▃▄▅▆▇█"
 LETTERS: dict[type[Event], str] = {Spike: "S", Divergence: "D", Plateau: "P", ResumeBump: "R", ScaleCollapse: "C"}
 PICTURES = (".svg", ".png", ".pdf")
 
+FACTS = {
+    "svg": {"Date": None, "Creator": "bf16-to-fp16", "Format": None, "Type": None},
+    "png": {"Software": "bf16-to-fp16"},
+    "pdf": {"Creator": "bf16-to-fp16"},
+}
+"""What a picture's own metadata say, by its format: that this program drew it, and so may replace it."""
+
+_COLOURS = {
+    "Spike": "#d62728",
+    "Divergence": "#8c1d40",
+    "Plateau": "#7f7f7f",
+    "ResumeBump": "#ff7f0e",
+    "ScaleCollapse": "#9467bd",
+}
+
 
 def advise_losses(log: str | Path, *, z: float = 6.0, window: int = 64) -> dict[str, Any]:
     """Return the events of a training log: ``events``, each with kind, start, end (None: it lasts), size and cause.
 
-    log: the state of a transformers Trainer, CSV, JSONL (this project's own too), an offline run of wandb, or a folder
-    with one of them. z, window: as ``detector.Detector`` takes them. Further keys: ``log``, ``losses`` (how many),
-    ``first_step``, ``last_step``, ``last_loss`` and ``counts`` by kind. Raises UserError for a log that cannot be read,
-    has no losses, or fewer than half a window.
+    log: the state of a transformers Trainer, CSV, JSONL (this project's own too), or a folder with one of them. z,
+    window: as ``detector.Detector`` takes them. Further keys: ``log``, ``losses`` (how many), ``first_step``,
+    ``last_step``, ``last_loss`` and ``counts`` by kind. Raises UserError for a log that cannot be read, has no losses,
+    or fewer than half a window.
     """
     return loss_report(str(log), read_log(log), z=z, window=window)[0]
 
@@ -39,8 +54,8 @@ def loss_report(name: str, curve: Curve, *, z: float, window: int) -> tuple[dict
     """Return the report on a curve and its events."""
     if window < 16 or not z > 0:
         raise UserError(f"a window of {window} and a z of {z:g} compare nothing; give at least 16, and a positive z")
-    found = events(curve, z=z, window=window)
-    if len(curve.losses) < window // 2 and not found:
+    curve_events = events(curve, z=z, window=window)
+    if len(curve.losses) < window // 2 and not curve_events:
         raise UserError(
             f"{name}: {len(curve.losses)} losses are too few to compare with each other; log every step, or give a"
             f" --window under {2 * len(curve.losses)} (at least 16)"
@@ -54,9 +69,9 @@ def loss_report(name: str, curve: Curve, *, z: float, window: int) -> tuple[dict
         "last_loss": curve.losses[-1],
         "z": z,
         "window": window,
-        "counts": {kind: sum(event.kind == kind for event in found) for kind in EVENT_KINDS},
-        "events": [event.to_json() for event in found],
-    }, found
+        "counts": {kind: sum(event.kind == kind for event in curve_events) for kind in EVENT_KINDS},
+        "events": [event.to_json() for event in curve_events],
+    }, curve_events
 
 
 def event_in_words(event: Mapping[str, Any]) -> str:
@@ -75,7 +90,7 @@ def steps_in_words(event: Mapping[str, Any]) -> str:
     return f"{event['start']:,} to {'the end' if event['end'] is None else format(event['end'], ',')}"
 
 
-def sparkline(curve: Curve, found: Sequence[Event], width: int = 100) -> tuple[str, str]:
+def sparkline(curve: Curve, curve_events: Sequence[Event], width: int = 100) -> tuple[str, str]:
     """Return the curve as a line of bars, ``width`` columns of equally many losses, and a line of letters under it.
 
     A column is as high as the median of its losses, or as the largest where an event begins; × is for none finite.
@@ -85,7 +100,7 @@ def sparkline(curve: Curve, found: Sequence[Event], width: int = 100) -> tuple[s
     edges = [count * column // width for column in range(width + 1)]
     starts: dict[int, str] = {}
     place = {step: index for index, step in reversed(list(enumerate(curve.steps)))}
-    for event in found:
+    for event in curve_events:
         index = place.get(event.start, 0)
         column = next(c for c in range(width) if index < edges[c + 1])
         starts.setdefault(column, LETTERS[type(event)])
@@ -103,11 +118,11 @@ def sparkline(curve: Curve, found: Sequence[Event], width: int = 100) -> tuple[s
     return bars, "".join(starts.get(column, " ") for column in range(width)).rstrip()
 
 
-def write_picture(path: Path, curve: Curve, found: Sequence[Event], title: str) -> None:
+def write_picture(path: Path, curve: Curve, curve_events: Sequence[Event], title: str) -> None:
     """Draw the curve with its events to ``path``, as SVG, PNG or PDF by its ending; raise UserError for another one."""
     check_picture(path)
     with replacing(path) as new:
-        draw_curve(curve, found, new, title, format=path.suffix.lower().removeprefix("."))
+        draw_curve(curve, curve_events, new, title, format=path.suffix.lower().removeprefix("."))
         if path.suffix.lower() == ".svg":
             follow_schemes(new)
 
@@ -119,21 +134,43 @@ def check_picture(path: Path) -> None:
     check_file(path, "choose another file for --picture")
 
 
-def write_loss_page(path: Path, result: Mapping[str, Any], curve: Curve, found: Sequence[Event]) -> None:
-    """Write the picture and the events as one HTML page with nothing outside it."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+def draw_curve(curve: Curve, curve_events: Sequence[Event], target: Path, title: str, *, format: str) -> None:
+    """Draw the curve as "svg", "png" or "pdf", with events shaded and named, and a logged loss scale below."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    check_file(path, "choose another file for --html")
-    environment = Environment(
-        loader=PackageLoader("bf16_to_fp16.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    drawn = curve_svg(curve, found)
-    rows = [
-        {"kind": e["kind"], "steps": steps_in_words(e), "what": event_in_words(e), "cause": e["cause"]}
-        for e in result["events"]
-    ]
-    text = environment.get_template("losses.html.jinja").render(
-        result=result, rows=rows, svg=drawn[drawn.index("<svg") :], name=Path(result["log"]).name
-    )
-    with replacing(path) as new:
-        new.write_text(text, encoding="utf-8", newline="\n")
+    scaled = [(step, scale) for step, scale in zip(curve.steps, curve.scales, strict=True) if scale]
+    # The text of an SVG has the font of the page that it is on.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "losses", "font.size": 9}):
+        figure = Figure(figsize=(7.5, 4.2 if scaled else 3.2), layout="constrained")
+        rows, heights = (2, [3, 1]) if scaled else (1, [1])
+        axes: list[Any] = [*figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]]
+        axes[0].plot(curve.steps, curve.losses, linewidth=0.8, color="#1f77b4")
+        axes[0].set_ylabel("loss")
+        if title:
+            axes[0].set_title(title)
+        known = [loss for loss in curve.losses if math.isfinite(loss)]
+        lost = [step for step, loss in zip(curve.steps, curve.losses, strict=True) if not math.isfinite(loss)]
+        if lost:  # at the lower edge, since they have no height
+            edge = {"transform": axes[0].get_xaxis_transform(), "color": "#d62728", "markersize": 4}
+            axes[0].plot(lost, [0.02] * len(lost), "x", label="no number", **edge)
+        if known and max(known) > 20 * min(known) > 0:
+            axes[0].set_yscale("log")
+        if scaled:
+            axes[1].plot([step for step, _ in scaled], [scale for _, scale in scaled], linewidth=0.8, color="#1f77b4")
+            axes[1].set_yscale("log", base=2)
+            axes[1].set_ylabel("loss scale")
+        axes[-1].set_xlabel("step")
+        named: set[str] = set()
+        least = (max(curve.steps) - min(curve.steps)) / 400  # a short event would not be seen
+        for event in curve_events:
+            end = max(curve.steps) if event.end is None else event.end
+            label = None if event.kind in named else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", event.kind).lower()
+            named.add(event.kind)
+            span = {"color": _COLOURS[event.kind], "alpha": 0.25, "label": label}
+            axis = axes[-1 if isinstance(event, ScaleCollapse) else 0]
+            axis.axvspan(event.start, max(end, event.start + least), **span)
+        for axis in axes:
+            if axis.get_legend_handles_labels()[1]:
+                axis.legend(loc="upper right", fontsize=7)
+        figure.savefig(target, format=format, dpi=150, metadata=FACTS[format])

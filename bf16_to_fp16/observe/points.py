@@ -31,12 +31,15 @@ class _Point:
     width: str
 
 
-def points_of(w: FeedForward) -> list[_Point]:
+def points_of(sublayer: FeedForward) -> list[_Point]:
     """Return the sites of a feed-forward: its linears, and the product that its gate makes."""
-    points = [_Point(w.linear, w.linear, False, w.linear)]
-    if w.gate:
-        points += [_Point(w.gate, w.gate, False, w.gate), _Point(f"{w.at}:mul", w.output, True, w.linear)]
-    return [*points, _Point(w.output, w.output, False, w.output)]
+    points = [_Point(sublayer.linear, sublayer.linear, False, sublayer.linear)]
+    if sublayer.gate:
+        points += [
+            _Point(sublayer.gate, sublayer.gate, False, sublayer.gate),
+            _Point(f"{sublayer.at}:mul", sublayer.output, True, sublayer.linear),
+        ]
+    return [*points, _Point(sublayer.output, sublayer.output, False, sublayer.output)]
 
 
 @contextmanager
@@ -47,7 +50,7 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     taken as they are, [rows, ..., keys]; everything else has the channels last."""
     values: dict[str, Tensor] = {}  # without what a sequence too short for any sum leaves empty
     taken: dict[str, Tensor] = {}
-    local = [w.at for w in layout.topology if isinstance(w, Attention) and w.radius]
+    local = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention) and sublayer.radius]
     near = {f"{at}:{what}" for at in local for what in ("scores", "context")}
     hooks = ExitStack()
 
@@ -73,29 +76,31 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
     site = layout.family.norm_site
     for reader in walk(layout):
-        w = reader.sublayer
+        sublayer = reader.sublayer
         entering(reader.norm, reader.site)
-        for norm in (reader.norm, *norms_inside(w)):
+        for norm in (reader.norm, *norms_inside(sublayer)):
             leaving(norm, f"{norm}:{site}")
-        if isinstance(w, Attention):
-            leaving(w.query)
-            if w.block:  # keys and values of positions, then of sums
-                after(w.value, _further(values, w.value))
-                after(w.key, _further(values, w.key))
-                entering(w.block_norm, f"{w.at}:sum")
-                attention = model.get_submodule(w.at)
-                hooks.enter_context(attention.register_forward_pre_hook(_forgetting(values, w.value, w.key)))
+        if isinstance(sublayer, Attention):
+            leaving(sublayer.query)
+            if sublayer.block:  # keys and values of positions, then of sums
+                after(sublayer.value, _further(values, sublayer.value))
+                after(sublayer.key, _further(values, sublayer.key))
+                entering(sublayer.block_norm, f"{sublayer.at}:sum")
+                attention = model.get_submodule(sublayer.at)
+                hooks.enter_context(
+                    attention.register_forward_pre_hook(_forgetting(values, sublayer.value, sublayer.key))
+                )
             else:
-                leaving(w.value)
-                leaving(w.key)
-            leaving(w.output)
-            if not w.radius:  # of local attention the tap sees both products, with what fills up the last block
-                entering(w.output, f"{w.at}:context")
-                after(w.at, _scores(values, layout, w))
-        elif isinstance(w, Experts):
-            leaving(w.classifier)
-            after(w.router, _handed_out(values, layout, w, taken))
-        for feed_forward in feed_forwards_of(w) if w is not None else ():
+                leaving(sublayer.value)
+                leaving(sublayer.key)
+            leaving(sublayer.output)
+            if not sublayer.radius:  # of local attention the tap sees both products, with what fills up the last block
+                entering(sublayer.output, f"{sublayer.at}:context")
+                after(sublayer.at, _scores(values, layout, sublayer))
+        elif isinstance(sublayer, Experts):
+            leaving(sublayer.classifier)
+            after(sublayer.router, _handed_out(values, layout, sublayer, taken))
+        for feed_forward in feed_forwards_of(sublayer) if sublayer is not None else ():
             for point in points_of(feed_forward):
                 (entering if point.enters else leaving)(point.module, point.name)
     for linear in layout.head.linears if layout.head is not None else ():
@@ -122,31 +127,35 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -
     return torch.cat((turning * cos.unsqueeze(1) + other * sin.unsqueeze(1), rest), -1)
 
 
-def _scores(found: dict[str, Tensor], layout: Layout, w: Attention) -> Any:
+def _scores(found: dict[str, Tensor], layout: Layout, sublayer: Attention) -> Any:
     """A hook that makes an attention's scores again of the queries and keys that were found."""
-    heads = layout.heads(w), layout.kv_heads(w)
+    heads = layout.heads(sublayer), layout.kv_heads(sublayer)
 
     def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        both = found[w.query].split(w.fused, -1)[:2] if w.fused else (found[w.query], found[w.key])
+        both = (
+            found[sublayer.query].split(sublayer.fused, -1)[:2]
+            if sublayer.fused
+            else (found[sublayer.query], found[sublayer.key])
+        )
         q, k = (x.unflatten(-1, (number, -1)).transpose(1, 2) for x, number in zip(both, heads, strict=True))
-        if w.query_norm:
-            q, k = (found[f"{path}:{layout.family.norm_site}"] for path in (w.query_norm, w.key_norm))
-            if w.norms_by_position:
+        if sublayer.query_norm:
+            q, k = (found[f"{path}:{layout.family.norm_site}"] for path in (sublayer.query_norm, sublayer.key_norm))
+            if sublayer.norms_by_position:
                 q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if w.rotary:
-            q, k = (rotated(x, *kwargs["position_embeddings"], interleaved=w.interleaved) for x in (q, k))
-        found[f"{w.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
+        if sublayer.rotary:
+            q, k = (rotated(x, *kwargs["position_embeddings"], interleaved=sublayer.interleaved) for x in (q, k))
+        found[f"{sublayer.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 
     return hook
 
 
-def _handed_out(values: dict[str, Tensor], layout: Layout, w: Experts, taken: dict[str, Tensor]) -> Any:
+def _handed_out(values: dict[str, Tensor], layout: Layout, sublayer: Experts, taken: dict[str, Tensor]) -> Any:
     """A hook of a router that makes room, [rows, positions, channels], for the values at the sites of every expert, 0
     where it takes no token; taken: where it does, by site."""
 
     def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
         chosen, probabilities = output[0].bool(), output[1]
-        for number, expert in enumerate(w.experts):
+        for number, expert in enumerate(sublayer.experts):
             for point in points_of(expert):
                 # Of the graph, so that a goal that nothing reaches has a gradient too, 0.
                 width = layout.tensors[f"{point.width}.weight"].shape[0]

@@ -248,8 +248,7 @@ def _advance(pieces: Sequence[_Piece], group: dict[str, Any], step: int, unscale
         return
     device = pieces[0].tensors[0].device
     coefficients = _coefficients(group, step, unscale, device)
-    sizes = _sizes(device, compiles)
-    for pack in _packs(pieces, sizes if group["foreach"] else sizes._replace(packed=0)):
+    for pack in _packs(pieces, _sizes(device, compiles)):
         update = _kernel(pack[0].tensors, group, compiles)
         _step_pack(pack, update, coefficients, group["rounding"], _has_l2(group))
 
@@ -267,9 +266,9 @@ class AdamW(Optimizer):
     moments: ``"float32"`` (8 bytes per element), ``"bfloat16"`` (4, rounded stochastically), ``"8bit"``, ``"fp8"`` (2)
     or ``"4bit"`` (1): the last three are torchao's block formats, rounded stochastically; a shard's blocks are its
     own. seed: from 0 to 2⁶³ − 1, of all random bits. compile: one kernel by torch.compile instead of eager chunks; by
-    default for groups of 2²⁴ elements or more, where a compiler works. foreach: pack small parameters together (the
-    default). offload: keep the moments in the machine's memory and take the step there, parameter by parameter; not for
-    DTensors. The last three change speed and memory only, and are not taken from a loaded state.
+    default for groups of 2²⁴ elements or more, where a compiler works. offload: keep the moments in the machine's
+    memory and take the step there, parameter by parameter; not for DTensors. The last two change speed and memory only,
+    and are not taken from a loaded state.
 
     Under ``torch.amp.GradScaler`` fp16 gradients work: the scale is divided out in fp32, and a step with inf or NaN
     changes nothing. ``GradScaler.unscale_`` refuses fp16 gradients, so clip before the step at max_norm · scale.
@@ -296,13 +295,12 @@ class AdamW(Optimizer):
         moments: str = "float32",
         seed: int = 0,
         compile: bool | None = None,
-        foreach: bool = True,
         offload: bool = False,
     ) -> None:
         # As many parameters as torch.optim.AdamW has, so that only its name changes, and this one's own as keywords.
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"rounding": rounding, "moments": moments, "seed": seed}
-        defaults |= {"compile": compile, "foreach": foreach, "offload": offload}
+        defaults |= {"compile": compile, "offload": offload}
         defaults["decoupled_weight_decay"] = self._decoupled  # under torch's name
         try:
             super().__init__(params, defaults)
@@ -397,8 +395,8 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what state_dict() returned, in the dtypes in which it was saved.
 
-        Options are taken from the saved groups where they have them (not compile, foreach, offload or the kind of
-        decay); the moments come in the format that ``moments`` then names, whatever they were saved in.
+        Options are taken from the saved groups where they have them (not compile, offload or the kind of decay); the
+        moments come in the format that ``moments`` then names, whatever they were saved in.
         """
         before = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
@@ -430,7 +428,7 @@ class Adam(AdamW):
         super().__init__(params, *args, **options)
 
 
-_OWN = ("compile", "foreach", "offload", "decoupled_weight_decay")  # options that a loaded state does not change
+_OWN = ("compile", "offload", "decoupled_weight_decay")  # options that a loaded state does not change
 
 
 def _put_back(copies: list[tuple[Tensor, Tensor]], pieces: Sequence[_Piece]) -> None:

@@ -13,11 +13,13 @@ from ..families.roles import STACKS
 from ..numerics import FP16_MAX
 from ..rescaling.outputs import LAST
 from ..run.batch import IMAGE
-from ..targets import TIERS
+from ..targets import TIERS, WHERE
 from ..wording import (
+    about,
     below_limit,
     counted,
     infinite,
+    known,
     listed,
     over_limit,
     percent,
@@ -56,8 +58,83 @@ def uncertified_rows(report: schema.Report) -> list[schema.UnprovenEntry]:
 
 
 def for_target(report: schema.Report | schema.Verification) -> str:
-    """Return for which target its bounds are, " (target half)"; empty where it does not say."""
-    return f" (target {report.target})" if report.target else ""
+    """Return in which arithmetic its bounds are, " with norms in fp16"; empty where it does not say."""
+    return f" {where(report.target)}" if report.target else ""
+
+
+def where(target: str) -> str:
+    """Return the arithmetic of a target in words, empty for none; a report may name one that is not known."""
+    return WHERE.get(target, f"for {target}") if target else ""
+
+
+def by_proof(report: schema.Report) -> list[tuple[str, float]]:
+    """Return (arithmetic, bits of headroom) for any input by a certificate that holds: in PyTorch, and where norms
+    square the stream in fp16, which comes nearer to the limit.
+
+    The bounds are those of the report's own arithmetic. They hold in PyTorch too, where others may be tighter.
+    """
+    certificate, target = report.certificate, report.target or ""
+    assert certificate is not None  # which holds
+    squares = [site.headroom_bits for site in certificate.sites if site.kind == SiteKind.SQUARES]
+    if not squares:
+        return [(where(target), certificate.headroom_bits)]
+    others = [site.headroom_bits for site in certificate.sites if site.kind != SiteKind.SQUARES]
+    plain, normed = (tier.target for tier in TIERS[:2])
+    return [(where(plain if target == normed else target), min(others)), (where(normed), min(squares))]
+
+
+def any_input(report: schema.Report) -> str:
+    """Return how far below the limit any input stays by a certificate that holds, for each arithmetic, in words."""
+    return "; ".join(f"{place} {below_limit(bits)}" for place, bits in by_proof(report))
+
+
+PROVEN = "proven; a proof needs no margin"
+
+
+def measured_on(report: schema.Report) -> str:
+    """Return on which devices and inputs a report's figures were measured; empty where nothing was run."""
+    ran = report.environment.devices
+    devices = list(dict.fromkeys(name for names in ran.values() for name in names)) or [report.environment.device or ""]
+    if not report.regimes or report.inputs is None or not any(devices):
+        return ""
+    kinds = list(dict.fromkeys(entry.kind for entry in report.inputs.batches))
+    batches = sum(entry.batches for entry in report.inputs.batches)
+    named = listed([name.replace("cpu", "CPU") for name in devices])
+    return f"{named}, {batches:,} batch{'' if batches == 1 else 'es'} ({', '.join(kinds)})"
+
+
+def closeness(close: schema.FidelityEntry, *, finetuned: bool = False) -> tuple[str, str]:
+    """Return how much closer fp16 is to the fp32 source than bf16 in words, and the two numbers."""
+    bf16, fp16 = known(close.kl_bf16), known(close.kl_fp16)
+    reference = "the finetuned weights in fp32" if finetuned else "the fp32 source"
+    what = f"{'KL' if close.measure == 'kl' else close.measure} to {reference}"
+    note = f"{what}: fp16 {scientific(fp16)}" + ("" if bf16 is None else f", bf16 {scientific(bf16)}")
+    if fp16 is None:
+        return "broken", note
+    if bf16 is None:
+        return scientific(fp16), note
+    if fp16 <= 0:
+        return "no error", note
+    closer, further = bf16 / fp16, fp16 / max(bf16, 1e-300)
+    return (f"{about(closer)} closer" if closer >= 1 else f"{about(further)} further off"), note
+
+
+def measure_of(report: schema.Report) -> str:
+    """Return what distances from the source are measured by: "KL", of states "relative squared error"."""
+    close = report.fidelity
+    return "KL" if close is None or close.measure == "kl" else close.measure
+
+
+def held_eps(report: schema.Report) -> str:
+    """Return what it costs that norms keep the source's eps, in words; empty where they do not."""
+    plan, close = report.plan, report.fidelity
+    if plan is None or not plan.eps_held:
+        return ""
+    said = f"held at {plan.eps:g} for a reader that has its own"
+    if plan.drift is None or plan.drift.measured_kl is None or close is None:
+        return said
+    unit = " nats" if close.measure == "kl" else f" in {close.measure}"
+    return f"{said}; that moves the output by {scientific(plan.drift.measured_kl)}{unit}"
 
 
 def distinct(signals: Sequence[schema.SignalEntry]) -> list[schema.SignalEntry]:
@@ -293,8 +370,7 @@ def scaled_outputs(report: schema.Report) -> str:
 def other_class(report: schema.Report) -> str:
     """Return what a checkpoint that was converted for another class than its source's must not be loaded as, in words;
     empty for others."""
-    sides = report.source.config_changes.get("architectures", {})
-    before, after = (next(iter(sides.get(side) or ()), "") for side in ("before", "after"))
+    before, after = report.source.class_in("before"), report.source.class_in("after")
     factor = report.outputs[LAST].factor_log2 if LAST in report.outputs else 0
     if not before or not after or factor:
         return ""
@@ -335,6 +411,8 @@ def _verdict(report: schema.Report) -> str:
             f"{beginning}: nothing overflowed or saturated in {listed(list(regimes))},"
             f" and the largest value run is {below_limit(kept)}."
         )
+    if zero := zero_vector(report):
+        return f"Unsafe in fp16: {zero}. Nothing overflowed."
     if broken:
         nonfinite, saturated = (max(getattr(regimes[b], key) for b in broken) for key in ("nonfinite", "saturated"))
         what = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
@@ -377,20 +455,31 @@ def broken_by_search(report: schema.Report) -> str:
     return f"{steps} of search found an input that overflows {where}{said}"
 
 
+def zero_vector(report: schema.Report) -> str:
+    """Return in words that a sentence's vector of zeros is all that breaks, where it is; else nothing."""
+    sites = report.certificate.sites if report.certificate is not None else ()
+    zero = [site.name.partition(" (")[0] for site in sites if site.kind == SiteKind.ZERO_VECTOR and not site.holds]
+    first = [first_broken(regime) or "" for regime in report.regimes.values() if regime.broken]
+    if not first or not all(name.partition(":")[0] in zero for name in first):
+        return ""
+    return f"a text whose vector is zero gives NaN at {first[0]}: fp16 rounds the eps of Normalize to 0, so it is 0/0"
+
+
 def first_broken(regime: schema.RegimeEntry) -> str | None:
     """Return the name of the site where a regime breaks first, None where it does not."""
     return next((site.name for site in regime.broken_sites), None)
 
 
 def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
-    """Return of every tier its name, its meaning, whether the checkpoint holds in it, and its runtimes."""
+    """Return of every class of runtimes its title, its arithmetic, whether the checkpoint is safe there, and which they
+    are."""
     rows = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
-            proven = f"holds for {every_input(report)}"
-            how = {"certified": proven, "observed": "holds on what was run", None: "not shown"}
+            proven = f"yes, for {every_input(report)}"
+            how = {"certified": proven, "observed": "yes, on what was run", None: "no"}
             said = how[entry.proof] + (f": {entry.reason}" if entry.reason else "")
-            rows.append((tier.name, tier.words, said, ", ".join(entry.runtimes)))
+            rows.append((tier.title, tier.words, said, ", ".join(entry.runtimes)))
     return rows
 
 

@@ -21,7 +21,6 @@ from markupsafe import Markup, escape
 
 from ..numerics import FP16_MAX
 from ..wording import (
-    about,
     bound_magnitude,
     counted,
     excess,
@@ -29,7 +28,6 @@ from ..wording import (
     headroom_by_bound,
     headroom_or_excess,
     in_bits,
-    known,
     listed,
     magnitude,
     percent,
@@ -43,7 +41,17 @@ from ..wording import (
 )
 from . import facts, figures
 from .remedies import unsafe_sites
-from .schema import FidelityEntry, FinetuneEntry, RegimeEntry, Report, UnprovenEntry, WeightsEntry, dump
+from .schema import (
+    FidelityEntry,
+    FinetuneEntry,
+    RegimeEntry,
+    Report,
+    UnprovenEntry,
+    Verification,
+    WeightsEntry,
+    dump,
+    read,
+)
 from .site_table import site_table
 from .tables import Column, Table, names, numbers
 
@@ -92,7 +100,7 @@ def render(report: Report) -> str:
             report=report,
             audited=figures.audit_pictures(regimes[widest].sites) if seen else (),
             audited_regime=widest,
-            tiers=Table(TIER_COLUMNS, facts.tier_rows(report), "In which runtimes it holds", "tiers"),
+            tiers=Table(TIER_COLUMNS, facts.tier_rows(report), "In which runtimes it is safe", "tiers"),
             sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
             hidden_sunk=max(0, len(sunk) - MOST_SUNK),
             fidelity=close and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16"),
@@ -176,6 +184,30 @@ class Figure:
     note: str
 
 
+class Result(dict[str, Any]):
+    """A report as a dictionary, which a notebook shows as the verdict and its figures, or check by check."""
+
+    def _repr_html_(self) -> str:
+        if "checks" not in self:
+            return summary(read(Report, self))
+        found = read(Verification, self)
+        rows = [(name, outcome, "") for name, outcome in found.checks.items()]
+        rows += [(problem.check, problem.name, problem.reason) for problem in found.problems]
+        return fragment("verified" if found.verified else "not verified", rows)
+
+
+def summary(report: Report) -> str:
+    """Return the verdict of a report and the figures of its headline as a piece of HTML."""
+    rows = [(figure.name, figure.value, figure.note) for figure in headline(report)]
+    return fragment(facts.verdict_sentence(report), rows)
+
+
+def fragment(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
+    """Return a line and a table of three columns as a piece of HTML, all text escaped."""
+    cells = Markup("").join(Markup("<tr><td>{}</td><td><b>{}</b></td><td>{}</td></tr>").format(*row) for row in rows)
+    return str(Markup("<p><b>{}</b></p><table>{}</table>").format(title, cells))
+
+
 def source_name(report: Report) -> str:
     """Return the last part of the source's path or Hub id, without the revision, and the sub-folder if there is one."""
     path, inside = report.source.path or report.family or "checkpoint", report.source.subfolder
@@ -205,8 +237,10 @@ def headline(report: Report) -> list[Figure]:
         result.append(Figure("headroom under attack", kept, note))
     if certificate is not None and certificate.holds:
         sites = counted(len(certificate.sites), "site")
-        note = f"of up to {counted(certificate.max_length, 'position')}, by bounds at {sites}{facts.for_target(report)}"
-        result.append(Figure("headroom for any input", headroom(certificate.headroom_bits), note))
+        (nearest, least), *further = facts.by_proof(report)
+        note = "".join(f"{place}: {headroom(bits)}; " for place, bits in further)
+        note += f"{facts.PROVEN}; up to {counted(certificate.max_length, 'position')}, by bounds at {sites}"
+        result.append(Figure(f"any input, {nearest}" if nearest else "any input", headroom(least), note))
     elif certificate is not None:
         unproven = facts.uncertified_rows(report)
         of = f"of {len(certificate.sites):,}{facts.for_target(report)}"
@@ -220,7 +254,7 @@ def headline(report: Report) -> list[Figure]:
         result.append(Figure(what, scientific(first.value), note))
     if close is not None:
         name = "fp16 against bf16" if run is None else "rounding, fp16 against bf16"
-        result.append(Figure(name, *closeness(close, finetuned=run is not None)))
+        result.append(Figure(name, *facts.closeness(close, finetuned=run is not None)))
     if weights is not None and len(result) < MAIN_FIGURES:
         zero = f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"
         note = f"of {weights.elements:,}; {zero} rounded to zero"
@@ -236,23 +270,7 @@ def headline(report: Report) -> list[Figure]:
     return result
 
 
-def closeness(close: FidelityEntry, *, finetuned: bool = False) -> tuple[str, str]:
-    """Return how much closer fp16 is to the fp32 source than bf16 in words, and the two numbers."""
-    bf16, fp16 = known(close.kl_bf16), known(close.kl_fp16)
-    reference = "the finetuned weights in fp32" if finetuned else "the fp32 source"
-    what = f"{'KL' if close.measure == 'kl' else close.measure} to {reference}"
-    note = f"{what}: fp16 {scientific(fp16)}" + ("" if bf16 is None else f", bf16 {scientific(bf16)}")
-    if fp16 is None:
-        return "broken", note
-    if bf16 is None:
-        return scientific(fp16), note
-    if fp16 <= 0:
-        return "no error", note
-    closer, further = bf16 / fp16, fp16 / max(bf16, 1e-300)
-    return (f"{about(closer)} closer" if closer >= 1 else f"{about(further)} further off"), note
-
-
-TIER_COLUMNS = (names("tier", 0), Column("arithmetic", 1), Column("this checkpoint", 2), Column("stands for", 3))
+TIER_COLUMNS = (Column("runtimes", 0), Column("arithmetic", 1), Column("safe", 2), Column("such as", 3))
 UNPROVEN_COLUMNS = (
     names("site"),
     numbers("bound", "bound", bound_magnitude),
@@ -404,7 +422,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
     if (drift := plan.drift) is not None:
         rows.append((f"drift of {plan.drifts_by}, relative change of norm outputs", scientific(drift.relative_error)))
         for what, predicted, measured in (
-            ("KL", drift.predicted_kl, drift.measured_kl),
+            (facts.measure_of(report), drift.predicted_kl, drift.measured_kl),
             ("largest logit error", drift.predicted_max_logit_error, drift.measured_max_logit_error),
         ):
             parts = [

@@ -46,6 +46,7 @@ TOO_COSTLY = "holding it for every input would push weights or signals under fp1
 SINKING = "the mean square of a token in the stream falls to "
 MAY_BE_ZERO = "the vector may be zero, and fp16 rounds the eps to 0 by which it is then divided: 0/0 is NaN"
 NORMALISE_IN_FP32 = "take Normalize out of the loaded model, and divide what encode gives by its length in fp32"
+LET_EPS_GO = "leave out --eps fixed, unless what reads the output has an eps of its own"
 WITHOUT_EXACT = "leave out --exact: edits bring down what they can, where that costs no more than bf16 does"
 OVER_AT_EVERY_EXPONENT = "its bound is over the limit at every exponent"
 CONVERT_AGAIN = "fetch it again, or convert the source again"

@@ -33,6 +33,7 @@ from ..checkpoint.files import nested_value, read_json
 from ..checkpoint.reader import Checkpoint
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..families.known import architectures
 from ..rescaling.plan import Plan
 
 if TYPE_CHECKING:
@@ -132,6 +133,12 @@ class Source(ReportObject):
         """Return path, revision and the hashes of the weight files."""
         hashes = {file.name: checkpoint.sha256(file) for file in checkpoint.weight_files}
         return cls(**cls.place_of(checkpoint), sha256=hashes)
+
+    def class_in(self, side: Literal["before", "after"]) -> str | None:
+        """Return the class that a config of another class named ``before`` the conversion or ``after`` it; None where
+        the conversion changed no class."""
+        sides = self.config_changes.get("architectures", {})
+        return next(iter(architectures({"architectures": sides.get(side)})), None)
 
     @staticmethod
     def place_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -641,6 +648,7 @@ class Verification(Versioned):
     for which it is. ``tiers``: as the files give them, none where they failed. ``padding``: as in a report.
     ``as_reported``: the report is true, and says itself that the checkpoint is unsafe. ``not_checked``: keys of the
     report and files that were taken as they are, with the reason. ``notes``: what limits the claim, in sentences.
+    ``edits``: sites that the plan edits, which changes the function.
     """
 
     verdict: Literal["safe", "unsafe"]
@@ -658,6 +666,7 @@ class Verification(Versioned):
     certificate: CertificateEntry | None
     tiers: dict[str, TierEntry]
     regimes: dict[str, RegimeEntry]
+    edits: Count = 0
     environment: Environment
 
 

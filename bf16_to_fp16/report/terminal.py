@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -34,7 +35,7 @@ CHECK_NAMES = {
     "certificate": "certificate: computed again",
     "audit": "audit: run again",
     "fidelity": "fidelity: the original run again",
-    "tiers": "tiers: bounds and audit against the report",
+    "tiers": "runtimes: bounds and audit against the report",
     "claims": "claims: what follows from the rest",
     "views": "views: card and page made again",
     "pipeline": "pipeline: linears that carry the inverse",
@@ -56,12 +57,15 @@ def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbos
         print_uncertified(screen, report)
     print_outcome(screen, report)
     if report.tiers:
-        screen.say(tiers_line(report))
+        screen.say(runtimes_line(report))
     if report.finetune is not None:
         screen.print(Text(f"finetune: {facts.moved_by(report.finetune)}"))
     if report.safe or report.short:
         screen.say(load_line(out))
-    print_next(screen, then or report.next)
+    then = then or report.next
+    if not then and report.safe:
+        then = f"check it on the machine that will run it, best with --data and your own text: {verify_command(out)}"
+    print_next(screen, then)
     screen.say(f"report: {out / schema.PAGE}")
 
 
@@ -95,10 +99,11 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
 def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> None:
     """Print the demonstration's checkpoints beside one another: each by its name, as trained and converted."""
 
-    def proven(report: schema.Report) -> str:
+    def proven(report: schema.Report, place: str) -> str:
         if report.certificate is None or not report.certificate.holds:
             return "not proven"
-        return f"{wording.factor(report.certificate.headroom_bits)} ×"
+        bits = dict(facts.by_proof(report)).get(place)
+        return "not proven" if bits is None else f"{wording.factor(bits)} ×"
 
     def run(report: schema.Report) -> str:
         return f"{wording.factor(min(regime.headroom_bits for regime in report.regimes.values()))} ×"
@@ -111,7 +116,10 @@ def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> Non
         ("as trained, in fp16: inf or NaN", [f"{report.regimes['half'].nonfinite:,}" for report in before]),
         ("converted, in fp16: inf, NaN or saturated", [f"{count:,}" for count in broken]),
         ("largest value run, below the limit", [run(report) for report in after]),
-        ("any input, by proof, below the limit", [proven(report) for report in after]),
+        *(
+            (f"any input, {place}, by proof", [proven(report, place) for report in after])
+            for place in (facts.where(tier.target) for tier in TIERS[:2])
+        ),
         ("KL to fp32, nats: original in bf16", [f"{each.kl_bf16 or 0:.1e}" for each in close]),
         ("the same: converted in fp16", [f"{each.kl_fp16 or 0:.1e}" for each in close]),
         ("weights carried over bit for bit", [wording.percent(each) for each in share]),
@@ -124,7 +132,7 @@ def print_file(report: schema.Report, out: Path, notes: Sequence[str], *, then: 
     """Print of a conversion to one file what ``print_conversion`` does of a folder, and ``notes``."""
     screen = console()
     print_outcome(screen, report)
-    for line in (tiers_line(report), *notes):
+    for line in (runtimes_line(report), *notes):
         screen.say(line)
     print_next(screen, then)
     screen.say(f"written: {out}")
@@ -143,7 +151,10 @@ def print_advice(screen: Output, report: schema.Report) -> None:
     _, inside = facts.tower_advice(report)
     older = "; ".join(report.older)
     for what, advice in (
+        ("any input", f"{facts.any_input(report)} ({facts.PROVEN})" if report.proven else ""),
+        ("accuracy", accuracy(report)),
         ("function", facts.inexactness(report)),
+        ("eps", facts.held_eps(report)),
         ("outputs", facts.scaled_outputs(report)),
         ("class", facts.other_class(report)),
         ("older versions", older),
@@ -152,6 +163,14 @@ def print_advice(screen: Output, report: schema.Report) -> None:
     ):
         if advice:
             screen.say(f"{what}: {advice}")
+
+
+def accuracy(report: schema.Report) -> str:
+    """Return how much closer the output is to fp32 than bf16, in words; empty where nothing was compared."""
+    if report.fidelity is None:
+        return ""
+    how, note = facts.closeness(report.fidelity, finetuned=report.finetune is not None)
+    return f"{how}{' than bf16' if how.endswith(('closer', 'off')) else ''}; {note}"
 
 
 def source_line(report: schema.Report) -> Text:
@@ -164,23 +183,23 @@ def source_line(report: schema.Report) -> Text:
     over = sum(signal.before > FP16_MAX for signal in signals)
     if not over:
         kept = wording.below_limit(math.log2(FP16_MAX / largest.before)) if largest.before else "nothing but zeros"
-        return good(name, f"never overflowed on what was run; its largest value, {plain(largest.before)}, is {kept}")
+        said = f"did not overflow on what was run; its largest value, {plain(largest.before)}, is {kept}"
+        adds = "; plain fp16 may do, and this adds the proof" if report.proven else ""
+        return good(name, f"{said}{adds}")
     where = f"{'entering' if largest.side == 'input' else 'at'} {largest.module}"
     worst = f"{plain(largest.before)} {where}, {wording.over_limit(largest.before)}"
     return bad(name, f"overflows fp16 at {over:,} of {len(signals):,} sites that the plan watches, at worst {worst}")
 
 
-def tiers_line(report: schema.Report) -> str:
-    """Return the tiers in which a checkpoint holds, and those in which it is not shown to; why for the target's."""
-    held = [f"{name} ({entry.proof})" for name, entry in report.tiers.items() if entry.holds]
-    other = {name: entry.reason for name, entry in report.tiers.items() if not entry.holds}
-    wanted = next((tier.name for tier in TIERS if tier.target == report.target), "")
-    return (
-        "tiers: "
-        + (f"holds in {wording.listed(held)}" if held else "none")
-        + (f"; not in {wording.listed([*other], 'or')}" if other else "")
-        + (f"; {wanted}: {other[wanted]}" if other.get(wanted) else "")
-    )
+def runtimes_line(report: schema.Report) -> str:
+    """Return in which classes of runtimes a checkpoint is safe, and why not where it was made for one."""
+    held = {None: "no", "certified": "yes, proven", "observed": "yes, on what was run"}
+    said, why = [], ""
+    for tier in TIERS:
+        if (entry := report.tiers.get(tier.name)) is not None:
+            said.append(f"{tier.title}: {held[entry.proof]}")
+            why = f" ({entry.reason})" if entry.reason and tier.target == report.target else why
+    return "safe in: " + " · ".join(said) + why
 
 
 def output_line(report: schema.Report) -> Text:
@@ -188,14 +207,16 @@ def output_line(report: schema.Report) -> Text:
     certificate, regimes = report.certificate, report.regimes
     if not report.safe and not report.short:
         first = next((site for regime in regimes.values() for site in regime.broken_sites), None)
-        if first is not None:
+        if zero := facts.zero_vector(report):
+            where = f"{zero}; nothing overflowed"
+        elif first is not None:
             where = f"overflows in {', '.join(report.broken_regimes)}, first at {first.name}"
         else:
             where = facts.broken_by_search(report) or facts.passed(report)
         return bad("output: unsafe", where)
     said = "nothing overflowed on what was run"
     if certificate is not None and certificate.holds:
-        said = f"proven for {facts.every_input(report, length=True)}{facts.for_target(report)}"
+        said = f"proven for {facts.every_input(report, length=True)}"
     elif certificate is not None:
         sites = wording.counted(len(certificate.sites), "site")
         said += f"; not proven at {len(certificate.over)} of {sites}{facts.for_target(report)}"
@@ -229,6 +250,11 @@ def load_line(out: Path) -> str:
         return f'load: SentenceTransformer("{out}"{options}){half}'
     kind = loading_class(architecture)
     return f'load: {kind}.from_pretrained("{out}", dtype=torch.float16){half}'
+
+
+def verify_command(out: Path) -> str:
+    """Return the command that checks a converted folder or file."""
+    return shlex.join(["bf16-to-fp16", "verify", str(out)])
 
 
 def print_title(title: str) -> None:
@@ -344,8 +370,8 @@ def certificate_sentence(report: schema.Report, certificate: schema.CertificateE
     """Return what a certificate that holds says, and for which target."""
     inputs = facts.every_input(report, length=True).removeprefix("every ")
     return (
-        f"no {inputs} can overflow it; the tightest of {len(certificate.sites)} bounds{facts.for_target(report)} is"
-        f" {wording.below_limit(certificate.headroom_bits)}"
+        f"no {inputs} can overflow it, by bounds at {wording.counted(len(certificate.sites), 'site')};"
+        f" {facts.any_input(report)}"
     )
 
 
@@ -367,7 +393,7 @@ def print_certified(screen: Output, report: schema.Report) -> None:
 def print_tiers(screen: Output, report: schema.Report) -> None:
     """Print in which arithmetics a checkpoint holds, and the runtimes that each stands for."""
     if rows := facts.tier_rows(report):
-        titles = ("tier", "arithmetic", "this checkpoint", "stands for")
+        titles = ("runtimes", "arithmetic", "safe", "such as")
         screen.table(Table([Column(title, i) for i, title in enumerate(titles)], rows))
 
 
@@ -472,7 +498,7 @@ def figure_rows(report: schema.Report) -> list[tuple[str, str]]:
         rows.append(("head", "separated from the embedding, which could not carry its exponents"))
     if (drift := plan.drift) is not None and drift.measured_kl is not None:
         said = f"predicted {divergence_text(drift.predicted_kl)}, measured {divergence_text(drift.measured_kl)}"
-        rows.append((f"drift of {plan.drifts_by}, KL", said))
+        rows.append((f"drift of {plan.drifts_by}, {facts.measure_of(report)}", said))
     return rows
 
 
@@ -674,31 +700,40 @@ def print_check(result: schema.RuntimeCheck) -> None:
         screen.print(f"no evidence: {result.runtime} did not compute in fp16 on this device")
 
 
-def print_verification(result: schema.Verification) -> None:
-    """Print whether a checkpoint is what its report says, check by check, and every problem."""
-    screen = console()
+def print_verification(result: schema.Verification, *, verbose: bool = False) -> None:
+    """Print where a checkpoint was checked, check by check whether it is what its report says, and every problem.
+    verbose: the keys that were not checked as well."""
+    screen, environment = console(), result.environment
+    ran = list(dict.fromkeys(name for names in environment.devices.values() for name in names))
+    screen.say(f"device: {wording.listed(ran) if ran else environment.device}")
     rows = [(CHECK_NAMES.get(check, check), outcome) for check, outcome in result.checks.items()]
     screen.table(Table((Column("check", 0), Column("result", 1)), rows))
     if result.as_reported:
         broken = wording.counted(sum(problem.check == "audit" for problem in result.problems), "site")
-        ran = f", {broken} of it broke again when run" if result.regimes else ""
-        said = f"the report is true, {wording.counted(result.files, 'file')} as recorded{ran}"
+        again = f", {broken} of it broke again when run" if result.regimes else ""
+        said = f"the report is true, {wording.counted(result.files, 'file')} as recorded{again}"
         screen.print(bad("unsafe, as reported", f"{said}; the checkpoint is unsafe in fp16"))
         return
     for problem in result.problems:
         screen.say(f"{problem.check}: {problem.name}: {problem.reason}; {problem.remedy}")
-    for why in dict.fromkeys(result.not_checked.values()):
+    reasons = list(dict.fromkeys(result.not_checked.values()))
+    for why in reasons if verbose else ():
         keys = [key for key, reason in result.not_checked.items() if reason == why]
         screen.say(f"not checked: {', '.join(keys)}; {why}")
+    if reasons and not verbose:
+        entries = "entry" if len(result.not_checked) == 1 else "entries"
+        screen.say(f"not checked: {len(result.not_checked)} {entries} of the report; -v names them and why")
     for note in result.notes:
         screen.say(f"note: {note}")
     if result.verified and result.certificate is not None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
-        ran = "nothing was run" if kept is None else f"the largest value run is {wording.below_limit(kept)}"
+        said = "nothing was run" if kept is None else f"the largest value run is {wording.below_limit(kept)}"
         inputs = f"up to {wording.counted(result.certificate.max_length, 'position')}"
         aside = facts.claim_end(result.padding, result.report.family)
-        every = f"certified for every input of {inputs}{aside}{facts.for_target(result)}"
+        every = f"proven for every input of {inputs}{aside}{facts.for_target(result)}"
         proof = every if result.certificate.holds else "safe on what was run"
-        screen.print(good("verified", f"{wording.counted(result.files, 'file')} as recorded, {proof}; {ran}"))
+        edits = f"; edited at {wording.counted(result.edits, 'site')}, so not quite the source's function"
+        said += edits if result.edits else ""
+        screen.print(good("verified", f"{wording.counted(result.files, 'file')} as recorded, {proof}; {said}"))
     else:
         screen.print(bad("not verified", f"{wording.counted(len(result.problems), 'problem')} above"))

@@ -620,9 +620,8 @@ class _PlanSearch(_Costs):
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
         """Return whether at gain 0 a norm's output, what it can reach or a reader breaks a limit, or one weight of a
-        reader is inexact; of a last norm's more than one."""
-        worth = RESTRAINT_OF_STATES if signal.name in self.last_norms else self.lossy_price / 2
-        return self.best(signal, r).unmoved > worth
+        reader is inexact."""
+        return self.best(signal, r).unmoved > self.lossy_price / 2
 
     def resettle_writers(self, norm: ResolvedSignal) -> None:
         """Solve again the channels that the readers of a moved norm write, since their tables have changed."""

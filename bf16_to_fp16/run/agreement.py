@@ -62,9 +62,9 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     """Raise UserError where the stock model in the checkpoint's folder is not the one that its layout describes."""
     where = f"{checkpoint.folder}/config.json"
     config = load_config(checkpoint.folder)
-    for w in layout.topology:
-        if isinstance(w, Attention):
-            layout.kv_heads(w)  # which refuses a number of heads that is none, by which stock code would divide
+    for part in layout.topology:
+        if isinstance(part, Attention):
+            layout.kv_heads(part)  # which refuses a number of heads that is none, by which stock code would divide
     check_buckets(layout, where)
     check_older(layout, where)
     written = _Written(config, layout, where)
@@ -267,19 +267,19 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
                 f" from say {expected!r}; take it from the original checkpoint"
             )
 
-    for w in layout.topology:
-        if isinstance(w, Attention):
-            heads, own = layout.heads(w), w.attributes or names
+    for part in layout.topology:
+        if isinstance(part, Attention):
+            heads, own = layout.heads(part), part.attributes or names
             if own.heads:
-                same(w.at, own.heads, heads)
-            same(w.at, own.head_size, layout.head_size(w))
+                same(part.at, own.heads, heads)
+            same(part.at, own.head_size, layout.head_size(part))
             if own.groups:
-                same(w.at, own.groups, heads // layout.kv_heads(w))
-            same(w.at, "scaling", layout.score_scale(w), optional=not w.scaled or w.divides)
-            for attribute in rotary_scales(model.get_submodule(w.rotary)) if w.rotary else ():
-                same(w.rotary, attribute, 1.0)
-        elif isinstance(w, StackEnds) and names.embedding_scale:
-            same(w.embedding if w.scales_itself else w.at, names.embedding_scale, layout.embedding_scale(w))
+                same(part.at, own.groups, heads // layout.kv_heads(part))
+            same(part.at, "scaling", layout.score_scale(part), optional=not part.scaled or part.divides)
+            for attribute in rotary_scales(model.get_submodule(part.rotary)) if part.rotary else ():
+                same(part.rotary, attribute, 1.0)
+        elif isinstance(part, StackEnds) and names.embedding_scale:
+            same(part.embedding if part.scales_itself else part.at, names.embedding_scale, layout.embedding_scale(part))
     for feed_forward in layout.feed_forwards:
         activation, expected = model.get_submodule(feed_forward.act), ACT2FN[feed_forward.activation]
         if type(activation) is not type(expected) or functions(activation) != functions(expected):
@@ -287,7 +287,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
                 f"{where}: in stock code {feed_forward.act} is {type(activation).__name__}, where the keys that the"
                 f" bounds are made from say {feed_forward.activation!r}; take it from the original checkpoint"
             )
-    first = tuple(w.first_norm for w in layout.topology if isinstance(w, StackEnds) and w.first_norm)
+    first = tuple(part.first_norm for part in layout.topology if isinstance(part, StackEnds) and part.first_norm)
     for path in (*layout.norms, *first):
         same(path, eps_attribute(model.get_submodule(path)), layout.eps_of(path))
     check_rotary(layout, model, where)
@@ -297,17 +297,17 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
 def check_projector(layout: Layout, model: Any, where: str) -> None:
     """Raise UserError for an eps with which the norm of another model's outputs makes NaN of zeros, and for a number
     that can be no id in the places of those outputs."""
-    if (w := layout.family.projector) is None:
+    if (part := layout.family.projector) is None:
         return
-    norm = model.get_submodule(w.norm)
-    eps, token = getattr(norm, eps_attribute(norm)), getattr(model.config, w.token)
+    norm = model.get_submodule(part.norm)
+    eps, token = getattr(norm, eps_attribute(norm)), getattr(model.config, part.token)
     if not 0 < torch.tensor(eps, dtype=torch.float32) < math.inf:
         raise UserError(
-            f"{where}: in stock code the eps of {w.norm} is {shown(eps)}, not a small positive number such as 1e-06;"
+            f"{where}: in stock code the eps of {part.norm} is {shown(eps)}, not a small positive number such as 1e-06;"
             " take it from the original checkpoint"
         )
     if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-        raise UserError(f"{where}: {w.token!r} is {shown(token)}, not an id; take it from the original checkpoint")
+        raise UserError(f"{where}: {part.token!r} is {shown(token)}, not an id; take it from the original checkpoint")
 
 
 def functions(module: nn.Module) -> dict[str, object]:
@@ -323,7 +323,7 @@ def rotary_scales(module: nn.Module) -> list[str]:
 
 def check_rotary(layout: Layout, model: Any, where: str) -> None:
     """Raise UserError for rotary positions whose angles stock code cannot make, at the first position or far behind."""
-    for path in sorted({w.rotary for w in layout.topology if isinstance(w, Attention) and w.rotary}):
+    for path in sorted({part.rotary for part in layout.topology if isinstance(part, Attention) and part.rotary}):
         # Made again, since the model has no values; no file holds them.
         module = model.get_submodule(path)
         check_dynamic(module.config.rope_parameters, where)

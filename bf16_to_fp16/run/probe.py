@@ -65,14 +65,14 @@ def batches(
     tokenizer."""
     length = min(length, interface.longest_sequence(config))
     if data is None:
-        made = _probe(config, seed, length, sweep, chosen)
+        inputs = _probe(config, seed, length, sweep, chosen)
     elif source is None:
         raise UserError(f"{data}: text needs the checkpoint's tokenizer; give a checkpoint folder")
     else:
-        made = tokenised(config, source, data, seed=seed, examples=examples, length=length)
+        inputs = tokenised(config, source, data, seed=seed, examples=examples, length=length)
         if interface.predicts_tokens(config):
-            made.append(generation(config, made[0]))
-    borne = [batch for whole in made for batch in bearable(config, whole)]
+            inputs.append(generation(config, inputs[0]))
+    borne = [batch for whole in inputs for batch in bearable(config, whole)]
     return [replace(_readable(config, batch), blind=is_blind(config, batch)) for batch in borne]
 
 
@@ -196,27 +196,27 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
         return _unpadded(config, kind, description, encoder, started)
 
     repeated = ids(2, 1).repeat(1, min(64, length))
-    made = [
+    inputs = [
         batch(kinds.RANDOM, "random ids", _begun(config, ids(4, 64)), ids(4, 32)),
         batch(kinds.LONG, f"one sequence of {length} tokens", _begun(config, ids(1, length)), ids(1, min(length, 128))),
         batch(kinds.REPEATED, "one token repeated", repeated, repeated[:, :32]),
         padded(config, [_begun(config, ids(1, n)[0]) for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
     ]
     if interface.is_causal(config):
-        made.append(padded_left(config, made[-1]))
+        inputs.append(padded_left(config, inputs[-1]))
     if past := _past_window(config, length):
         row = _begun(config, torch.randint(0, vocabulary, (1, past), generator=generator))
-        made.append(_unpadded(config, kinds.LONG, f"one sequence of {past} tokens", row, row))
-    made += [*_short(config, min(length, _SHORT), generator), *images(config)]
+        inputs.append(_unpadded(config, kinds.LONG, f"one sequence of {past} tokens", row, row))
+    inputs += [*_short(config, min(length, _SHORT), generator), *images(config)]
     if sweep or is_small(config):
-        made += _sweep(config, vocabulary, min(length, 128))
+        inputs += _sweep(config, vocabulary, min(length, 128))
     else:
         ids_by_reason = choice.drawn(vocabulary, interface.special_ids(config), generator) if chosen is None else chosen
-        made += _chosen(config, ids_by_reason, min(length, 128))
+        inputs += _chosen(config, ids_by_reason, min(length, 128))
     if not interface.predicts_tokens(config):
-        return made
-    made = _within_budget(made, vocabulary)
-    return [*made, generation(config, next(batch for batch in made if batch.kind == kinds.PADDED))]
+        return inputs
+    inputs = _within_budget(inputs, vocabulary)
+    return [*inputs, generation(config, next(batch for batch in inputs if batch.kind == kinds.PADDED))]
 
 
 def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder: Tensor, **options: Any) -> Batch:
@@ -239,11 +239,13 @@ def images(config: Any) -> list[Batch]:
     """Return a row of ids about an image of noise, as bright as images are once prepared; none for a model that
     reads no images. Drawn apart, so that the other rows are those of a text model; no id about it is an image's."""
     family = of_model_type(config.model_type)
-    w = None if family is None else family.projector
-    if w is None:
+    projector = None if family is None else family.projector
+    if projector is None:
         return []
     generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
-    token, tokens, channels, size = (attrgetter(key)(config) for key in (w.token, w.tokens, *w.image))
+    token, tokens, channels, size = (
+        attrgetter(key)(config) for key in (projector.token, projector.tokens, *projector.image)
+    )
     before, after = (torch.randint(0, vocabulary, (1, 4), generator=generator) for _ in range(2))
     before, after = (x.where(x != token, (token + 1) % vocabulary) for x in (_begun(config, before), after))
     ids = torch.cat([before, torch.full((1, tokens), token), after], 1)
@@ -252,12 +254,12 @@ def images(config: Any) -> list[Batch]:
     return [Batch("an image", ids, torch.ones_like(ids), kind=kinds.IMAGE, pixels=pixels, image_tokens=marks)]
 
 
-def _within_budget(made: Sequence[Batch], vocabulary: int) -> list[Batch]:
+def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
     """The batches with logits as far as the budget suffices, random ids and the first short rows in any case."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}
-    for batch in made:
+    for batch in inputs:
         positions = (batch.input_ids if batch.decoder_input_ids is None else batch.decoder_input_ids).numel()
         kept = batch.head and (positions <= left or batch.kind in unseen)
         left -= positions if kept else 0
@@ -339,12 +341,12 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
     """The chosen ids in long rows, in pairs and alone; in the decoder the other way round in each row."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
-    made: list[Batch] = []
+    inputs: list[Batch] = []
     for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
         for rows in _in_rows(ids, columns):
-            name, reasons = f"chosen ids in rows of {rows.shape[1]}", {} if made else by_reason
-            made.append(_unpadded(config, kinds.CHOSEN, name, rows, rows.flip(1), chosen=reasons))
-    return made
+            name, reasons = f"chosen ids in rows of {rows.shape[1]}", {} if inputs else by_reason
+            inputs.append(_unpadded(config, kinds.CHOSEN, name, rows, rows.flip(1), chosen=reasons))
+    return inputs
 
 
 def _in_rows(ids: Tensor, columns: int) -> list[Tensor]:
@@ -356,12 +358,12 @@ def _in_rows(ids: Tensor, columns: int) -> list[Tensor]:
 def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
     """Every id once in the encoder and, in reverse order, once in the decoder, in chunks of eight sequences."""
     rows = max(1, min(8, LOGIT_BUDGET // (length * vocabulary)))
-    made = []
+    inputs = []
     for ids in torch.arange(vocabulary).split(rows * length):
         for part in _in_rows(ids, min(length, len(ids))):
             name = f"vocabulary {int(part[0, 0])} to {int(part[-1, -1])}"
-            made.append(_unpadded(config, kinds.SWEEP, name, part, vocabulary - 1 - part))
-    return made
+            inputs.append(_unpadded(config, kinds.SWEEP, name, part, vocabulary - 1 - part))
+    return inputs
 
 
 def generation(config: Any, batch: Batch) -> Batch:

@@ -17,6 +17,7 @@ import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,10 @@ _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may b
 
 
 def texts(data: str) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target (None where there is none) of every row of ``data``. data: a path ending in .jsonl, .json,
-    .csv, .parquet or .txt (.gz too), else the id of a dataset on the Hub, of which the first 4096 rows are read. Raises
-    UserError for what cannot be read."""
-    path = text_file(data)
-    yield from text_pairs(data, hub_rows(data) if path is None else file_rows(path))
-
-
-def text_file(data: str) -> Path | None:
-    """Return the path of a file of text, None for what can only be a dataset of the Hub; raise UserError where there is
-    no such file, or none that can be read."""
-    path = Path(data)
-    if path.suffix == "" and not path.exists() and not path.is_absolute():
-        return None
-    check_data_files(data, [path], _ending(path))
-    return path
+    """Yield text and target (None where there is none) of every row of ``data``. data: what ``local_files`` takes, else
+    the id of a dataset on the Hub, of which the first 4096 rows are read. Raises UserError for what cannot be read."""
+    files = local_files(data)
+    yield from text_pairs(data, hub_rows(data) if files is None else chain.from_iterable(map(file_rows, files)))
 
 
 def choose_columns(
@@ -178,17 +168,12 @@ def local_files(path: str) -> list[Path] | None:
     endings = sorted({_ending(file) for file in files})
     if len(endings) > 1:
         raise UserError(f"{path}: files of several kinds ({', '.join(endings)}); give one kind")
-    check_data_files(path, files, endings[0])
-    return files
-
-
-def check_data_files(data: str, files: Iterable[Path], ending: str) -> None:
-    """Raise UserError unless all ``files`` of ``data`` exist and there is a reader for their ``ending``."""
     if not all(file.is_file() for file in files):
-        where = "" if Path(data).is_absolute() else f" in {Path.cwd()}"
-        raise UserError(f"{data}: no such file{where}; give an existing .jsonl, .csv, .parquet or .txt")
-    if ending.lower() not in KINDS:
-        raise UserError(f"{data}: unknown kind of file {ending!r}; use .jsonl, .csv, .parquet or .txt (.gz too)")
+        where = "" if place.is_absolute() else f" in {Path.cwd()}"
+        raise UserError(f"{path}: no such file{where}; give an existing .jsonl, .csv, .parquet or .txt")
+    if endings[0] not in KINDS:
+        raise UserError(f"{path}: unknown kind of file {endings[0]!r}; use .jsonl, .csv, .parquet or .txt (.gz too)")
+    return files
 
 
 def _ending(path: Path) -> str:

@@ -9,14 +9,13 @@ from typing import Any
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import is_code, is_weights, sha256_of, side_modules
 from ..checkpoint.formats import read_whole_header
-from ..checkpoint.naming import LAYOUTS
+from ..checkpoint.naming import LAYOUTS, TOKENIZER
 from ..checkpoint.packing import recorded_sha256, summary_of, tensors_sha256
 from ..checkpoint.pipeline import has_variant, variant_name
 from ..checkpoint.places import contained
 from ..checkpoint.reader import SINGLE_OR_SHARDED, Checkpoint
 from ..checkpoint.shards import INDEX, WEIGHTS
 from ..checkpoint.side_modules import read_side_modules
-from ..checkpoint.single_file import TOKENIZER
 from ..families.configs import looked_up
 from ..families.layout import Layout
 from ..json_text import loads
@@ -134,7 +133,7 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> lis
 
 def check_unread(checkpoint: Checkpoint, report: Report) -> list[Problem]:
     """Return the files of weights that are read and not listed, as hidden ones, and those listed that a loader may read
-    in another format or as a variant: any but variants that are the very same, and single files that
+    in another format or as a variant: except byte-identical variants and single files that
     ``publish --add`` put there."""
     listed = {entry.name: entry.sha256 for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import constants, file_download, snapshot_download
 from safetensors.torch import save
 from support import tiny
-from support.hub_server import OTHER, WRITER, Fault, HubServer
+from support.hub_server import OTHER, WRITER, Fault, HubServer, as_the_hub
 
 from bf16_to_fp16 import UserError, cli, convert, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -47,6 +47,7 @@ def hub(server: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("HF_TOKEN", WRITER)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    as_the_hub(server, monkeypatch)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     return server
 
@@ -67,7 +68,7 @@ def test_a_hub_id_is_converted_and_published_in_one_go(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--push-to", "me/theirs-fp16", "--endpoint", hub.endpoint, "--json", "-"]
+    options = ["--push-to", "me/theirs-fp16", "--json", "-"]
     assert cli.main(["convert", "org/theirs", *options]) == 0
     printed = capsys.readouterr()
     report, commit = json.loads(printed.out), hub.repos["org/theirs"].branches["main"]
@@ -187,7 +188,7 @@ def test_a_hub_that_answers_nonsense_is_one_line(
     path: str, body: object, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.faults += [Fault("GET", path, 200, body=body, times=99), Fault("HEAD", path, 200, body=body, times=99)]
-    assert cli.main(["convert", "org/theirs", str(tmp_path / "out"), "--endpoint", hub.endpoint]) == 2
+    assert cli.main(["convert", "org/theirs", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr().err
     # The client's own bars may stand above it.
     assert printed.splitlines()[-1].startswith("error: ") and printed.count("error: ") == 1

@@ -390,31 +390,6 @@ def test_a_file_that_is_there_already_is_neither_overwritten_nor_removed(tmp_pat
     assert (tmp_path / "in" / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        Write("w", (2, 3), None),
-        Write("w", (2, 3), "w", torch.ones(2, 3)),
-        Write("w", (3, 2), "w"),
-        Write("w", (2, 3), "w", row_exponents=torch.zeros(3, dtype=torch.int32)),
-        Write("w", (2, 3), "w", column_exponents=torch.zeros(2, dtype=torch.int32)),
-        Write("w", (2, 3), "w", exponent=501),
-        Write("i", (2,), "i"),
-        Write("w", (2, 3), "w").as_dtype("I32"),
-    ],
-)
-def test_a_write_that_contradicts_itself_or_the_source_is_an_error_before_anything_is_made(
-    tmp_path: Path, write: Write
-) -> None:
-    checkpoint = checkpoint_of(tmp_path / "in", {"w": torch.ones(2, 3), "i": torch.arange(2)})
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match=f"^{write.name}: "):
-        write_fp16(checkpoint, [write], tmp_path / "out")
-    with pytest.raises(ValueError, match="same name"):
-        write_fp16(checkpoint, [Write("w", (2, 3), "w")] * 2, tmp_path / "out")
-    assert_nothing_left(tmp_path / "out")
-
-
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 GROWTH = """

@@ -1043,20 +1043,22 @@ def test_steps_name_their_target_and_a_converted_source_is_called_one(
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--target", "norm-safe"]) == 0
     said = capsys.readouterr().err.splitlines()
-    assert len(set(said)) == len(said) and "Planning the exponents for norm-safe" in said
-    assert "Bounding every site of the source for norm-safe" in said and "converted checkpoint" not in " ".join(said)
+    assert len(set(said)) == len(said) and "Planning the exponents for use with norms in fp16" in said
+    assert "Bounding every site of the source with norms in fp16" in said and "converted checkpoint" not in " ".join(
+        said
+    )
     assert cli.main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--dry-run"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert "out is converted already" in said[0] and "verify checks it as it is" in said[0] and len(said) == 1
     # What was made for one target and is bounded for another is called so.
     assert cli.main(["certify", str(tmp_path / "out")]) == 0
     found = capsys.readouterr()
-    assert "out was converted for norm-safe, which --target norm-safe bounds it for" in found.err
-    assert "bounds (target half) is" in found.out
+    assert "out was converted for use with norms in fp16; --target norm-safe bounds it there" in found.err
+    assert "sites; in PyTorch " in found.out
     assert cli.main(["certify", str(tmp_path / "out"), "--target", "norm-safe"]) == 0
     assert "was converted for" not in capsys.readouterr().err
     assert cli.main(["verify", str(tmp_path / "out"), "--no-audit"]) == 0
-    assert "certified for every input of up to 32,768 positions (target norm-safe)" in capsys.readouterr().out
+    assert "proven for every input of up to 32,768 positions with norms in fp16" in capsys.readouterr().out
 
 
 def test_undo_brings_the_sources_card_back_and_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

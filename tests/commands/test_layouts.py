@@ -160,9 +160,13 @@ def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back.safetensors", "out.safetensors"]
 
 
-def test_umt5_without_its_tokenizer_is_told_so(tmp_path: Path) -> None:
+def test_umt5_without_its_tokenizer_is_told_so_before_the_work_and_after_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tools.write(tmp_path / "umt5.safetensors", tools.stored(encoder("umt5-encoder")))
-    result = convert(source, tmp_path / "out.safetensors", layout="comfy", run_model=False)
+    result = convert(source, tmp_path / "out.safetensors", layout="comfy", run_model=False, progress=True)
+    said = capsys.readouterr().err
+    assert said.index("ComfyUI takes this model's tokenizer from the weights") < said.index("Bounding every site")
     assert any("ComfyUI takes this model's tokenizer from the weights" in note for note in result.notes)
 
 

@@ -137,7 +137,7 @@ def test_the_certificate_is_that_of_the_weights_as_saved(tmp_path: Path) -> None
     assert safe.certified is found["holds"] is True
     tightest = min(found["sites"], key=lambda site: site["headroom_bits"])
     assert (tightest["name"], tightest["headroom_bits"]) == (safe.tightest, pytest.approx(safe.headroom_bits, abs=0.02))
-    assert "Certified for train" in str(safe) and "training moves them" in str(safe)
+    assert "Certified in training" in str(safe) and "training moves them" in str(safe)
 
 
 def test_where_no_certificate_can_be_had_it_says_so() -> None:
@@ -146,7 +146,7 @@ def test_where_no_certificate_can_be_had_it_says_so() -> None:
         for block in model.encoder.block:
             block.layer[1].DenseReluDense.wi_0.weight.mul_(100)  # what enters a GELU moves under no plan
     safe = make_fp16_safe(model)
-    assert not safe.certified and "wi_0" in safe.tightest and "Not certified for train" in str(safe)
+    assert not safe.certified and "wi_0" in safe.tightest and "Not certified in training" in str(safe)
 
 
 def test_a_save_writes_weights_with_the_eps_that_goes_with_them(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from bf16_to_fp16 import UserError, convert, undo, verify
 from bf16_to_fp16.bounds.arithmetic import full_precision
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
+from bf16_to_fp16.commands.convert import next_of
+from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.report.remedies import DRIFTED, SHRINK_LESS
-from bf16_to_fp16.report.schema import Source
+from bf16_to_fp16.report.remedies import DRIFTED, LET_EPS_GO, SHRINK_LESS
+from bf16_to_fp16.report.schema import Report, Source, read
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.verification.plans import check_plan
@@ -144,6 +146,13 @@ def test_its_drift_is_that_of_stock_code_with_the_eps_that_the_exponents_ask_for
         norm.variance_epsilon *= 4.0**-r
     with torch.no_grad(), full_precision():
         assert error(ours(IDS).logits, theirs(IDS).logits) < 1e-12
+
+
+def test_where_the_held_eps_ends_unsafe_the_way_out_is_to_let_it_go(held: Any) -> None:
+    report = read(Report, held[1].report)
+    asked = Options(eps="fixed")
+    assert next_of(asked, report, "source", "out").startswith(f"{LET_EPS_GO}; ")
+    assert LET_EPS_GO not in next_of(Options(), report, "source", "out")
 
 
 def test_verify_and_undo_hold_the_eps_too(held: Any, tmp_path: Path) -> None:

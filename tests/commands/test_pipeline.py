@@ -16,7 +16,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 from support import pipelines, tiny
-from support.hub_server import WRITER, HubServer
+from support.hub_server import WRITER, HubServer, as_the_hub
 from support.pipelines import TRANSFORMER, contents
 from transformers import AutoTokenizer, ByT5Tokenizer
 
@@ -364,6 +364,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     """A Hub, and a cache of the test's own."""
     server = HubServer().start()
     monkeypatch.setenv("HF_TOKEN", WRITER)
+    as_the_hub(server, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     yield server
     server.stop()
@@ -375,8 +376,7 @@ def test_a_pipeline_on_the_hub_is_fetched_as_far_as_it_is_used_and_linked_from_t
     files = contents(small)
     unused = ("flux1.safetensors", "vae/diffusion_pytorch_model.bin", "text_encoder_2/model.fp16.safetensors")
     repo = hub.add("me/flux", files | dict.fromkeys(unused, b"other weights"))
-    words = ("--no-audit", "--endpoint", hub.endpoint)
-    assert main(["convert", "me/flux@main", str(tmp_path / "out"), *words]) == 0
+    assert main(["convert", "me/flux@main", str(tmp_path / "out"), "--no-audit"]) == 0
     assert hub.count(r"resolve/.*(flux1\.safetensors|\.bin|fp16\.safetensors)") == 0
     after = contents(tmp_path / "out")
     rest = {name for name in files if not name.startswith("text_encoder_2/")}
@@ -402,7 +402,7 @@ def test_what_changes_on_the_hub_meanwhile_is_noticed_and_a_full_cache_too(
             repo.commit(contents(small) | {"text_encoder_2/README.md": b"another"}, "meanwhile", "main")
         return False
 
-    words = ("convert", "me/flux", tmp_path / "out", "--no-audit", "--endpoint", hub.endpoint)
+    words = ("convert", "me/flux", tmp_path / "out", "--no-audit")
     with monkeypatch.context() as patch:
         usage = shutil.disk_usage(tmp_path)
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import pipelines
+from support import pipelines, tiny
 from support.pipelines import contents
 from transformers import LlamaModel
 
 from bf16_to_fp16 import UserError, convert_pipeline, undo_pipeline
 from bf16_to_fp16.checkpoint.linears import rescale_columns
-from bf16_to_fp16.checkpoint.pipeline_classes import HIDREAM, PIPELINES, Linear, Norm
+from bf16_to_fp16.checkpoint.pipeline import open_pipeline
+from bf16_to_fp16.checkpoint.pipeline_classes import HIDREAM, PIPELINES, Linear, Norm, Reading
 from bf16_to_fp16.cli import main
+from bf16_to_fp16.conversion.pipelines import met, of_norm
 from bf16_to_fp16.ranges import NormRange
-from bf16_to_fp16.report.schema import PipelineReport, read
+from bf16_to_fp16.report.schema import PipelineReport, Report, read
 
 PROJECTION, POOLED = (each.weight for each in PIPELINES["HunyuanVideoPipeline"][0].meets if isinstance(each, Linear))
 FILES = ("diffusion_pytorch_model-00001-of-00002.safetensors", "diffusion_pytorch_model-00002-of-00002.safetensors")
@@ -165,6 +167,14 @@ def test_verify_holds_the_linears_against_the_record_and_the_source(
     (forgotten / "fp16_pipeline.json").write_text(json.dumps(record | {"rescaled": only}))
     status, said = verified(forgotten, capsys)
     assert status == 1 and f"{PROJECTION}: is not recorded to carry the inverse" in " ".join(said.split())
+    readings = [entry | {"factors_log2": [-1]} for entry in record["readings"]]
+    (forgotten / "fp16_pipeline.json").write_text(json.dumps(record | {"readings": readings}))
+    status, said = verified(forgotten, capsys)
+    assert status == 1 and "says other factors of text_encoder's states" in " ".join(said.split())
+    rescaled = [entry | {"source_sha256": entry["sha256"]} for entry in record["rescaled"]]
+    (forgotten / "fp16_pipeline.json").write_text(json.dumps(record | {"rescaled": rescaled}))
+    status, said = verified(forgotten, capsys)
+    assert status == 1 and "is not the source's times the recorded powers of two" in " ".join(said.split())
     another = hunyuan(tmp_path / "another", projection=torch.ones(16, WIDTH) / 256)
     shutil.rmtree(another / "text_encoder")
     shutil.copytree(converted / "source" / "text_encoder", another / "text_encoder")
@@ -280,6 +290,8 @@ def test_of_an_unknown_class_an_encoder_read_at_its_end_is_assumed_and_others_ar
     said = error_of(capsys, "convert", other, tmp_path / "new")
     assert said.startswith("error: what NewPipeline reads of text_encoder is not known here, and inner states")
     assert f"bf16-to-fp16 convert {other} OUT --subfolder text_encoder" in said and not (tmp_path / "new").exists()
+    whole = pipelines.make(tmp_path / "whole", {"text_encoder": tiny.build("t5")}, _class_name="NewPipeline")
+    assert "inner states of a T5ForConditionalGeneration change" in error_of(capsys, "convert", whole, tmp_path / "new")
     alone = ("convert", str(other), str(tmp_path / "new"), "--subfolder", "text_encoder", "--no-audit")
     assert main([*alone]) == 0
 
@@ -315,6 +327,26 @@ def test_as_is_for_one_model(tmp_path: Path) -> None:
     folder = pipelines.make(tmp_path / "flux", {"text_encoder_2": pipelines.encoder()})
     with pytest.raises(UserError, match=r"--as is for one model.*--subfolder text_encoder_2"):
         convert_pipeline(folder, tmp_path / "out", as_class="T5EncoderModel")
+
+
+def test_the_last_states_are_known_by_either_number(converted: Path) -> None:
+    pipeline = open_pipeline(converted / "source", lambda config: config.get("model_type") == "llama")
+    assert pipeline is not None
+    report = read(Report, json.loads((converted / "out" / "text_encoder" / "fp16_report.json").read_text()))
+    linear = (Linear("transformer", PROJECTION),)
+    for last, inner in ((-1, -2), (4, 3)):
+        assert not met(pipeline, "text_encoder", [Reading("text_encoder", (last,), linear)], report, ())
+        (entry,) = met(pipeline, "text_encoder", [Reading("text_encoder", (inner,), linear)], report, ())
+        assert entry.factors_log2 == [report.outputs["hidden_states"].factor_log2] != [0]
+
+
+def test_what_a_norm_costs_is_that_of_the_states_that_enter_it() -> None:
+    norm = Norm("transformer", "norm", 1e-3)
+    states = [NormRange(1.0, torch.tensor([[10.0**-layer, 1.0]], dtype=torch.float64)) for layer in range(4)]
+    for number, layer in ((-2, 3), (3, 3), (-5, 0), (0, 0), (-4, 1)):
+        said = of_norm(norm, {}, [number], [-6], states)
+        assert said["predicted"] == pytest.approx(states[layer].drift(1e-3, -6), rel=1e-12)
+    assert of_norm(norm, {}, [-1], [0], states)["predicted"] is None
 
 
 def test_states_that_an_encoder_has_not_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

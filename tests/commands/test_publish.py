@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import tiny, tools
 from support.forging import flip
-from support.hub_server import OTHER, READER, WRITER, Fault, HubServer, Repo, card_errors
+from support.hub_server import OTHER, READER, WRITER, Fault, HubServer, Repo, as_the_hub, card_errors
 from support.pipelines import contents
 from transformers import ByT5Tokenizer
 
@@ -68,6 +68,7 @@ def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> H
     monkeypatch.setenv("HF_TOKEN", WRITER)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    as_the_hub(server, monkeypatch)
     return server
 
 
@@ -88,7 +89,7 @@ def run(hub: HubServer, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCa
 
     def run(*arguments: object, endpoint: str | None = None) -> tuple[int, str, str]:
         caplog.clear()
-        status = cli.main([*map(str, arguments), "--endpoint", endpoint or hub.endpoint])
+        status = cli.main([*map(str, arguments), *(["--endpoint", endpoint] if endpoint else [])])
         printed = capsys.readouterr()
         for token in (WRITER, READER, OTHER):
             assert token not in printed.out + printed.err + caplog.text
@@ -393,6 +394,7 @@ def test_a_checkpoint_below_a_repository_is_verified_by_its_folders_name(hub: Hu
     with pytest.raises(UserError, match="of its own; give --subfolder text_encoder_2"):
         verify("me/pipeline", endpoint=hub.endpoint)
     below = verify("me/pipeline", subfolder="text_encoder_2", endpoint=hub.endpoint, run_model=False)
+    assert any("download the whole" in note for note in below["notes"])
     assert below["verified"] and below["source"]["revision"]
 
 
@@ -688,14 +690,13 @@ def test_finetune_publishes_what_it_made(run: Run, hub: HubServer, tmp_path: Pat
         },
         "schedule": {"steps": 1},
         "penalty": {"form": "none"},
-        "evaluation": {"generate": False},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     words = ("finetune", tmp_path / "recipe.yaml")
-    assert "give --push-to REPO_ID" in error_of(run(*words, "--public"))
+    assert "then: bf16-to-fp16 publish OUT REPO_ID --public" in error_of(run(*words, "--public"))
     assert "is not a name" in error_of(run(*words, "--push-to", "a/b/c"))
     assert not (tmp_path / "out").exists() and hub.seen == []
-    status, out, _ = run(*words, "--push-to", "me/tuned", "--allow-unsafe", "--json", "-")
+    status, out, _ = run(*words, "--push-to", "me/tuned", "--json", "-")
     assert status in (0, 1) and json.loads(out)["published"]["repo"] == "me/tuned"
     assert hub.files("me/tuned")["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert hub.repos["me/tuned"].private and "finetuned" in hub.files("me/tuned")["README.md"].decode()
@@ -724,7 +725,13 @@ def test_convert_says_what_stands_in_the_way_before_the_work(
     run: Run, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "is not a name" in error_of(run("convert", "nowhere", tmp_path / "o", "--push-to", "a/b/c"))
-    assert "--push-to REPO_ID" in error_of(run("convert", "nowhere", tmp_path / "o", "--public"))
+    for gone, instead in (
+        ("--public", "publish OUT REPO_ID --public"),
+        ("--endpoint", "HF_ENDPOINT"),
+        ("--workers", ""),
+    ):
+        said = error_of(run("convert", "nowhere", tmp_path / "o", gone))
+        assert f"convert has no {gone} any more" in said and instead in said
     assert "Missing argument 'OUT'" in error_of(run("convert", "nowhere"))
     assert "dry run" in error_of(run("convert", "nowhere", "--push-to", "me/out", "--dry-run"))
     monkeypatch.delenv("HF_TOKEN")

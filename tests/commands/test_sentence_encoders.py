@@ -19,7 +19,9 @@ from bf16_to_fp16 import UserError, audit, certify, convert, undo, verify
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.side_modules import pooled
 from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.facts import verdict_sentence
 from bf16_to_fp16.report.remedies import NORMALISE_IN_FP32, OVER, SQUARES_UNSEEN
+from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.report.terminal import load_line
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
@@ -315,6 +317,7 @@ def test_a_vector_of_zeros_that_is_normalised_is_not_certified(tmp_path: Path) -
     assert not any(tier["proof"] == "certified" for tier in result.report["tiers"].values())
     # The audit runs what stands behind the encoder, and sees it.
     assert not result.safe and "3_Normalize:div" in {entry["signal"] for entry in result.report["unsafe"]}
+    assert result.next == NORMALISE_IN_FP32 and "Nothing overflowed" in verdict_sentence(read(Report, result.report))
 
 
 def test_weights_that_fp16_rounds_to_nothing_are_not_certified(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_line_of_json_that_cannot_be_used_is_named(
     (tmp_path / "data.jsonl").write_text('{"text": "good"}\n' + line + "\n")
     said = refused(capsys, "audit", source, "--regime", "half", "--data", tmp_path / "data.jsonl")
     assert "line 2" in said and says in said
-    said = refused(capsys, "advise", tmp_path / "data.jsonl", "--losses")
+    said = refused(capsys, "advise", "losses", tmp_path / "data.jsonl")
     assert "line 2" in said or "losses" in said
 
 

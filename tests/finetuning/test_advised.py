@@ -89,9 +89,9 @@ def test_a_run_takes_the_pair_and_goes_on_with_it(tmp_path: Path, capsys: pytest
         "precision": "fp32",
         "penalty": {"form": "none", "certify": False},
         "optimizer": {"weights": "bf16"},
-        "schedule": {"steps": 2, "learning_rate": 1e-3, "warmup": 1, "decay": "constant", "advised": True},
-        "evaluation": {"every": 100, "generate": False, "attack_steps": 0},
-        "quality": {"max_kl": None, "max_loss_rise": None},
+        "schedule": {"steps": 2, "learning_rate": 1e-3, "advised": True},
+        "evaluation": {"every": 100, "attack_steps": 0},
+        "quality": {"max_kl": None},
     }
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tree))

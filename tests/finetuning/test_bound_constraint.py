@@ -235,7 +235,7 @@ def recipe(folder: Path, precision: str = "fp32", data: dict[str, Any] | None = 
         "precision": precision,
         "penalty": {"form": "none", "certify": True} | penalty,
         "checkpointing": {"every": 4},
-        "evaluation": {"every": 100, "generate": False},
+        "evaluation": {"every": 100},
     }
     return parse_recipe(changed(recipe_tree(folder, folder / "out"), changes))
 
@@ -312,7 +312,7 @@ def written(folder: Path, *lines: str) -> Path:
         "schedule: {steps: 12}",
         "penalty: {certify: true, headroom_bits: 0}",
     ]
-    path.write_text("\n".join([*five, "quality: {max_kl: null, max_loss_rise: null}", "device: cpu", *lines, ""]))
+    path.write_text("\n".join([*five, "quality: {max_kl: null}", "device: cpu", *lines, ""]))
     return path
 
 

@@ -88,9 +88,9 @@ def test_a_pegasus_whose_head_stands_apart_is_finetuned_with_one_embedding(tmp_p
             part.embed_tokens.weight.copy_(model.model.shared.weight)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "apart")
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "apart")
-    changes = {"data": {"objective": "span-corruption"}, "schedule": {"steps": 1, "warmup": 1}}
+    changes = {"data": {"objective": "span-corruption"}, "schedule": {"steps": 1}}
     recipe = written(source, tmp_path, source=str(tmp_path / "apart"), **changes)
-    result = finetune(recipe, overrides=("evaluation.examples=4", "quality.max_loss_rise=null"))
+    result = finetune(recipe)
     assert result is not None and result.safe
     embedding = load(tmp_path / "out", torch.float32).model
     weights = [part.embed_tokens.weight for part in (embedding.encoder, embedding.decoder)]
@@ -124,7 +124,7 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
     start = load(tmp_path / "out.run" / "start", torch.float32)
     for name, tensor in load(tmp_path / "model", torch.float32).state_dict().items():
         assert torch.equal(tensor, start.state_dict()[name]), name
-    other = ("rescale=true", "schedule.steps=1", "schedule.warmup=1", f"checkpointing.folder={tmp_path / 'other'}")
+    other = ("rescale=true", "schedule.steps=1", f"checkpointing.folder={tmp_path / 'other'}")
     result = finetune(recipe, overrides=other)
     assert result is not None and result.safe
     factor = result.report["outputs"]["encoder_hidden_states"]["factor_log2"]
@@ -180,7 +180,7 @@ def test_a_run_whose_device_is_full_goes_on_on_the_cpu_from_its_last_state(
     monkeypatch.setattr("bf16_to_fp16.finetuning.run.Device", lambda name, progress: Device(STAND_IN, progress))
     recipe = read_recipe(written(source, tmp_path, checkpointing={"every": 1}), ("rescale=false",))
     with FullOnce():
-        run = train_on_device(recipe, open_checkpoint(source), None)
+        run = train_on_device(recipe, open_checkpoint(source), Progress(quiet=True))
     rows = rows_of(tmp_path / "out.run", "precision")
     assert list(run.devices) == [str(STAND_IN), "cpu"] and run.outcome.steps == 6
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -199,11 +199,10 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
             "rescale": False,
             "precision": "fp16",
             "data": {"path": str(DEMO_DATA / "held_out.txt"), "input_length": 66, "target_length": 34, "batch_size": 4},
-            "schedule": {"steps": 12, "warmup": 3},
+            "schedule": {"steps": 12},
             "penalty": {"form": "none"},
             "distillation": {"weight": 0.0},
-            "evaluation": {"every": 1000, "examples": 8, "generate": False},
-            "logging": {"every": 1},
+            "evaluation": {"every": 1000},
         }
     )
     corpus = Corpus(recipe.data, folder, load_config(folder))

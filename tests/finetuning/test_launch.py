@@ -47,10 +47,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = saved(folder / "source", 60, dropout=0.0, dtype=torch.bfloat16)
     tree = recipe_tree(source, folder / "out") | {
         "precision": "fp32",
-        "schedule": {"steps": STEPS, "learning_rate": 0.003, "warmup": 2},
+        "schedule": {"steps": STEPS, "learning_rate": 0.003},
         # Past its targets from the first step, so that the penalty pulls.
         "penalty": {"headroom_bits": 14.0, "certify": False},
-        "evaluation": {"every": 100, "generate": False, "attack_steps": 0},
+        "evaluation": {"every": 100, "attack_steps": 0},
         # What comes before and after the training has one process, and its own tests.
         "rescale": False,
     }
@@ -352,7 +352,7 @@ def test_a_shipped_recipe_is_valid_and_complete(path: Path) -> None:
     read_recipe(path)
     given = yaml.safe_load(path.read_text())
     optional = {"held_out", "subfolder", "subset", "split", "first_sentinel", "seed", "bf16_steps"}
-    optional |= {"input_column", "target_column", "held_out_path", "folder", "top_k", "weight"}
+    optional |= {"input_column", "target_column", "held_out_path", "folder", "weight"}
 
     def is_there(key: str) -> bool:
         section, _, name = key.rpartition(".")

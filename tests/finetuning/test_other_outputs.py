@@ -46,7 +46,7 @@ def test_it_is_trained_until_it_fits_and_keeps_its_class(kind: str, tmp_path: Pa
     tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu", "evaluation": {"every": 100, "attack_steps": 0}}
     tree["data"] = {"path": str(source / "text.txt"), "input_length": 24, "batch_size": 4}
     tree["schedule"] = {**tree["schedule"], "steps": 12, "learning_rate": 0.05}
-    tree["quality"] = {"max_kl": None, "max_loss_rise": None}
+    tree["quality"] = {"max_kl": None}
     result = finetune(parse_recipe(tree))
     assert result is not None
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
@@ -92,10 +92,9 @@ def test_a_classifier_is_measured_on_rows_of_every_class_that_the_original_gives
     source = source_of("t5-classifier", tmp_path / "source")
     tree = recipe_tree(source, tmp_path / "out")
     tree["data"] = {"path": str(source / "text.txt"), "input_length": 24, "batch_size": 4}
-    tree["evaluation"] = {"generate": False}
     recipe, model = parse_recipe(tree), tiny.build("t5-classifier", 0, factor=1.0, vocab_size=384).eval()
     corpus, cpu = Corpus(recipe.data, source, load_config(source)), torch.device("cpu")
-    processes: Any = SimpleNamespace(device=cpu, sum=lambda sums: sums)
+    processes: Any = SimpleNamespace(device=cpu, sum=lambda sums: sums, gather=lambda texts: texts)
     batches = Evaluator(recipe, corpus, model, model, TellsTextsFromOthers(model, cpu), processes)._others["class"]
     assert [(rows.input_ids[:, 0] > 300).tolist() for rows in batches] == [[False] * 4, [True] * 4]
     for seed in (0, 1):

@@ -36,12 +36,9 @@ from support.learner import (
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import (
-    TopK,
-    TopStore,
     arguments,
     hidden_error,
     kl_divergence,
-    kl_divergence_from_top,
     task_loss,
 )
 from bf16_to_fp16.finetuning.evaluation import nearest, scores
@@ -69,12 +66,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe_for(folder: Path, out: Path, **changes: Any) -> Recipe:
     tree = recipe_tree(folder, out) | {
         "device": "cpu",
-        "schedule": {"steps": 8, "learning_rate": 0.003, "warmup": 2},
+        "schedule": {"steps": 8, "learning_rate": 0.003},
         "precision": "fp16",
         "optimizer": {"relative": False},
         "penalty": {"form": "none"},
         "checkpointing": {"every": 4},
-        "evaluation": {"every": 100, "generate": False},
+        "evaluation": {"every": 100},
     }
     return parse_recipe(changed(tree, changes))
 
@@ -131,15 +128,11 @@ def losses_of(run: Path) -> dict[int, float]:
 # ---- parts ---------------------------------------------------------------------------------------------------------
 
 
-def test_learning_rate_rises_linearly_and_then_keeps_its_shape() -> None:
-    def at(decay: str, step: int) -> float:
-        schedule = Schedule(steps=110, learning_rate=2.0, warmup=10, decay=decay)  # type: ignore[arg-type]
-        return learning_rate(schedule, step)
-
-    assert [at("linear", step) for step in (0, 4, 9, 10)] == [0.2, 1.0, 2.0, 2.0]
-    assert at("constant", 109) == 2.0
-    assert at("linear", 60) == pytest.approx(1.0) and at("linear", 109) == pytest.approx(0.02)
-    assert at("cosine", 60) == pytest.approx(1.0) and at("cosine", 35) == pytest.approx(1 + math.cos(math.pi / 4))
+def test_learning_rate_rises_linearly_and_then_falls_as_a_cosine() -> None:
+    schedule = Schedule(steps=150, learning_rate=2.0)
+    assert [learning_rate(schedule, step) for step in (0, 24, 49, 50)] == [0.04, 1.0, 2.0, 2.0]
+    assert learning_rate(schedule, 100) == pytest.approx(1.0)
+    assert learning_rate(schedule, 75) == pytest.approx(1 + math.cos(math.pi / 4))
 
 
 def test_loss_scale_halves_at_an_overflow_and_doubles_after_a_calm_window(fix: Fix) -> None:
@@ -259,34 +252,17 @@ def test_divergence_is_the_sum_of_kl() -> None:
     wanted = float((p * (p / q).log()).sum())
     assert float(kl_divergence(student, teacher).sum()) == pytest.approx(wanted, rel=1e-5)
     assert float(kl_divergence(teacher, teacher).sum()) == pytest.approx(0.0, abs=1e-5)
-    everything = TopK(*teacher.log_softmax(-1).topk(7))
-    assert float(kl_divergence_from_top(student, everything)) == pytest.approx(wanted, rel=1e-3)
-    some = TopK(*teacher.log_softmax(-1).topk(3))
-    assert 0 < float(kl_divergence_from_top(student, some)) < wanted
-    assert float(kl_divergence_from_top(teacher, some)) == pytest.approx(0.0, abs=1e-5)
 
 
 def test_the_gradient_of_both_losses_is_sound_where_they_agree_and_apart() -> None:
     teacher = torch.randn(4, 9, dtype=torch.float64).float()
     student = teacher.clone().requires_grad_()
-    kl_divergence_from_top(student, TopK(*teacher.log_softmax(-1).topk(3))).backward()
+    kl_divergence(student, teacher).sum().backward()
     assert student.grad is not None and float(student.grad.abs().max()) < 1e-5
     assert float(hidden_error(2 * teacher, teacher).sum()) == pytest.approx(4.0)
     logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, 2, -100], [0, -100, -100]])
     wanted = -sum(float(logits[r, c].log_softmax(-1)[labels[r, c]]) for r, c in ((0, 0), (0, 1), (1, 0)))
     assert float(task_loss(logits, labels)) == pytest.approx(wanted, rel=1e-5)
-
-
-def test_top_logits_come_back_from_the_disk_and_a_missing_step_is_said(tmp_path: Path) -> None:
-    store = TopStore(tmp_path, 0)
-    top = TopK(*torch.randn(3, 11).log_softmax(-1).topk(4))
-    store.write(2, [top])
-    back = store.read(2, 0, torch.device("cpu"))
-    assert torch.equal(back.ids, top.ids)
-    assert torch.allclose(back.log_probabilities, top.log_probabilities, atol=2e-3)
-    assert [store.has(step) for step in range(4)] == [False, False, True, False]
-    with pytest.raises(UserError, match="step 1 of the teacher's logits is missing"):
-        store.read(1, 0, torch.device("cpu"))
 
 
 def test_states_are_whole_or_not_there_and_the_oldest_go(fix: Fix, tmp_path: Path) -> None:
@@ -385,7 +361,7 @@ def test_scores_of_generated_text() -> None:
 
 # ---- the loop ------------------------------------------------------------------------------------------------------
 
-ONE_STEP = {"steps": 1, "warmup": 0}
+ONE_STEP = {"steps": 1}
 
 
 @pytest.mark.parametrize("rounding", [None, "stochastic"])
@@ -393,7 +369,7 @@ def test_training_learns_and_says_so_in_weights_of_16_bits_too(make: Make, round
     trainer = make(
         schedule={"steps": 40, "learning_rate": 0.01},
         distillation={"weight": 0.0},
-        evaluation={"every": 20, "generate": False},
+        evaluation={"every": 20},
         optimizer={} if rounding is None else {"weights": "bf16", "rounding": rounding},
     )
     outcome = trainer.train()
@@ -536,9 +512,6 @@ def test_the_penalty_is_the_recipes_and_looks_at_new_random_ids_every_other_step
     trainer.train()
     over = [seen for seen in observed(trainer).values() if 0 < seen.excess_bits < 16]
     assert over and all(seen.weight == pytest.approx(0.05 * seen.excess_bits) for seen in over)
-    trainer = make("fixed", precision="fp32", schedule=ONE_STEP, penalty={**penalty, "weight": 3.0})
-    trainer.train()
-    assert {seen.weight for seen in observed(trainer).values()} == {3.0}
 
 
 def test_the_loss_scale_rises_and_the_oldest_states_go(make: Make, fix: Fix, tmp_path: Path) -> None:
@@ -655,14 +628,14 @@ def test_a_run_of_another_recipe_is_not_continued_but_one_that_has_ended_takes_m
     make: Make, tmp_path: Path
 ) -> None:
     def run(**changes: Any) -> int:
-        return make(schedule={"warmup": 1, **changes.pop("schedule")}, **changes).train().steps
+        return make(**changes).train().steps
 
     assert run(schedule={"steps": 2}) == 2
     for other in ({"steps": 2, "learning_rate": 0.1}, {"steps": 3, "learning_rate": 0.1}, {"steps": 1}):
         with pytest.raises(UserError, match="holds a run with another schedule; restore the recipe"):
             run(schedule=other)
-    assert run(schedule={"steps": 2}, logging={"every": 7}) == 2
-    assert run(schedule={"steps": 3}, logging={"every": 1}) == 3
+    assert run(schedule={"steps": 2}, logging={"wandb": {"mode": "off"}}, checkpointing={"every": 7}) == 2
+    assert run(schedule={"steps": 3}, checkpointing={"every": 1}) == 3
     assert 3 in losses_of(tmp_path / "run")
 
 
@@ -800,8 +773,9 @@ def test_a_spike_is_laid_to_the_penalty_for_some_steps_only(
     assert len(trainer.train().rewinds) == rewinds
 
 
-def test_spikes_send_a_run_back_only_so_often(make_spiky: Make) -> None:
-    outcome = make_spiky("run", 22, 30, stability={"rewinds": 1}).train()
+def test_spikes_send_a_run_back_only_so_often(make_spiky: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bf16_to_fp16.finetuning.stability.REWINDS", 1)
+    outcome = make_spiky("run", 22, 30).train()
     assert len(outcome.rewinds) == 1 and outcome.steps == 32
 
 
@@ -905,28 +879,6 @@ def test_a_run_that_had_turned_to_fp16_goes_on_in_it(make: Make, tmp_path: Path)
     assert again.mixed_precision.precision == "fp16" and rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
 
 
-def test_the_teachers_top_logits_are_those_of_the_batch_after_a_rewind_and_a_resume(
-    make: Make, fix: Fix, tmp_path: Path
-) -> None:
-    """Of all ids they are the whole distribution, without a teacher in the loop."""
-    fix("stability", Detector=partial(Detector, window=16))
-    fix("trainer", LEFT_OUT=5)
-    divergences = []
-    for name, top in (("all", None), ("top", 384)):
-        model = tiny_model(seed=2)
-        settings: dict[str, Any] = {
-            "precision": "fp32",
-            "schedule": {"steps": 28, "learning_rate": 0.01},
-            "distillation": {"weight": 0.05, "top_k": top},
-            "checkpointing": {"every": 10},
-        }
-        with pytest.raises(Killed):
-            make(name, model=model, damage=killed_at(28, spiking(model, 23)), **settings).train()
-        assert len(make(name, **settings).train().rewinds) == 1
-        divergences.append({row["step"]: row["distillation"] for row in steps_of(tmp_path / name)})
-    assert sorted(divergences[0]) == list(range(1, 29)) and divergences[0] == pytest.approx(divergences[1], rel=2e-3)
-
-
 def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cube_holds(make: Make) -> None:
     weights = []
     for name, on in (("plain", False), ("recomputed", True)):
@@ -941,26 +893,23 @@ def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cu
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-def test_a_wandb_run_is_written_offline_and_can_be_read(make: Make, tmp_path: Path) -> None:
+def test_a_wandb_run_is_written_offline_with_every_step(make: Make, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    from bf16_to_fp16.losses.logs import read_log
-
-    make(logging={"every": 1, "wandb": {"mode": "offline"}}).train()
+    make(logging={"wandb": {"mode": "offline"}}).train()
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     losses = losses_of(tmp_path / "run")
     for _ in range(100):  # its own process writes the file, and on a busy machine is behind
         if file.read_bytes().count(b"loss_scale") >= len(losses):
             break
         time.sleep(0.1)
-    curve = read_log(file)
-    assert dict(zip(curve.steps, curve.losses, strict=True)) == pytest.approx(losses)
+    assert file.read_bytes().count(b"loss_scale") >= len(losses) > 0
 
 
 def test_generated_texts_are_scored_where_the_data_have_targets(make: Make, fix: Fix, tmp_path: Path) -> None:
     fix("evaluation", MOST_NEW_TOKENS=6)
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({"input": f"{TEXT}{i}", "target": f"fox {i}"}) + "\n" for i in range(40)))
-    generated = {"every": 2, "generate": True}
+    generated = {"every": 2}
     outcome = make(
         schedule={"steps": 2}, data={"path": str(path), "target_column": "target"}, evaluation=generated
     ).train()

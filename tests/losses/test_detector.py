@@ -3,6 +3,8 @@
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -11,7 +13,7 @@ import pytest
 
 from bf16_to_fp16.losses.detector import Detector, events
 from bf16_to_fp16.losses.events import EVENT_KINDS, Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike
-from bf16_to_fp16.losses.figure import curve_svg
+from bf16_to_fp16.losses.report import write_picture
 
 STORIES = ("calm", "fast", "slow", "divergence", "drift", "nonfinite", "plateau", "bump", "collapse")
 SAMPLES = 1200
@@ -370,15 +372,19 @@ def test_every_kind_says_what_causes_it() -> None:
 # ---- the picture -----------------------------------------------------------------------------------------------------
 
 
-def test_the_picture_shows_curve_scale_and_events() -> None:
+def test_the_picture_shows_curve_scale_and_events(tmp_path: Path) -> None:
+    def drawn_as_svg(curve: Curve, found: Sequence[Event], title: str = "") -> str:
+        write_picture(tmp_path / "curve.svg", curve, found, title)
+        return (tmp_path / "curve.svg").read_text(encoding="utf-8")
+
     curve, _, _, _ = story("collapse", 0)
     found = [*events(curve), Spike(400, 500, 1.0, "fast"), Spike(900, 950, 1.0, "fast"), Plateau(2000, None, 0.0)]
-    drawn = curve_svg(curve, found, title="a run")
-    assert drawn == curve_svg(curve, found, title="a run")  # nothing in it depends on the hour
+    drawn = drawn_as_svg(curve, found, title="a run")
+    assert drawn == drawn_as_svg(curve, found, title="a run")  # nothing in it depends on the hour
     assert ElementTree.fromstring(drawn).tag.endswith("svg") and drawn.count("prefers-color-scheme: dark") == 1
     texts = [text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
     assert {"a run", "loss", "loss scale", "step", "spike", "plateau", "scale collapse"} <= set(texts)
     assert texts.count("spike") == 1
-    alone = curve_svg(Curve(curve.steps, (math.nan, *curve.losses[1:]), (None,) * SAMPLES), [])
+    alone = drawn_as_svg(Curve(curve.steps, (math.nan, *curve.losses[1:]), (None,) * SAMPLES), [])
     assert "loss scale" not in alone and "spike" not in alone
     assert "no number" in alone and "no number" not in texts

@@ -63,15 +63,14 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 # ---- the mathematics -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("kind", [AdamW, Adam])
-def test_fp32_parameters_move_as_under_torchs(kind: type[AdamW], foreach: bool) -> None:
+def test_fp32_parameters_move_as_under_torchs(kind: type[AdamW]) -> None:
     ours, theirs = parameters(FP32), parameters(FP32)
 
     def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
         return [{"params": params[:2], "lr": 3e-3, "weight_decay": 0.3}, {"params": params[2:], "betas": (0.8, 0.99)}]
 
-    mine = kind(groups(ours), lr=1e-3, eps=1e-6, foreach=foreach, compile=False)
+    mine = kind(groups(ours), lr=1e-3, eps=1e-6, compile=False)
     reference = getattr(torch.optim, kind.__name__)(groups(theirs), lr=1e-3, eps=1e-6)
     run(ours, mine, range(20))
     run(theirs, reference, range(20))
@@ -179,16 +178,11 @@ def test_chunks_and_packing_do_not_change_a_bit(
     dtype: torch.dtype, how: str, moments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = []
-    for piece, pack, packed, foreach in (
-        (1 << 18, 1 << 18, 1 << 14, True),
-        (1000, 1000, 500, True),
-        (40, 40, 40, True),
-        (1 << 20, 1, 1, False),
-    ):
+    for piece, pack, packed in ((1 << 18, 1 << 18, 1 << 14), (1000, 1000, 500), (40, 40, 40), (1 << 20, 1, 0)):
         sizes = module._Sizes(piece, pack, packed)
         monkeypatch.setattr(module, "_sizes", lambda *_, sizes=sizes: sizes)  # no option cuts a step elsewhere
         params = parameters(dtype)
-        optimizer = AdamW(params, rounding=how, moments=moments, foreach=foreach, compile=False, seed=5)
+        optimizer = AdamW(params, rounding=how, moments=moments, compile=False, seed=5)
         run(params, optimizer, range(3))
         results.append(everything(params, optimizer))
     assert all(same(results[0], other) for other in results[1:])
@@ -334,8 +328,8 @@ def test_a_loaded_state_is_a_copy_and_other_seeds_differ() -> None:
 
 def test_how_to_compute_is_not_taken_from_a_state() -> None:
     optimizer = AdamW(parameters(BF16, [(3,)]))
-    optimizer.load_state_dict(AdamW(parameters(BF16, [(3,)]), foreach=False, rounding="kahan").state_dict())
-    assert optimizer.param_groups[0]["foreach"] is True
+    optimizer.load_state_dict(AdamW(parameters(BF16, [(3,)]), offload=True, rounding="kahan").state_dict())
+    assert optimizer.param_groups[0]["offload"] is False
     assert optimizer.param_groups[0]["rounding"] == "kahan"
 
 

@@ -17,6 +17,7 @@ from bf16_to_fp16 import environment
 from bf16_to_fp16.checkpoint.reader import Checkpoint
 from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.report import card as cards
+from bf16_to_fp16.report import page as pages
 from bf16_to_fp16.report.card import prose, span
 from bf16_to_fp16.report.schema import Report, read
 
@@ -347,3 +348,20 @@ def test_a_warning_is_put_first_and_once(tmp_path: Path) -> None:
     assert "\n> **Safe in fp16 on what was run, but short of what was asked.** Too little." in warned(before, short)
     assert warned(warned(before, short), unsafe).count("> **Unsafe in fp16") == 1
     assert warned(after, unsafe) == after and warned("plain", unsafe).lstrip().startswith("> **Unsafe")
+
+
+def test_card_and_page_begin_with_what_was_measured_on_what(tmp_path: Path) -> None:
+    report = fakes.conversion()
+    assert "Measured on" not in card(tmp_path, report).text  # nobody knows on what
+    kinds = ({"kind": kind, "batches": count} for kind, count in (("long", 1), ("padded", 3)))
+    report["inputs"] = {"batches": [kind | {"rows": 4, "encoder": 8, "decoder": None} for kind in kinds]}
+    report["environment"]["devices"] = {"audit": ["cuda:0 (a card)", "cpu"]}
+    said = "Measured on: cuda:0 (a card) and CPU, 4 batches (long, padded)."
+    assert card(tmp_path, report).text.split("\n\n")[1] == prose(said) and said in pages.render(read(Report, report))
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_an_unsafe_card_does_not_say_that_activations_fit(tmp_path: Path, safe: bool) -> None:
+    said = card(tmp_path, fakes.conversion(safe=safe)).text
+    assert ("so that its activations fit fp16" in said) == safe
+    assert ("which was not enough for fp16" in said) != safe

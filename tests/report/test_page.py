@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from html import unescape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.finetuning.trainer import Outcome
 from bf16_to_fp16.report import card, facts, page, terminal
 from bf16_to_fp16.report import figures as pictures
+from bf16_to_fp16.report.page import Result, headline
 from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, FinetuneEntry, Report, SignalEntry, dump, read
 from bf16_to_fp16.wording import (
     about,
@@ -408,7 +410,7 @@ def test_an_attack_has_its_figure_and_what_it_found() -> None:
     report = attacked()
     page = Page(render(report))
     assert page.sections == ["certificate", "regimes", "sites", "provenance"]
-    names = ["headroom in pure fp16", "headroom under attack", "headroom for any input", "values not finite"]
+    names = ["headroom in pure fp16", "headroom under attack", "any input", "values not finite"]
     assert [f.name for f in figures(report)] == names
     figure = figures(report)[1]
     assert figure.value == headroom(report["attack"]["worst_headroom_bits"]) and "20 gradient steps" in figure.note
@@ -630,3 +632,24 @@ def test_the_script_gets_numbers_that_it_cannot_round_otherwise_than_the_page() 
     assert rows[0][2:4] == [12_344, 1.9999] and rows[1][2] == 369.2
     shown = table(html, 'id="site-table"')
     assert shown[1][2:4] == ["12,344", "3.9 × (1.9 bits)"] and shown[2][2] == "369.2"
+
+
+# --- in a notebook ---------------------------------------------------------------------------------------------------
+
+
+def test_a_result_in_a_notebook_is_its_verdict_and_figures_with_all_text_escaped() -> None:
+    report = hostile(fakes.conversion())
+    result = Result(report)
+    shown = result._repr_html_()
+    assert result == report and json.dumps(finite(dict(result)))
+    assert "<script" not in shown and verdict_sentence(report).partition(",")[0] in unescape(shown)
+    for figure in headline(read(Report, result)):
+        assert figure.value in unescape(shown)
+
+
+def test_what_verify_found_is_shown_check_by_check() -> None:
+    found = {"verdict": "unsafe", "verified": False, "source": {}, "files": 2, "certificate": None, "tiers": {}}
+    found |= {"report": {"verdict": "safe", "proof": "observed", "family": "t5"}, "regimes": {}, "environment": {}}
+    problem = {"check": "files", "name": "<b>", "reason": "was changed", "remedy": "fetch it again"}
+    shown = Result(found | {"schema": 1, "checks": {"files": "failed"}, "problems": [problem]})._repr_html_()
+    assert "<b>not verified</b>" in shown and "&lt;b&gt;" in shown and "was changed" in shown

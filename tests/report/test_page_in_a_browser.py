@@ -12,8 +12,6 @@ from support import browser, fakes, tiny
 from support.contract import layout_of
 from support.pages import certified, finetuned, hostile, render, table
 
-from bf16_to_fp16.losses.events import Curve
-from bf16_to_fp16.losses.report import loss_report, write_loss_page
 from bf16_to_fp16.report.build import tiers_of
 from bf16_to_fp16.report.schema import dump
 
@@ -62,15 +60,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     for name, made in PAGES.items():
         (folder / f"{name}.html").write_text(render(made()), encoding="utf-8")
-    losses = (*(3 + math.sin(i / 9) for i in range(90)), 40.0, *(3.0 for _ in range(9)))
-    curve = Curve(tuple(range(100)), losses, tuple(1024.0 for _ in losses))
-    result, found = loss_report("run/log.jsonl", curve, z=6.0, window=16)
-    write_loss_page(folder / "losses.html", result, curve, found)
-    return {name: folder / f"{name}.html" for name in (*PAGES, "losses")}
+    return {name: folder / f"{name}.html" for name in PAGES}
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("name", [*PAGES, "losses"])
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_holds_its_shape_and_says_nothing_to_the_console(
     chromium: browser.Browser, written: dict[str, Path], name: str, width: int
 ) -> None:

@@ -1,6 +1,7 @@
 """On a terminal tables, colours and bars with the time left; elsewhere plain lines; ``NO_COLOR`` is respected."""
 
 import json
+import math
 import os
 import pty
 import re
@@ -19,7 +20,8 @@ from bf16_to_fp16 import cli
 from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
+from bf16_to_fp16.report.page import headline
+from bf16_to_fp16.report.schema import FinetuneEntry, Report, Verification, read
 from bf16_to_fp16.report.screen import console, print_families
 from bf16_to_fp16.report.terminal import (
     brought_back,
@@ -30,8 +32,9 @@ from bf16_to_fp16.report.terminal import (
     print_plan,
     print_planned,
     print_verdict,
+    print_verification,
+    runtimes_line,
     source_line,
-    tiers_line,
 )
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Planned
@@ -159,7 +162,8 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
     made = fakes.conversion()
     largest = max(made["signals"], key=lambda signal: signal["before"])
     print_conversion(read(Report, made), tmp_path)
-    source, output, load, page = capsys.readouterr().out.splitlines()
+    source, output, accuracy, load, then, page = capsys.readouterr().out.splitlines()
+    assert accuracy.startswith("accuracy: about ") and then.endswith(f"bf16-to-fp16 verify {tmp_path}")
     assert source.startswith("source: overflows fp16 at ") and largest["module"] in source and " × over" in source
     entering = [signal | {"side": "input"} for signal in made["signals"]]
     assert f" entering {largest['module']}, " in source_line(read(Report, made | {"signals": entering})).plain
@@ -171,12 +175,12 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
     calm = [signal | {"before": signal["before"] / largest["before"]} for signal in made["signals"]]
     print_conversion(read(Report, made | {"signals": calm}), tmp_path)
     assert capsys.readouterr().out.startswith(
-        "source: never overflowed on what was run; its largest value, 1, is 65,499 ×"
+        "source: did not overflow on what was run; its largest value, 1, is 65,499 ×"
     )
     broken = fakes.audit()["regimes"]
     unsafe = {"verdict": "unsafe", "regimes": broken, "next": "finetune it: bf16-to-fp16 finetune r.yaml"}
     print_conversion(read(Report, made | unsafe), tmp_path)
-    source, output, remedy, page = capsys.readouterr().out.splitlines()
+    source, output, _, remedy, page = capsys.readouterr().out.splitlines()
     assert output == "output: unsafe: overflows in half, first at encoder.block.2.layer.1.DenseReluDense.wo"
     assert remedy.startswith("next: ") and "bf16-to-fp16 finetune" in remedy and page.startswith("report: ")
 
@@ -198,21 +202,54 @@ def test_what_is_left_out_is_counted_and_the_next_step_is_said_once(
     assert "and 2 more not certified; --json FILE lists all" in said
 
 
-def test_what_is_said_of_bounds_names_their_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    site = {"name": "a:add", "kind": "residual", "bound": 6e4, "partial": 6e4, "limit": 65504.0, "headroom_bits": 0.12}
-    proof = {"holds": True, "headroom_bits": 0.12, "max_length": 512, "splits": 8}
-    sites = [site | {"observed": None, "holds": True}]
-    made = fakes.conversion() | {"target": "norm-safe", "certificate": proof | {"sites": sites}}
+def test_what_is_said_of_bounds_names_their_arithmetic_and_one_headroom_for_each(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    near: dict[str, Any] = {
+        "name": "a (sum of squares)",
+        "kind": "squares",
+        "bound": 6e4,
+        "partial": 6e4,
+        "limit": 65504.0,
+    }
+    far: dict[str, Any] = {"name": "a:add", "kind": "residual", "bound": 800.0, "partial": 800.0, "limit": 65504.0}
+    sites = [site | {"observed": None, "holds": True} for site in (near, far)]
+    for site in sites:
+        site["headroom_bits"] = math.log2(site["limit"] / site["bound"])
+    proof = {"holds": True, "headroom_bits": sites[0]["headroom_bits"], "max_length": 512, "splits": 8, "sites": sites}
+    made = fakes.conversion() | {"target": "norm-safe", "certificate": proof}
+    both = "in PyTorch 81.8 × below the limit (6.3 bits); with norms in fp16 1.09 × below the limit (0.12 bits)"
     print_conversion(read(Report, made), tmp_path)
-    assert "proven for every input of up to 512 positions (target norm-safe);" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "proven for every input of up to 512 positions;" in said
+    assert f"any input: {both} (proven; a proof needs no margin)" in said
     print_certificate(read(Report, made))
     said = capsys.readouterr().out
-    assert "the tightest of 1 bounds (target norm-safe) is 1.08 × below the limit (0.12 bits)" in said
-    assert "tightest by bound (target norm-safe)" in said
+    assert f"by bounds at 2 sites; {both}" in said and "tightest by bound with norms in fp16" in said
+    figures = {figure.name: (figure.value, figure.note) for figure in headline(read(Report, made))}
+    value, note = figures["any input, in PyTorch"]
+    assert value == "81.8 × (6.3 bits)" and note.startswith("with norms in fp16: 1.09 × (0.12 bits); proven")
     over = sites[0] | {"bound": 131_008.0, "partial": 131_008.0, "headroom_bits": -1.0, "holds": False}
     print_certificate(read(Report, made | {"certificate": proof | {"holds": False, "sites": [over]}}))
     said = capsys.readouterr().out
-    assert "1 of 1 bound can pass their limit (target norm-safe)" in said and "2 × over" in said
+    assert "1 of 1 bound can pass their limit with norms in fp16" in said and "2 × over" in said
+
+
+def test_the_end_of_a_conversion_says_whether_it_was_needed_how_good_it_is_and_what_comes_next(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made = fakes.conversion()
+    print_conversion(read(Report, made), tmp_path)
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["source"].startswith("overflows fp16 at ")
+    assert re.match(r"about [\d.,]+ × closer than bf16; KL to the fp32 source: fp16 ", lines["accuracy"])
+    assert lines["next"].startswith("check it on the machine that will run it")
+    assert lines["next"].endswith(f": bf16-to-fp16 verify {tmp_path}")
+    small = [signal | {"before": 1.0} for signal in made["signals"]]
+    said = source_line(read(Report, made | {"signals": small})).plain
+    assert said.startswith("source: did not overflow on what was run") and ("adds the proof" in said) == (
+        read(Report, made).proven
+    )
 
 
 def test_a_search_shows_how_large_a_site_is_by_itself_and_that_what_follows_an_overflow_is_inf(
@@ -285,19 +322,82 @@ def test_a_dry_run_says_once_which_exponents_are_over_a_limit(capsys: pytest.Cap
     ]
 
 
-def test_the_tier_that_was_asked_for_and_is_not_shown_has_its_reason() -> None:
+def test_the_runtimes_that_were_asked_for_and_are_not_shown_have_their_reason() -> None:
     tiers = {
         "torch": {"holds": True, "proof": "certified", "runtimes": []},
         "norm-fp16": {"holds": False, "proof": None, "runtimes": [], "reason": "squares vanish"},
         "fp16-accumulate": {"holds": False, "proof": None, "runtimes": [], "reason": "sums are too long"},
     }
-    said = "tiers: holds in torch (certified); not in norm-fp16 or fp16-accumulate"
-    for target, why in (("norm-safe", "; norm-fp16: squares vanish"), ("half", "")):
-        assert tiers_line(Report.model_validate({"target": target, "tiers": tiers})) == said + why
+    said = "safe in: PyTorch: yes, proven · ONNX and TensorRT: no · sums in fp16: no"
+    for target, why in (("norm-safe", " (squares vanish)"), ("half", "")):
+        assert runtimes_line(Report.model_validate({"target": target, "tiers": tiers})) == said + why
 
 
 def test_help_begins_with_convert_and_has_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     commands = capsys.readouterr().out.partition("Commands:\n")[2]
     assert commands.lstrip().startswith("convert ") and "..." not in commands
-    assert "certify and audit what was written." in " ".join(commands.split())
+    assert "and say whether it is safe." in " ".join(commands.split())
+
+
+def test_the_options_that_few_need_stand_in_a_group_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, common, rare in (("convert", "--data FILE", "--margin BITS"), ("audit", "--html FILE", "--attack")):
+        assert cli.main([command, "--help"]) == 0
+        first, _, second = capsys.readouterr().out.partition("Options that few need:\n")
+        assert common in first and rare not in first and rare in second and common not in second
+        assert "9223372036854775807" not in second  # the range of a seed
+
+
+def verified(**changes: object) -> Verification:
+    claim = {"verdict": "safe", "proof": "certified", "family": "t5"}
+    bounds = {"holds": True, "headroom_bits": 1.0, "max_length": 512, "splits": 8, "train_mode": False}
+    found: dict[str, object] = {"verdict": "safe", "verified": True, "source": {}, "report": claim, "files": 6}
+    found |= {"checks": {"files": "passed"}, "problems": [], "certificate": bounds, "tiers": {}, "regimes": {}}
+    found |= {
+        "schema": 1,
+        "environment": {"device": "cuda:0 (a card)", "devices": {"audit": ["cuda:0 (a card)", "cpu"]}},
+    }
+    return read(Verification, found | changes)
+
+
+def test_verify_says_first_where_it_ran_and_names_what_it_did_not_check_only_if_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    unseen = {"source.path": "taken on trust", "signals": "needs the original"}
+    print_verification(verified(not_checked=unseen, target="half"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "device: cuda:0 (a card) and cpu"
+    assert lines[-2] == "not checked: 2 entries of the report; -v names them and why"
+    assert lines[-1].endswith("proven for every input of up to 512 positions in PyTorch; nothing was run")
+    print_verification(verified(not_checked=unseen, edits=3), verbose=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert "not checked: source.path; taken on trust" in lines and "not checked: signals; needs the original" in lines
+    assert lines[-1].endswith("; edited at 3 sites, so not quite the source's function")
+    print_verification(verified(environment={"device": "cpu"}))
+    assert capsys.readouterr().out.startswith("device: cpu\n")
+
+
+def test_an_eps_that_is_held_is_said_with_what_it_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    drift = {"relative_error": 1e-4, "predicted_kl": 2e-9, "predicted_max_logit_error": 0.0, "measured_kl": 3e-9}
+    for stacks, unit in ((("encoder", "decoder"), " nats"), (("encoder",), " in relative squared error")):
+        made = fakes.conversion(stacks=stacks)
+        made["plan"] |= {"eps": 1e-6, "eps_held": True, "drift": drift | {"measured_max_logit_error": 0.0}}
+        print_conversion(read(Report, made), tmp_path, verbose=True)
+        said = capsys.readouterr().out
+        held = f"eps: held at 1e-06 for a reader that has its own; that moves the output by 3.00×10⁻⁹{unit}\n"
+        assert held in said and ("KL" in said) == (unit == " nats")
+
+
+def test_a_vector_of_zeros_is_not_called_an_overflow(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = fakes.conversion(safe=False)
+    zero = {"name": "3_Normalize (zero vector)", "kind": "zero vector", "bound": math.inf, "partial": math.inf}
+    zero |= {"limit": 4096.0, "headroom_bits": -1e300, "observed": None, "holds": False}
+    made["certificate"] = {"holds": False, "headroom_bits": -1e300, "max_length": 512, "splits": 8, "sites": [zero]}
+    made["unsafe"] = []
+    broken = made["regimes"]["half"]["sites"][0]
+    for name, said in ((broken["name"], False), ("3_Normalize:div", True)):
+        broken["name"] = name
+        print_conversion(read(Report, made), tmp_path)
+        printed = capsys.readouterr().out
+        assert ("a text whose vector is zero gives NaN at 3_Normalize:div" in printed) == said
+        assert ("overflows in" in printed) != said

@@ -1,6 +1,6 @@
 """Tiny pipelines of diffusers' own classes, whose text encoders overflow fp16, and one step of what they condition.
 
-Only for `.venv-clients`. VAEs are left out, since nothing here decodes; weights are random, tokenizers of single bytes.
+VAEs are left out, since nothing here decodes; weights are random, tokenizers of single bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence

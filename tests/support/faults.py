@@ -107,10 +107,10 @@ def make_inputs(root: Path) -> Path:
             "target_length": 12,
             "batch_size": 2,
         },
-        "schedule": {"steps": 4, "learning_rate": 1e-3, "warmup": 1},
+        "schedule": {"steps": 4, "learning_rate": 1e-3},
         "penalty": {"form": "none"},
         "checkpointing": {"every": 1},
-        "evaluation": {"every": 100, "generate": False},
+        "evaluation": {"every": 100},
     }
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return root

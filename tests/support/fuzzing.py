@@ -178,7 +178,7 @@ def originals(root: Path) -> Originals:
         "out": "out",
         "precision": ["bf16", "fp16"],
         "data": {"path": "text.txt", "input_length": 16, "held_out": 0.1},
-        "schedule": {"steps": 3, "learning_rate": 1e-3, "warmup": 1},
+        "schedule": {"steps": 3, "learning_rate": 1e-3},
         "penalty": {"headroom_bits": 2.0},
         "optimizer": {"relative": True, "moments": "fp32"},
         "checkpointing": {"every": 2},

@@ -20,7 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import yaml
+from huggingface_hub import constants
 
 WRITER = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123456789"
 READER = "hf_OnlyReads0123456789AbCdEfGhIjKlMnOp"
@@ -30,6 +32,13 @@ USERS = {WRITER: ("me", True), READER: ("me", False), OTHER: ("them", True)}
 
 LARGE = (".safetensors", ".bin", ".model")
 LICENCES = ("apache-2.0", "mit", "other", "cc-by-4.0", "psfl")
+
+
+def as_the_hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a server the one that the client asks, as HF_ENDPOINT does for a process that begins."""
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    template = f"{server.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 @dataclass

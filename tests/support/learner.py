@@ -68,11 +68,10 @@ def recipe_tree(source: Path, out: Path) -> dict[str, Any]:
             "batch_size": 4,
             "held_out": 0.1,
         },
-        "schedule": {"steps": 6, "learning_rate": 0.003, "warmup": 2},
+        "schedule": {"steps": 6, "learning_rate": 0.003},
         # Of the KL alone a student that begins as its teacher would learn nothing.
         "distillation": {"weight": 0.5},
         "checkpointing": {"every": 2},
-        "logging": {"every": 1},
     }
 
 

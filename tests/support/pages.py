@@ -157,7 +157,7 @@ def attacked(*, broken: bool = False) -> dict[str, Any]:
 def finetuned(**changes: Any) -> dict[str, Any]:
     """Return the report of a finetune of 200 steps: headroom comes, the loss scale falls, two steps are skipped."""
     recipe: dict[str, Any] = {"source": "summariser-large", "precision": ["bf16", "fp16"]}
-    recipe |= {"schedule": {"steps": 200, "learning_rate": 4e-3, "decay": "cosine"}}
+    recipe |= {"schedule": {"steps": 200, "learning_rate": 4e-3}}
     recipe |= {"penalty": {"form": "smooth-max", "headroom_bits": 1.5}}
     last: dict[str, Any] = {"step": 200, "held_out_loss": 2.0078, "held_out_divergence": 0.0174, "rougeL": 31.25}
     last |= {"worst_site": "decoder.block.1.layer.2.DenseReluDense.wi_0", "worst_headroom_bits": 1.6987}

@@ -391,7 +391,7 @@ def test_verify_names_the_length_and_warns_below_the_configs_own(
     assert "for every input of up to 4 positions" in (tmp_path / "out" / CARD).read_text()
     assert cli.main(["verify", str(tmp_path / "out"), "--no-audit"]) == 0
     said = capsys.readouterr().out
-    assert "certified for every input of up to 4 positions" in said and "note: the certificate is for up to 4" in said
+    assert "proven for every input of up to 4 positions" in said and "note: the certificate is for up to 4" in said
     convert(source, tmp_path / "file.safetensors", run_model=False, max_length=1, layout="single")
     assert cli.main(["verify", str(tmp_path / "file.safetensors"), "--no-audit"]) == 0
     said = capsys.readouterr().out

@@ -1,0 +1,136 @@
+"""``advise``: four questions on training in 16 bits, a command each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..checkpoint.places import local_folder
+from ..conversion.options import SEED
+from ..errors import UserError
+from ..visible import show
+from .shared import FOLDER, PATH, SAFE, Grouped, Ordered, json_file, make_progress, source, subfolder, write_result
+
+if TYPE_CHECKING:
+    from ..advise.tables import Advice
+
+QUESTIONS = ("updates", "init", "format", "losses")
+
+
+class _Questions(Ordered):
+    """The four commands; the old form, ``advise SOURCE --updates``, still runs and says the new one."""
+
+    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        """Put the name of the question first, where it was asked for by an option."""
+        split = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--format=") else [a])]
+        asked = next((name for name in QUESTIONS if f"--{name}" in split), None)
+        if asked is not None and split[0] not in QUESTIONS:
+            split.remove(f"--{asked}")
+            show(f"advise SOURCE --{asked} is now: bf16-to-fp16 advise {asked} SOURCE", aside=True)
+            arguments = [asked, *split]
+        if not arguments:
+            raise click.UsageError(f"ask for one of {', '.join(QUESTIONS)}", context)
+        return super().parse_args(context, arguments)
+
+
+@click.group("advise", cls=_Questions)
+def advise_command() -> None:
+    """Advise on training in 16 bits: updates that vanish, initialisation, what a format holds, loss curves."""
+
+
+tensors = click.option("--tensor", "tensors", multiple=True, metavar="NAME", help="Only these, with *; repeatable.")
+
+
+@advise_command.command("updates", cls=Grouped)
+@source
+@click.option("--lr", "rate", type=float, default=1e-4, show_default=True, help="The learning rate.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "adam", "adafactor", "lion", "sgd"]),
+    default="adamw",
+    show_default=True,
+    help="sgd needs --data or --relative-update.",
+)
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "fp16"]), default="bf16", show_default=True, help="Format of the weights."
+)
+@click.option(
+    "--data",
+    type=PATH,
+    metavar="FILE",
+    help="Text for real gradients: JSONL, CSV, Parquet, text, or a Hub dataset.",
+)
+@click.option("--batch-size", type=int, metavar="N", help="Examples of a step; advised on with the rate.")
+@click.option("--steps", type=int, default=8, show_default=True, help="Steps with real gradients.")
+@click.option("--share", type=float, default=0.5, show_default=True, help="Share of the weights to move.")
+@click.option(
+    "--relative-update",
+    type=float,
+    metavar="R",
+    help="Root mean square of a tensor's update over that of the tensor, instead of the optimizer's own.",
+)
+@tensors
+@subfolder
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the data's order.")
+@json_file
+def updates_command(source: str, json_file: str | None, **options: Any) -> int:
+    """Say which weights an optimizer's updates would not move, and what helps."""
+    if options["data"] is not None:
+        from ..run.texts import local_files
+
+        local_files(options["data"])
+    local_folder(source, or_file=True)
+    from ..advise.tables import advice_on_updates
+
+    return answer(advice_on_updates(source, progress=make_progress(), **options), json_file)
+
+
+@advise_command.command("init", cls=Grouped)
+@source
+@tensors
+@subfolder
+@json_file
+def init_command(source: str, tensors: tuple[str, ...], subfolder: str | None, json_file: str | None) -> int:
+    """Say how large weights should begin; SOURCE is a checkpoint, a config or a hidden size."""
+    if not source.isdigit():
+        local_folder(source, or_file=True)
+    from ..advise.tables import advice_on_init
+
+    return answer(advice_on_init(source, tensors=tensors, subfolder=subfolder, progress=make_progress()), json_file)
+
+
+# A negative number looks like an option.
+@advise_command.command("format", cls=Grouped, context_settings={"ignore_unknown_options": True})
+@click.argument("numbers", metavar="NUMBER...", nargs=-1, required=True)
+@json_file
+def format_command(numbers: tuple[str, ...], json_file: str | None) -> int:
+    """Say what bf16 and fp16 make of a number."""
+    for number in numbers:
+        if number.startswith("--"):
+            raise UserError(f"no such option: {number} (see bf16-to-fp16 advise format --help)")
+    from ..advise.tables import advice_on_formats
+
+    return answer(advice_on_formats(*numbers), json_file)
+
+
+@advise_command.command("losses", cls=Grouped)
+@click.argument("log", type=PATH)
+@click.option("--picture", type=FOLDER, metavar="FILE", help="Draw the curve (.svg, .png or .pdf).")
+@click.option("--window", type=int, default=64, show_default=True, help="Losses that one is compared with.")
+@click.option("--z", type=float, default=6.0, show_default=True, help="Robust deviations that make a spike.")
+@json_file
+def losses_command(log: str, picture: Path | None, window: int, z: float, json_file: str | None) -> int:
+    """Say what went wrong in a training log: LOG is the log or its folder."""
+    from ..advise.tables import advice_on_losses
+
+    return answer(advice_on_losses(log, window=window, z=z, picture=picture), json_file)
+
+
+def answer(advice: Advice, json_file: str | None) -> int:
+    """Write and print an advice, and return the exit status."""
+    write_result(json_file, advice.report)
+    if json_file != "-":
+        advice.show()
+    return SAFE
