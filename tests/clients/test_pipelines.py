@@ -17,8 +17,6 @@ from bf16_to_fp16 import convert_pipeline, undo_pipeline
 from bf16_to_fp16.checkpoint.pipeline_classes import PIPELINES, Linear, Norm
 from bf16_to_fp16.families.known import FAMILIES, names_of
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 logging.set_verbosity_error()
 
 ROUNDING = 1e-6  # of fp32, over all layers
