@@ -19,8 +19,9 @@ demo: install
 	$(BIN)/bf16-to-fp16 demo
 
 # Called before the tests, so that the second environment is made once and with its progress on the screen.
+# Each worker would compile every test anew where the environment says that no bytecode is written.
 test: install compat
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40 $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40 $(PYTEST_ARGS)
 
 # The same with every case of the tables of which `test` runs a part.
 test-all:

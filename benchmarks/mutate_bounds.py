@@ -282,7 +282,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "spectra.largest(rows) *",
         "spectra.largest(rows) / 2 *",
     ),
-    ("a plain neuron's bias left out", P.__init__, "self.offset = made", "self.offset = 0 * made"),
+    ("a plain neuron's bias left out", P.__init__, "self.offset = linear", "self.offset = 0 * linear"),
     ("negative activations left out", P.__init__, "LOWEST[activation]", "0 * LOWEST[activation]"),
     ("negative activations left out of sums", P.__init__, "self.depth = self.lowest", "self.depth = 0 * self.lowest"),
     ("the feed-forward's bias left out", output_bound, "* COMPUTED + extra", "* COMPUTED"),
@@ -293,7 +293,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("dropout left out of attention", gathered, "total = total / keep *", "total = total *"),
     ("dropout left out of the stream", W.add, "self.rounded(branch / keep)", "self.rounded(branch)"),
     ("dropout left out of gated neurons", G.__init__, "self.size = scale / keep", "self.size = scale"),
-    ("dropout left out of plain neurons", P.__init__, "self.size = made.norms / keep", "self.size = made.norms"),
+    ("dropout left out of plain neurons", P.__init__, "self.size = linear.norms / keep", "self.size = linear.norms"),
     ("what is left of a row left out of the last sum", W.summed, "2 * size - 1", "size"),
     ("a sum a tenth smaller", block_sums, "source.bound * terms", "0.9 * source.bound * terms"),
     ("the length of a sum a tenth smaller", block_sums, "longest * terms *", "0.9 * longest * terms *"),
@@ -314,8 +314,13 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "made.bound, made.partial",
         "0.9 * made.bound, 0.9 * made.partial",
     ),
-    ("the noise of a router in training left out", W.experts, "(1 + self.noise(w),", "(1,"),
-    ("the position bias of sums left out of the scores", W.scored, "(w.bias, w.block_bias)", "(w.bias,)"),
+    ("the noise of a router in training left out", W.experts, "(1 + self.noise(sublayer),", "(1,"),
+    (
+        "the position bias of sums left out of the scores",
+        W.scored,
+        "(sublayer.bias, sublayer.block_bias)",
+        "(sublayer.bias,)",
+    ),
     # Too small: what arithmetic adds.
     ("the roundings of a sum left out", block_sums, "a.summed(source.bound * terms * grown)", "source.bound * terms"),
     (

@@ -17,7 +17,9 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import pytest
 import torch
-from support import tiny, warm
+from support import warm
+
+from bf16_to_fp16.report import figures
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,11 +72,26 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.fixture(scope="module")
+NO_PICTURES = pytest.MonkeyPatch()
+PICTURES = ("pictures", "audit_pictures", "bracket_pictures", "curve_pictures")
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_pictures() -> Iterator[None]:
-    """Let a file's conversions draw nothing on their pages; ``test_page`` and the demo do."""
-    with tiny.no_pictures():
-        yield
+    """Let pages have no pictures, whose drawing takes as long as a tiny model's plan."""
+    for name in PICTURES:
+        NO_PICTURES.setattr(figures, name, lambda _: [])
+    yield
+    NO_PICTURES.undo()
+
+
+@pytest.fixture(scope="module")
+def pictures(no_pictures: None) -> Iterator[None]:
+    """Let a file's pages have them."""
+    NO_PICTURES.undo()
+    yield
+    for name in PICTURES:
+        NO_PICTURES.setattr(figures, name, lambda _: [])
 
 
 @pytest.fixture(scope="session")

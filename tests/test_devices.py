@@ -18,8 +18,6 @@ from bf16_to_fp16.devices import Device, find_device, on_device, products_on
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 DEMO_DATA = Path(__file__).parents[1] / "bf16_to_fp16" / "demo_data"
 
 

@@ -22,8 +22,6 @@ from bf16_to_fp16.run.batch import Batch, run_batch, seen_padding
 from bf16_to_fp16.run.padding import is_blind
 from bf16_to_fp16.run.probe import batches
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 REAL, LONGEST = 6, 13
 
 

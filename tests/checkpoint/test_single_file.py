@@ -21,8 +21,6 @@ from bf16_to_fp16.commands.verify import verify
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.run.stock import load
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 SHAPE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "num_layers": 2}
 
 

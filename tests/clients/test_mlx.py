@@ -12,8 +12,6 @@ from support import tiny
 
 from bf16_to_fp16 import UserError, check, convert
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from bf16_to_fp16 import convert
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "gemma3": {},

@@ -16,8 +16,6 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.progress import Progress
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 24, "intermediate_size": 32}
 
 

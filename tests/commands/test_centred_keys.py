@@ -36,8 +36,6 @@ from bf16_to_fp16.rescaling.plan import Plan, describe_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 from bf16_to_fp16.run.stock import load
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 DTYPES = {"pegasus": torch.bfloat16, "mbart": torch.float32}
 
 

@@ -50,8 +50,6 @@ from bf16_to_fp16.run.batch import Batch, run_batch
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 HEADS = ("t5-classifier", "t5-token-classifier", "t5-spans")
 GEMMA = ("gemma3", "embeddinggemma", "gemma2")
 LLAMA = ("llama-biased", "qwen3", "glm4")
@@ -61,7 +59,7 @@ KINDS = ("t5", "gated", "umt5", "t5-encoder", *PEGASUS, *HEADS, *GEMMA, *LLAMA)
 every head, gains less 1, biases and norms behind sublayers. The contract of families draws from all kinds, converts
 and undoes; ``test_stock_loading`` compares the outputs of most that are left out here."""
 
-FEW = ("t5", "gated", "pegasus", "t5-spans", "gemma2", "llama-biased", "glm4")  # those of which no other shows the same
+FEW = ("gated", "pegasus", "t5-spans", "gemma2", "llama-biased")  # those of which no other shows the same
 
 Converted = tuple[Path, Conversion]
 
@@ -468,7 +466,10 @@ def test_what_rescaling_cannot_fix_is_unsafe_with_the_reason(tmp_path: Path) -> 
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize(
     ("up", "down", "by"),
-    [("v", "o", 1e-9), ("q", "k", 1e-9), ("q", "k", 1e7), ("wi_1", "wo", 1e-9), ("wi_1", "wo", 1e-6)],
+    exhaustive.beyond(
+        [("v", "o", 1e-9), ("q", "k", 1e7), ("wi_1", "wo", 1e-9)],
+        [("v", "o", 1e-9), ("q", "k", 1e-9), ("q", "k", 1e7), ("wi_1", "wo", 1e-9), ("wi_1", "wo", 1e-6)],
+    ),
 )
 def test_lopsided_pairs_of_weights_are_evened_out(up: str, down: str, by: float, tmp_path: Path) -> None:
     """A weight near one end of fp16 and its partner near the other: one exponent fixes both."""
@@ -883,7 +884,7 @@ def test_what_cannot_be_proven_is_named_and_decides_the_exit_status_only_without
     assert (tmp_path / "blind" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(["gated", "t5"], ["gated", "t5", "umt5-encoder"]))
+@pytest.mark.parametrize("kind", exhaustive.beyond(["gated"], ["gated", "t5", "umt5-encoder"]))
 @pytest.mark.parametrize("target", ["norm-safe", "fp16-accumulate", "train"])
 def test_the_other_targets_are_certified_too(kind: str, target: str, tmp_path: Path) -> None:
     source = tiny.save(tiny.small(kind), tmp_path / "source")

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support import exhaustive, faults, forked, tiny
+from support import exhaustive, faults, forked
 from support.faults import JOBS
 from support.hub_server import HubServer
 
@@ -39,14 +39,13 @@ WRITERS = ("convert", "convert --force", "undo", "convert a pipeline")
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What the jobs begin with; their audits run few batches and their pages have no pictures, for which no moment
-    waits."""
+    """What the jobs begin with; their audits run few batches, for which no moment waits."""
     gather = probe.audit_batches
 
     def few(*given: Any, **options: Any) -> list[batch.Batch]:
         return [b for b in gather(*given, **options) if b.kind in (batch.PADDED, batch.GENERATE)]
 
-    with tiny.no_pictures(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "audit_batches", few)
         yield faults.make_inputs(tmp_path_factory.mktemp("faults"))
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import fuzzing, tiny
+from support import fuzzing
 
 EXAMPLES = {
     "safetensors": 40,
@@ -28,10 +27,9 @@ MEMORY = 512 << 20  # bytes beyond what this process had
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fuzzing.Originals]:
-    """Sound input; what is converted from it or its mutants has no pictures, which show what no mutation is about."""
-    with tiny.no_pictures():
-        yield fuzzing.originals(tmp_path_factory.mktemp("good"))
+def good(tmp_path_factory: pytest.TempPathFactory) -> fuzzing.Originals:
+    """Sound input."""
+    return fuzzing.originals(tmp_path_factory.mktemp("good"))
 
 
 @pytest.mark.parametrize("what", EXAMPLES)

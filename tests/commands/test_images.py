@@ -28,8 +28,6 @@ from bf16_to_fp16.run.batch import run_batch
 from bf16_to_fp16.run.probe import images
 from bf16_to_fp16.run.stock import load_config, vocabulary_of
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 TOWER = "vision_tower."
 PROJECTION = "multi_modal_projector.mm_input_projection_weight"
 

@@ -27,8 +27,6 @@ from bf16_to_fp16.rescaling.edits import edits_of, sites_of
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.wording import scientific
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
 FLOOR = 1e-9  # divergences under it are the noise of fp32
 Weights = dict[str, torch.Tensor]

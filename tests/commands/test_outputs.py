@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support import tiny
+from support import exhaustive, tiny
 from support.contract import layout_of
 
 from bf16_to_fp16 import UserError, cli, convert, make_fp16_safe, undo, verify
@@ -85,7 +85,7 @@ def test_a_head_of_its_own_leaves_the_last_state_as_it_was(tmp_path: Path) -> No
     assert off(last_states(tmp_path / "out"), last_states(source)) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "qwen2", "llama", "gemma3"])
+@pytest.mark.parametrize("kind", exhaustive.beyond(["llama", "gemma3"], ["gemma2", "qwen2", "llama", "gemma3"]))
 def test_converted_for_the_class_without_a_head_the_last_states_are_the_sources(kind: str, tmp_path: Path) -> None:
     source = tiny.save(tiny.small(kind), tmp_path / "source")
     name = type(transformers.AutoModel.from_pretrained(source)).__name__

@@ -24,8 +24,6 @@ from bf16_to_fp16 import UserError, convert_pipeline, undo_pipeline
 from bf16_to_fp16.checkpoint.pipeline import used, variant_name, variant_of
 from bf16_to_fp16.cli import main
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 IDS = torch.tensor([[5, 9, 2, 77, 1]])
 
 

@@ -24,8 +24,6 @@ from bf16_to_fp16.conversion.pipelines import met, of_norm
 from bf16_to_fp16.ranges import NormRange
 from bf16_to_fp16.report.schema import PipelineReport, Report, read
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 PROJECTION, POOLED = (each.weight for each in PIPELINES["HunyuanVideoPipeline"][0].meets if isinstance(each, Linear))
 FILES = ("diffusion_pytorch_model-00001-of-00002.safetensors", "diffusion_pytorch_model-00002-of-00002.safetensors")
 VARIANT = "diffusion_pytorch_model.fp16.safetensors"

@@ -34,8 +34,6 @@ from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.commands.publish import MESSAGE
 from bf16_to_fp16.progress import Progress
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 Run = Callable[..., tuple[int, str, str]]
 
 

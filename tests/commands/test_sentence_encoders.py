@@ -26,8 +26,6 @@ from bf16_to_fp16.report.terminal import load_line
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 WIDTH = tiny.T5_SHAPE["d_model"]
 IDENTITY = "torch.nn.modules.linear.Identity"
 RELU = "torch.nn.modules.activation.ReLU"

@@ -53,12 +53,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
         made[kind] = source, root / f"{kind}-fp16"
     for name in DEMOS:
         made[name] = Path(str(files("bf16_to_fp16") / "demo_data" / name)), root / f"{name}-fp16"
-    with tiny.no_pictures():
-        for name, (source, out) in made.items():
-            # One kind of each family goes on to stricter tiers, which ask for other exponents, not for other tensors.
-            target = "auto" if name in (*tiny.FIRST, *DEMOS) else "half"
-            # Running the models would take most of this file's time; no other test does it with an mT5 encoder's.
-            assert convert(source, out, target=target, run_model=name == "mt5-encoder").safe
+    for name, (source, out) in made.items():
+        # One kind of each family goes on to stricter tiers, which ask for other exponents, not for other tensors.
+        target = "auto" if name in (*tiny.FIRST, *DEMOS) else "half"
+        # Running the models would take most of this file's time; no other test does it with an mT5 encoder's.
+        assert convert(source, out, target=target, run_model=name == "mt5-encoder").safe
     return made
 
 
@@ -117,15 +116,14 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     """Return (source, converted) folders of models with rotary positions of their own, all without caps on scores."""
     root = tmp_path_factory.mktemp("turned")
     made: Pairs = {}
-    with tiny.no_pictures():
-        for name, (kind, positions) in TURNED.items():
-            few = tiny.few_layers(kind) | {"vocab_size": VOCABULARY, "rope_parameters": positions}
-            few |= {"max_position_embeddings": 8} if name == "dynamic" else {}
-            few |= {"attn_logit_softcapping": None, "sliding_window": 64} if kind == "t5gemma" else {}
-            source = tiny.save(tiny.build(kind, **few), root / name)
-            made[name] = source, root / f"{name}-fp16"
-            result = convert(source, made[name][1], target="half", run_model=False)
-            assert result.safe and len(result.report["older"]) == (kind == "t5gemma")
+    for name, (kind, positions) in TURNED.items():
+        few = tiny.few_layers(kind) | {"vocab_size": VOCABULARY, "rope_parameters": positions}
+        few |= {"max_position_embeddings": 8} if name == "dynamic" else {}
+        few |= {"attn_logit_softcapping": None, "sliding_window": 64} if kind == "t5gemma" else {}
+        source = tiny.save(tiny.build(kind, **few), root / name)
+        made[name] = source, root / f"{name}-fp16"
+        result = convert(source, made[name][1], target="half", run_model=False)
+        assert result.safe and len(result.report["older"]) == (kind == "t5gemma")
     return made
 
 
@@ -149,8 +147,7 @@ def test_what_transformers_4_computes_otherwise_is_said_in_report_and_card(
     capped = tiny.save(tiny.small("gemma2", vocab_size=VOCABULARY), tmp_path / "gemma2")
     said = {unscaled: "divides its logits", capped: "cap on scores"}
     for source, sentence in said.items():
-        with tiny.no_pictures():
-            done = convert(source, source.parent / f"{source.name}-fp16", target="half", run_model=False)
+        done = convert(source, source.parent / f"{source.name}-fp16", target="half", run_model=False)
         [note] = done.report["older"]
         assert sentence in note
         lines = (source.parent / f"{source.name}-fp16" / "README.md").read_text()

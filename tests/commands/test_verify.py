@@ -33,8 +33,6 @@ from bf16_to_fp16.run import batch, probe
 from bf16_to_fp16.run.stock import load, load_config
 from bf16_to_fp16.verification.plans import check_plan
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 REPORT = "fp16_report.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

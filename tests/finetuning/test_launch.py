@@ -200,10 +200,9 @@ def test_zero_under_torch_autocast_takes_the_steps_of_amp(recipe: Path, warm_pyt
 def test_two_processes_that_are_killed_go_on_to_the_same_bits(
     recipe: Path, two_machines: Path, warm_python: Path, tmp_path: Path
 ) -> None:
-    """Those that are killed have nothing from another process, so that each orders its hashes in its own way."""
     out = tmp_path / "out"
     process = subprocess.Popen(
-        command(Path(sys.executable), "ddp", 2, recipe, out, settings=IN_TWO_PASSES),
+        command(warm_python, "ddp", 2, recipe, out, settings=IN_TWO_PASSES),
         cwd=ROOT,
         env={**os.environ, **ON_CPU},
         stdout=subprocess.DEVNULL,
@@ -226,7 +225,7 @@ def test_two_processes_that_are_killed_go_on_to_the_same_bits(
 
 
 def test_a_run_of_one_process_goes_on_in_two_with_the_same_recipe(recipe: Path, alone: Path, tmp_path: Path) -> None:
-    """Without a warm interpreter, whose launcher has another command line."""
+    """By processes of their own: each orders its hashes in its own way, and the launcher has its own command line."""
     out = tmp_path / "out"
     shutil.copytree(alone.with_name("alone.run"), out.with_name("out.run"))
     for state in sorted(out.with_name("out.run").glob("step-*"))[1:]:

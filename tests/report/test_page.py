@@ -53,6 +53,8 @@ from bf16_to_fp16.wording import (
     times,
 )
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 
 def figures(report: dict[str, Any]) -> list[page.Figure]:
     return page.headline(read(Report, report))

@@ -15,6 +15,8 @@ from support.pages import certified, finetuned, hostile, render, table
 from bf16_to_fp16.report.build import tiers_of
 from bf16_to_fp16.report.schema import dump
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 HOLDING = {"torch": True, "norm-fp16": True, "fp16-accumulate": False}
 TIER_ENTRIES = tiers_of(layout_of(tiny.build("t5-encoder")), HOLDING, {})
 PAGES = {

@@ -193,7 +193,7 @@ def check_bounds(model: Any, seed: int, batch: int = 8) -> None:
 
 def check_round_trip(model: Any, dtype: torch.dtype) -> None:
     """``undo`` gives back every bit of what was carried over exactly, in the source's dtypes and under its config."""
-    with tempfile.TemporaryDirectory() as folder, tiny.no_pictures():
+    with tempfile.TemporaryDirectory() as folder:
         source = tiny.save(model, Path(folder) / "source", dtype)
         result = convert(source, Path(folder) / "out", target="half", run_model=False)
         undo(Path(folder) / "out", Path(folder) / "back")

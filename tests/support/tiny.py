@@ -16,7 +16,6 @@ import transformers
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Experts, FeedForward, StackEnds
-from bf16_to_fp16.report import figures
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.interface import config_of
 
@@ -510,13 +509,4 @@ def no_models() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(without_values))
-        yield
-
-
-@contextmanager
-def no_pictures() -> Iterator[None]:
-    """Let reports have no pictures, whose drawing takes as long as a tiny model's plan."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("pictures", "bracket_pictures"):
-            patch.setattr(figures, name, lambda _: [])
         yield

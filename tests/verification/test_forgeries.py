@@ -23,8 +23,6 @@ from bf16_to_fp16.verification.comparing import differences
 from bf16_to_fp16.verification.keys import KEYS, How, holds
 from bf16_to_fp16.verification.measured import check_regimes
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 LESS = {f"tiers.{tier}.{key}" for tier in ("torch", "norm-fp16", "fp16-accumulate") for key in ("proof", "runtimes")}
 """Where a change made below claims less than was shown, which is no claim."""
 
