@@ -124,14 +124,7 @@ def verify(
             origin = read_as(origin, other)
         examine(subject, origin, data, found, run_model=run_model, device=on, progress=progress)
     if subject.packed is None and not problems:
-        place = Path(original) if original is not None and Path(original).is_dir() else None
-        if (wrong := check_pipeline(subject.place, claim, place)) is not None:
-            found.add("pipeline", wrong)
-        elif subfolder is not None and revision is not None:
-            found.notes.append(
-                "only this folder of the repository was looked at; download the whole to check what else a pipeline"
-                " needs changed"
-            )
+        look_beside(subject, original, found, alone=subfolder is not None and revision is not None)
     if not claim.safe:
         said_in = REPORT if subject.packed is None else subject.place.name
         problems.append(Problem("report", said_in, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
@@ -162,6 +155,18 @@ def verify(
             )
         )
     )
+
+
+def look_beside(subject: Subject, original: str | Path | None, found: Findings, *, alone: bool) -> None:
+    """Check the pipeline that a folder lies in, where there is one; alone: whether nothing else of it is here."""
+    place = Path(original) if original is not None and Path(original).is_dir() else None
+    if (wrong := check_pipeline(subject.place, subject.claim, place)) is not None:
+        found.add("pipeline", wrong)
+    elif alone:
+        found.notes.append(
+            "only this folder of the repository was looked at; download the whole to check what else a pipeline needs"
+            " changed"
+        )
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def listing_files(card: str, files: Sequence[Mapping[str, Any]]) -> str:
         names("file", itemgetter("name")),
         numbers("size", itemgetter("nbytes"), bytes_in_words),
         Column("for", lambda file: LAYOUTS[file["layout"]].readers if file["layout"] in LAYOUTS else file["layout"]),
-        Column("verdict", lambda file: f"{file['verdict']}, {file['proof']} (target {file['target']})"),
+        Column("verdict", lambda file: f"{file['verdict']}, {file['proof']} {facts.where(file['target'])}"),
         names("made by", itemgetter("command")),
     )
     return f"{card.rstrip()}\n\n## Single files\n\n{markdown(Table(columns, files))}\n"

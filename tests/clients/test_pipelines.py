@@ -9,6 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.utils import logging
 from support import diffusion, pipelines
 from support.diffusion import CASES, Case
 
@@ -16,7 +17,7 @@ from bf16_to_fp16 import convert_pipeline, undo_pipeline
 from bf16_to_fp16.checkpoint.pipeline_classes import PIPELINES, Linear, Norm
 from bf16_to_fp16.families.known import FAMILIES, names_of
 
-diffusers.logging.set_verbosity_error()
+logging.set_verbosity_error()
 
 ROUNDING = 1e-6  # of fp32, over all layers
 
@@ -103,12 +104,12 @@ def test_the_table_names_every_class_of_diffusers_that_has_a_supported_encoder()
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
 def test_the_table_names_layers_that_there_are(case: Case, tmp_path: Path) -> None:
-    made = case.make()
-    configs = {name: dict(part.config) for name, part in made.items() if isinstance(part, diffusers.ModelMixin)}
+    parts: dict[str, Any] = {**case.make()}
+    configs = {name: dict(part.config) for name, part in parts.items() if isinstance(part, diffusers.models.ModelMixin)}
     for reading in PIPELINES[case.kind]:
         for each in reading.each(configs):
             for what in each.meets:
-                component = made[what.component]
+                component = parts[what.component]
                 if isinstance(what, Linear):
                     weight = component.state_dict()[what.weight]
                     assert weight.shape[1] == len(each.states or ()) * diffusion.WIDTH

@@ -395,7 +395,7 @@ def test_verify_names_the_length_and_warns_below_the_configs_own(
     convert(source, tmp_path / "file.safetensors", run_model=False, max_length=1, layout="single")
     assert cli.main(["verify", str(tmp_path / "file.safetensors"), "--no-audit"]) == 0
     said = capsys.readouterr().out
-    assert "certified for every input of up to 1 position" in said and "nothing is claimed of longer rows" in said
+    assert "proven for every input of up to 1 position" in said and "nothing is claimed of longer rows" in said
     convert(source, tmp_path / "long", run_model=False)
     assert verify(tmp_path / "long", run_model=False)["notes"] == []
 
