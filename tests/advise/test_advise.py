@@ -538,8 +538,18 @@ def test_the_old_form_runs_and_one_line_says_the_new_one(
 ) -> None:
     assert main(["advise", *old]) == 0
     before = capsys.readouterr()
-    assert before.err.splitlines()[0] == f"advise SOURCE --{new[0]} is now: bf16-to-fp16 advise {new[0]} SOURCE"
+    of = {"init": "SOURCE", "format": "NUMBER"}[new[0]]
+    assert before.err.splitlines()[0] == f"advise {of} --{new[0]} is now: bf16-to-fp16 advise {new[0]} {of}"
     assert before.out == advise(capsys, *new)
+
+
+@pytest.mark.parametrize("arguments", [(), (str(T5),), ("update", str(T5))], ids=["nothing", "a source alone", "a slip"])
+def test_advise_without_a_question_names_the_four(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert main(["advise", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ask for one of updates, init, format, losses, such as: bf16-to-fp16 advise updates")
 
 
 def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
