@@ -16,7 +16,8 @@ from .shared import FOLDER, PATH, SAFE, Grouped, Ordered, json_file, make_progre
 if TYPE_CHECKING:
     from ..advise.tables import Advice
 
-QUESTIONS = {"updates": "SOURCE", "init": "SOURCE", "format": "NUMBER", "losses": "LOG"}  # with what each is asked about
+# Each question, and what it is asked about.
+QUESTIONS = {"updates": "SOURCE", "init": "SOURCE", "format": "NUMBER", "losses": "LOG"}
 
 
 class _Questions(Ordered):

@@ -543,7 +543,9 @@ def test_the_old_form_runs_and_one_line_says_the_new_one(
     assert before.out == advise(capsys, *new)
 
 
-@pytest.mark.parametrize("arguments", [(), (str(T5),), ("update", str(T5))], ids=["nothing", "a source alone", "a slip"])
+@pytest.mark.parametrize(
+    "arguments", [(), (str(T5),), ("update", str(T5))], ids=["nothing", "a source alone", "a slip"]
+)
 def test_advise_without_a_question_names_the_four(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
