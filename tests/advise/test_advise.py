@@ -543,17 +543,6 @@ def test_the_old_form_runs_and_one_line_says_the_new_one(
     assert before.out == advise(capsys, *new)
 
 
-@pytest.mark.parametrize(
-    "arguments", [(), (str(T5),), ("update", str(T5))], ids=["nothing", "a source alone", "a slip"]
-)
-def test_advise_without_a_question_names_the_four(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
-    assert main(["advise", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ask for one of updates, init, format, losses, such as: bf16-to-fp16 advise updates")
-
-
 def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = log_of(tmp_path / "log.csv", [*[2.0, 2.1] * 50, *[math.nan] * 20])
     modes: dict[str, list[object]] = {
@@ -581,8 +570,9 @@ def test_the_curve_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "ask for one of updates, init, format, losses (see bf16-to-fp16 advise --help)"),
-        (["guess"], "No such command 'guess'"),
+        ([], "ask for one of updates, init, format, losses, such as: bf16-to-fp16 advise updates SOURCE"),
+        (["guess"], "ask for one of updates, init, format, losses, such as"),
+        (["{t5}"], "ask for one of updates, init, format, losses, such as"),
         (["updates"], "Missing argument 'SOURCE'"),
         (["format"], "Missing argument 'NUMBER...'"),
         (["format", "--tensr", "x"], "no such option: --tensr"),
