@@ -16,7 +16,8 @@ from .shared import FOLDER, PATH, SAFE, Grouped, Ordered, json_file, make_progre
 if TYPE_CHECKING:
     from ..advise.tables import Advice
 
-QUESTIONS = ("updates", "init", "format", "losses")
+# Each question, and what it is asked about.
+QUESTIONS = {"updates": "SOURCE", "init": "SOURCE", "format": "NUMBER", "losses": "LOG"}
 
 
 class _Questions(Ordered):
@@ -28,10 +29,12 @@ class _Questions(Ordered):
         asked = next((name for name in QUESTIONS if f"--{name}" in split), None)
         if asked is not None and split[0] not in QUESTIONS:
             split.remove(f"--{asked}")
-            show(f"advise SOURCE --{asked} is now: bf16-to-fp16 advise {asked} SOURCE", aside=True)
+            of = QUESTIONS[asked]
+            show(f"advise {of} --{asked} is now: bf16-to-fp16 advise {asked} {of}", aside=True)
             arguments = [asked, *split]
-        if not arguments:
-            raise click.UsageError(f"ask for one of {', '.join(QUESTIONS)}", context)
+        if not arguments or not (arguments[0] in QUESTIONS or arguments[0].startswith("-")):
+            asks = f"ask for one of {', '.join(QUESTIONS)}, such as: bf16-to-fp16 advise updates SOURCE"
+            raise click.UsageError(asks, context)
         return super().parse_args(context, arguments)
 
 

@@ -126,13 +126,15 @@ def convert_pipeline_by(
     place.check(pipeline.folder)
     for name in uses.assumed:
         progress.say(assumption(pipeline.kind, name))
+    if local:
+        check_linears(pipeline.folder, uses)
     if place.dry_run:
         planned = {n: converted(options, pipeline, uses, n, place, endpoint, progress) for n in pipeline.encoders}
         return PipelineConversion({}, None, planned)
     with staged(place.out, force=place.force) as work:
         if not local:
             fetch_others(pipeline, endpoint, progress)
-        check_linears(pipeline.folder, uses)
+            check_linears(pipeline.folder, uses)
         nbytes, links = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
         encoders: list[PipelineEntry] = []
         readings: list[ReadingEntry] = []

@@ -332,6 +332,9 @@ def parse_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
     except ValidationError as error:
         # An unknown key first: a key that is missing may be the one that it was meant for.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        gone = [".".join(_place(problem)) for problem in problems if _is_gone(problem)]
+        if _is_gone(problems[0]) and len(gone) > 1:  # an old recipe has many, and says them at once
+            raise UserError(f"{name}: {', '.join(gone)} are fixed now; leave them out") from None
         more = f" ({len(problems) - 1} more after it)" if len(problems) > 1 else ""
         raise UserError(f"{name}: {_problem(problems[0])}{more}") from None
 
@@ -373,11 +376,21 @@ _WANTED = {
 } | dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a section: keys on indented lines under it")
 
 
+def _place(error: Any) -> list[str]:
+    """Return the names of the sections and the key that an error is about."""
+    return [part for part in error["loc"] if isinstance(part, str)]
+
+
+def _is_gone(error: Any) -> bool:
+    """Whether an error is about a key that recipes had."""
+    return error["type"] == "extra_forbidden" and ".".join(_place(error)) in FIXED
+
+
 def _problem(error: Any) -> str:
     """Return what is wrong with which key and how to mend it."""
-    place = [part for part in error["loc"] if isinstance(part, str)]
+    place = _place(error)
     key, kind, value, context = ".".join(place) or "recipe", error["type"], error["input"], error.get("ctx", {})
-    if kind == "extra_forbidden" and key in FIXED:
+    if _is_gone(error):
         return f"{key} is fixed now; leave it out"
     if kind == "extra_forbidden":
         return f"unknown key {key}; did you mean {nearest_key(place)}?"

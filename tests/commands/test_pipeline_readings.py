@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import pipelines, tiny
+from support.contract import layout_of
 from support.pipelines import contents
 from transformers import LlamaModel
 
@@ -20,8 +21,8 @@ from bf16_to_fp16.checkpoint.linears import rescale_columns
 from bf16_to_fp16.checkpoint.pipeline import open_pipeline
 from bf16_to_fp16.checkpoint.pipeline_classes import HIDREAM, PIPELINES, Linear, Norm, Reading
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.conversion.pipelines import met, of_norm
-from bf16_to_fp16.ranges import NormRange
+from bf16_to_fp16.conversion.pipelines import entered, met, of_norm
+from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
 from bf16_to_fp16.report.schema import PipelineReport, Report, read
 
 PROJECTION, POOLED = (each.weight for each in PIPELINES["HunyuanVideoPipeline"][0].meets if isinstance(each, Linear))
@@ -197,10 +198,10 @@ def test_columns_are_multiplied_by_the_layer_that_they_read(tmp_path: Path) -> N
 
 
 def test_each_listed_layer_has_a_linear_of_its_own_and_the_last_state_keeps_its_factor() -> None:
-    readings = HIDREAM[1].each({"transformer": {"llama_layers": [0, 2, 3, 3]}})
-    assert [reading.states for reading in readings] == [(1,), (3,), (4,), (4,)]
+    readings = HIDREAM[1].each({"transformer": {"llama_layers": [0, 2, 3, 3, -2]}})
+    assert [reading.states for reading in readings] == [(1,), (3,), (4,), (4,), (-2,)]
     names = [what.weight for reading in readings for what in reading.meets if isinstance(what, Linear)]
-    assert names == [f"caption_projection.{i}.linear.weight" for i in range(4)]
+    assert names == [f"caption_projection.{i}.linear.weight" for i in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -238,8 +239,11 @@ def test_a_linear_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capt
     source = hunyuan(tmp_path / "source")
     for name in (FILES[1], VARIANT):
         (source / "transformer" / name).rename(source / "transformer" / f"{name}.bin")
-    said = error_of(capsys, "convert", source, tmp_path / "out", "--no-audit")
-    assert f"no safetensors file here has {POOLED}" in said and "--subfolder" in said
+    for word in ("--no-audit", "--dry-run"):
+        assert main(["convert", str(source), str(tmp_path / "out"), word]) == 2
+        said = capsys.readouterr().err
+        assert f"no safetensors file here has {POOLED}" in said and "--subfolder" in said
+        assert "Bounding" not in said  # refused before the work
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
@@ -340,6 +344,17 @@ def test_the_last_states_are_known_by_either_number(converted: Path) -> None:
         assert entry.factors_log2 == [report.outputs["hidden_states"].factor_log2] != [0]
 
 
+def test_states_whose_channels_have_factors_of_their_own_are_refused(converted: Path) -> None:
+    pipeline = open_pipeline(converted / "source", lambda config: config.get("model_type") == "llama")
+    assert pipeline is not None
+    said = json.loads((converted / "out" / "text_encoder" / "fp16_report.json").read_text())
+    said["outputs"]["hidden_states"]["factor_log2"] = [-3] * (WIDTH - 1) + [-4]
+    with pytest.raises(
+        UserError, match="hidden_states of text_encoder change by a factor that is not the same for all"
+    ):
+        met(pipeline, "text_encoder", [Reading("text_encoder", (-2,))], read(Report, said), ())
+
+
 def test_what_a_norm_costs_is_that_of_the_states_that_enter_it() -> None:
     norm = Norm("transformer", "norm", 1e-3)
     states = [NormRange(1.0, torch.tensor([[10.0**-layer, 1.0]], dtype=torch.float64)) for layer in range(4)]
@@ -347,6 +362,19 @@ def test_what_a_norm_costs_is_that_of_the_states_that_enter_it() -> None:
         said = of_norm(norm, {}, [number], [-6], states)
         assert said["predicted"] == pytest.approx(states[layer].drift(1e-3, -6), rel=1e-12)
     assert of_norm(norm, {}, [-1], [0], states)["predicted"] is None
+    worst = of_norm(norm, {}, [0, 3, -1], [-6, -6, 0], states)["predicted"]
+    assert worst == max(states[layer].drift(1e-3, -6) for layer in (0, 3)) > states[0].drift(1e-3, -6)
+
+
+def test_what_enters_a_layer_is_what_its_first_norm_sees() -> None:
+    layout = layout_of(pipelines.llama())
+    norms = [sublayer.norm for sublayer in layout.stacks()[0].sublayers]
+    assert len(norms) == 8
+    none = ChannelRange(torch.zeros(0), torch.zeros(0), 0)
+    variances = torch.ones(1, 2, dtype=torch.float64)
+    ranges = {name: ModuleRange(none, none, NormRange(float(i), variances)) for i, name in enumerate(norms)}
+    assert [state.norm_max for state in entered(layout, ranges)] == [0.0, 2.0, 4.0, 6.0]
+    assert entered(layout, None) == ()
 
 
 def test_states_that_an_encoder_has_not_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

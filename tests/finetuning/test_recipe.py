@@ -122,6 +122,10 @@ def test_a_key_of_before_is_said_to_be_fixed(tmp_path: Path) -> None:
     assert not FIXED & {key for key, *_ in keys()}
     for key in ("compile", "optimizer.betas", "logging.wandb.project"):
         assert refusal(path, f"{key}=1") == f"{path}: {key} is fixed now; leave it out"
+    overrides = ("schedule.warmup=5", "schedule.decay=linear", "stability.rewinds=3", "data.batch=2")
+    all_of_them = "schedule.warmup, schedule.decay, stability are fixed now; leave them out"
+    assert refusal(path, *overrides[:3]) == f"{path}: {all_of_them}"
+    assert "unknown key data.batch" in refusal(path, overrides[3], *overrides[:3])
 
 
 def test_a_misspelt_key_that_is_needed_is_unknown_rather_than_missing(tmp_path: Path) -> None:
