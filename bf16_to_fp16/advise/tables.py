@@ -146,7 +146,7 @@ def print_init(result: Mapping[str, Any]) -> None:
     known = table("rule", f"standard deviation at h = {hidden:,}")
     known.add_row("Transformers without Tears, √(2/(5h))", f"{rules['small']:.3g}")
     known.add_row("MT-NLG 530B, √(1/(3h))", f"{rules['megatron']:.3g}")
-    for family in with_own_rules():
+    for family in {family.initialisation.title: family for family in with_own_rules()}.values():
         own, title = rules[family.name], family.initialisation.title
         if isinstance(own, Mapping):
             listed = ", ".join(f"{name} {rule:.3g}" for name, rule in own.items())

@@ -289,8 +289,8 @@ def zip_records(file: Path) -> dict[int, int]:
     except (struct.error, zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
         # Zip files that are encrypted, of many disks or with impossible offsets raise the other kinds.
         raise UserError(
-            f"{file}: cut short, or in torch's format of before 2020;"
-            f" {RESTORE}, or load it with torch and save it with safetensors"
+            f"{file}: cut short, in torch's format of before 2020, or no checkpoint at all; {RESTORE}, or, where you"
+            " trust it, load it with torch and save it with safetensors"
         ) from error
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error

@@ -132,7 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
     except click.ClickException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "bf16-to-fp16"
         hint = f" (see {command} --help)" if isinstance(error, click.UsageError) else ""
-        if isinstance(error, click.NoSuchOption) and error.option_name in MOVED:
+        moved = command.endswith((" convert", " finetune"))
+        if moved and isinstance(error, click.NoSuchOption) and error.option_name in MOVED:
             return complain(f"{command} has no {error.option_name} any more; {MOVED[error.option_name]}")
         return complain(f"{error.format_message()}{hint}")
     except (KeyboardInterrupt, click.Abort):

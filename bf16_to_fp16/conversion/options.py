@@ -271,10 +271,8 @@ class Options:
         chosen.check_model(layout.family.model_type, where)
         if layout.stock.decodes or layout.head is not None:
             name = layout.family.giving_states(decodes=False)
-            taken_out = "" if name is None else f", with --as {name} of these weights"
-            raise UserError(
-                f"{where}: {chosen.tool} reads encoders alone; give the encoder{taken_out}, or choose --layout single"
-            )
+            how = "give a folder of the encoder" if name is None else f"add --as {name}"
+            raise UserError(f"{where}: {chosen.tool} reads encoders alone; {how}, or choose --layout single")
         for feed_forward in layout.feed_forwards:
             if feed_forward.activation not in chosen.activations:
                 has = " and ".join(chosen.activations)

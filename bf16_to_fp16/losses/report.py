@@ -56,9 +56,10 @@ def loss_report(name: str, curve: Curve, *, z: float, window: int) -> tuple[dict
         raise UserError(f"a window of {window} and a z of {z:g} compare nothing; give at least 16, and a positive z")
     curve_events = events(curve, z=z, window=window)
     if len(curve.losses) < window // 2 and not curve_events:
+        largest = 2 * len(curve.losses)
+        smaller = f", or give a --window from 16 to {largest}" if largest >= 16 else ""
         raise UserError(
-            f"{name}: {len(curve.losses)} losses are too few to compare with each other; log every step, or give a"
-            f" --window under {2 * len(curve.losses)} (at least 16)"
+            f"{name}: {len(curve.losses)} losses are too few to compare with each other; log every step{smaller}"
         )
     return {
         "mode": "losses",

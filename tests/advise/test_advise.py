@@ -424,7 +424,7 @@ def test_threshold_and_window_are_the_callers_and_half_a_window_is_enough(tmp_pa
     log = log_of(tmp_path / "log.csv", spiked())
     assert advise_losses(log, z=1e4)["events"] == [] and advise_losses(log, window=32)["window"] == 32
     assert advise_losses(log_of(tmp_path / "half.csv", [2.0] * 32))["losses"] == 32
-    with pytest.raises(UserError, match=r"31 losses are too few .* --window under 62 \(at least 16\)"):
+    with pytest.raises(UserError, match=r"31 losses are too few .* --window from 16 to 62"):
         advise_losses(log_of(tmp_path / "less.csv", [2.0] * 31))
 
 

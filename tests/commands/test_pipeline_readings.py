@@ -344,6 +344,15 @@ def test_the_last_states_are_known_by_either_number(converted: Path) -> None:
         assert entry.factors_log2 == [report.outputs["hidden_states"].factor_log2] != [0]
 
 
+def test_last_states_that_moved_are_refused_with_the_class_that_leaves_them(converted: Path) -> None:
+    pipeline = open_pipeline(converted / "source", lambda config: config.get("model_type") == "llama")
+    assert pipeline is not None
+    report = read(Report, json.loads((converted / "out" / "text_encoder" / "fp16_report.json").read_text()))
+    moved = {**report.outputs, "last_hidden_state": report.outputs["hidden_states"]}
+    with pytest.raises(UserError, match=r"reads the last states of text_encoder, which become 2\^-\d+ times"):
+        met(pipeline, "text_encoder", [Reading("text_encoder")], report.model_copy(update={"outputs": moved}), ())
+
+
 def test_states_whose_channels_have_factors_of_their_own_are_refused(converted: Path) -> None:
     pipeline = open_pipeline(converted / "source", lambda config: config.get("model_type") == "llama")
     assert pipeline is not None
