@@ -33,7 +33,7 @@ def test_the_python_interface_prints_nothing_and_a_command_its_own_steps_and_no_
     assert done.returncode == 0 and (tmp_path / "out").is_dir() and done.stdout.startswith("not certified")
     assert done.stderr.splitlines() == [
         "the command:",
-        "Bounding every site for half",
+        "Bounding every site in PyTorch",
         "Device: cpu",
         "Bounding every site in stricter arithmetic",
     ]
