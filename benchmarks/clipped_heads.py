@@ -8,24 +8,20 @@ of QᵀK that has this norm. Both are judged in fp32 by ``tests/support/judge.py
 """
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from saturated import SEED, texts  # finds the tests' helpers as well
+from support.judge import judge
+from support.saturated import KINDS, saturated
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
-from support.judge import judge  # noqa: E402
-from support.saturated import KINDS, saturated  # noqa: E402
-
-from bf16_to_fp16 import convert  # noqa: E402
+from bf16_to_fp16 import convert
 
 KINDS_WITH_SCORES = [name for name, kind in KINDS.items() if [site.what for site in kind.sites] == ["scores"]]
-TEXTS, SEED = 24, 7
 
 
 def clip(queries: Tensor, keys: Tensor, share: float) -> Tensor:
@@ -64,7 +60,6 @@ def main() -> None:
     parser.add_argument("--made", type=Path, default=Path(tempfile.gettempdir()) / "saturated")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    texts = (ROOT / "bf16_to_fp16/demo_data/held_out.txt").read_text(encoding="utf-8").split("\n\n")[:TEXTS]
     print("| kind | exponent | bf16: text, random | power of two: text, random | clipped: text, random |")
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +67,7 @@ def main() -> None:
             source, out = saturated(kind, options.made / kind), Path(folder) / kind
             (edit,) = convert(source, out / "edited").report["inexact"]
             clipped(source, KINDS[kind].sites[0], edit["exponent"], out / "clipped")
-            two, least = (judge(source, out / name, texts, SEED) for name in ("edited", "clipped"))
+            two, least = (judge(source, out / name, texts(), SEED) for name in ("edited", "clipped"))
             print(
                 f"| {kind} | {edit['exponent']} | {two.kl_bf16_text:.1e}, {two.kl_bf16_random:.1e} | "
                 f"{two.kl_fp32_text:.1e}, {two.kl_fp32_random:.1e} | "

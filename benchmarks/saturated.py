@@ -24,12 +24,16 @@ from bf16_to_fp16 import convert  # noqa: E402
 TEXTS, SEED = 24, 7
 
 
+def texts() -> list[str]:
+    """Return the texts on which checkpoints are judged."""
+    return (ROOT / "bf16_to_fp16/demo_data/held_out.txt").read_text(encoding="utf-8").split("\n\n")[:TEXTS]
+
+
 def row_of(kind: str, made: Path, out: Path, exact: bool) -> str:
     """Return the row of one kind."""
     source = saturated(kind, made / kind)
     report = convert(source, out / kind, exact=exact).report
-    texts = (ROOT / "bf16_to_fp16/demo_data/held_out.txt").read_text(encoding="utf-8").split("\n\n")[:TEXTS]
-    judged = judge(source, out / kind, texts, SEED)
+    judged = judge(source, out / kind, texts(), SEED)
     edits = [f"`{edit['site']}` 2^{edit['exponent']}" for edit in report.get("inexact", [])]
     edits += [f"`{path}` centred keys" for path in report["plan"].get("centred_keys", [])]
     return (

@@ -18,7 +18,7 @@ from transformers import LlamaModel
 
 from bf16_to_fp16 import UserError, convert_pipeline, undo_pipeline
 from bf16_to_fp16.checkpoint.linears import rescale_columns
-from bf16_to_fp16.checkpoint.pipeline import open_pipeline
+from bf16_to_fp16.checkpoint.pipeline import Pipeline, open_pipeline
 from bf16_to_fp16.checkpoint.pipeline_classes import HIDREAM, PIPELINES, Linear, Norm, Reading
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.conversion.pipelines import entered, met, of_norm
@@ -333,10 +333,15 @@ def test_as_is_for_one_model(tmp_path: Path) -> None:
         convert_pipeline(folder, tmp_path / "out", as_class="T5EncoderModel")
 
 
-def test_the_last_states_are_known_by_either_number(converted: Path) -> None:
+def pipeline_of(converted: Path) -> tuple[Pipeline, Report]:
+    """Return the source of a conversion as a pipeline, and the report of its encoder."""
     pipeline = open_pipeline(converted / "source", lambda config: config.get("model_type") == "llama")
     assert pipeline is not None
-    report = read(Report, json.loads((converted / "out" / "text_encoder" / "fp16_report.json").read_text()))
+    return pipeline, read(Report, json.loads((converted / "out" / "text_encoder" / "fp16_report.json").read_text()))
+
+
+def test_the_last_states_are_known_by_either_number(converted: Path) -> None:
+    pipeline, report = pipeline_of(converted)
     linear = (Linear("transformer", PROJECTION),)
     for last, inner in ((-1, -2), (4, 3)):
         assert not met(pipeline, "text_encoder", [Reading("text_encoder", (last,), linear)], report, ())
@@ -345,23 +350,20 @@ def test_the_last_states_are_known_by_either_number(converted: Path) -> None:
 
 
 def test_last_states_that_moved_are_refused_with_the_class_that_leaves_them(converted: Path) -> None:
-    pipeline = open_pipeline(converted / "source", lambda config: config.get("model_type") == "llama")
-    assert pipeline is not None
-    report = read(Report, json.loads((converted / "out" / "text_encoder" / "fp16_report.json").read_text()))
+    pipeline, report = pipeline_of(converted)
     moved = {**report.outputs, "last_hidden_state": report.outputs["hidden_states"]}
     with pytest.raises(UserError, match=r"reads the last states of text_encoder, which become 2\^-\d+ times"):
         met(pipeline, "text_encoder", [Reading("text_encoder")], report.model_copy(update={"outputs": moved}), ())
 
 
 def test_states_whose_channels_have_factors_of_their_own_are_refused(converted: Path) -> None:
-    pipeline = open_pipeline(converted / "source", lambda config: config.get("model_type") == "llama")
-    assert pipeline is not None
-    said = json.loads((converted / "out" / "text_encoder" / "fp16_report.json").read_text())
-    said["outputs"]["hidden_states"]["factor_log2"] = [-3] * (WIDTH - 1) + [-4]
+    pipeline, report = pipeline_of(converted)
+    uneven = report.outputs["hidden_states"].model_copy(update={"factor_log2": [-3] * (WIDTH - 1) + [-4]})
+    changed = report.model_copy(update={"outputs": {**report.outputs, "hidden_states": uneven}})
     with pytest.raises(
         UserError, match="hidden_states of text_encoder change by a factor that is not the same for all"
     ):
-        met(pipeline, "text_encoder", [Reading("text_encoder", (-2,))], read(Report, said), ())
+        met(pipeline, "text_encoder", [Reading("text_encoder", (-2,))], changed, ())
 
 
 def test_what_a_norm_costs_is_that_of_the_states_that_enter_it() -> None:
