@@ -252,8 +252,8 @@ class Layout:
     @property
     def streams_read(self) -> Mapping[str, str]:
         """Module paths of the norms that read a residual stream, in order, each with the signal's name."""
-        found = self.entrances.items()
-        return {path: name for path, name in found if len(self.tensors[f"{path}.weight"].shape) == 1}
+        linears = {name for name, tensor in self.tensors.items() if len(tensor.shape) == 2}
+        return {path: name for path, name in self.entrances.items() if f"{path}.weight" not in linears}
 
     @property
     def reads_stream_itself(self) -> bool:
