@@ -342,6 +342,7 @@ class _Walk(Findings):
         """Bound a rotation of normalised queries and keys, and their scores."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
         one, other = turned(query, a), turned(key, a)
+        self.turn({sublayer.query_norm: one.bound, sublayer.key_norm: other.bound})
         factors = self.rotation(sublayer, one.bound, other.bound)
         self.scored(sublayer, turned_score_bounds(one, other, heads, a, scale), scale, factors)
 
@@ -355,12 +356,15 @@ class _Walk(Findings):
             turned_rows = {
                 sublayer.query: torch.cat([one.bound, other.bound, torch.zeros(sublayer.fused[2], dtype=torch.float64)])
             }
-        for path, most in turned_rows.items():
-            # What moves a projection's channels moves the turned ones too.
-            bound, square = self.outputs[path]
-            self.outputs[path] = (torch.maximum(bound, most), square)
+        self.turn(turned_rows)
         factors = self.rotation(sublayer, one.bound, other.bound)
         self.scored(sublayer, rotated_score_bounds(one, other, a, scale), scale, factors)
+
+    def turn(self, turned_rows: Mapping[str, Tensor]) -> None:
+        """Note what a rotation makes of modules' outputs as theirs: what moves their channels moves the turned ones."""
+        for path, most in turned_rows.items():
+            bound, square = self.outputs[path]
+            self.outputs[path] = (torch.maximum(bound, most), square)
 
     def rotation(self, sublayer: Attention, query: Tensor, key: Tensor) -> float:
         """Record the steps of a rotation of queries and keys; return their largest bound."""

@@ -218,7 +218,7 @@ def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Ma
     """Return the choice of a plan for a source that is edited where no exact plan is enough, its plan, and what each
     edit was found to cost, by signal; first keys are centred, which costs nothing."""
     source, opened = search, search.opened
-    shared = needlessly_shared(opened.layout, search.bounds)
+    shared = needlessly_shared(opened.layout, opened.weights(opened.layout), search.bounds)
     made = Plan(family=opened.layout.family.name, centred_keys=shared)
     if shared:
         search = edited_search(source, Edits(made, {}))

@@ -212,9 +212,10 @@ class _Costs:
         if key not in self.tables:
             weight = self.weights(tensor.name)
             if tensor.offset:
-                self.tables[key] = offset_loss_table(weight, tensor.offset)
+                table = offset_loss_table(weight, tensor.offset)
             else:
-                self.tables[key] = of_channels(loss_table(weight, axis, self.shift(tensor, axis)), carried.spread)
+                table = loss_table(weight, axis, self.shift(tensor, axis))
+            self.tables[key] = of_channels(table, carried.spread)
             self.energies[key] = self.tables[key].energy
             self.looked_at.add(key)
             if self.advance is not None:
@@ -446,14 +447,15 @@ class _Costs:
         """Return whether norms meet another eps than the source's, in its units, at a stream's exponent."""
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
-    def rounded_gains(self, r: int) -> float:
-        """Return the sum over the norms whose stored gains only r moves of the squared relative error of rounding
-        them."""
-        total = 0.0
-        for tensor, axis, carried in self.touched[self.stream]:
+    def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
+        """Return the sum over the norms whose stored gains a signal alone moves of the squared relative error of
+        rounding them; exponents: one for all channels, or one for each."""
+        total, every = 0.0, torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
+        for tensor, axis, carried in self.touched[signal] if bool((exponents != 0).any()) else ():
             if tensor.offset:
-                table = self.table(tensor, axis, carried).total()
-                total += float(table.at(torch.tensor([carried.sign * r]))[1].double().sum() / table.energy.sum())
+                table = self.table(tensor, axis, carried)
+                errors, at = table.at(every)[1].double(), carried.sign * exponents.long() + CHANNEL_RANGE
+                total += float(errors.gather(1, at.expand(len(errors))[:, None]).sum() / table.energy.sum())
         return total
 
     def norms(self) -> list[str]:
@@ -509,7 +511,7 @@ class _PlanSearch(_Costs):
         for self.stream in streams:
             totals = self.decide_stream([held[self.stream]] if self.stream in held else self.candidates())
             r = self.decided[self.stream]
-            drift += self.drift(r) + (self.rounded_gains(r) if r else 0.0)
+            drift += self.drift(r) + self.rounded_gains(self.stream, torch.tensor(r))
             least_free += min(free for _, free, _ in totals.values())
             if self.stream == streams[0]:
                 by_exponent = {e: cost for e, (cost, *_) in totals.items()}
@@ -518,6 +520,7 @@ class _PlanSearch(_Costs):
         self.tried = []
         for signal in (s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY):
             self.settle(signal, self.exponent_for(signal))
+            drift += self.rounded_gains(signal.name, self.chosen[signal.name])
         norms = [s for s in self.layout.signals.values() if s.kind is Kind.NORM]
         for signal in [s for s in norms if self.gain_is_needed(s, self.exponent_for(s))]:
             before = self.chosen.get(signal.name)
