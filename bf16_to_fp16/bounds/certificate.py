@@ -66,6 +66,7 @@ from .linear import (
 )
 from .spectral import Spectra
 
+WEIGHTS = ("weight", "bias")  # of a linear
 REFINED_ROWS = 4  # rows of one feed-forward output that get an eigenvalue of their own
 
 OPERATIONS = {"swish": "silu", "gelu_pytorch_tanh": "gelu"}
@@ -475,7 +476,12 @@ class _Walk(Findings):
             self.note(f"{sublayer.dropouts[0]}:mul", SiteKind.PRODUCT, neurons.bound)
             self.dropout(sublayer.dropouts[0], self.kept("neurons"))
         weight, bias = self.weight(sublayer.output)
-        made = feed_forward_output(neurons, weight, bias, self.refine, self.arithmetic)
+        linears = filter(None, (sublayer.gate, sublayer.linear, sublayer.output))
+        made = self.spectra.output(
+            frozenset(f"{linear}.{part}" for linear in linears for part in WEIGHTS),
+            (source.values, self.refine, repr(self.arithmetic)),
+            lambda: feed_forward_output(neurons, weight, bias, self.refine, self.arithmetic),
+        )
         self.inner[f"{sublayer.output}:input"] = largest(neurons.bound)
         return made, self.project(sublayer.output, weight, made, neurons.bound, mean_square)
 

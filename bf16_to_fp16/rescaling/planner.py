@@ -27,7 +27,15 @@ from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
 from ..targets import MARGIN_BITS, SQUARING
 from .plan import Drift, Plan
-from .rounding_loss import LossTable, channel_energy, loss_table, of_channels, offset_loss_table, signal_noise
+from .rounding_loss import (
+    LossTable,
+    Tables,
+    channel_energy,
+    loss_table,
+    of_channels,
+    offset_loss_table,
+    signal_noise,
+)
 
 TRAIN_MARGIN_BITS = 2.0
 """Further bits that the target ``train`` keeps: for weights that move, and gradients that flow back."""
@@ -120,6 +128,7 @@ def make_plan(
     bounds: Mapping[str, ModuleRange] | None = None,
     held: Mapping[str, int] | None = None,
     proof_worth: float = PROOF_WORTH,
+    known: Tables | None = None,
     advance: Advance | None = None,
 ) -> Planned:
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
@@ -129,11 +138,12 @@ def make_plan(
     (also ‖h‖₂² of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and
     gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: what they can reach on
     any input, held under the limits as well where that costs no more than ``proof_worth`` for each place.
-    held: exponents of residual streams that have been decided. advance: called with the axes of tensors that have been
+    held: exponents of residual streams that have been decided. known: tables of these weights that an earlier plan has
+    made, and where those of this one are kept. advance: called with the axes of tensors that have been
     looked at, which takes most of the time, and their number. So many parameters, since a plan depends on what each
     step before it found.
     """
-    search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds, proof_worth)
+    search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds, proof_worth, known)
     search.advance = advance
     return search.run(held or {})
 
@@ -162,7 +172,9 @@ class _Costs:
         margin_bits: float,
         bounds: Mapping[str, ModuleRange] | None = None,
         proof_worth: float = PROOF_WORTH,
+        known: Tables | None = None,
     ) -> None:
+        self.known = Tables(most=0) if known is None else known
         self.layout, self.weights, self.ranges, self.bounds = layout, weights, ranges, bounds
         self.proof_worth = proof_worth
         self.target, self.margin_bits = target, margin_bits + (TRAIN_MARGIN_BITS if target == "train" else 0.0)
@@ -210,12 +222,16 @@ class _Costs:
         axis applied."""
         key = (tensor.name, axis, carried)
         if key not in self.tables:
-            weight = self.weights(tensor.name)
-            if tensor.offset:
-                table = offset_loss_table(weight, tensor.offset)
-            else:
-                table = loss_table(weight, axis, self.shift(tensor, axis))
-            self.tables[key] = of_channels(table, carried.spread)
+            shift = self.shift(tensor, axis)
+            given = (axis, carried.spread, None if shift is None else shift.numpy().tobytes())
+
+            def compute() -> LossTable:
+                weight = self.weights(tensor.name)
+                rounds = tensor.offset
+                table = offset_loss_table(weight, rounds) if rounds else loss_table(weight, axis, shift)
+                return of_channels(table, carried.spread)
+
+            self.tables[key] = self.known.of(tensor.name, given, compute)
             self.energies[key] = self.tables[key].energy
             self.looked_at.add(key)
             if self.advance is not None:
