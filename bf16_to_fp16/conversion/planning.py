@@ -64,6 +64,8 @@ from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause for a proof
 PREFERRED_DRIFT = 1 / 32  # the same for the target that suits a tool: with fp16's own rounding, under a sixteenth
+MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
+"""Bytes of loss tables that are kept from one plan to the next: where eps stays, of five plans, else of one or two."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,8 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     checkpoint, device = opened.checkpoint, opened.device
     check_bounded(opened.layout)  # what the bounds would refuse after all has been run
     auto = options.target == AUTO
-    search = source = Search(opened, options, progress)
+    tables = Tables(MANY_TABLES if opened.layout.family.centred_norm else FEW_TABLES)
+    search = source = Search(opened, options, progress, tables=tables)
     predicted: Mapping[str, float] = {}
     first = TIERS[0].target if auto else options.target
     if options.run_model:

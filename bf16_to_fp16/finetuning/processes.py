@@ -124,7 +124,7 @@ class Processes:
     def tell_scale(self, scale: float) -> None:
         """Make the engine, where there is one, use our loss scale.
 
-        ``override_loss_scale`` is its way to do that, but under torch_autocast in float16 it makes a GradScaler as well,
+        ``override_loss_scale`` is its way to do that, but under torch_autocast in float16 it makes a GradScaler too,
         which cannot be turned off and divides gradients once more; of that its norm and clipping know nothing, and an
         overflow never reaches it. So it is taken away, by a name of DeepSpeed 0.19; raises UserError where
         another one has no such name.
@@ -219,8 +219,8 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
         configured = "bf16"
     if configured == "bf16" and not has_bf16:
         raise UserError(
-            "DeepSpeed's configuration is for bf16, which these cards do not have; put torch_autocast with dtype float16"
-            " in the place of bf16 in its JSON"
+            "DeepSpeed's configuration is for bf16, which these cards do not have; put torch_autocast with dtype"
+            " float16 in the place of bf16 in its JSON"
         )
     if "precision" not in recipe.model_fields_set:
         return (configured,)
