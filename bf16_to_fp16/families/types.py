@@ -159,7 +159,7 @@ class Attention:
     """
 
     at: str  # the module that forms the scores
-    norm: str
+    norm: str  # "" where its linears read the stream itself
     query: str
     key: str
     value: str
@@ -176,9 +176,11 @@ class Attention:
     key_norm: str = ""
     norms_by_position: bool = False
     """Whether these norms read positions before heads, [rows, positions, heads, channels]."""
+    norms_whole: bool = False  # whether they are of all heads together, as wide as the projection
     rotary: str = ""
     """The module that gives the cosines and sines by which queries and keys are turned, channel i with i +
     head_dim/2; where it turns the first channels of a head alone, the others count as if they were."""
+    rotary_factor: float = 1.0  # at least what these cosines and sines are multiplied with, and 1
     interleaved: bool = False  # whether it turns channels 2i and 2i + 1 instead
     kv_heads: str = ""  # config key of the number of heads of keys and values, "" where it is ``heads``
     scale: str = ""
@@ -202,6 +204,11 @@ class Attention:
     attributes: StockAttributes | None = None  # of its module, where they are not the family's
     fused: tuple[int, ...] = ()
     """How many rows of one matrix are of queries, keys and values, in this order, where these three are one module."""
+
+    @property
+    def entrance(self) -> str:
+        """The module that reads the stream, one of them where it has no norm."""
+        return self.norm or self.query
 
     @property
     def scaling(self) -> tuple[str, ...]:
@@ -228,8 +235,9 @@ class FeedForward:
 
     ``at``: the module that forms the product. ``gate``: path of the linear whose activation multiplies ``linear``'s
     output, "" for a plain sublayer, whose ``linear`` is activated itself. ``activation``: its name in the config;
-    ``act``: the module that applies it. ``add``, ``post_norm`` as in ``Attention``; ``dropouts``: of the neurons, of
-    the output. ``fused``: how many rows of one matrix are of gate and ``linear``, where these two are one module.
+    ``act``: the module that applies it. ``norm``, ``add``, ``post_norm`` as in ``Attention``; ``dropouts``: of the
+    neurons, of the output. ``fused``: how many rows of one matrix are of gate and ``linear``, where these two are one
+    module.
     """
 
     at: str
@@ -243,6 +251,11 @@ class FeedForward:
     dropouts: tuple[str, ...] = ()
     post_norm: str = ""
     fused: tuple[int, ...] = ()
+
+    @property
+    def entrance(self) -> str:
+        """As in ``Attention``."""
+        return self.norm or self.linear
 
 
 @dataclass(frozen=True)
@@ -285,6 +298,11 @@ class Experts:
     def every(self) -> tuple[FeedForward, ...]:
         """All its feed-forwards, the shared one last."""
         return self.experts if self.shared is None else (*self.experts, self.shared)
+
+    @property
+    def entrance(self) -> str:
+        """As in ``Attention``."""
+        return self.norm
 
 
 @dataclass(frozen=True)
