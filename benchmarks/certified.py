@@ -17,7 +17,7 @@ lines:
 
     source: KIND
     out: OUT
-    data: {path: recipes/data/python-topics.txt.gz}
+    data: {path: bf16_to_fp16/demo_data/python-topics.txt.gz}
     schedule: {steps: 120}
     penalty: {certify: true}
 
@@ -57,7 +57,7 @@ ROOT = Path(__file__).parents[1]
 HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"
 PEGASUS = ROOT / "bf16_to_fp16" / "demo_data" / "pegasus-bytes"
 HELD_OUT, FIRST_BYTE = PEGASUS.parent / "held_out.txt", 3
-TEXT = ROOT / "recipes" / "data" / "python-topics.txt.gz"
+TEXT = ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz"
 T5_KINDS = {"scores": ":", "gate": "wi_0", "tied logits": "lm_head"}
 RESCALING = "nothing, rescaled alone"
 ARMS: dict[str, dict[str, Any]] = {

@@ -83,7 +83,7 @@ MOST_LOSS = 1.05
 def data_of(demo: str) -> dict[str, Any]:
     """Return the data of a recipe: the text and the task on which a demo model was trained."""
     data: dict[str, Any] = {
-        "path": str(ROOT / "recipes" / "data" / "python-topics.txt.gz"),
+        "path": str(ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz"),
         "held_out_path": str(ROOT / "bf16_to_fp16" / "demo_data" / "held_out.txt"),
         "input_length": 130,
         "target_length": 62,

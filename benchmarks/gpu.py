@@ -233,7 +233,7 @@ def hard_recipe(session: Session, out: Path, *changes: str) -> Any:
     there = {
         "source": HARD,
         "out": out,
-        "data.path": ROOT / "recipes" / "data" / "python-topics.txt.gz",
+        "data.path": ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz",
         "data.held_out_path": ROOT / "bf16_to_fp16" / "demo_data" / "held_out.txt",
         "device": session.device,
         "evaluation.every": 100_000,
@@ -342,7 +342,7 @@ def run_fsdp(session: Session, part: Part) -> None:
 def launch(config: str, out: Path, steps: int) -> None:
     """Finetune a demo checkpoint in one process of a configuration of launch/; RuntimeError with what it said."""
     recipe = out.with_suffix(".yaml")
-    text = json.dumps(str(ROOT / "recipes" / "data" / "python-topics.txt.gz"))
+    text = json.dumps(str(ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz"))
     source = json.dumps(str(ROOT / "bf16_to_fp16" / "demo_data" / DEMOS[0]))
     recipe.write_text(
         f"source: {source}\nout: {json.dumps(str(out))}\nprecision: fp16\ndevice: cuda\n"

@@ -136,7 +136,7 @@ def recipe_of(work: Path, arm: str, steps: int) -> Any:
             "device": "cpu",
             "precision": arm,
             "data": {
-                "path": str(ROOT / "recipes" / "data" / "python-topics.txt.gz"),
+                "path": str(ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz"),
                 "held_out_path": str(DEMO / "held_out.txt"),
                 "first_sentinel": 383,
                 "noise_density": 0.3,

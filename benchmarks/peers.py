@@ -199,7 +199,7 @@ def row(what: str, model: Any, regime: str, peers: Peers) -> str:
 def held_out(name: str, config: Any) -> list[TrainingBatch]:
     """Return 32 held-out examples, as the checkpoint was trained on them."""
     data = Data(
-        path=str(ROOT / "recipes" / "data" / "python-topics.txt.gz"),
+        path=str(ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz"),
         held_out_path=str(DATA / "held_out.txt"),
         input_length=130,
         target_length=62,

@@ -43,7 +43,7 @@ LOSS_SCALE = 2.0**12
 def demo_corpus(config: Any, rows: int, *, input_length: int = 130, target_length: int = 62, seed: int = 0) -> Corpus:
     """Return the T5 demo's text in batches of so many rows, in the order of a seed."""
     data = Data(
-        path=str(ROOT / "recipes" / "data" / "python-topics.txt.gz"),
+        path=str(ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz"),
         held_out_path=str(DEMO / "held_out.txt"),
         noise_density=0.3,
         mean_span_length=18.0,

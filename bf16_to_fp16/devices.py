@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .cards import check_torch_uses_cards, how_to_mend
 from .environment import environment
 from .errors import UserError
 from .progress import Progress
@@ -59,10 +60,7 @@ def find_device(name: str | torch.device) -> torch.device:
         has = f"this machine has {counted(count, 'CUDA device') if count else 'no CUDA device'} that torch can use"
         raise UserError(f"device {name}: {has}; choose {others}")
     if device.type == "cuda" and not has_kernels(device):
-        raise UserError(
-            f"device {name}: torch {torch.__version__} has no kernels for this card; install one that has (for a V100"
-            " those for CUDA 12.6), or choose cpu"
-        )
+        raise UserError(f"device {name}: {without_kernels(device)}, or choose cpu")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UserError("device mps: this machine has no MPS device that torch can use; choose auto or cpu")
     return device
@@ -80,6 +78,25 @@ def has_kernels(device: torch.device) -> bool:
         if "no kernel image" in str(error):
             return False
         raise
+
+
+def without_kernels(device: torch.device) -> str:
+    """Return in words that torch has no kernels for a CUDA card, and how to install one that has."""
+    import torch
+
+    mend = how_to_mend(torch.cuda.get_device_capability(device))
+    return f"torch {torch.__version__} has no kernels for this card; {mend}"
+
+
+def check_all_is_used(name: str) -> None:
+    """Raise UserError where ``auto`` would be the CPU although there is a card: what takes hours is asked for twice."""
+    import torch
+
+    if name != "auto":
+        return
+    check_torch_uses_cards()
+    if torch.cuda.is_available() and not has_kernels(torch.device("cuda")):
+        raise UserError(f"{without_kernels(torch.device('cuda'))}, or set device: cpu")
 
 
 def shown(device: torch.device) -> str:

@@ -43,7 +43,7 @@ from transformers import (
 )
 
 HERE = Path(__file__).resolve().parent
-TRAIN = HERE / "data" / "python-topics.txt.gz"
+TRAIN = HERE.parent / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz"
 HELD_OUT = HERE.parent / "bf16_to_fp16" / "demo_data" / "held_out.txt"
 PAD, EOS, BOS, BYTE0, BYTES, VOCABULARY = 0, 1, 2, 3, 256, 384
 Recipe = dict[str, Any]

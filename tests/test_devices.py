@@ -14,7 +14,7 @@ from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.devices import Device, find_device, on_device, products_on
+from bf16_to_fp16.devices import Device, check_all_is_used, find_device, on_device, products_on
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
 
@@ -221,6 +221,11 @@ def test_a_card_that_torch_has_no_kernels_for_is_left_alone_or_named(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch, "zeros", refused)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+    with pytest.raises(UserError, match=r"no kernels for this card; pip install .* or set device: cpu"):
+        check_all_is_used("auto")
     assert find_device("auto") == torch.device("cpu")
-    with pytest.raises(UserError, match=r"device cuda: torch .* has no kernels for this card; install one that has"):
+    with pytest.raises(
+        UserError, match=r"device cuda: torch .* has no kernels for this card; pip install --force-reinstall torch=="
+    ):
         find_device("cuda")

@@ -15,6 +15,9 @@ CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")
 """Endings of a file that may be a source by itself, as the tools for diffusion models keep text encoders."""
 
+SHIPPED = "shipped:"
+"""What the names of the files and folders begin with that this package brings along: ``shipped:t5-gated-bytes``."""
+
 CONVERTED = "a converted folder or a Hub id like org/name"
 
 
@@ -23,10 +26,23 @@ def own_name(path: str | Path) -> str:
     return os.path.basename(os.path.abspath(os.path.expanduser(path))) or "checkpoint"
 
 
+def local_path(name: str | Path) -> Path:
+    """Return the path that a name stands for, ``shipped:NAME`` for one of this package's own data; raise UserError
+    where it ships none of that name."""
+    if not str(name).startswith(SHIPPED):
+        return Path(name).expanduser()
+    data = Path(__file__).parents[1] / "demo_data"
+    shipped = {path.name: path for path in sorted(data.iterdir())}
+    path = shipped.get(str(name).removeprefix(SHIPPED))
+    if path is None:
+        raise UserError(f"{shortened(name)} is not shipped; choose {', '.join(SHIPPED + each for each in shipped)}")
+    return path
+
+
 def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool = False) -> Path | None:
     """Return the folder (or the file, where that may be one) that a source names, None for a Hub id; raise UserError,
     which tells to give what is ``wanted``, for what is neither."""
-    folder = Path(source).expanduser()
+    folder = local_path(source)
     if folder.is_dir() or (or_file and folder.exists()):
         return folder
     if folder.exists() or REPO_ID.fullmatch(str(source).partition("@")[0]) is None:
@@ -36,7 +52,7 @@ def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool 
 
 def local_source(source: str | Path) -> Path | None:
     """Return the folder or the file of weights that a source names, None for a Hub id; raise UserError for others."""
-    file = Path(source).expanduser()
+    file = local_path(source)
     if file.name.endswith(SINGLE_FILES) and file.is_file():
         return file
     return local_folder(source)

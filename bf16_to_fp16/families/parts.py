@@ -130,16 +130,18 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
             input_of(wiring.query_norm),
             input_of(wiring.key_norm),
         ]
+        # A rotation mixes the channels of a pair, so that both gains of one carry the same.
         sizes = (style.inner, style.kv_inner) if wiring.norms_whole else ("head", "head")
+        of_both = pairs(wiring, share if wiring.norms_whole else (1, 1, share[2]))
         inner = [
-            *style.norm(wiring.query_norm, multiplied_by(scores), sizes[0]),
-            *style.norm(wiring.key_norm, None, sizes[1]),
+            *style.norm(
+                wiring.query_norm, multiplied_by(scores).beside(multiplied_by(query_key, of_both[0])), sizes[0]
+            ),
+            *style.norm(wiring.key_norm, divided_by(query_key, of_both[1]), sizes[1]),
         ]
         priced = Signal(scores, Kind.ASYMPTOTIC, sizes[0], (), beside=(output_of(wiring.query_norm),))
-        # By a norm's own name plans weigh what it reads by what it gives.
-        names = (f"{wiring.at}.query", f"{wiring.at}.key") if style.offset else (wiring.query_norm, wiring.key_norm)
-        norms = zip(names, (wiring.query_norm, wiring.key_norm), sizes, strict=True)
-        scored = [Signal(name, Kind.FIXED, size, (output_of(norm),)) for name, norm, size in norms]
+        seen = output_of(wiring.query_norm, 1, of_both[0]), output_of(wiring.key_norm, -1, of_both[1])
+        scored = [Signal(query_key, Kind.QUERY_KEY, sizes[1], seen, of_both[1])]
     else:
         seen = output_of(wiring.query, 1, rows[0]), output_of(wiring.key, -1, rows[1])
         scored = [Signal(query_key, Kind.QUERY_KEY, style.kv_inner, seen, of_keys)]

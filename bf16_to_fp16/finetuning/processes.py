@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..cards import computes_in_bf16
 from ..errors import UserError
 from .mixed_precision import CLIP_NORM
 from .recipe import Recipe
@@ -121,11 +122,20 @@ class Processes:
                 yield
 
     def tell_scale(self, scale: float) -> None:
-        """Make the engine, where there is one, use our loss scale: of its own GradScaler under torch_autocast its norm
-        and its clipping know nothing, and an overflow never reaches it."""
-        if self.engine:
-            self._engine.optimizer.torch_autocast_gradscaler = None
-            self._engine.optimizer.override_loss_scale(scale)
+        """Make the engine, where there is one, use our loss scale.
+
+        ``override_loss_scale`` is its way to do that, but under torch_autocast in float16 it makes a GradScaler too,
+        which cannot be turned off and divides gradients once more; of that its norm and clipping know nothing, and an
+        overflow never reaches it. So it is taken away, by a name of DeepSpeed 0.19; raises UserError where
+        another one has no such name.
+        """
+        if not self.engine:
+            return
+        optimizer = self._engine.optimizer
+        if not hasattr(optimizer, "torch_autocast_gradscaler"):
+            raise UserError("this DeepSpeed keeps its loss scale in another place; install deepspeed 0.19")
+        optimizer.torch_autocast_gradscaler = None
+        optimizer.override_loss_scale(scale)
 
     def engine_norm(self) -> float:
         """Return the gradient's norm of the step that the engine has taken in the last backward, inf if it did not."""
@@ -190,9 +200,11 @@ def weights_in_parts(accelerator: Any) -> bool:
 
 
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
-    """Return the run's precisions: the recipe's, or else DeepSpeed's; raise UserError where they differ."""
+    """Return the run's precisions: the recipe's, or else DeepSpeed's; raise UserError where they differ. A card without
+    bf16 has fp32 in its place."""
+    has_bf16 = computes_in_bf16(accelerator.device)
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
-        return recipe.precision
+        return recipe.precision if has_bf16 else tuple("fp32" if p == "bf16" else p for p in recipe.precision)
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     if config.get("fp16", {}).get("enabled") is True:
         raise UserError(
@@ -205,6 +217,11 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
     )
     if config.get("bf16", {}).get("enabled") is True:
         configured = "bf16"
+    if configured == "bf16" and not has_bf16:
+        raise UserError(
+            "DeepSpeed's configuration is for bf16, which these cards do not have; put torch_autocast with dtype"
+            " float16 in the place of bf16 in its JSON"
+        )
     if "precision" not in recipe.model_fields_set:
         return (configured,)
     if len(recipe.precision) > 1:

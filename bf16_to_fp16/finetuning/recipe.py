@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
+from ..checkpoint.places import local_path
 from ..devices import DEVICE_NAMES, is_device_name
 from ..errors import UserError
 from ..targets import AskedTarget
@@ -318,7 +319,7 @@ def _check_places(recipe: Recipe, path: Path) -> None:
     """Raise UserError for a relative path that leads nowhere from here, but would from the recipe's folder."""
     named = {"source": recipe.source, "data.path": recipe.data.path, "data.held_out_path": recipe.data.held_out_path}
     for key, name in named.items():
-        if name is not None and not Path(name).expanduser().exists() and (beside := path.parent / name).exists():
+        if name is not None and not local_path(name).exists() and (beside := path.parent / name).exists():
             raise UserError(
                 f"{path}: {key} {name} is not in {Path.cwd()}, where a recipe's paths begin, but beside the recipe;"
                 f" write {beside}"

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ..cards import architecture, computes_in_bf16
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
@@ -33,7 +34,7 @@ from ..checkpoint.writer import write_fp16
 from ..commands.convert import Conversion, convert_by
 from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
 from ..conversion.planning import Opened, checkpoint_batches, decide
-from ..devices import Device, find_device
+from ..devices import Device, check_all_is_used, find_device, shown
 from ..environment import how_to_install
 from ..errors import UserError
 from ..families.known import class_of, spare_padding, stock_class
@@ -222,6 +223,8 @@ def train(
     corpus.check_processes(accelerator.num_processes)
     main = accelerator.is_main_process
     progress = shown_by(progress) if main else Progress(quiet=True)
+    if not computes_in_bf16(accelerator.device):
+        progress.say(without_bf16(recipe, accelerator.device))
     teacher = make_teacher(checkpoint, recipe, accelerator)
     if teacher is not None:
         corpus = with_known_sentinels(corpus, teacher, progress)
@@ -311,6 +314,7 @@ def check_recipe(recipe: Recipe) -> None:
             "schedule.advised looks at weights of 16 bits that are whole; launch with launch/accelerate/ddp.yaml, or"
             " leave it out"
         )
+    check_all_is_used(recipe.device)
     device = find_device(recipe.device)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if device.index is not None and several:
@@ -393,17 +397,28 @@ def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
 
 
 def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Teacher | None:
-    """Return the frozen original in its own precision; None where nothing is distilled."""
+    """Return the frozen original in its own precision, on a card without that in fp32; None where nothing is
+    distilled."""
     device = accelerator.device
     if recipe.distillation.weight == 0 and class_of(checkpoint.config).is_language_model:
         return None
     kept = {tensor.dtype for tensor in checkpoint.tensors.values()}
-    dtype = torch.bfloat16 if kept == {"BF16"} and device.type != "cpu" else torch.float32
+    in_bf16 = kept == {"BF16"} and device.type != "cpu" and computes_in_bf16(device)
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
     return Teacher(
         load(checkpoint.folder, dtype, attention=attentions_of(stock_class(checkpoint.config), ("sdpa", "eager"))[0]),
         device,
         in_parts=weights_in_parts(accelerator),
     )
+
+
+def without_bf16(recipe: Recipe, device: torch.device) -> str:
+    """Return what a card without bf16 changes in a run, in a sentence."""
+    name, _ = architecture(torch.cuda.get_device_capability(device))
+    said = (
+        f"{shown(device)} is {'a ' if name in ('Volta', 'Turing') else ''}{name} and has no bf16: the teacher is fp32"
+    )
+    return said + (", and the steps before fp16 holds are in fp32 too" if "bf16" in recipe.precision else "")
 
 
 def with_known_sentinels(corpus: Corpus, teacher: Teacher, progress: Progress) -> Corpus:

@@ -21,6 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.places import local_path
 from ..errors import UserError, first_line
 from ..json_text import loads
 
@@ -152,7 +153,7 @@ def local_files(path: str) -> list[Path] | None:
     """Return the files, all of one kind, of a file's path, a pattern with ``*`` or a folder; None for what can only be
     a dataset of the Hub. Raises UserError where there is none, or files of several kinds or of one that cannot be
     read."""
-    place = Path(path)
+    place = local_path(path)
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if _ending(file) in KINDS)
         if not files:

@@ -26,7 +26,7 @@ HEAD = "lm_head"
 
 def five_lines(folder: Path) -> Path:
     """A recipe of source, output and text, and nothing else."""
-    text = ROOT / "recipes" / "data" / "python-topics.txt.gz"
+    text = ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz"
     lines = [f"source: {json.dumps(str(HARD))}", f"out: {json.dumps(str(folder / 'out'))}", "data:"]
     path = folder / "recipe.yaml"
     path.write_text("\n".join([*lines, f"  path: {json.dumps(str(text))}", ""]))
@@ -38,7 +38,7 @@ def shipped(folder: Path, *changes: str) -> Recipe:
     there = {
         "source": HARD,
         "out": folder / "out",
-        "data.path": ROOT / "recipes" / "data" / "python-topics.txt.gz",
+        "data.path": ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz",
         "data.held_out_path": ROOT / "bf16_to_fp16" / "demo_data" / "held_out.txt",
     }
     paths = [f"{key}={json.dumps(str(value))}" for key, value in there.items()]

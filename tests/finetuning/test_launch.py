@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,12 @@ from support.exhaustive import beyond
 from support.launching import ON_CPU, ROOT, command, kill, run
 from support.learner import recipe_tree, saved
 
-from bf16_to_fp16.finetuning.recipe import keys, read_recipe
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.finetuning.shipped import names
 from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.run.texts import texts
 
 ACCELERATE = ROOT / "launch" / "accelerate"
 DEEPSPEED = ROOT / "launch" / "deepspeed"
@@ -335,29 +336,30 @@ def test_slurm_script_says_what_it_needs(tmp_path: Path) -> None:
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
-# A finetune's has a source; survey.py's is a list of them.
-RECIPES = sorted(
-    path for path in (ROOT / "recipes").glob("*.yaml") if re.search("^source:", path.read_text(), re.MULTILINE)
-)
+
+@pytest.mark.parametrize("name", names())
+def test_a_recipe_is_printed_and_its_data_ship(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["recipe", name]) == 0
+    text = capsys.readouterr().out
+    assert text.encode() == (ROOT / "bf16_to_fp16" / "recipes" / f"{name}.yaml").read_bytes()
+    (tmp_path / "recipe.yaml").write_text(text)
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    for path in filter(None, (recipe.data.path, recipe.data.held_out_path)):
+        assert path.startswith("shipped:") and next(texts(path))[0].strip()
+    assert main(["recipe", name, "--json", "-"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["text"] == text and parse_recipe(printed["recipe"]) == recipe
 
 
-def test_the_recipes_are_those_of_the_readme() -> None:
-    names = {"mt5-small", "flan-t5-base", "t5-v1_1-xl-encoder", "pegasus-xsum", "demo-t5", "demo-pegasus"}
-    assert {path.stem for path in RECIPES} == names
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
-def test_a_shipped_recipe_is_valid_and_complete(path: Path) -> None:
-    """Every key is written out, so that a run is one file."""
-    read_recipe(path)
-    given = yaml.safe_load(path.read_text())
-    optional = {"held_out", "subfolder", "subset", "split", "first_sentinel", "seed", "bf16_steps"}
-    optional |= {"input_column", "target_column", "held_out_path", "folder", "weight"}
-
-    def is_there(key: str) -> bool:
-        section, _, name = key.rpartition(".")
-        place = reduce(lambda tree, part: tree.get(part) or {}, section.split(".") if section else (), given)
-        return name in place
-
-    missing = [key for key, *_ in keys() if key.rpartition(".")[2] not in optional and not is_there(key)]
-    assert missing == []
+def test_an_unknown_recipe_and_unknown_shipped_data_are_one_line_with_what_there_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for words in (["recipe"], ["recipe", "flan-t5-bse"]):
+        assert main(words) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1
+        assert said.err.startswith("error: ") and said.err.endswith(
+            "choose demo, flan-t5-base, flan-t5-xl, mt5, pegasus\n"
+        )
+    assert main(["audit", "shipped:t5", "--data", "shipped:held_out.txt"]) == 2
+    assert "shipped:t5 is not shipped; choose shipped:gemma3-bytes, shipped:" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""NVIDIA's cards: what the driver shows of them, what each kind computes in, and which torch has kernels for it.
+
+torch cannot be asked for this: a build without CUDA sees no card, and on one without bf16 ``is_bf16_supported`` says
+that there is some, since it counts emulation.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import UserError
+
+ARCHITECTURES = (
+    ((12, 0), "Blackwell", True),
+    ((10, 0), "Blackwell", True),
+    ((9, 0), "Hopper", True),
+    ((8, 9), "Ada", True),
+    ((8, 0), "Ampere", True),
+    ((7, 5), "Turing", False),
+    ((7, 0), "Volta", False),
+    ((0, 0), "older than Volta", False),
+)
+"""From which compute capability on a card is of which architecture, and whether that computes in bf16."""
+
+OLDEST_IN_NEW_BUILDS = (7, 5)  # compute capability; those of torch for CUDA 12.8 and newer have no kernels for Volta
+LAST_FOR_VOLTA = "2.7.1"  # the last torch whose plain wheel is for CUDA 12.6, with kernels for Volta and older cards
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card: its name, compute capability and memory in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+
+
+def architecture(capability: tuple[int, int]) -> tuple[str, bool]:
+    """Return the architecture of a compute capability, and whether it computes in bf16."""
+    return next((name, bf16) for least, name, bf16 in ARCHITECTURES if capability >= least)
+
+
+def cards() -> list[Card]:
+    """Return the cards that NVIDIA's driver shows, whether torch can use them or not; none where there is no driver, or
+    where ``CUDA_VISIBLE_DEVICES`` hides them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    asked = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    every: list[Card] = []
+    for line in lines:
+        name, capability, mebibytes = (part.strip() for part in line.rsplit(",", 2))
+        major, _, minor = capability.partition(".")
+        every.append(Card(name, (int(major), int(minor or 0)), int(mebibytes) << 20))
+    if visible is None:
+        return every
+    numbers = [part.strip() for part in visible.split(",")]
+    if all(number.isdigit() for number in numbers):
+        return [every[int(number)] for number in numbers if int(number) < len(every)]
+    return [] if numbers[0] in ("", "-1") else every  # ids of cards, which need no counting here
+
+
+def computes_in_bf16(device: Any) -> bool:
+    """Return whether a ``torch.device`` computes in bf16 itself. A CPU and an MPS device do, whatever way they take."""
+    import torch
+
+    return device.type != "cuda" or architecture(torch.cuda.get_device_capability(device))[1]
+
+
+def how_to_mend(capability: tuple[int, int]) -> str:
+    """Return the command that installs a torch with kernels for a card."""
+    which = f"torch=={LAST_FOR_VOLTA}" if capability < OLDEST_IN_NEW_BUILDS else "torch"
+    return f"pip install --force-reinstall {which} (other builds: https://pytorch.org/get-started/locally/)"
+
+
+def check_torch_uses_cards() -> None:
+    """Raise UserError where the driver shows a card that the installed torch cannot compute on."""
+    import torch
+
+    if torch.cuda.is_available() or not (seen := cards()):
+        return
+    build, card = torch.version.cuda, seen[0]
+    if build is None:
+        reason = f"torch {torch.__version__} is a build without CUDA"
+    else:
+        reason = f"torch {torch.__version__}, built for CUDA {build}, cannot use it (is the driver too old?)"
+    raise UserError(f"there is a {card.name} and {reason}; {how_to_mend(card.capability)}, or set device: cpu")
