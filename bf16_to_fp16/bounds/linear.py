@@ -201,6 +201,16 @@ def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) 
     return NormOutput(gain, None, radius, 2 * a.unit + a.unit**2, absolute)
 
 
+def side_by_side(source: NormOutput, number: int) -> NormOutput:
+    """Return so many outputs of a norm as one vector: ‖(n₁, n₂, …)‖² ≤ number·radius²."""
+    if number == 1:
+        return source
+    shift = None if source.shift is None else source.shift.repeat(number)
+    most = source.bound.repeat(number)
+    gain, absolute = source.gain.repeat(number), source.absolute.repeat(number)
+    return NormOutput(gain, shift, source.radius * math.sqrt(number), source.relative, absolute, most)
+
+
 def least_of(made: NormOutput, arithmetic: Arithmetic) -> float:
     """Return what the largest component that an RMS norm gives is at least where the mean square m of what it reads is
     no less than its eps; 0 where some gain is 0.

@@ -170,6 +170,11 @@ class Layout:
         choices = self.tensors[self.head.linears[-1].weight].shape[0]
         return choices > 1 and self.config.get("problem_type") not in NOT_A_CHOICE
 
+    @property
+    def projectors(self) -> tuple[Projector, ...]:
+        """What brings another model's outputs into the first stack."""
+        return tuple(part for part in self.topology if isinstance(part, Projector))
+
     def stacks(self) -> tuple[ResolvedStack, ...]:
         """Return the encoder and, unless there is none, the decoder."""
         ends_and_sublayers: list[tuple[StackEnds, list[Sublayer]]] = []
