@@ -19,6 +19,7 @@ from .glm4 import GLM4
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .longt5 import LONGT5
 from .mbart import MBART
+from .mistral3 import MISTRAL3
 from .olmo import OLMO2, OLMO3
 from .pegasus import PEGASUS
 from .qwen_vl import QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT
@@ -43,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     LLAMA,
     MISTRAL,
+    MISTRAL3,
     QWEN2,
     QWEN3,
     QWEN2_5_VL,

@@ -83,7 +83,7 @@ def patches(config: Mapping[str, object]) -> int:
 def of_qwen2_5(config: Mapping[str, object]) -> Sequence[Part]:
     """Return the only merger: an RMSNorm, then two linears."""
     add = f"{BODY}:masked_scatter"
-    own = {"layer_norm_eps": None, "joined": patches(config), "add": add}
+    own: dict[str, Any] = {"layer_norm_eps": None, "joined": patches(config), "add": add}
     return (merger(f"{TOWER}.merger", ("mlp.0", "mlp.2"), "ln_q", **own),)
 
 
@@ -117,7 +117,7 @@ def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[st
         title=title,
         model_type=name,
         classes=(stock,),
-        defaults={**family.defaults, **defaults},
+        defaults={key: value for key, value in family.defaults.items() if key not in family.tie_keys} | dict(defaults),
         eps=eps,
         initialisation=initialisation,
     )
