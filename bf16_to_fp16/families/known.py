@@ -29,6 +29,8 @@ from .t5 import MT5, T5, UMT5
 from .t5gemma import T5GEMMA
 from .types import Attention, Family, StockClass, family_inside
 
+INNER = "text_config"  # the key of a text model's config inside another
+
 FAMILIES: tuple[Family, ...] = (
     T5,
     MT5,
@@ -109,7 +111,7 @@ def family_of(config: Mapping[str, object]) -> Family:
         if name not in names_of(family):
             known = ", ".join(names_of(family))
             raise UserError(f"config.json: architecture {name} is not supported; those of {model_type} are {known}")
-    return family
+    return family.flat if family.flat is not None and not isinstance(config.get(INNER), Mapping) else family
 
 
 def class_named(name: str) -> StockClass | None:

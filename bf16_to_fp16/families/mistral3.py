@@ -81,8 +81,8 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
 
 
 SIZES = {"vocab_size": 131_072, "hidden_size": 5120, "intermediate_size": 32_768, "num_hidden_layers": 40}
-MISTRAL_SMALL = replace(MISTRAL, defaults=MISTRAL.defaults | SIZES | {"head_dim": 128}, eps=1e-5, **heads(body=INSIDE))
-TEXT = keys_inside(MISTRAL_SMALL, "text_config")
+SMALL = {**MISTRAL.defaults, **SIZES, "head_dim": 128}
+TEXT = keys_inside(replace(MISTRAL, defaults=SMALL, eps=1e-5, **heads(body=INSIDE)), "text_config")
 TEXT_TYPE = "text_config.model_type"
 
 MISTRAL3 = replace(

@@ -678,6 +678,8 @@ class Family:
     """Config keys of whether the embedding serves as head: every version of stock code goes by one of them."""
     stored_experts: StoredExperts | None = None
     """How files hold experts that stock code gathers, None where it has them as files do."""
+    flat: Family | None = None
+    """The same family where a config holds the keys of its text model itself and not inside, None for no such."""
     brings: Callable[[Mapping[str, object]], Sequence[Part]] | None = None
     """What brings another model's outputs into the first stack, by the config, None where nothing does."""
 
