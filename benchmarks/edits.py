@@ -31,6 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
+from conftest import PICTURES
 from support import tiny
 from support.adversary import adverse_inputs, observe
 from support.contract import FREE, broken, certified, outputs
@@ -47,6 +48,7 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Experts, Topology
 from bf16_to_fp16.observe.meter import RangeObserver
 from bf16_to_fp16.ranges import ModuleRange
+from bf16_to_fp16.report import figures
 from bf16_to_fp16.rescaling.centred import centrable
 from bf16_to_fp16.rescaling.edits import MOST_FOR_A_PROOF
 from bf16_to_fp16.rescaling.weights import ModelTensors
@@ -231,8 +233,7 @@ class Tally:
         kind, model, done, dtype = model_of(seed)
         source, out = tiny.save(model, self.work / f"{seed}", dtype), self.work / f"{seed}-fp16"
         try:
-            with tiny.no_pictures():
-                report = convert(source, out).report
+            report = convert(source, out).report
         except UserError as error:
             self.count(done, "refused")
             self.reasons[str(error).partition(":")[0][:80]] += 1
@@ -329,6 +330,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other model after so long")
     asked = parser.parse_args()
     end = time.monotonic() + 60 * asked.minutes
+    for name in PICTURES:  # whose drawing takes as long as a plan
+        setattr(figures, name, lambda _: [])
     with tempfile.TemporaryDirectory() as folder:
         tally = Tally(Path(folder), asked.attack)
         for seed in range(asked.first, asked.first + asked.models):

@@ -103,7 +103,9 @@ def advise_init(
     """
     text = str(source)
     if text.isdigit() and not Path(text).exists():
-        rules = rules_for(int(text))
+        rules, unused = rules_for(int(text)), "subfolder" if subfolder is not None else "tensor" if tensors else None
+        if unused is not None:
+            raise UserError(f"{text} is a hidden size, of which there is no {unused}; leave out --{unused}")
         return {"mode": "init", "source": None, "rules": rules, "config": None, "tensors": [], "far": []}
     if (alone := config_alone(source)) is not None:
         config, kind = alone

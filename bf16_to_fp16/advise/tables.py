@@ -247,6 +247,8 @@ def print_number(screen: Console, entry: Mapping[str, Any]) -> None:
     for name, f in formats.items():
         if f["overflow"]:
             screen.print(f"{name}: overflows to {f['value']}")
+        elif f["value"] == 0 != entry["value"]:
+            screen.print(f"{name}: rounds to 0")
         elif f.get("subnormal"):
             screen.print(f"{name}: subnormal, with fewer significant bits the smaller it is")
     if entry["to_nan"]:

@@ -66,6 +66,7 @@ from .linear import (
 )
 from .spectral import Spectra
 
+WEIGHTS = ("weight", "bias")  # of a linear
 REFINED_ROWS = 4  # rows of one feed-forward output that get an eigenvalue of their own
 
 OPERATIONS = {"swish": "silu", "gelu_pytorch_tanh": "gelu"}
@@ -342,6 +343,7 @@ class _Walk(Findings):
         """Bound a rotation of normalised queries and keys, and their scores."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
         one, other = turned(query, a), turned(key, a)
+        self.turn({sublayer.query_norm: one.bound, sublayer.key_norm: other.bound})
         factors = self.rotation(sublayer, one.bound, other.bound)
         self.scored(sublayer, turned_score_bounds(one, other, heads, a, scale), scale, factors)
 
@@ -355,12 +357,15 @@ class _Walk(Findings):
             turned_rows = {
                 sublayer.query: torch.cat([one.bound, other.bound, torch.zeros(sublayer.fused[2], dtype=torch.float64)])
             }
-        for path, most in turned_rows.items():
-            # What moves a projection's channels moves the turned ones too.
-            bound, square = self.outputs[path]
-            self.outputs[path] = (torch.maximum(bound, most), square)
+        self.turn(turned_rows)
         factors = self.rotation(sublayer, one.bound, other.bound)
         self.scored(sublayer, rotated_score_bounds(one, other, a, scale), scale, factors)
+
+    def turn(self, turned_rows: Mapping[str, Tensor]) -> None:
+        """Note what a rotation makes of modules' outputs as theirs: what moves their channels moves the turned ones."""
+        for path, most in turned_rows.items():
+            bound, square = self.outputs[path]
+            self.outputs[path] = (torch.maximum(bound, most), square)
 
     def rotation(self, sublayer: Attention, query: Tensor, key: Tensor) -> float:
         """Record the steps of a rotation of queries and keys; return their largest bound."""
@@ -471,7 +476,12 @@ class _Walk(Findings):
             self.note(f"{sublayer.dropouts[0]}:mul", SiteKind.PRODUCT, neurons.bound)
             self.dropout(sublayer.dropouts[0], self.kept("neurons"))
         weight, bias = self.weight(sublayer.output)
-        made = feed_forward_output(neurons, weight, bias, self.refine, self.arithmetic)
+        linears = filter(None, (sublayer.gate, sublayer.linear, sublayer.output))
+        made = self.spectra.output(
+            frozenset(f"{linear}.{part}" for linear in linears for part in WEIGHTS),
+            (source.values, self.refine, repr(self.arithmetic)),
+            lambda: feed_forward_output(neurons, weight, bias, self.refine, self.arithmetic),
+        )
         self.inner[f"{sublayer.output}:input"] = largest(neurons.bound)
         return made, self.project(sublayer.output, weight, made, neurons.bound, mean_square)
 

@@ -103,6 +103,11 @@ class Tall:
         return sum(len(block[0].weight) for block in self.blocks), self.blocks[0][0].weight.shape[1]
 
     @property
+    def names(self) -> frozenset[str]:
+        """The names of its weights."""
+        return frozenset(part.name for block in self.blocks for part in block)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype that its rows are made in."""
         return working_dtype(self.blocks[0][0])

@@ -34,6 +34,12 @@ class NormOutput:
     relative: float
     absolute: Tensor
 
+    @property
+    def values(self) -> tuple[float | bytes | None, ...]:
+        """All that it holds, as something that can be a key."""
+        vectors = (self.gain, self.shift, self.absolute)
+        return (self.radius, self.relative, *(None if v is None else v.numpy().tobytes() for v in vectors))
+
     def scaled(self, factor: float, arithmetic: Arithmetic) -> NormOutput:
         """Return it multiplied by a number and rounded once more."""
         if factor == 1.0:
@@ -288,7 +294,7 @@ def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.d
     with torch.no_grad():
         largest = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
         low, high = largest * 2.0**-20, largest
-        for _ in range(24):
+        for _ in range(14):  # a λ that is 1 in 1,000 off raises the maximum by less than 1 in a million
             middle = low.sqrt() * high.sqrt()
             used = torch.minimum(values / (2 * middle[:, None]), caps).square().sum(1)
             low, high = torch.where(used > square, middle, low), torch.where(used > square, high, middle)

@@ -9,6 +9,7 @@ matrices take all eigenvalues from ``eigvalsh`` instead. To both the backward er
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +19,7 @@ from ..devices import on_device
 from ..families.layout import TensorReader
 from .arithmetic import COMPUTED, full_precision
 from .factored import IN_CACHE, Tall
+from .linear import Projection
 
 EXACT_UP_TO = 128  # rows of a matrix whose eigenvalues are all computed; beyond it Cholesky is faster
 TILE = 512  # rows and columns of a Gram matrix that are summed at a time, so that the sum stays in the cache
@@ -71,13 +73,31 @@ class Spectra:
     products of theirs. For Z and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F: so a stream through both weights gives
     a bound of the one from that of the other, whatever was done to them; where they are too far apart, it is computed.
 
-    read: gives the source's weights. found: by label, a matrix without its weights and its eigenvalue. fixed: the
-    weights in question are not the source's, so that nothing is to be kept of them.
+    read: gives the source's weights. found: by label, a matrix without its weights and its eigenvalue. outputs: bounds
+    of feed-forwards, by the names of their weights and all that they depend on besides. fixed: the weights in question
+    are not the source's, so that nothing is to be kept of them.
     """
 
     read: TensorReader
     found: dict[str, tuple[Tall, float]] = field(default_factory=dict)
+    outputs: dict[tuple[frozenset[str], Hashable], Projection] = field(default_factory=dict)
     fixed: bool = False
+
+    def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
+        """Return what holds of the source with the weights of these names changed; read: gives its weights."""
+        found = {label: kept for label, kept in self.found.items() if kept[0].names.isdisjoint(changed)}
+        outputs = {key: bound for key, bound in self.outputs.items() if key[0].isdisjoint(changed)}
+        return Spectra(read, found, outputs)
+
+    def output(self, weights: frozenset[str], given: Hashable, compute: Callable[[], Projection]) -> Projection:
+        """Return the bound of a feed-forward with these weights, which is computed once for all that is given besides,
+        if the weights are the source's."""
+        if self.fixed:
+            return compute()
+        key = (weights, given)
+        if key not in self.outputs:
+            self.outputs[key] = compute()
+        return self.outputs[key]
 
     def largest(self, matrix: Tall) -> float:
         """Return a bound on the largest eigenvalue of a matrix's Gram matrix, and keep it if the matrix is the

@@ -30,7 +30,7 @@ from ..progress import Progress
 from ..quiet import quiet
 from ..report.facts import tower_of
 from ..rescaling.apply import apply, scale
-from ..rescaling.centred import centred, key_biases
+from ..rescaling.centred import centred, centred_tensors
 from ..rescaling.edits import OfChannels
 from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.outputs import output_factors
@@ -50,8 +50,9 @@ class MadeSafe:
     plan: the powers of two, all 0 where nothing had to be done. certified: whether no input can overflow the weights as
     they are now, rounded to fp16; training moves them. headroom_bits: log2(limit / bound) at ``tightest``, the site
     with the least. eps: of the norms before. ``again``: the model had been made safe before, and nothing was done.
-    originals: the key biases, by name, that others replaced. outputs: by name, the log2 of the factor by which what the
-    class returns is larger than before, for all channels or for each; logits are as they were.
+    originals: the key biases and tables of position biases, by name, that others replaced. outputs: by name, the log2
+    of the factor by which what the class returns is larger than before, for all channels or for each; logits are as
+    they were.
     """
 
     plan: Plan
@@ -186,7 +187,7 @@ def make_fp16_safe(
         planned = layout_under(layout, plan)
         proof = bound(planned, rounded(source, layout, plan), arithmetic, target=target, spectra=known)
         worst = min(proof.sites, key=lambda site: site.headroom_bits)
-        originals = {name: source.read(name).clone() for name in key_biases(layout, plan.centred_keys)}
+        originals = {name: source.read(name).clone() for name in centred_tensors(layout, plan.centred_keys)}
         facts = proof.holds, worst.headroom_bits, worst.name, layout.eps
         made = MadeSafe(plan, target, *facts, originals=originals, outputs=output_factors(planned, plan))
         if made.changed:

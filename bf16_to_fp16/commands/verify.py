@@ -22,7 +22,7 @@ from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.findings import Certificate
 from ..checkpoint.naming import LAYOUTS
 from ..checkpoint.packing import summary_of
-from ..checkpoint.places import own_name
+from ..checkpoint.places import local_source, own_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..conversion.measuring import audited, bounded, compare, errors_of, in_fp32_too, measured_edits, outputs_of_few
 from ..conversion.options import FIXED, read_command
@@ -103,6 +103,8 @@ def verify(
     progress = shown_by(progress)
     if data is not None and not run_model:
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
+    if original is not None:
+        local_source(original)  # hashing takes long
     on, name, revision, found = Device(device, progress), own_name(source), None, Findings()
     if Path(source).is_file():
         subject, files = packed_subject(Path(source)), 1

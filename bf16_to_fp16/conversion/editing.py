@@ -25,12 +25,12 @@ from ..auditing.fidelity import (
 )
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
-from ..families.layout import Layout, TensorSource
-from ..families.types import LOGITS
+from ..families.layout import Layout, TensorReader, TensorSource
+from ..families.types import LOGITS, Attention
 from ..numerics import FP16_MAX, NOISE, PROOF_LIMIT
 from ..progress import Progress
 from ..ranges import ModuleRange
-from ..rescaling.centred import centrable, centred, key_biases
+from ..rescaling.centred import centrable, centred, centred_tensors, shared_biases, tables_of
 from ..rescaling.edits import (
     MOST_FOR_A_PROOF,
     RUINED,
@@ -51,6 +51,8 @@ from ..wording import counted
 
 MOST_ON_TEXT = 1.5  # times bf16's divergence: the verdict is about what the conversion runs on
 TEXT = Path(__file__).parents[1] / "demo_data" / "held_out.txt"
+
+LARGE_BIAS = 1024.0  # from here on fp16 holds no fractions of scores
 
 MANY = 4  # edits that are tried one by one on all that outputs are compared on; more are on little of it
 
@@ -96,11 +98,17 @@ def needed_edits(
     return found
 
 
-def needlessly_shared(layout: Layout, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the paths of the attentions whose scores pass their limits, by ``bounds``, and whose keys may be
-    centred."""
+def needlessly_shared(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
+    """Return the paths of the attentions whose keys may be centred and whose scores pass their limits, by ``bounds``;
+    of those that hold tables of position biases, where what these have in common is large."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
-    return [w.at for w in centrable(layout) if bool((passed[f"{w.at}.scores"] > 0).any())]
+
+    def needless(w: Attention) -> bool:
+        if tables := tables_of(w):
+            return float(shared_biases(list(map(weights, tables))).abs().max()) >= LARGE_BIAS
+        return bool((passed[f"{w.at}.scores"] > 0).any())
+
+    return [w.at for w in centrable(layout) if needless(w)]
 
 
 @dataclass(frozen=True)
@@ -276,7 +284,7 @@ def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress:
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan) -> Change:
     """Return the change that edits make of the stored weights of ``source``."""
-    biases = key_biases(layout, edits.centred_keys)
+    biases = centred_tensors(layout, edits.centred_keys)
     read = centred(source_weights(source, layout), layout, edits.centred_keys)
 
     def changed(name: str, weight: Tensor) -> Tensor:

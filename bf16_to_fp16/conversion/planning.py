@@ -35,9 +35,10 @@ from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
 from ..report.build import Decided
 from ..rescaling.apply import through_fp16
-from ..rescaling.edits import OfChannels, edited_weights, edits_of, with_edits, without_edits
+from ..rescaling.edits import OfChannels, changed_by, edited_weights, edits_of, with_edits, without_edits
 from ..rescaling.plan import Plan, check_plan_fits, exponents_of
 from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
+from ..rescaling.rounding_loss import Tables
 from ..rescaling.squares import can_fit, squares_of
 from ..run import probe
 from ..run.agreement import agreed_layout
@@ -63,18 +64,22 @@ from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause for a proof
 PREFERRED_DRIFT = 1 / 32  # the same for the target that suits a tool: with fp16's own rounding, under a sixteenth
+MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
+"""Bytes of loss tables that are kept from one plan to the next: where eps stays, of five plans, else of one or two."""
 
 
 @dataclass(frozen=True)
 class Opened:
     """A source that can be converted: its tensors, what each of them is, what to run it on (nothing, where the
-    certificate alone decides), and where. edits: what its weights are changed by before anything exact."""
+    certificate alone decides), and where. edits: what its weights are changed by before anything exact; before: the
+    source without them."""
 
     checkpoint: Checkpoint
     layout: Layout
     inputs: list[Batch]
     device: Device = field(default_factory=Device)
     edits: Plan | None = None
+    before: Opened | None = None
 
     def weights(self, layout: Layout) -> TensorReader:
         """Return a function from a layout's tensor name to its unscaled values."""
@@ -85,7 +90,7 @@ class Opened:
         edits = edits_of(decided.layout, decided.plan)
         if not edits.exponents and not edits.centred_keys:
             return self
-        return replace(self, layout=decided.layout, edits=edits)
+        return replace(self, layout=decided.layout, edits=edits, before=self)
 
     def apart(self) -> Layout:
         """Return the layout with the head apart from the embedding."""
@@ -94,7 +99,11 @@ class Opened:
     @cached_property
     def spectra(self) -> Spectra:
         """The eigenvalues of the source's products, as far as they have been computed."""
-        return Spectra(self.weights(self.layout))
+        read = self.weights(self.layout)
+        if self.before is None or self.edits is None:
+            return Spectra(read)
+        lacking = self.before.layout.tensors.keys() - self.layout.tensors.keys()
+        return self.before.spectra.under(read, changed_by(self.layout, self.edits) | lacking)
 
 
 def open_source(
@@ -202,7 +211,8 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     checkpoint, device = opened.checkpoint, opened.device
     check_bounded(opened.layout)  # what the bounds would refuse after all has been run
     auto = options.target == AUTO
-    search = source = Search(opened, options, progress)
+    tables = Tables(MANY_TABLES if opened.layout.family.centred_norm else FEW_TABLES)
+    search = source = Search(opened, options, progress, tables=tables)
     predicted: Mapping[str, float] = {}
     first = TIERS[0].target if auto else options.target
     if options.run_model:
@@ -218,7 +228,7 @@ def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Ma
     """Return the choice of a plan for a source that is edited where no exact plan is enough, its plan, and what each
     edit was found to cost, by signal; first keys are centred, which costs nothing."""
     source, opened = search, search.opened
-    shared = needlessly_shared(opened.layout, search.bounds)
+    shared = needlessly_shared(opened.layout, opened.weights(opened.layout), search.bounds)
     made = Plan(family=opened.layout.family.name, centred_keys=shared)
     if shared:
         search = edited_search(source, Edits(made, {}))
@@ -252,7 +262,8 @@ class Search:
 
     ranges, reference: what modules reach, and the outputs in fp32, and of the source in bf16; None where nothing is
     run. bounds: what modules can reach, by the last bounds that were made, and unmoved: the sites that no exact
-    exponent moves and that do not hold by these. failing: by target those, and those behind a sentence encoder.
+    exponent moves and that do not hold by these. failing: by target those, and those behind a sentence encoder. tables:
+    of the weights, from one plan to the next.
     """
 
     opened: Opened
@@ -263,6 +274,7 @@ class Search:
     bounds: Mapping[str, ModuleRange] = field(default_factory=dict)
     unmoved: set[str] = field(default_factory=set)
     failing: dict[str, set[str]] = field(default_factory=dict)
+    tables: Tables = field(default_factory=Tables)
 
     def proves(self, decided: Decided) -> bool:
         """Return whether nothing in the model stands against a proof of the plan that was decided last."""
@@ -282,7 +294,7 @@ class Search:
             self.failing[target] = self.unmoved | behind
 
         bounds = bound_source(opened.weights, target, self.options.max_length, self.progress, opened.spectra, note)
-        grounds = Grounds(self.ranges, bounds, acceptable, weaker)
+        grounds = Grounds(self.ranges, bounds, acceptable, weaker, self.tables)
         with products_on(opened.device, "certificate"):
             layout, planned = best_plan(opened, grounds, replace(self.options, target=target), self.progress)
         plan = planned.plan if opened.edits is None else with_edits(planned.plan, opened.edits)
@@ -330,8 +342,10 @@ def edited_search(search: Search, edits: Edits) -> Search:
     ranges, outputs = observe_source(opened.checkpoint, inputs, search.progress, opened.device, change)
     if edits.apart and layout.head is not None:
         ranges = with_scaled_output(ranges, layout.head.linears[0].at, edits.plan.exponent(LOGITS))
-    edited = replace(opened, layout=layout, edits=edits.plan)
-    return Search(edited, search.options, search.progress, ranges, replace(reference, fp32=outputs.fp32))
+    edited = replace(opened, layout=layout, edits=edits.plan, before=opened)
+    tables = search.tables.without(changed_by(layout, edits.plan))
+    reference = replace(reference, fp32=outputs.fp32)
+    return Search(edited, search.options, search.progress, ranges, reference, tables=tables)
 
 
 def with_scaled_output(
@@ -396,13 +410,15 @@ class Grounds:
 
     ranges: what was observed; None plans from the bounds alone, which need no margin. acceptable: runs a plan whose
     drift was predicted to cost too much and says whether it may be taken, since the prediction weighs every norm alike.
-    weaker: of a stricter tier, what was decided for the weaker one, beside which it must cost little.
+    weaker: of a stricter tier, what was decided for the weaker one, beside which it must cost little. tables: of the
+    weights, as earlier plans made them.
     """
 
     ranges: Mapping[str, ModuleRange] | None
     bounds: Bounds | None = None
     acceptable: Callable[[Layout, Plan], bool] | None = None
     weaker: Decided | None = None
+    tables: Tables | None = None
 
 
 def bound_source(
@@ -560,12 +576,13 @@ def planned_once(
 ) -> Planned:
     """Return the plan for what was observed under the bounds ``possible``, or for these alone; held: as in
     ``make_plan``."""
-    weights, options, ranges = case.opened.weights(layout), case.options, case.grounds.ranges
+    weights, options, grounds = case.opened.weights(layout), case.options, case.grounds
+    ranges, tables = grounds.ranges, grounds.tables
     if ranges is None:
         assert possible is not None
-        how: dict[str, Any] = {"margin_bits": PROOF_MARGIN_BITS}
+        how: dict[str, Any] = {"margin_bits": PROOF_MARGIN_BITS, "known": tables}
         return make_plan(layout, weights, possible, target=options.target, advance=advance, **how)
-    how = {"margin_bits": options.margin_bits, "bounds": possible, "held": held}
+    how = {"margin_bits": options.margin_bits, "bounds": possible, "held": held, "known": tables}
     how["proof_worth"] = PROOF_FIRST if options.prove else PROOF_WORTH
     return make_plan(layout, weights, ranges, target=options.target, advance=advance, **how)
 

@@ -125,15 +125,16 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
             input_of(wiring.query_norm),
             input_of(wiring.key_norm),
         ]
+        # A rotation mixes the channels of a pair, so that both gains of one carry the same.
+        pair = (share[2] // 2, 2) if wiring.interleaved else (1, 2, share[2] // 2)
+        given, against = multiplied_by(query_key, pair), divided_by(query_key, pair)
         inner = [
-            *style.norm(wiring.query_norm, multiplied_by(scores), "head"),
-            *style.norm(wiring.key_norm, None, "head"),
+            *style.norm(wiring.query_norm, multiplied_by(scores).beside(given), "head"),
+            *style.norm(wiring.key_norm, against, "head"),
         ]
         priced = Signal(scores, Kind.ASYMPTOTIC, "head", (), beside=(output_of(wiring.query_norm),))
-        # By a norm's own name plans weigh what it reads by what it gives.
-        names = (f"{wiring.at}.query", f"{wiring.at}.key") if style.offset else (wiring.query_norm, wiring.key_norm)
-        norms = zip(names, (wiring.query_norm, wiring.key_norm), strict=True)
-        scored = [Signal(name, Kind.FIXED, "head", (output_of(norm),)) for name, norm in norms]
+        seen = output_of(wiring.query_norm, 1, pair), output_of(wiring.key_norm, -1, pair)
+        scored = [Signal(query_key, Kind.QUERY_KEY, "head", seen, pair)]
     else:
         seen = output_of(wiring.query, 1, rows[0]), output_of(wiring.key, -1, rows[1])
         scored = [Signal(query_key, Kind.QUERY_KEY, style.kv_inner, seen, of_keys)]

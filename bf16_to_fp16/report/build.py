@@ -37,7 +37,7 @@ from ..families.walk import walk
 from ..numerics import NOISE, NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
-from ..rescaling.centred import key_biases
+from ..rescaling.centred import centred_tensors
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, OfChannels
 from ..rescaling.outputs import joined, output_factors
 from ..rescaling.plan import Plan, describe_plan
@@ -416,7 +416,7 @@ def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[st
 def replaced_by(layout: Layout, plan: Plan, checkpoint: Checkpoint) -> dict[str, schema.Original]:
     """Return the tensors of the source, by name, in place of which a plan writes others."""
     found = {}
-    for name in key_biases(layout, plan.centred_keys):
+    for name in centred_tensors(layout, plan.centred_keys):
         values = bytes_of(checkpoint.read(str(layout.tensors[name].source)))
         digest = hashlib.sha256(values).hexdigest()
         found[name] = schema.Original(values=base64.b64encode(values).decode(), sha256=digest)
@@ -430,7 +430,7 @@ def made_of(layout: Layout) -> list[str]:
 
 def weight_counts(layout: Layout, plan: Plan, written: Written) -> schema.WeightsEntry:
     """Return how the weights came through, counted over the tensors that the source stores and the plan keeps."""
-    left_out = {*made_of(layout), *key_biases(layout, plan.centred_keys)}
+    left_out = {*made_of(layout), *centred_tensors(layout, plan.centred_keys)}
     stats = [s for name, s in written.stats.items() if name not in left_out]
     elements, nonzero = sum(s.elements for s in stats), sum(s.nonzero for s in stats)
     return schema.WeightsEntry(

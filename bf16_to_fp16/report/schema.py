@@ -107,8 +107,8 @@ class Source(ReportObject):
     into a config inside. ``carried_over`` and ``left_out``: files besides the weights. ``side_dtypes``: what the
     tensors of a sentence encoder's other modules were in, by sub-folder and name. Of a checkpoint that was finetuned,
     path, revision and hashes are the original's. ``adapter``: the LoRA adapter that ``certify`` merged with it.
-    ``card``: licence, languages, tags and task as the source's own card gives them. ``replaced``: key biases, by name,
-    in place of which the conversion wrote others.
+    ``card``: licence, languages, tags and task as the source's own card gives them. ``replaced``: key biases and
+    tables of position biases, by name, in place of which the conversion wrote others.
     """
 
     path: str | None = None

@@ -16,7 +16,7 @@ from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.packing import way_back_of
 from ..errors import UserError
 from ..families.layout import Layout
-from ..rescaling.centred import key_biases
+from ..rescaling.centred import centred_tensors
 from ..rescaling.plan import Plan, check_centred
 from .schema import REPORT, Source, WeightsEntry, read_report
 
@@ -107,7 +107,7 @@ def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Ten
     """Return the source's tensors, by name, in place of which a plan wrote others; raise UserError where ``source``
     does not hold these very tensors, unchanged."""
     check_centred(layout, plan)
-    names, found = key_biases(layout, plan.centred_keys), {}
+    names, found = centred_tensors(layout, plan.centred_keys), {}
     for name in sorted({*names, *source.replaced}):
         entry, dtype = source.replaced.get(name), SAFETENSORS_DTYPES.get(source.dtypes.get(name, str(source.dtype)))
         if entry is None or dtype is None or name not in names:

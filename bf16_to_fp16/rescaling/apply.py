@@ -14,7 +14,7 @@ from ..families.layout import Layout, TensorSource
 from ..families.older import with_older_keys
 from ..families.types import OutputScale
 from ..run.stock import eps_attribute
-from .centred import centred_bias, key_biases
+from .centred import centred_tensor, centred_tensors
 from .plan import Plan, check_plan_fits, correction_of, exponents_of
 from .weights import source_weights
 
@@ -22,13 +22,13 @@ from .weights import source_weights
 def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
     """Return what to write for ``layout``, which is of ``source``, under ``plan``, tensor by tensor, sorted by name."""
     check_plan_fits(layout, plan)
-    replaced, weights = key_biases(layout, plan.centred_keys), source_weights(source, layout)
+    replaced, weights = centred_tensors(layout, plan.centred_keys), source_weights(source, layout)
     result = []
     for name in sorted(layout.tensors):
         tensor, data = layout.tensors[name], None
         exponents = exponents_of(tensor, plan)
         if name in replaced:
-            data = centred_bias(weights, layout, replaced[name])
+            data = centred_tensor(weights, layout, name, replaced[name])
         elif tensor.generate:
             data = tensor.generate(tensor.shape[0], tensor.shape[1])
         result.append(
@@ -58,8 +58,11 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     done: set[int] = set()
     with torch.no_grad():
-        for name, attention in key_biases(layout, plan.centred_keys).items():  # of weights that are not scaled yet
-            found[name].copy_(centred_bias(found.__getitem__, layout, attention))
+        # Of weights that are not scaled yet.
+        replaced = centred_tensors(layout, plan.centred_keys).items()
+        centred = {name: centred_tensor(found.__getitem__, layout, name, w) for name, w in replaced}
+        for name, values in centred.items():
+            found[name].copy_(values)
         for name, tensor in layout.tensors.items():
             parameter = found[name]
             if id(parameter) in done:

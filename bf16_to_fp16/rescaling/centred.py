@@ -1,15 +1,19 @@
-"""Keys without what all of a row share, where that is free.
+"""Scores without what all keys of a row share, where that is free.
 
 A softmax ignores what is added to every score of a row. Where nothing stands between a key and its score (no rotation,
 no norm, no soft cap), q·b is the same for every key, so the key bias b may be any vector. Behind a LayerNorm of gain g
 and bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n): no shared part, so smaller keys and scores.
+
+A table of position biases may lose one number for each head, the same in every layer that reads it: the mean of the
+head's largest and least bias, which leaves the smallest magnitudes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from ..families.layout import Layout, TensorReader
@@ -17,14 +21,20 @@ from ..families.types import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:
-    """Return the attentions of a layout whose key bias may be any vector and that read a norm with a bias."""
+    """Return the attentions of a layout whose key bias may be any vector and that read a norm with a bias, and those
+    that hold a table of position biases."""
 
     def free(w: Attention) -> bool:
         between = w.rotary, w.query_norm, w.key_norm, w.cap, w.radius, w.fused
         needed = f"{w.key}.bias", f"{norm_of_keys(layout, w)}.bias"
         return not any(between) and all(name in layout.tensors for name in needed)
 
-    return tuple(w for w in layout.topology if isinstance(w, Attention) and free(w))
+    return tuple(w for w in layout.topology if isinstance(w, Attention) and (free(w) or tables_of(w)))
+
+
+def tables_of(attention: Attention) -> tuple[str, ...]:
+    """Return the tables of position biases that an attention holds: one softmax reads them all."""
+    return tuple(name for name in (attention.bias, attention.block_bias) if name.startswith(f"{attention.at}."))
 
 
 def norm_of_keys(layout: Layout, attention: Attention) -> str:
@@ -32,9 +42,26 @@ def norm_of_keys(layout: Layout, attention: Attention) -> str:
     return layout.stacks()[0].ends.norm if attention.memory else attention.norm
 
 
-def key_biases(layout: Layout, attentions: Collection[str]) -> dict[str, Attention]:
-    """Return the centrable attentions at these paths by the names of their key biases."""
-    return {f"{w.key}.bias": w for w in centrable(layout) if w.at in attentions}
+def centred_tensors(layout: Layout, attentions: Collection[str]) -> dict[str, Attention]:
+    """Return the centrable attentions at these paths by the names of what is replaced: a key bias, or tables."""
+    chosen = [w for w in centrable(layout) if w.at in attentions]
+    return {name: w for w in chosen for name in tables_of(w) or (f"{w.key}.bias",)}
+
+
+def centred_tensor(weights: TensorReader, layout: Layout, name: str, attention: Attention) -> Tensor:
+    """Return what replaces an attention's key bias or table of this name, in fp64; weights: unscaled."""
+    if tables := tables_of(attention):
+        return weights(name).double() - shared_biases(list(map(weights, tables)))
+    return centred_bias(weights, layout, attention)
+
+
+def shared_biases(tables: Sequence[Tensor]) -> Tensor:
+    """Return what the tables of one softmax lose, fp64 [heads]: the mean of each head's largest and least bias.
+
+    It is rounded to bf16, so that fp32, and fp16 where it can, holds the differences of biases that bf16 held.
+    """
+    every = torch.cat([table.double() for table in tables])
+    return ((every.amax(0) + every.amin(0)) / 2).to(torch.bfloat16).double()
 
 
 def centred_bias(weights: TensorReader, layout: Layout, attention: Attention) -> Tensor:
@@ -54,6 +81,6 @@ def centred_bias(weights: TensorReader, layout: Layout, attention: Attention) ->
 
 def centred(weights: TensorReader, layout: Layout, attentions: Collection[str]) -> TensorReader:
     """Return a reader of the same unscaled weights with the keys of the attentions at these paths centred."""
-    biases = key_biases(layout, attentions)
-    bias = cache(lambda name: centred_bias(weights, layout, biases[name]))
-    return lambda name: bias(name) if name in biases else weights(name)
+    replaced = centred_tensors(layout, attentions)
+    read = cache(lambda name: centred_tensor(weights, layout, name, replaced[name]))
+    return lambda name: read(name) if name in replaced else weights(name)

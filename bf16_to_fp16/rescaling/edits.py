@@ -18,7 +18,7 @@ from ..families.layout import Layout, ResolvedTensor, TensorReader, TensorSource
 from ..families.types import LOGITS, Attention, Experts
 from ..ranges import ModuleRange
 from .apply import scale
-from .centred import centred
+from .centred import centred, centred_tensors
 from .plan import Plan, exponents_of
 from .planner import excess_bits, folded, known_points
 from .weights import source_weights
@@ -90,6 +90,13 @@ def edited(tensor: ResolvedTensor, weight: Tensor, edits: Plan, offset: float = 
     result = weight.clone()
     scale(result, exponents, offset)
     return result
+
+
+def changed_by(layout: Layout, edits: Plan) -> set[str]:
+    """Return the names of the weights that edits change."""
+    tensors = layout.tensors.items()
+    moved = {name for name, tensor in tensors if bool(exponents_of(tensor, edits).full(tensor.shape).any())}
+    return moved | set(centred_tensors(layout, edits.centred_keys))
 
 
 def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> TensorReader:

@@ -51,7 +51,8 @@ class Plan(BaseModel):
     ``gain_correction``: factor on a norm's weight, not a power of two, that takes out the mean of the eps drift.
     ``eps``: what the config must say, None where it cannot. ``eps_held``: whether that goes with no exponent, since
     whoever is to read the output has this eps whatever the config says. ``centred_keys``: paths of the attentions whose
-    key bias is replaced by the one that centres keys, see ``centred``.
+    key bias is replaced by the one that centres keys, or whose table of position biases by a centred one, see
+    ``centred``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -170,12 +171,13 @@ def check_plan_fits(layout: Layout, plan: Plan) -> None:
 
 
 def check_centred(layout: Layout, plan: Plan) -> None:
-    """Raise UserError unless the attentions whose keys ``plan`` centres are of ``layout`` and have a free key bias."""
+    """Raise UserError unless the attentions whose keys ``plan`` centres are of ``layout`` and have a free key bias or
+    a table of position biases."""
     free = {attention.at for attention in centrable(layout)}
     if unknown := [path for path in plan.centred_keys if path not in free]:
         raise UserError(
-            f"the plan centres the keys of {unknown[0]!r}, which has no free key bias here; use the plan of this"
-            " checkpoint"
+            f"the plan centres the keys of {unknown[0]!r}, which has no free key bias and no table here; use the plan"
+            " of this checkpoint"
         )
 
 

@@ -27,7 +27,15 @@ from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
 from ..targets import MARGIN_BITS, SQUARING
 from .plan import Drift, Plan
-from .rounding_loss import LossTable, channel_energy, loss_table, of_channels, offset_loss_table, signal_noise
+from .rounding_loss import (
+    LossTable,
+    Tables,
+    channel_energy,
+    loss_table,
+    of_channels,
+    offset_loss_table,
+    signal_noise,
+)
 
 TRAIN_MARGIN_BITS = 2.0
 """Further bits that the target ``train`` keeps: for weights that move, and gradients that flow back."""
@@ -120,6 +128,7 @@ def make_plan(
     bounds: Mapping[str, ModuleRange] | None = None,
     held: Mapping[str, int] | None = None,
     proof_worth: float = PROOF_WORTH,
+    known: Tables | None = None,
     advance: Advance | None = None,
 ) -> Planned:
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
@@ -129,11 +138,12 @@ def make_plan(
     (also ‖h‖₂² of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and
     gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: what they can reach on
     any input, held under the limits as well where that costs no more than ``proof_worth`` for each place.
-    held: exponents of residual streams that have been decided. advance: called with the axes of tensors that have been
+    held: exponents of residual streams that have been decided. known: tables of these weights that an earlier plan has
+    made, and where those of this one are kept. advance: called with the axes of tensors that have been
     looked at, which takes most of the time, and their number. So many parameters, since a plan depends on what each
     step before it found.
     """
-    search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds, proof_worth)
+    search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds, proof_worth, known)
     search.advance = advance
     return search.run(held or {})
 
@@ -162,7 +172,9 @@ class _Costs:
         margin_bits: float,
         bounds: Mapping[str, ModuleRange] | None = None,
         proof_worth: float = PROOF_WORTH,
+        known: Tables | None = None,
     ) -> None:
+        self.known = Tables(most=0) if known is None else known
         self.layout, self.weights, self.ranges, self.bounds = layout, weights, ranges, bounds
         self.proof_worth = proof_worth
         self.target, self.margin_bits = target, margin_bits + (TRAIN_MARGIN_BITS if target == "train" else 0.0)
@@ -210,11 +222,16 @@ class _Costs:
         axis applied."""
         key = (tensor.name, axis, carried)
         if key not in self.tables:
-            weight = self.weights(tensor.name)
-            if tensor.offset:
-                self.tables[key] = offset_loss_table(weight, tensor.offset)
-            else:
-                self.tables[key] = of_channels(loss_table(weight, axis, self.shift(tensor, axis)), carried.spread)
+            shift = self.shift(tensor, axis)
+            given = (axis, carried.spread, None if shift is None else shift.numpy().tobytes())
+
+            def compute() -> LossTable:
+                weight = self.weights(tensor.name)
+                rounds = tensor.offset
+                table = offset_loss_table(weight, rounds) if rounds else loss_table(weight, axis, shift)
+                return of_channels(table, carried.spread)
+
+            self.tables[key] = self.known.of(tensor.name, given, compute)
             self.energies[key] = self.tables[key].energy
             self.looked_at.add(key)
             if self.advance is not None:
@@ -446,14 +463,15 @@ class _Costs:
         """Return whether norms meet another eps than the source's, in its units, at a stream's exponent."""
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
-    def rounded_gains(self, r: int) -> float:
-        """Return the sum over the norms whose stored gains only r moves of the squared relative error of rounding
-        them."""
-        total = 0.0
-        for tensor, axis, carried in self.touched[self.stream]:
+    def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
+        """Return the sum over the norms whose stored gains a signal alone moves of the squared relative error of
+        rounding them; exponents: one for all channels, or one for each."""
+        total, every = 0.0, torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
+        for tensor, axis, carried in self.touched[signal] if bool((exponents != 0).any()) else ():
             if tensor.offset:
-                table = self.table(tensor, axis, carried).total()
-                total += float(table.at(torch.tensor([carried.sign * r]))[1].double().sum() / table.energy.sum())
+                table = self.table(tensor, axis, carried)
+                errors, at = table.at(every)[1].double(), carried.sign * exponents.long() + CHANNEL_RANGE
+                total += float(errors.gather(1, at.expand(len(errors))[:, None]).sum() / table.energy.sum())
         return total
 
     def norms(self) -> list[str]:
@@ -509,7 +527,7 @@ class _PlanSearch(_Costs):
         for self.stream in streams:
             totals = self.decide_stream([held[self.stream]] if self.stream in held else self.candidates())
             r = self.decided[self.stream]
-            drift += self.drift(r) + (self.rounded_gains(r) if r else 0.0)
+            drift += self.drift(r) + self.rounded_gains(self.stream, torch.tensor(r))
             least_free += min(free for _, free, _ in totals.values())
             if self.stream == streams[0]:
                 by_exponent = {e: cost for e, (cost, *_) in totals.items()}
@@ -518,6 +536,7 @@ class _PlanSearch(_Costs):
         self.tried = []
         for signal in (s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY):
             self.settle(signal, self.exponent_for(signal))
+            drift += self.rounded_gains(signal.name, self.chosen[signal.name])
         norms = [s for s in self.layout.signals.values() if s.kind is Kind.NORM]
         for signal in [s for s in norms if self.gain_is_needed(s, self.exponent_for(s))]:
             before = self.chosen.get(signal.name)

@@ -8,7 +8,8 @@ histogram pass over the weight. Rounding that no exponent can avoid, as of fp32 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -72,6 +73,32 @@ class LossTable:
             self.amax.amax(0, keepdim=True),
             self.count,
         )
+
+
+@dataclass
+class Tables:
+    """Loss tables of a source's weights, which one plan makes and the next may ask for: by the weight's name and all
+    that the table depends on besides. most: bytes that it keeps; what comes later is made anew."""
+
+    most: int = 1 << 29
+    kept: dict[tuple[str, Hashable], LossTable] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def of(self, name: str, given: Hashable, compute: Callable[[], LossTable]) -> LossTable:
+        """Return a table, which is computed where it is not kept."""
+        table = self.kept.get((name, given))
+        if table is None:
+            table = compute()
+            nbytes = table.counts.nbytes + table.errors.nbytes
+            if self.nbytes + nbytes <= self.most:
+                self.kept[name, given] = table
+                self.nbytes += nbytes
+        return table
+
+    def without(self, changed: Collection[str]) -> Tables:
+        """Return the tables of a source in which the weights of these names are others."""
+        kept = {key: table for key, table in self.kept.items() if key[0] not in changed}
+        return replace(self, kept=kept)
 
 
 def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = None) -> LossTable:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -182,16 +183,18 @@ def without_values(
         name: torch.empty(info.shape, dtype=SAFETENSORS_DTYPES[info.dtype], device="meta")
         for name, info in checkpoint.tensors.items()
     }
-    model, info = getattr(transformers, stock_class(checkpoint.config)).from_pretrained(
-        None,
-        config=config,
-        state_dict=weights,
-        dtype=dtype,
-        attn_implementation="eager",
-        device_map={"": "meta"},
-        ignore_mismatched_sizes=any_shape,
-        output_loading_info=True,
-    )
+    # Drawing weights without values takes no time, but Pegasus computes its positions one by one.
+    with patch.object(transformers.PreTrainedModel, "initialize_weights"):
+        model, info = getattr(transformers, stock_class(checkpoint.config)).from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=dtype,
+            attn_implementation="eager",
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=any_shape,
+            output_loading_info=True,
+        )
     return model, info
 
 

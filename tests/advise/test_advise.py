@@ -371,6 +371,13 @@ def test_a_config_that_cannot_be_judged_is_one_line(text: str, message: str, tmp
     assert "\n" not in str(caught.value)
 
 
+def test_what_only_a_checkpoint_has_is_refused_of_a_hidden_size() -> None:
+    with pytest.raises(UserError, match="--subfolder"):
+        advise_init("512", subfolder="x")
+    with pytest.raises(UserError, match="--tensor"):
+        advise_init("512", tensors=["x"])
+
+
 def test_the_deviation_of_a_t5s_config_is_that_of_its_weights(tmp_path: Path) -> None:
     folder = tiny.save(tiny.gated(d_model=96, initializer_factor=0.5), tmp_path / "model")
     found = advise_init(folder, tensors=["*.k.weight"])

@@ -31,7 +31,7 @@ from bf16_to_fp16.report.build import Decided
 from bf16_to_fp16.report.schema import PAGE, REPORT
 from bf16_to_fp16.rescaling.adapters import PREFIX, scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply
-from bf16_to_fp16.rescaling.centred import centrable, centred_bias, key_biases
+from bf16_to_fp16.rescaling.centred import centrable, centred_bias, centred_tensors
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 from bf16_to_fp16.run.stock import load
@@ -74,7 +74,7 @@ def copied(folder: Path, place: Path, change: Callable[[dict[str, Any]], object]
 def test_centred_biases_are_written_and_give_what_the_sources_do(converted: Converted) -> None:
     source, out, plan = converted
     layout, written = resolve(checkpoint := open_checkpoint(source)), load_file(out / "model.safetensors")
-    biases = key_biases(layout, plan.centred_keys)
+    biases = centred_tensors(layout, plan.centred_keys)
     assert len(biases) == len(centrable(layout)) - 1
     for name, attention in biases.items():
         exponents = torch.tensor(plan.exponents[f"{attention.at}.query_key"])
@@ -102,11 +102,11 @@ def test_verify_makes_the_same_bits_again(converted: Converted) -> None:
         assert found["verified"] and found["verdict"] == "safe", found["problems"]
 
 
-def test_undo_brings_back_every_bit_of_the_key_biases(converted: Converted, tmp_path: Path) -> None:
+def test_undo_brings_back_every_bit_of_the_centred_tensors(converted: Converted, tmp_path: Path) -> None:
     source, out, plan = converted
     before, after = (load_file(f / "model.safetensors") for f in (source, undo(out, tmp_path / "back")))
     assert {n: t.dtype for n, t in before.items()} == {n: t.dtype for n, t in after.items()}
-    biases = key_biases(resolve(open_checkpoint(source)), plan.centred_keys)
+    biases = centred_tensors(resolve(open_checkpoint(source)), plan.centred_keys)
     assert all(torch.equal(before[name], after[name]) for name in biases)
     unlike = load_file(out / "model.safetensors")
     assert not any(torch.equal(before[name].half(), unlike[name]) for name in biases)
@@ -162,7 +162,7 @@ def test_a_finetune_of_a_converted_folder_begins_with_the_same_function_centred_
     assert all((x - y).abs().max() <= 1e-6 * x.abs().max() for x, y in zip(before, after, strict=True))
     layout = resolve(checkpoint)
     written = load_file(tmp_path / "start" / "model.safetensors")
-    for name, attention in key_biases(layout, plan.centred_keys).items():
+    for name, attention in centred_tensors(layout, plan.centred_keys).items():
         exponents = torch.tensor(plan.exponents[f"{attention.at}.query_key"]).double()
         wanted = torch.ldexp(centred_bias(source_weights(checkpoint, layout), layout, attention), -exponents)
         assert torch.equal(written[name], wanted.float()) and written[name].dtype == torch.float32
@@ -179,7 +179,7 @@ def test_a_model_in_memory_is_centred_and_undone_to_the_bit(monkeypatch: pytest.
 
     monkeypatch.setattr(make_safe, "observed_plan", planned)
     made = make_fp16_safe(model)
-    assert made.plan.residual_exponent and set(made.originals) == set(key_biases(layout, made.plan.centred_keys))
+    assert made.plan.residual_exponent and set(made.originals) == set(centred_tensors(layout, made.plan.centred_keys))
     assert all((x - y).abs().max() <= 1e-6 * x.abs().max() for x, y in zip(before, outputs(model), strict=True))
     bounded = make_safe.rounded(ModelTensors(unchanged), layout, made.plan)
     state = model.state_dict()
@@ -189,6 +189,29 @@ def test_a_model_in_memory_is_centred_and_undone_to_the_bit(monkeypatch: pytest.
             model.get_parameter(name).add_(1.0)  # as training may, which leaves the function as it is
     made.undo(model)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in unchanged.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_table_of_position_biases_past_fp16s_range_is_centred(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Its differences, of which alone a softmax knows, are kept to rounding, and the source's bits come back."""
+    model = tiny.small("gated", factor=1.0, dtype=dtype)
+    tables = [name for name in model.state_dict() if "relative_attention_bias" in name]
+    with torch.no_grad():
+        for name in tables:  # what bf16 holds at this magnitude are multiples of 512
+            table = model.state_dict()[name]
+            table.copy_(torch.randint(-3, 4, table.shape) * 512.0 + torch.tensor([90112.0, -131072.0, 8192.0]))
+    source = tiny.save(model, tmp_path / "source", dtype)
+    with pytest.raises(UserError, match="no exponent brings them under 65504"):
+        convert(source, tmp_path / "out", exact=True)
+    converted = convert(source, tmp_path / "out")
+    assert converted.safe and converted.report["proof"] == "certified" and "inexact" not in converted.report
+    assert len(converted.report["plan"]["centred_keys"]) == len(tables) == 2
+    before, after = (outputs(load(folder, torch.float32)) for folder in (source, tmp_path / "out"))
+    assert all((x - y).abs().max() <= 0.02 * x.abs().max() for x, y in zip(before, after, strict=True))
+    assert converted.report["fidelity"]["kl_fp32"] < converted.report["fidelity"]["kl_bf16"] / 100
+    assert verify(tmp_path / "out", original=source)["verified"]
+    one, two = (load_file(f / "model.safetensors") for f in (source, undo(tmp_path / "out", tmp_path / "back")))
+    assert all(torch.equal(one[name], two[name]) for name in tables)
 
 
 def test_a_plan_that_only_centres_keys_changes_a_model() -> None:

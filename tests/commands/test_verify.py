@@ -578,6 +578,11 @@ def test_what_cannot_be_checked_is_refused(folder: Path, tmp_path: Path) -> None
             verify(bad)
     with pytest.raises(UserError, match="--data or --no-audit"):
         verify(folder, data="x.txt", run_model=False)
+    shard = min(folder.glob("*.safetensors"))
+    flip(shard)  # so that it would end at the hash
+    with pytest.raises(UserError, match="no-such does not exist"):
+        verify(folder, original=tmp_path / "no-such")
+    flip(shard)
     report = json.loads((folder / REPORT).read_text())
     rehash(folder, plan=report["plan"] | {"residual_exponent": 2**40})
     with pytest.raises(UserError, match="its plan is not one of this program"):

@@ -9,12 +9,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support import tiny
-from support.contract import certified
+from support.contract import certified, outputs
 
 from bf16_to_fp16 import UserError, certify, convert
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Kind
 from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.stock import load
 
 
 def test_pairs_of_queries_too_large_for_fp16_are_balanced_with_their_keys(tmp_path: Path) -> None:
@@ -49,6 +50,34 @@ def test_ranges_of_queries_and_keys_are_what_their_turned_channels_reach() -> No
     assert torch.equal(bound[5:10], bound[:5]) and bool((bound[:5] > 0).all())
     signal = layout.signals["model.layers.0.self_attn.query_key"]
     assert signal.kind is Kind.QUERY_KEY and signal.size == 10
+
+
+@pytest.mark.parametrize(("kind", "large"), [("qwen3", "k"), ("qwen3", "q"), ("gemma3", "k")])
+def test_gains_of_keys_or_queries_past_fp16s_range_meet_those_of_the_others(
+    tmp_path: Path, kind: str, large: str
+) -> None:
+    """To the bit; of Gemma's, which are stored less 1, but for the rounding that the plan predicts."""
+    model = tiny.small(kind, 3, factor=1.0)
+    offset = float(kind == "gemma3")
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if name.endswith(("q_norm", "k_norm")):
+                small = -6 if offset else -17
+                gain = (module.weight + offset) * 2.0 ** (17 if name.endswith(f"{large}_norm") else small)
+                module.weight.copy_((gain - offset).bfloat16())
+    source = tiny.save(model, tmp_path / "source")
+    result = convert(source, tmp_path / "out")
+    assert result.safe and result.report["proof"] == "certified"
+    for i in range(2):
+        moved = torch.tensor(result.plan.exponents[f"model.layers.{i}.self_attn.query_key"])
+        assert bool((moved >= 3).all() if large == "k" else (moved <= -3).all()) and moved.dim() <= 1
+    before, after = (outputs(load(folder, torch.float32)) for folder in (source, tmp_path / "out"))
+    if not offset:
+        assert all(map(torch.equal, before, after))
+        assert "inexact" not in result.report and result.plan.drift is None
+        return
+    assert result.plan.drift is not None and 0 < result.plan.drift.relative_error < 2.0**-11
+    assert result.plan.drift.predicted_kl == pytest.approx(result.plan.drift.measured_kl, rel=0.2)
 
 
 def test_the_head_size_that_a_config_leaves_out_is_that_of_the_stream_over_the_heads() -> None:
