@@ -192,7 +192,7 @@ class _Adversary:
         first = layout.stacks()[0].ends
         self.encoder_scale = 1.0 if first.scales_itself or first.scales else layout.embedding_scale(first)
         self.vocabulary, self.device = len(self.tables[0]), self.tables[0].device
-        self.narrow = {f"{reader.norm}:{INVERSE_SIGMA}": reader.site for reader in walk(layout)}
+        self.narrow = {f"{reader.norm}:{INVERSE_SIGMA}": reader.site for reader in walk(layout) if reader.norm}
         """Goals that are 1/σ of a norm's input, with the site that the norm reads."""
 
     def draw(self, rows: int) -> Inputs:

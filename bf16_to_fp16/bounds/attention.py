@@ -107,8 +107,9 @@ ANGLES = 2.0**-20  # how far cos² + sin² of one angle may be from 1, and each 
 class Turned:
     """Queries or keys after their norm and a rotation of pairs of channels, i with i + size/2.
 
-    The length of pair p is at most ``gain``_p·|n_p| + ``absolute``_p, with n_p the normalised values that it is made
-    of, ‖n‖₂ ≤ ``radius``: fp64 [pairs]. ``bound``: of each channel, fp64 [channels].
+    The length of pair p of a head is at most ``gain``_p·|n_p| + ``absolute``_p, with n_p the normalised values that it
+    is made of, ‖n‖₂ ≤ ``radius``: fp64 [heads, pairs], of one head where a norm is of each head alike. ``bound``: of
+    each channel, fp64 [heads, channels].
     """
 
     gain: Tensor
@@ -133,32 +134,39 @@ def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
     return relative, 3 * a.tiny * (1 + a.unit)
 
 
-def turned(source: NormOutput, arithmetic: Arithmetic) -> Turned:
-    """Return what a rotation makes of a norm's output; it keeps the length of a pair, but for ``rotation_error``."""
-    gain = source.gain.abs().view(2, -1).amax(0) * (1 + source.relative)
-    absolute = math.sqrt(2) * source.absolute.view(2, -1).amax(0)
+def turned(source: NormOutput, arithmetic: Arithmetic, heads: int = 1, factor: float = 1.0) -> Turned:
+    """Return what a rotation makes of a norm's output; it keeps the length of a pair, but for ``rotation_error``.
+
+    heads: that the norm is of. factor: that cosines and sines are multiplied with at most.
+    """
+    gain = source.gain.abs().view(heads, 2, -1).amax(1) * (1 + source.relative) * factor
+    absolute = math.sqrt(2) * source.absolute.view(heads, 2, -1).amax(1) * factor
     relative, tiny = rotation_error(arithmetic)
     most = (gain * source.radius + absolute) * (1 + relative) + tiny
     both = 1 + math.sqrt(2) * relative
-    return Turned(gain * both, absolute * both + math.sqrt(2) * tiny, source.radius, most.repeat(2) * COMPUTED)
+    return Turned(gain * both, absolute * both + math.sqrt(2) * tiny, source.radius, most.repeat(1, 2) * COMPUTED)
 
 
 def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of every head's products of a query and a key that were normalised and turned by whatever angles.
+    """Return bounds of every head's products of a query and a key that were normalised and turned by whatever angles,
+    several heads of queries sharing one of keys.
 
     Pair by pair a product and its parts are at most the product of the lengths (Cauchy-Schwarz), and so all of it at
     most the largest product of two gains times ‖n‖‖m‖.
     """
-    pairs = len(query.gain)
-    whole = query.radius * key.radius * (query.gain * key.gain).max()
+
+    def each(values: Tensor) -> Tensor:
+        return values.repeat_interleave(heads // len(values), 0)
+
+    gain_q, gain_k, fixed_q, fixed_k = map(each, (query.gain, key.gain, query.absolute, key.absolute))
+    whole = query.radius * key.radius * (gain_q * gain_k).amax(1)
     # Σ|n_p| ≤ √pairs·‖n‖.
-    root = math.sqrt(pairs)
-    off = root * query.radius * (query.gain * key.absolute).max()
-    off = off + root * key.radius * (key.gain * query.absolute).max()
-    off = off + query.absolute @ key.absolute
-    every = torch.ones(heads, dtype=query.gain.dtype, device=query.gain.device)
-    terms = (query.bound + key.bound).expand(heads, -1)
-    return summed_scores(whole * every, off * every, (whole + off) * every, 2 * whole * every, terms, scale, arithmetic)
+    root = math.sqrt(gain_q.shape[1])
+    off = root * query.radius * (gain_q * fixed_k).amax(1)
+    off = off + root * key.radius * (gain_k * fixed_q).amax(1)
+    off = off + (fixed_q * fixed_k).sum(1)
+    terms = each(query.bound) + each(key.bound)
+    return summed_scores(whole, off, whole + off, 2 * whole, terms, scale, arithmetic)
 
 
 @dataclass(frozen=True)
@@ -186,9 +194,9 @@ def pair_order(size: int, interleaved: bool) -> Tensor:
     return channels.view(-1, 2).t().flatten() if interleaved else channels
 
 
-def rotated(made: LinearBound, heads: int, interleaved: bool, arithmetic: Arithmetic) -> Rotated:
+def rotated(made: LinearBound, heads: int, interleaved: bool, arithmetic: Arithmetic, factor: float = 1.0) -> Rotated:
     """Return what a rotation by any angles makes of a linear's outputs; interleaved: whether it turns channel 2i with
-    2i + 1, and not i with i + size/2.
+    2i + 1, and not i with i + size/2. factor: as in ``turned``.
 
     A rotation keeps the length of a pair, but for ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
     c), (c, b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²).
@@ -196,7 +204,7 @@ def rotated(made: LinearBound, heads: int, interleaved: bool, arithmetic: Arithm
     size = made.norms.numel() // heads
     order, half = pair_order(size, interleaved), size // 2
     relative, tiny = rotation_error(arithmetic)
-    both = (1 + math.sqrt(2) * relative) * COMPUTED
+    both = (1 + math.sqrt(2) * relative) * factor * COMPUTED
 
     def ordered(values: Tensor) -> Tensor:
         return values.view(heads, size)[:, order] * both

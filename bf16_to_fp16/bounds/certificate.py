@@ -59,9 +59,12 @@ from .linear import (
     bound_box,
     bound_linear,
     either,
+    enclosing_axes,
     layer_normalised,
     rms_normalised,
     squared_matrix_vector,
+    stream_itself,
+    summed_axes,
     table_of,
 )
 from .spectral import Spectra
@@ -95,6 +98,8 @@ class _Walk(Findings):
         self.stream = torch.zeros(0)
         self.stream_square = torch.zeros(0)
         self.stream_norm = 0.0
+        self.stream_axes = torch.zeros(0)
+        """Squared axes of an ellipsoid that the stream lies in, where sublayers read it without a norm."""
         self.until_one_fails = False
         self.memory: tuple[NormOutput, Tensor] | None = None
         """What a decoder reads of the encoder: its final norm's output, and the mean square of each component."""
@@ -169,6 +174,7 @@ class _Walk(Findings):
             self.note(f"{path}:mul", SiteKind.RESIDUAL, amax)
             self.dropout(path, keep)
         self.stream, self.stream_square, self.stream_norm = amax, square, length
+        self.stream_axes = enclosing_axes(amax, length)
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
         """Return the bounds of what another model's outputs bring into the stream, and its mean squares.
@@ -201,8 +207,9 @@ class _Walk(Findings):
         if stack.is_last and self.layout.head is not None:
             self.head(self.layout.head, final, square)
 
-    def add(self, sublayer: Sublayer, made: Projection, square: Tensor) -> None:
-        """Add a sublayer's output, of mean square ``square``, to the residual stream, channel by channel."""
+    def add(self, sublayer: Sublayer, made: Projection, square: Tensor, axes: Tensor | None) -> None:
+        """Add a sublayer's output, of mean square ``square``, to the residual stream, channel by channel; axes: squared
+        ones of an ellipsoid that it lies in, where they are known."""
         keep, branch = self.kept("stream"), made.bound
         width = branch.numel()
         length = min(made.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
@@ -215,10 +222,18 @@ class _Walk(Findings):
             self.dropout(path, keep)
         self.stream = self.rounded(self.stream + branch)
         self.stream_square = self.stream_square + square
+        if self.layout.reads_stream_itself:
+            a = self.arithmetic
+            own = enclosing_axes(branch, length) if axes is None else axes / keep**2 * (1 + a.unit) ** 2
+            total_axes = summed_axes(self.stream_axes, own) * (1 + a.unit) ** 2
+            self.stream_axes = summed_axes(total_axes, torch.full_like(branch, width * (2 * a.tiny) ** 2))
         self.note(sublayer.add, SiteKind.RESIDUAL, self.stream)
 
     def norm(self, path: str) -> tuple[NormOutput, Tensor]:
-        """Return what a norm of the residual stream gives, and the mean square of its components."""
+        """Return what a norm of the residual stream gives, and the mean square of its components; of the stream itself
+        without one."""
+        if not path:
+            return stream_itself(self.stream_axes, self.stream), self.stream_square
         length = min(float(self.stream.norm()), self.stream_norm)
         return self.normalised(path, self.stream, self.stream_square, length)
 
@@ -261,6 +276,8 @@ class _Walk(Findings):
         weight, bias = self.weight(path)
         made = bound_linear(source, weight, bias, self.arithmetic, f"{path}.weight")
         expected = (made.norms / made.radius).square() + made.centre.square()
+        if source.most is not None:
+            expected = squared_matrix_vector(weight, square) + made.centre.square()
         self.inner[f"{path}:input"] = largest(source.bound)
         self.record(path, kind, (made.bound, made.partial), expected, (source.bound, square))
         return made, expected
@@ -288,11 +305,12 @@ class _Walk(Findings):
     def join(self, sublayer: Sublayer, made: Projection, expected: Tensor) -> None:
         """Add what a sublayer's output projection gives to the stream, through the norm between where there is one;
         expected: its mean squares."""
+        axes = None
         if sublayer.post_norm:
             length = min(made.length, float(made.bound.norm()))
             out, expected = self.normalised(sublayer.post_norm, made.bound, expected, length)
-            made = Projection(out.bound, out.bound, out.length)
-        self.add(sublayer, made, expected)
+            made, axes = Projection(out.bound, out.bound, out.length), None if out.shift is not None else out.axes
+        self.add(sublayer, made, expected, axes)
 
     # -- sublayers --------------------------------------------------------------------------------------------------
 
@@ -313,7 +331,7 @@ class _Walk(Findings):
         (query, query_square), (key, key_square) = next(linears), next(linears)
         if sublayer.rotary and sublayer.query_norm:
             normed = (sublayer.query_norm, query, query_square, heads), (sublayer.key_norm, key, key_square, kv_heads)
-            self.turned_score(sublayer, heads, *(self.head_norm(*each) for each in normed))
+            self.turned_score(sublayer, heads, *(self.head_norm(sublayer, *each) for each in normed))
         elif sublayer.rotary:
             self.rotated_score(sublayer, (query, heads), (key, kv_heads))
         else:
@@ -334,16 +352,23 @@ class _Walk(Findings):
         entering, mean_square = (spread_out(x, read) for x in (context.bound, mean_square / 4))
         self.join(sublayer, made, self.project(sublayer.output, weight, made, entering, mean_square))
 
-    def head_norm(self, path: str, made: LinearBound, square: Tensor, heads: int) -> NormOutput:
-        """Bound the norm of each head of queries or keys; square: the mean squares that it reads, of all heads."""
-        bound, square = (x.view(heads, -1) for x in (made.bound, square))
-        return self.normalised(path, bound.amax(0), square.mean(0), float(bound.norm(dim=1).max()))[0]
+    def head_norm(
+        self, sublayer: Attention, path: str, made: LinearBound, square: Tensor, heads: int
+    ) -> tuple[NormOutput, int]:
+        """Bound the norm of queries or keys, and return of how many heads it is; square: the mean squares that it
+        reads, of all heads."""
+        together = heads if sublayer.norms_whole else 1
+        bound, square = (x.view(heads // together, -1) for x in (made.bound, square))
+        return self.normalised(path, bound.amax(0), square.mean(0), float(bound.norm(dim=1).max()))[0], together
 
-    def turned_score(self, sublayer: Attention, heads: int, query: NormOutput, key: NormOutput) -> None:
-        """Bound a rotation of normalised queries and keys, and their scores."""
+    def turned_score(
+        self, sublayer: Attention, heads: int, query: tuple[NormOutput, int], key: tuple[NormOutput, int]
+    ) -> None:
+        """Bound a rotation of normalised queries and keys, and their scores; query, key: with the number of heads that
+        one norm is of."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
-        one, other = turned(query, a), turned(key, a)
-        self.turn({sublayer.query_norm: one.bound, sublayer.key_norm: other.bound})
+        one, other = (turned(source, a, together, sublayer.rotary_factor) for source, together in (query, key))
+        self.turn({sublayer.query_norm: one.bound.flatten(), sublayer.key_norm: other.bound.flatten()})
         factors = self.rotation(sublayer, one.bound, other.bound)
         self.scored(sublayer, turned_score_bounds(one, other, heads, a, scale), scale, factors)
 
@@ -351,7 +376,9 @@ class _Walk(Findings):
         """Bound a rotation of queries and keys as their projections make them, and their scores; query, key: with the
         number of heads."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
-        one, other = (rotated(made, heads, sublayer.interleaved, a) for made, heads in (query, key))
+        one, other = (
+            rotated(made, heads, sublayer.interleaved, a, sublayer.rotary_factor) for made, heads in (query, key)
+        )
         turned_rows = {sublayer.query: one.bound, sublayer.key: other.bound}
         if sublayer.fused:
             turned_rows = {
@@ -370,7 +397,7 @@ class _Walk(Findings):
     def rotation(self, sublayer: Attention, query: Tensor, key: Tensor) -> float:
         """Record the steps of a rotation of queries and keys; return their largest bound."""
         most = max(largest(query), largest(key))
-        self.note(f"{sublayer.rotary}:to", SiteKind.ROTATION, 1.0)
+        self.note(f"{sublayer.rotary}:to", SiteKind.ROTATION, sublayer.rotary_factor)
         for operation in ("mul", "mul#2", "mul#3", "mul#4", "add", "add#2"):
             self.note(f"{sublayer.at}:{operation}", SiteKind.ROTATION, most)
         return most

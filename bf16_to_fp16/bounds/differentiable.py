@@ -42,7 +42,17 @@ from .attention import (
     turned_score_bounds,
 )
 from .feed_forward import LOWEST
-from .linear import NormOutput, either, in_ball, knapsack, layer_normalised, rms_normalised
+from .linear import (
+    NormOutput,
+    either,
+    enclosing_axes,
+    in_ball,
+    knapsack,
+    layer_normalised,
+    rms_normalised,
+    stream_itself,
+    summed_axes,
+)
 
 SQUARINGS = 10  # times that a Gram matrix of a head is squared: as 1024 steps of power iteration
 STEPS = 32  # steps of power iteration on the rows of a feed-forward, whose Gram matrix is not made
@@ -102,14 +112,15 @@ class DifferentiableBounds:
             return [(name, view) for name in (f"{path}.weight", f"{path}.bias") if name in layout.tensors]
 
         def scores(sublayer: Attention) -> list[Owner]:
-            if sublayer.query_norm:
+            if sublayer.query_norm and not sublayer.norms_whole:
                 return linear(sublayer.query_norm, all_of) + linear(sublayer.key_norm, all_of)
             queries, keys = (
                 partial(by_head, heads=layout.heads(sublayer), fused=sublayer.fused, number=i) for i in (0, 1)
             )
             # Keys that several heads of queries share have no row for each of them.
             shared = layout.kv_heads(sublayer) != layout.heads(sublayer)
-            return linear(sublayer.query, queries) + ([] if shared else linear(sublayer.key, keys))
+            query, key = sublayer.query_norm or sublayer.query, sublayer.key_norm or sublayer.key
+            return linear(query, queries) + ([] if shared else linear(key, keys))
 
         for stack in layout.stacks():
             starts = (layout.table(stack.ends), stack.ends.positions)
@@ -155,6 +166,7 @@ class _Walk:
         self.finds_means = wanted is None and not again
         self.found: dict[str, Tensor] = {}
         self.stream: Tensor | None = None
+        self.axes = torch.empty(0)  # squared ones of an ellipsoid that the stream lies in, as the certificate's
         self.memory: NormOutput | None = None
 
     def run(self) -> dict[str, Tensor]:
@@ -163,25 +175,21 @@ class _Walk:
             if reader.is_first:
                 sums = [x for s in stack.sublayers for x in (s.add, *outputs_of(s))]
                 follows = (self.stream_counts and self.wants(*sums)) or (self.centred and self.finds_means)
+                follows = follows or self.layout.reads_stream_itself
                 self.stream = self.embedding(stack.ends) if follows else None
-            source = self.norm(reader.norm)
+                if self.layout.reads_stream_itself:
+                    self.axes = self.first_axes(stack.ends)
+            source = self.read_by(reader.norm)
             if isinstance(sublayer, Attention):
                 self.scores(sublayer, source)
-                if self.stream is not None:
-                    made, partial_sums = self.attention_output(sublayer, source)
-                    self.add(sublayer, {sublayer.output: torch.maximum(made, partial_sums)}, made)
             elif sublayer is not None:
                 for path in first_linears(sublayer):
                     if path in self.fixed and self.wants(path):
                         self.linear_site(path, source)
-                if self.stream is not None:
-                    outputs = {
-                        each.output: self.feed_forward_output(each, source) for each in feed_forwards_of(sublayer)
-                    }
-                    # A token has the output of one expert at most, times a probability.
-                    self.add(sublayer, outputs, torch.stack(list(outputs.values())).amax(0))
             else:
                 self.end(stack, source)
+            if sublayer is not None and self.stream is not None:
+                self.add(sublayer, *self.outputs(sublayer, source))
         return self.found
 
     def end(self, stack: ResolvedStack, source: NormOutput) -> None:
@@ -231,15 +239,43 @@ class _Walk:
             amax = torch.maximum(amax, rows_of(weight.mT, None, brought).partial)
         return self.normalised(ends.first_norm, amax).exact if ends.first_norm else amax
 
+    def first_axes(self, ends: StackEnds) -> Tensor:
+        """Squared axes of an ellipsoid that holds what the stream begins with."""
+        table = self.weight(self.layout.table(ends))
+        assert table is not None and self.stream is not None
+        return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
+
+    def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Bounds of a sublayer's output projections by path, and of what they give together; zeros where a norm behind
+        them makes what joins the stream and none is wanted."""
+        if sublayer.post_norm and not self.stream_counts and not self.centred:
+            return {}, torch.zeros(())
+        if isinstance(sublayer, Attention):
+            made, partial_sums = self.attention_output(sublayer, source)
+            return {sublayer.output: torch.maximum(made, partial_sums)}, made
+        found = {each.output: self.feed_forward_output(each, source) for each in feed_forwards_of(sublayer)}
+        # A token has the output of one expert at most, times a probability.
+        return found, torch.stack(list(found.values())).amax(0)
+
     def add(self, sublayer: Sublayer, outputs: Mapping[str, Tensor], made: Tensor) -> None:
         assert self.stream is not None
         for path, bounds in outputs.items() if self.stream_counts else ():
             self.note(path, bounds)
-        if sublayer.post_norm:
-            made = self.norm(sublayer.post_norm).bound
+        source = self.norm(sublayer.post_norm) if sublayer.post_norm else None
+        made = made if source is None else source.bound
+        if self.layout.reads_stream_itself:
+            own = enclosing_axes(made, made.norm()) if source is None else source.axes
+            self.axes = summed_axes(self.axes, own) * (1 + self.a.unit) ** 2
         self.stream = (self.stream + made) * (1 + self.a.unit)
         if self.stream_counts:
             self.note(sublayer.add, self.stream)
+
+    def read_by(self, norm: str) -> NormOutput:
+        """What a sublayer reads of the stream, through its norm where it has one."""
+        if norm:
+            return self.norm(norm)
+        assert self.stream is not None
+        return stream_itself(self.axes, self.stream)
 
     def norm(self, path: str) -> NormOutput:
         """What a norm gives, of the stream where it is a LayerNorm."""
@@ -369,11 +405,15 @@ class _Walk:
             self.note(site, bound)
 
     def turned_scores(self, sublayer: Attention) -> tuple[Tensor, ...]:
-        """Bounds of the scores of normalised and turned queries and keys, which all heads have in common: of products
-        and partial sums, scaled, and of how far those of one query lie apart."""
+        """Bounds of the scores of normalised and turned queries and keys, which heads of one norm have in common: of
+        products and partial sums, scaled, and of how far those of one query lie apart."""
         scale = self.layout.score_scale(sublayer)
-        query, key = (turned(self.norm(path), self.a) for path in (sublayer.query_norm, sublayer.key_norm))
-        made = turned_score_bounds(query, key, 1, self.a, scale)
+        heads, kv_heads = self.layout.heads(sublayer), self.layout.kv_heads(sublayer)
+        if not sublayer.norms_whole:
+            heads = kv_heads = 1
+        norms = zip((sublayer.query_norm, sublayer.key_norm), (heads, kv_heads), strict=True)
+        query, key = (turned(self.norm(path), self.a, of, sublayer.rotary_factor) for path, of in norms)
+        made = turned_score_bounds(query, key, heads, self.a, scale)
         return torch.maximum(made.product, made.partial), made.product * scale, made.span
 
     def masked(self, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
@@ -403,6 +443,7 @@ class _Walk:
             size = len(made.norms) // number
             order = pair_order(size, sublayer.interleaved).to(made.norms.device)
             matrix, centre = made.radius * made.matrix.view(number, size, -1)[:, order], made.centre.view(number, size)
+            matrix, centre = matrix * sublayer.rotary_factor, centre * sublayer.rotary_factor
             group = heads // number
             sides.append((matrix.repeat_interleave(group, 0), centre[:, order].repeat_interleave(group, 0)))
         (q, cq), (k, ck) = sides

@@ -25,7 +25,7 @@ class NormOutput:
     """A norm's output as arithmetic makes it: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``.
 
     ``gain``, ``shift``, ``absolute``: fp64 [d]. Each component of the error is at most ``relative``·(|gain·n| +
-    |shift|) + ``absolute``.
+    |shift|) + ``absolute``. ``most``: bound of each component where one is known besides, fp64 [d].
     """
 
     gain: Tensor
@@ -33,6 +33,7 @@ class NormOutput:
     radius: float
     relative: float
     absolute: Tensor
+    most: Tensor | None = None
 
     @property
     def values(self) -> tuple[float | bytes | None, ...]:
@@ -61,7 +62,15 @@ class NormOutput:
     @property
     def bound(self) -> Tensor:
         """Bound of each component: fp64 [d]."""
-        return (self.exact * (1 + self.relative) + self.absolute) * COMPUTED
+        made = (self.exact * (1 + self.relative) + self.absolute) * COMPUTED
+        return made if self.most is None else torch.minimum(made, self.most)
+
+    @property
+    def axes(self) -> Tensor:
+        """Squared axes of an ellipsoid that it lies in, of one without shift: fp64 [d]."""
+        assert self.shift is None
+        scaled, error = self.gain * self.radius * (1 + self.relative), self.absolute.square() * len(self.absolute)
+        return summed_axes(scaled.square(), error)
 
     @property
     def length(self) -> float:
@@ -72,6 +81,37 @@ class NormOutput:
         longest = float(self.gain.abs().max()) * self.radius
         longest += 0.0 if self.shift is None else float(self.shift.norm())
         return (longest * (1 + self.relative) + float(self.absolute.norm())) * COMPUTED
+
+
+def summed_axes(one: Tensor, other: Tensor) -> Tensor:
+    """Return the squared axes of an ellipsoid that holds every sum of a point of one and a point of the other.
+
+    By Cauchy-Schwarz (x + y)²/(a/p + b/(1 − p)) ≤ x²/a + y²/b in each channel, of sums p + (1 − p) over all of them,
+    for every p. This one has the least sum of squared axes (Kurzhanski and Vályi, Ellipsoidal calculus, 2.1).
+    """
+    long, short = one.sum().sqrt(), other.sum().sqrt()
+    if not (long > 0 and short > 0):
+        return (one + other) * COMPUTED
+    return (long + short) * (one / long + other / short) * COMPUTED
+
+
+def enclosing_axes(caps: Tensor, length: float | Tensor) -> Tensor:
+    """Return the squared axes of an ellipsoid that holds every vector whose components are at most ``caps`` and whose
+    ‖·‖₂ is at most ``length``: [d].
+
+    Both are ellipsoids' conditions, Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1, and so is their mean.
+    """
+    box, ball = caps.square() * caps.numel(), length * length
+    return box * (2 * ball / (box + ball)).nan_to_num(0.0) * COMPUTED
+
+
+def stream_itself(axes: Tensor, caps: Tensor) -> NormOutput:
+    """Return a residual stream as what sublayers read without a norm: ‖x/√axes‖₂ ≤ 1, with components up to ``caps``.
+
+    Its radius is √d, so that its gain is about its root mean square. Its rounding is in its axes.
+    """
+    radius = math.sqrt(caps.numel())
+    return NormOutput((axes.sqrt() / radius) * COMPUTED, None, radius, 0.0, torch.zeros_like(caps), caps)
 
 
 def either(one: NormOutput, other: NormOutput) -> NormOutput:

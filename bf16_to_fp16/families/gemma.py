@@ -23,7 +23,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i``."""
     at, named = f"layers.{i}", str(config["hidden_act"])
     gated = wired_feed_forward(at, ACTIVATIONS.get(named, named))
-    return attention(wired_attention(at), STYLE, shared_values(config)), feed_forward(gated, STYLE)
+    return attention(wired_attention(config, at), STYLE, shared_values(config)), feed_forward(gated, STYLE)
 
 
 OTHERS = ("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")

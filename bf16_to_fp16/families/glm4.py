@@ -13,7 +13,6 @@ from dataclasses import replace
 from .llama import (
     LLAMA,
     QUERIES_KEYS_VALUES,
-    check_rotation,
     classes,
     layers,
     number,
@@ -27,10 +26,9 @@ from .types import Part
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i``."""
-    check_rotation(config)
     at, count = f"layers.{i}", number(config, "intermediate_size")
     style = Style(biased=QUERIES_KEYS_VALUES if config["attention_bias"] else ())
-    w = wired_attention(at, post_norm=f"{at}.post_self_attn_layernorm", interleaved=True)
+    w = wired_attention(config, at, post_norm=f"{at}.post_self_attn_layernorm", interleaved=True)
     gated = wired_feed_forward(
         at,
         config["hidden_act"],

@@ -19,6 +19,7 @@ from .glm4 import GLM4
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .longt5 import LONGT5
 from .mbart import MBART
+from .olmo import OLMO2, OLMO3
 from .pegasus import PEGASUS
 from .roles import Roles, roles
 from .switch import SWITCH
@@ -44,6 +45,8 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2,
     QWEN3,
     GLM4,
+    OLMO2,
+    OLMO3,
     T5GEMMA,
 )
 """Every supported family."""

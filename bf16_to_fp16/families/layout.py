@@ -245,9 +245,20 @@ class Layout:
         return tuple(name for name, signal in self.signals.items() if signal.kind is Kind.RESIDUAL)
 
     @property
+    def entrances(self) -> Mapping[str, str]:
+        """Module paths of what reads a residual stream, norms and linears, in order, each with the signal's name."""
+        return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
+
+    @property
     def streams_read(self) -> Mapping[str, str]:
         """Module paths of the norms that read a residual stream, in order, each with the signal's name."""
-        return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
+        found = self.entrances.items()
+        return {path: name for path, name in found if len(self.tensors[f"{path}.weight"].shape) == 1}
+
+    @property
+    def reads_stream_itself(self) -> bool:
+        """Whether sublayers read a residual stream without a norm."""
+        return len(self.entrances) > len(self.streams_read)
 
     @property
     def norms(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from these records.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 
 from ..errors import UserError
 from .configs import looked_up, whole_number
-from .older import kind_of
+from .older import is_nested, kind_of
 from .parts import PLAIN, Style, attention, ends, feed_forward, head, states, table, tied_head, untied_head
 from .types import (
     Attention,
@@ -77,22 +78,56 @@ ROTATIONS = ("default", "linear", "dynamic", "llama3", "proportional")
 """Kinds of rotary positions whose cosines and sines are those of an angle; others multiply them by a factor."""
 
 
-def check_rotation(config: Mapping[str, object]) -> None:
-    """Raise UserError for rotary positions that multiply queries and keys by more than a rotation does."""
+def rotary_factor(config: Mapping[str, object]) -> float:
+    """Return the largest factor by which the rotary positions of any layer multiply cosines and sines, at least 1.
+
+    Raises UserError for a kind of positions whose factor is not known.
+    """
+    factors = [1.0]
     for key in ("rope_parameters", "rope_scaling"):
-        found = config.get(key)
-        if not isinstance(found, Mapping):
-            continue
-        kind = kind_of(found)
-        if kind not in ROTATIONS and found.get("attention_factor") != 1:
+        rotation = config.get(key)
+        if isinstance(rotation, Mapping):
+            by_layer = rotation.values() if is_nested(rotation) else [rotation]
+            factors += [stated_factor(config, key, each) for each in by_layer if isinstance(each, Mapping)]
+    return max(factors)
+
+
+def stated_factor(config: Mapping[str, object], key: str, rotation: Mapping[str, object]) -> float:
+    """Return the factor of one kind of rotary positions, as ``modeling_rope_utils`` of transformers makes it."""
+    kind, given = kind_of(rotation), rotation.get("attention_factor")
+    if kind in ROTATIONS:
+        return 1.0
+    if given is not None or kind not in ("yarn", "longrope"):
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
             raise UserError(
-                f"config.json: {key!r} is of the kind {kind!r}, which multiplies queries and keys by a factor that has"
-                f" no bound yet; known are {', '.join(ROTATIONS)}, and others with an attention_factor of 1.0"
+                f"config.json: {key!r} is of the kind {kind!r} with an attention_factor of {given!r}, and what"
+                f" multiplies queries and keys has no bound; known are {', '.join(ROTATIONS)}, yarn, longrope, and"
+                " others with a positive attention_factor"
             )
+        return float(given)
+
+    def size(name: str, otherwise: object) -> float:
+        value = rotation.get(name) or config.get(name) or otherwise
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise UserError(f"config.json: {key!r} has the {name} {value!r}; take it from the original checkpoint")
+        return value
+
+    longest = config.get("max_position_embeddings")
+    original = float(size("original_max_position_embeddings", longest))
+    factor = rotation.get("factor")
+    factor = size("max_position_embeddings", None) / original if factor is None else size("factor", None)
+    if kind == "longrope":
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+    def scale(times: object = 1) -> float:
+        return 1.0 if factor <= 1 else 0.1 * float(str(times)) * math.log(factor) + 1.0
+
+    over, under = rotation.get("mscale"), rotation.get("mscale_all_dim")
+    return scale(over) / scale(under) if over and under else scale()
 
 
-def wired_attention(at: str, **own: Any) -> Attention:
-    """Return how the attention of a layer is wired; own: what is another than Llama's."""
+def wired_attention(config: Mapping[str, object], at: str, **own: Any) -> Attention:
+    """Return how the attention of a layer is wired, by the config too; own: what is another than Llama's."""
     m = f"{at}.self_attn"
     w = Attention(
         m,
@@ -101,6 +136,7 @@ def wired_attention(at: str, **own: Any) -> Attention:
         heads="num_attention_heads",
         add=f"{at}:add",
         rotary="rotary_emb",
+        rotary_factor=rotary_factor(config),
         kv_heads="num_key_value_heads",
     )
     return replace(w, **own)
@@ -132,11 +168,10 @@ def block(config: Mapping[str, object], i: int, *, biases: Biases, normed: bool 
 
     normed: whether queries and keys are normalised, head by head.
     """
-    check_rotation(config)
     check_window(config)
     style = Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"
-    w = wired_attention(at, norms_by_position=normed, **(head_norms(at) if normed else {}))
+    w = wired_attention(config, at, norms_by_position=normed, **(head_norms(at) if normed else {}))
     gated = wired_feed_forward(at, config["hidden_act"])
     return attention(w, style, shared_values(config)), feed_forward(gated, style)
 

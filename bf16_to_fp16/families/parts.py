@@ -56,19 +56,24 @@ class Style:
 
     def linear(self, path: str, rows: str, columns: str, *axes: Axis | None) -> tuple[Tensor, ...]:
         """Return the weight of a linear, and its bias where it has one."""
-        weight = Tensor(f"{path}.weight", (rows, columns), axes)
+        through = axes == (multiplied_by(RESIDUAL), divided_by(RESIDUAL))  # the stream's factor, which leaves it alone
+        weight = Tensor(f"{path}.weight", (rows, columns), (None, None) if through else axes)
         if path.rpartition(".")[2] not in self.biased:
             return (weight,)
         return weight, Tensor(f"{path}.bias", (rows,), axes[:1])
 
     def reads(self, norm: str) -> Axis | None:
-        """Return the axis along which a weight reads a norm's output."""
+        """Return the axis along which a weight reads a norm's output, or the stream where there is none."""
+        if not norm:
+            return divided_by(RESIDUAL)
         return None if self.offset else divided_by(norm)
 
-    def normalised(self, norm: str) -> tuple[Signal, tuple[Tensor, ...]]:
-        """Return the output of a norm of the stream, and its gains."""
+    def normalised(self, norm: str) -> tuple[tuple[Signal, ...], tuple[Tensor, ...]]:
+        """Return the output of a norm of the stream, and its gains; nothing without one."""
+        if not norm:
+            return (), ()
         signal = Signal(norm, Kind.FIXED if self.offset else Kind.NORM, self.model, (output_of(norm),))
-        return signal, self.norm(norm, None if self.offset else multiplied_by(norm))
+        return (signal,), self.norm(norm, None if self.offset else multiplied_by(norm))
 
     def behind(self, wiring: Sublayer) -> tuple[Tensor, ...]:
         """Return the gains between a sublayer and the stream, none where nothing is there."""
@@ -109,11 +114,11 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
     carry what queries alone do, or the gains of their norm.
     """
     query_key, value, scores = f"{wiring.at}.query_key", f"{wiring.at}.value", f"{wiring.at}.scores"
-    signal, gains = style.normalised(wiring.norm)
+    normed, gains = style.normalised(wiring.norm)
     own, (read, of_keys) = style.reads(wiring.norm), pairs(wiring, share)
     others, columns = (None, style.memory or style.model) if wiring.memory else (own, style.model)
     rows = [fused_rows(wiring.fused, number, spread) for number, spread in enumerate((read, of_keys, ()))]
-    stream = [input_of(wiring.norm)]
+    stream = [input_of(wiring.entrance)]
     queries, keys = multiplied_by(query_key, rows[0]), divided_by(query_key, rows[1])
     values = multiplied_by(value, rows[2])
     inner: list[Tensor] = []
@@ -126,15 +131,17 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
             input_of(wiring.key_norm),
         ]
         # A rotation mixes the channels of a pair, so that both gains of one carry the same.
-        pair = (share[2] // 2, 2) if wiring.interleaved else (1, 2, share[2] // 2)
-        given, against = multiplied_by(query_key, pair), divided_by(query_key, pair)
+        sizes = (style.inner, style.kv_inner) if wiring.norms_whole else ("head", "head")
+        of_both = pairs(wiring, share if wiring.norms_whole else (1, 1, share[2]))
         inner = [
-            *style.norm(wiring.query_norm, multiplied_by(scores).beside(given), "head"),
-            *style.norm(wiring.key_norm, against, "head"),
+            *style.norm(
+                wiring.query_norm, multiplied_by(scores).beside(multiplied_by(query_key, of_both[0])), sizes[0]
+            ),
+            *style.norm(wiring.key_norm, divided_by(query_key, of_both[1]), sizes[1]),
         ]
-        priced = Signal(scores, Kind.ASYMPTOTIC, "head", (), beside=(output_of(wiring.query_norm),))
-        seen = output_of(wiring.query_norm, 1, pair), output_of(wiring.key_norm, -1, pair)
-        scored = [Signal(query_key, Kind.QUERY_KEY, "head", seen, pair)]
+        priced = Signal(scores, Kind.ASYMPTOTIC, sizes[0], (), beside=(output_of(wiring.query_norm),))
+        seen = output_of(wiring.query_norm, 1, of_both[0]), output_of(wiring.key_norm, -1, of_both[1])
+        scored = [Signal(query_key, Kind.QUERY_KEY, sizes[1], seen, of_both[1])]
     else:
         seen = output_of(wiring.query, 1, rows[0]), output_of(wiring.key, -1, rows[1])
         scored = [Signal(query_key, Kind.QUERY_KEY, style.kv_inner, seen, of_keys)]
@@ -159,7 +166,7 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
     return Part(
         signals=(
             Signal(RESIDUAL, Kind.RESIDUAL, style.model, tuple(stream)),
-            signal,
+            *normed,
             *scored,
             priced,
             Signal(
@@ -182,7 +189,7 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
     Only the linear branch of a gate, or a ReLU, passes a factor through; GELU and SiLU do so far out alone.
     """
     neuron, gate = f"{wiring.at}.neuron", f"{wiring.at}.gate"
-    signal, gains = style.normalised(wiring.norm)
+    normed, gains = style.normalised(wiring.norm)
     moves = bool(wiring.gate) or wiring.activation == "relu"
     gates, neurons = (fused_rows(wiring.fused, number) for number in (0, 1))
     out, back = multiplied_by(neuron, neurons), divided_by(neuron)
@@ -193,7 +200,7 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
         out = out.beside(opened)
     seen = output_of(wiring.linear, 1, neurons), input_of(wiring.output)
     pre_activations = Signal(gate, Kind.ASYMPTOTIC, style.ff, (output_of(wiring.gate, 1, gates),), beside=seen[1:])
-    stream = [input_of(wiring.norm), output_of(wiring.output)]
+    stream = [input_of(wiring.entrance), output_of(wiring.output)]
     if wiring.post_norm:
         stream += [input_of(wiring.post_norm), output_of(wiring.post_norm)]
     own = style.reads(wiring.norm)
@@ -201,7 +208,7 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
     return Part(
         signals=(
             Signal(RESIDUAL, Kind.RESIDUAL, style.model, tuple(stream)),
-            signal,
+            *normed,
             Signal(neuron, Kind.NEURON if moves else Kind.ASYMPTOTIC, style.ff, seen),
             *((pre_activations,) if wiring.gate else ()),
         ),
@@ -255,8 +262,8 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
     """Return a final norm and a head of its own that reads it."""
-    signal, gains = style.normalised(norm)
+    normed, gains = style.normalised(norm)
     if style.offset:
-        (signal,), gains = states(norm, style).signals, states(norm, style).tensors
+        normed, gains = states(norm, style).signals, states(norm, style).tensors
     own = Tensor(of.linears[0].weight, ("vocab", style.model), (multiplied_by(LOGITS), style.reads(norm)))
-    return Part((signal, logits(of)), (*gains, own, *others), of)
+    return Part((*normed, logits(of)), (*gains, own, *others), of)

@@ -30,7 +30,9 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
     check_window(config, f"{stack}.sliding_window")
     at = f"{stack}.layers.{i}"
     dropout, own, share = f"{at}.dropout", style(stack), shared_values(config, f"{stack}.")
+    inner = config.get(stack)
     w = wired_attention(
+        inner if isinstance(inner, Mapping) else {},
         at,
         norm=f"{at}.pre_self_attn_layernorm",
         post_norm=f"{at}.post_self_attn_layernorm",

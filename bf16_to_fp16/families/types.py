@@ -159,7 +159,7 @@ class Attention:
     """
 
     at: str  # the module that forms the scores
-    norm: str
+    norm: str  # "" where its linears read the stream itself
     query: str
     key: str
     value: str
@@ -176,9 +176,11 @@ class Attention:
     key_norm: str = ""
     norms_by_position: bool = False
     """Whether these norms read positions before heads, [rows, positions, heads, channels]."""
+    norms_whole: bool = False  # whether they are of all heads together, as wide as the projection
     rotary: str = ""
     """The module that gives the cosines and sines by which queries and keys are turned, channel i with i +
     head_dim/2; where it turns the first channels of a head alone, the others count as if they were."""
+    rotary_factor: float = 1.0  # at least what these cosines and sines are multiplied with, and 1
     interleaved: bool = False  # whether it turns channels 2i and 2i + 1 instead
     kv_heads: str = ""  # config key of the number of heads of keys and values, "" where it is ``heads``
     scale: str = ""
@@ -202,6 +204,11 @@ class Attention:
     attributes: StockAttributes | None = None  # of its module, where they are not the family's
     fused: tuple[int, ...] = ()
     """How many rows of one matrix are of queries, keys and values, in this order, where these three are one module."""
+
+    @property
+    def entrance(self) -> str:
+        """The module that reads the stream, one of them where it has no norm."""
+        return self.norm or self.query
 
     @property
     def scaling(self) -> tuple[str, ...]:
@@ -228,8 +235,9 @@ class FeedForward:
 
     ``at``: the module that forms the product. ``gate``: path of the linear whose activation multiplies ``linear``'s
     output, "" for a plain sublayer, whose ``linear`` is activated itself. ``activation``: its name in the config;
-    ``act``: the module that applies it. ``add``, ``post_norm`` as in ``Attention``; ``dropouts``: of the neurons, of
-    the output. ``fused``: how many rows of one matrix are of gate and ``linear``, where these two are one module.
+    ``act``: the module that applies it. ``norm``, ``add``, ``post_norm`` as in ``Attention``; ``dropouts``: of the
+    neurons, of the output. ``fused``: how many rows of one matrix are of gate and ``linear``, where these two are one
+    module.
     """
 
     at: str
@@ -244,18 +252,29 @@ class FeedForward:
     post_norm: str = ""
     fused: tuple[int, ...] = ()
 
+    @property
+    def entrance(self) -> str:
+        """As in ``Attention``."""
+        return self.norm or self.linear
+
 
 @dataclass(frozen=True)
 class Experts:
-    """How the modules of a sublayer are connected that has several feed-forwards, of which each token takes one.
+    """How the modules of a sublayer are connected that has several feed-forwards, of which each token takes some.
 
     ``at``: the module that hands tokens out and gathers what comes back, 0 for a token that no expert takes. ``norm``,
-    ``add``, ``post_norm`` as in ``Attention``. ``router``: the module that chooses, in fp32, by the largest
-    probability, and gives which expert takes a token, [rows, positions, experts], and with what probability its output
-    is multiplied. ``classifier``: the linear whose outputs are the logits of that choice. ``noise``: config key of how
-    far from 1 the factor may be by which the stock class multiplies the norm's output in training, for the router alone
-    or for the experts too. ``experts``: plain feed-forwards, or gated ones, that read the norm's output. ``dropouts``:
-    of the output.
+    ``add``, ``post_norm`` as in ``Attention``. ``router``: the module that chooses by its scores. ``classifier``: the
+    linear whose outputs are the logits of that choice. ``noise``: config key of how far from 1 the factor may be by
+    which the stock class multiplies the norm's output in training, for the router alone or for the experts too, "" for
+    never. ``experts``: plain feed-forwards, or gated ones, that read the norm's output. ``dropouts``: of the output.
+
+    ``chosen``: config key of how many experts take a token; "" where it is one, or none, by the largest probability in
+    fp32, and the router gives which, [rows, positions, experts], and its probability. With a key it gives its logits,
+    the weights of the outputs and the numbers of their experts, [tokens, experts of a token]. ``sigmoid``: whether
+    scores are sigmoids of the logits, and not a softmax. ``normalised``: config key of whether a token's weights are
+    divided by their sum, "" for always. ``scaling``: config key of what they are multiplied with, "" for nothing.
+    ``correction``: tensor that is added to the scores for the choice alone. ``shared``: a feed-forward that takes every
+    token as well, with a weight of 1; ``sum``: the site where it joins the others.
     """
 
     at: str
@@ -267,6 +286,23 @@ class Experts:
     add: str
     dropouts: tuple[str, ...] = ()
     post_norm: str = ""
+    chosen: str = ""
+    sigmoid: bool = False
+    normalised: str = ""
+    scaling: str = ""
+    correction: str = ""
+    shared: FeedForward | None = None
+    sum: str = ""
+
+    @property
+    def every(self) -> tuple[FeedForward, ...]:
+        """All its feed-forwards, the shared one last."""
+        return self.experts if self.shared is None else (*self.experts, self.shared)
+
+    @property
+    def entrance(self) -> str:
+        """As in ``Attention``."""
+        return self.norm
 
 
 @dataclass(frozen=True)
@@ -372,12 +408,12 @@ def feed_forwards_of(sublayer: Sublayer) -> tuple[FeedForward, ...]:
     """Return the feed-forwards of a sublayer: itself, each expert, or none of an attention."""
     if isinstance(sublayer, Attention):
         return ()
-    return sublayer.experts if isinstance(sublayer, Experts) else (sublayer,)
+    return sublayer.every if isinstance(sublayer, Experts) else (sublayer,)
 
 
 def outputs_of(sublayer: Sublayer) -> tuple[str, ...]:
     """Return the module paths of a sublayer's output projections: one, or one for each expert."""
-    return tuple(each.output for each in sublayer.experts) if isinstance(sublayer, Experts) else (sublayer.output,)
+    return tuple(each.output for each in sublayer.every) if isinstance(sublayer, Experts) else (sublayer.output,)
 
 
 Topology = Sublayer | StackEnds | Head | Projector
@@ -512,6 +548,17 @@ class StockAttributes:
 OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # the keys of a config whose layers all turn positions alike
 
 
+@dataclass(frozen=True)
+class StoredExperts:
+    """How files hold experts that stock code gathers in two tensors: each by itself, as linears of these names.
+    ``inside``: what files call the module around them, "" where that is stock code's name."""
+
+    gate: str = "gate_proj"
+    linear: str = "up_proj"
+    output: str = "down_proj"
+    inside: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """What a model family is made of, and all that the package knows of one family and not of another; pure data."""
@@ -591,6 +638,8 @@ class Family:
     eps_copies: tuple[str, ...] = ()  # further config keys that must say the same eps
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
     """Config keys of whether the embedding serves as head: every version of stock code goes by one of them."""
+    stored_experts: StoredExperts | None = None
+    """How files hold experts that stock code gathers, None where it has them as files do."""
     brings: Part | None = None  # what brings another model's outputs into the first stack, None where nothing does
 
     @property
@@ -620,7 +669,9 @@ class Family:
         return (self.encoder_ends,) if self.decoder_ends is None else (self.encoder_ends, self.decoder_ends)
 
 
-_KEYS = frozenset({"heads", "kv_heads", "scale", "cap", "radius", "block", "noise"})
+_KEYS = frozenset(
+    {"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling"}
+)
 """Fields of a topology that are keys of the config."""
 
 _OF_CONFIG = _KEYS | {"activation"}  # fields of a topology that are no paths
@@ -657,6 +708,8 @@ def inside(part: Part, body: str) -> Part:
                 new[each.name] = tuple(map(path, value))
             elif each.name == "experts":
                 new[each.name] = tuple(map(topology, value))
+            elif isinstance(value, FeedForward):
+                new[each.name] = topology(value)
         return replace(of, **new)  # type: ignore[arg-type]
 
     def moved(points: Iterable[ObservationPoint]) -> tuple[ObservationPoint, ...]:

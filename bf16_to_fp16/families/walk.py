@@ -1,7 +1,7 @@
 """One walk along the residual stream, in which bounds, hooks and searches visit a model.
 
-A sublayer reads the stream through a norm and adds its output to it; the final norm of a stack reads it last. So the
-norms, in the order in which they run, lead past everything that flows through a model.
+A sublayer reads the stream, most through a norm, and adds its output to it; the final norm of a stack reads it last.
+So these readers, in the order in which they run, lead past everything that flows through a model.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from .types import Attention, Sublayer
 
 @dataclass(frozen=True)
 class Reader:
-    """A norm that reads the residual stream.
+    """What reads the residual stream: a norm, or the linears of a sublayer that has none.
 
-    ``norm``: its module path. ``site``: where the stream that it reads was made, as the audit names it. ``sublayer``:
-    what reads the norm's output, None for the final norm of a stack. ``stack``: the one that both are in.
-    ``is_first``: whether it reads what its stack begins with, to which no sublayer has added.
+    ``norm``: the norm's module path, "" where there is none. ``entrance``: a module that reads it. ``site``: where the
+    stream that it reads was made, as the audit names it. ``sublayer``: what reads the norm's output, or the stream,
+    None for the final norm of a stack. ``stack``: the one that both are in. ``is_first``: whether it reads what its
+    stack begins with, to which no sublayer has added.
     """
 
     norm: str
+    entrance: str
     site: str
     sublayer: Sublayer | None
     stack: ResolvedStack
@@ -30,13 +32,13 @@ class Reader:
 
 
 def walk(layout: Layout) -> Iterator[Reader]:
-    """Yield every norm that reads the residual stream, in the order in which they run, the encoder's first."""
+    """Yield whatever reads the residual stream, in the order in which they run, the encoder's first."""
     for stack in layout.stacks():
         first = site = layout.stream(stack.ends)
         for sublayer in stack.sublayers:
-            yield Reader(sublayer.norm, site, sublayer, stack, site == first)
+            yield Reader(sublayer.norm, sublayer.entrance, site, sublayer, stack, site == first)
             site = sublayer.add
-        yield Reader(stack.ends.norm, site, None, stack, site == first)
+        yield Reader(stack.ends.norm, stack.ends.norm, site, None, stack, site == first)
 
 
 def norms_inside(sublayer: Sublayer | None) -> list[str]:

@@ -15,6 +15,7 @@ from ..families.known import of_model_type, roles_of
 from ..ranges import ChannelRange, ModuleRange, NormRange, Ranges, ScoreRange
 from ..run.batch import Batch, run_batch
 from .observer import SiteObserver
+from .sites import is_linear
 
 _STEPS_IN_A_BINADE = 8
 
@@ -38,7 +39,8 @@ class RangeObserver:
 
     def __enter__(self) -> RangeObserver:
         for path, module in self.model.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)) or is_norm(module) or path in self.attentions:
+            metered = isinstance(module, nn.Embedding) or is_linear(module) or is_norm(module)
+            if metered or path in self.attentions:
                 meter = self.meters.setdefault(path, _Meter(module, self.totals))
                 self._hooks.enter_context(module.register_forward_hook(meter, with_kwargs=True))
         self._hooks.enter_context(self.observer)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..numerics import FP16_MAX, FP16_STEP, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
 from ..run.products import is_cpu_half, is_matrix_product, product_in_fp32
 from . import origins
-from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Call, Site, site_name
+from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Call, Site, is_linear, site_name
 
 _FRIENDLY = dict.fromkeys(("bmm", "mm", "addmm", "baddbmm"), "matmul")
 _FRIENDLY |= {"_softmax": "softmax", "_safe_softmax": "softmax", "_to_copy": "to", "native_layer_norm": "layer_norm"}
@@ -127,7 +127,7 @@ class SiteObserver(TorchDispatchMode):
 
     def _hook(self, path: str, module: nn.Module) -> None:
         sites = self._sites.setdefault(path, {})
-        linear = isinstance(module, nn.Linear)
+        linear = is_linear(module)
         measured = self.only is None or path in self.only
         stack = self._stack
 

@@ -77,8 +77,8 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     site = layout.family.norm_site
     for reader in walk(layout):
         sublayer = reader.sublayer
-        entering(reader.norm, reader.site)
-        for norm in (reader.norm, *norms_inside(sublayer)):
+        entering(reader.entrance, reader.site)
+        for norm in filter(None, (reader.norm, *norms_inside(sublayer))):
             leaving(norm, f"{norm}:{site}")
         if isinstance(sublayer, Attention):
             leaving(sublayer.query)
@@ -140,7 +140,9 @@ def _scores(found: dict[str, Tensor], layout: Layout, sublayer: Attention) -> An
         q, k = (x.unflatten(-1, (number, -1)).transpose(1, 2) for x, number in zip(both, heads, strict=True))
         if sublayer.query_norm:
             q, k = (found[f"{path}:{layout.family.norm_site}"] for path in (sublayer.query_norm, sublayer.key_norm))
-            if sublayer.norms_by_position:
+            if sublayer.norms_whole:
+                q, k = (x.unflatten(-1, (number, -1)) for x, number in zip((q, k), heads, strict=True))
+            if sublayer.norms_by_position or sublayer.norms_whole:
                 q, k = q.transpose(1, 2), k.transpose(1, 2)
         if sublayer.rotary:
             q, k = (rotated(x, *kwargs["position_embeddings"], interleaved=sublayer.interleaved) for x in (q, k))

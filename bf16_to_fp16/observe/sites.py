@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from ..numerics import headroom_bits
 
@@ -64,6 +65,13 @@ class Call:
         if self.linear:
             return ""
         return "sum" if sums else "context" if self.after_softmax else "scores"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear, whose output is the site of its path; a router that holds its weight itself is one
+    too."""
+    own = getattr(module, "weight", None)
+    return isinstance(module, nn.Linear) or (hasattr(module, "top_k") and isinstance(own, nn.Parameter))
 
 
 def site_name(path: str, name: str, count: int) -> str:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UserError
 from ..run.products import MATRIX_PRODUCTS
 from . import origins
-from .sites import Call, site_name
+from .sites import Call, is_linear, site_name
 
 _KEEPING_SHAPE = {"bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "double", "float", "half", "to"}
 _KEEPING_SHAPE |= {"type", "type_as"}
@@ -161,7 +161,7 @@ class Tap:
     def _hook(self, path: str, module: nn.Module) -> None:
         _check_not_compiled(module)
         names = self._names.setdefault(path, {})
-        linear = isinstance(module, nn.Linear)
+        linear = is_linear(module)
         stack = self._stack
 
         def enter(module: nn.Module, args: Any) -> None:

@@ -282,7 +282,7 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
     # A site is what its module gives.
     points = [(point, signal.name) for signal in layout.signals.values() for point in signal.seen]
     of_module = {point.module: name for point, name in points if point.side == "output"}
-    streams = {reader.site: layout.streams_read[reader.norm] for reader in walk(layout)}
+    streams = {reader.site: layout.entrances[reader.entrance] for reader in walk(layout)}
     streams |= {f"{norm} (sum of squares)": stream for norm, stream in layout.streams_read.items()}
     rows = []
     for site in sorted(certificate.sites, key=lambda s: s.headroom_bits):
@@ -299,7 +299,7 @@ def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) 
     """Return how many significant bits the residual stream keeps where each norm reads it. fp16 has 11. A channel that
     falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square."""
     rows, place = [], places(layout)
-    for path, stream in layout.streams_read.items():
+    for path, stream in layout.entrances.items():
         module = ranges.get(path)
         if module is None:
             continue

@@ -126,7 +126,9 @@ def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: 
                 found[f"{w.at}.scores"] = excess_bits(torch.tensor(seen.largest, dtype=torch.float64), limit)
             else:
                 # A norm's gains are the same for all heads.
-                found[f"{w.at}.scores"] = each.amax() if w.query_norm else each.repeat_interleave(layout.head_size(w))
+                found[f"{w.at}.scores"] = (
+                    each.amax() if w.query_norm and not w.norms_whole else each.repeat_interleave(layout.head_size(w))
+                )
     if not layout.gives_probabilities:
         found.pop(LOGITS, None)
     return found

@@ -276,8 +276,10 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
             if own.groups:
                 same(part.at, own.groups, heads // layout.kv_heads(part))
             same(part.at, "scaling", layout.score_scale(part), optional=not part.scaled or part.divides)
-            for attribute in rotary_scales(model.get_submodule(part.rotary)) if part.rotary else ():
-                same(part.rotary, attribute, 1.0)
+            rotary = model.get_submodule(part.rotary) if part.rotary else nn.Module()
+            for attribute in rotary_scales(rotary):
+                if not 0 <= getattr(rotary, attribute) <= part.rotary_factor:
+                    same(part.rotary, attribute, part.rotary_factor)
         elif isinstance(part, StackEnds) and names.embedding_scale:
             same(part.embedding if part.scales_itself else part.at, names.embedding_scale, layout.embedding_scale(part))
     for feed_forward in layout.feed_forwards:

@@ -65,6 +65,9 @@ class Weights:
         return functional.linear(x, self.matrix(module), self.read(f"{module}.bias"))
 
     def norm(self, module: str, x: Tensor) -> Tensor:
+        """Return what a norm makes of it, itself without one."""
+        if not module:
+            return x
         gain, shift, eps = self.matrix(module), self.read(f"{module}.bias"), self.layout.eps_of(module)
         if self.layout.family.centred_norm:
             return functional.layer_norm(x, gain.shape, gain, shift, eps)
@@ -77,7 +80,10 @@ class Weights:
         return rows if positions is None else rows + unscaled(self.source, positions)[positions.ahead].float()
 
     def before(self, norm: str, rows: Tensor) -> Tensor:
-        """Return rows that read a norm's output, [rows, width], as rows that read its input divided by its length."""
+        """Return rows that read a norm's output, [rows, width], as rows that read its input divided by its length;
+        themselves without one."""
+        if not norm:
+            return rows
         rows = rows * self.matrix(norm)
         return rows - rows.mean(1, keepdim=True) if self.layout.family.centred_norm else rows
 
@@ -131,8 +137,9 @@ def chosen(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Step:
-    """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each. ``sublayer``:
-    None for the first and the final norm of a stack. ``stream``: what the norm reads. ``made``: its output, a router's
+    """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each. ``norm``: "" of
+    a sublayer without one. ``sublayer``: None for the first and the final norm of a stack. ``stream``: what the norm
+    reads. ``made``: its output, a router's
     logits, then what the linears give (of the expert that takes a token), with the neurons before the last."""
 
     stack: ResolvedStack
@@ -170,10 +177,10 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
 @dataclass
 class Slopes:
     """How steep norms and neurons are for a typical token. ``norms``: one over the length that a norm divides by, by
-    its path. ``neurons``: by feed-forward, [neurons] each, what the output gains with each linear's, the gate's first;
-    of an expert times the probability that it takes a token."""
+    its path, 1 for "". ``neurons``: by feed-forward, [neurons] each, what the output gains with each linear's, the
+    gate's first; of an expert times the probability that it takes a token."""
 
-    norms: dict[str, float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=lambda: {"": 1.0})
     neurons: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
@@ -184,7 +191,7 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
         sublayer, reads = step.sublayer, {step.norm: step.stream}
         if sublayer is not None and sublayer.post_norm:
             reads[sublayer.post_norm] = step.made[-1]
-        for norm, stream in reads.items():
+        for norm, stream in ((norm, stream) for norm, stream in reads.items() if norm):
             if weights.layout.family.centred_norm:
                 stream = stream - stream.mean(1, keepdim=True)
             typical.norms[norm] = float((stream.square().mean(1) + weights.layout.eps_of(norm)).rsqrt().mean())
@@ -217,7 +224,7 @@ def through(weights: Weights, sublayer: FeedForward, rows: Tensor, typical: Slop
 
 def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> dict[str, Tensor]:
     """Return rows that read a norm's input as rows that read the embedding of the same token, alone in its row, in the
-    model made linear with ``typical`` slopes; fp32 [rows, width] by the norm's path."""
+    model made linear with ``typical`` slopes, or the stream itself; fp32 [rows, width] by the sublayer's entrance."""
     order: list[str] = []
     rows = memory = torch.empty(0, weights.width)
     for stack in reversed(weights.layout.stacks()):
@@ -245,13 +252,13 @@ def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> d
                 memory = memory + back
             else:
                 rows = rows + weights.before(sublayer.norm, back) * typical.norms[sublayer.norm]
-            own = read.get(sublayer.norm)
+            own = read.get(sublayer.entrance)
             if own is not None:
-                order.append(sublayer.norm)
+                order.append(sublayer.entrance)
                 rows = torch.cat([rows, own * typical.norms[sublayer.norm]])
                 memory = torch.cat([memory, torch.zeros_like(own)])
         if first := stack.ends.first_norm:
             rows = weights.before(first, rows) * typical.norms[first]
         if stack.is_encoder:
             rows[: len(direct)] += direct
-    return dict(zip(order, rows.split([len(read[norm]) for norm in order]), strict=True))
+    return dict(zip(order, rows.split([len(read[path]) for path in order]), strict=True))

@@ -101,7 +101,7 @@ def scanned(weights: Weights, sample: Sequence[int]) -> tuple[dict[str, list[int
         product = reached[gate].clamp(min=0) * reached[linear]
         products.add(torch.cat([product, -product]), start)
     stacks = [stack for stack in weights.layout.stacks() if stack.sublayers]
-    norms = [weights.matrix(stack.sublayers[0].norm).abs() for stack in stacks]
+    norms = [weights.matrix(norm).abs() if (norm := s.sublayers[0].norm) else torch.ones(weights.width) for s in stacks]
     norms = [norm for norm in norms if len(norm) == weights.width]
     reach = torch.stack(norms).amax(0) * entries.values.view(2, -1).amax(0)
     channels = reach.argsort(descending=True, stable=True)[:_CHANNELS]
@@ -153,31 +153,31 @@ def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Te
     room = min(_DIRECTIONS, _PRODUCTS // weights.vocabulary)
     # Of many experts as many as there is room for, one neuron each.
     most = max(1, room // 4 // max(1, len(sublayers)))
-    feeds = {w.norm: feed_forwards_of(w)[:most] for w in sublayers}
+    feeds = {w.entrance: feed_forwards_of(w)[:most] for w in sublayers}
     neurons = max(1, room // 4 // max(1, sum(map(len, feeds.values()))))
     first = max(1, room // 4 // max(1, len(weights.layout.stacks()) * 3))
     read: dict[str, list[Tensor]] = {}
     for sublayer in sublayers:
-        for feed in feeds[sublayer.norm]:
+        for feed in feeds[sublayer.entrance]:
             made = [weights.before(sublayer.norm, matrix) for matrix in weights.into_neurons(feed)]
             adds = weights.matrix(feed.output).norm(dim=0)
             for x in made:
                 adds = adds * x.norm(dim=1)
             best = adds.argsort(descending=True, stable=True)[:neurons]
-            read.setdefault(sublayer.norm, []).extend(x[best] for x in made)
+            read.setdefault(sublayer.entrance, []).extend(x[best] for x in made)
         if isinstance(sublayer, Attention):
             modules = (sublayer.query, sublayer.key, sublayer.value)
             made = [weights.before(sublayer.norm, weights.matrix(module)) for module in modules]
-            read[sublayer.norm] = [x[x.norm(dim=1).argsort(descending=True, stable=True)[:first]] for x in made]
-    pulled = pulled_back(weights, {norm: torch.cat(made) for norm, made in read.items()}, slopes(weights, sample))
+            read[sublayer.entrance] = [x[x.norm(dim=1).argsort(descending=True, stable=True)[:first]] for x in made]
+    pulled = pulled_back(weights, {path: torch.cat(made) for path, made in read.items()}, slopes(weights, sample))
     places = torch.arange(sum(map(len, pulled.values())))
     groups: list[Tensor] = []
     gated: list[tuple[Tensor, Tensor]] = []
-    gates = {norm for norm, feed_forwards in feeds.items() if feed_forwards and feed_forwards[0].gate}
-    for norm in pulled:
-        own = list(places.split([len(x) for x in read[norm]] + [len(places) - sum(map(len, read[norm]))]))
+    gates = {path for path, feed_forwards in feeds.items() if feed_forwards and feed_forwards[0].gate}
+    for path in pulled:
+        own = list(places.split([len(x) for x in read[path]] + [len(places) - sum(map(len, read[path]))]))
         places = own.pop()
         groups += own
-        if norm in gates:
+        if path in gates:
             gated += zip(own[::2], own[1::2], strict=True)
     return torch.cat([torch.empty(0, weights.width), *pulled.values()]), groups, gated

@@ -15,10 +15,11 @@ import torch
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.reader import VIEWS, Checkpoint
 from ..errors import UserError, first_line
-from ..families.known import may_be_absent, placed_family, stock_class
+from ..families.known import may_be_absent, of_model_type, placed_family, stock_class
 from ..families.layout import Layout
 from ..families.types import Part, StockClass
 from ..progress import Progress
+from .experts import experts_apart
 
 # Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.
 _OF_ROWS = "ForSequenceClassification"
@@ -121,7 +122,7 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
         )
     except Exception as error:  # safetensors, pickle and transformers each raise their own kinds
         raise cannot_be_loaded(folder, error) from error
-    return model, sorted(info["missing_keys"])
+    return experts_apart(model, of_model_type(model.config.model_type)), sorted(info["missing_keys"])
 
 
 def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False) -> Any:
@@ -195,7 +196,7 @@ def without_values(
             ignore_mismatched_sizes=any_shape,
             output_loading_info=True,
         )
-    return model, info
+    return experts_apart(model, of_model_type(config.model_type)), info
 
 
 def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:

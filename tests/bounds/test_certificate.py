@@ -74,10 +74,10 @@ def test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16(kind: str) -> None:
             if served_model is wide:  # in which nothing is cast
                 bounds = {name: limit for name, limit in bounds.items() if ":to" not in name}
             shares = sorted(seen[name] / limit for name, limit in bounds.items() if name in seen)
-            # A LayerNorm is allowed what fp32 may lose of its mean.
-            assert len(shares) > 0.8 * len(bounds) and shares[len(shares) // 2] > (
-                0.7 if layout.family.centred_norm else 0.8
-            )
+            # A LayerNorm is allowed what fp32 may lose of its mean. A stream that is read without a norm begins with
+            # one of few rows, of which a bound knows the channels and the length.
+            near = 0.6 if layout.reads_stream_itself else 0.7 if layout.family.centred_norm else 0.8
+            assert len(shares) > 0.8 * len(bounds) and shares[len(shares) // 2] > near
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(exhaustive.of_today(tiny.FIRST, 3), tiny.SEARCHED))

@@ -52,7 +52,7 @@ from bf16_to_fp16.run.stock import load
 
 HEADS = ("t5-classifier", "t5-token-classifier", "t5-spans")
 GEMMA = ("gemma3", "embeddinggemma", "gemma2")
-LLAMA = ("llama-biased", "qwen3", "glm4")
+LLAMA = ("llama-biased", "qwen3", "glm4", "olmo2")
 PEGASUS = ("pegasus", "mbart")
 KINDS = ("t5", "gated", "umt5", "t5-encoder", *PEGASUS, *HEADS, *GEMMA, *LLAMA)
 """One kind for each way in which a conversion can go: tied and untied, with eps in the config and without, encoders,

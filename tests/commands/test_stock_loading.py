@@ -21,7 +21,19 @@ ENCODERS = ("t5-encoder", "mt5-encoder", "umt5-encoder")
 HEADS = ("t5-states", "t5-classifier", "t5-token-classifier", "umt5-spans")
 LONG = ("longt5", "longt5-local", "longt5-encoder")
 SPARSE = ("switch", "switch-untied", "switch-encoder")
-CAUSAL = ("gemma3", "gemma3-untied", "embeddinggemma", "gemma2", "gemma", "llama", "mistral", "qwen2", "qwen3", "glm4")
+CAUSAL = (
+    "gemma3",
+    "gemma3-untied",
+    "embeddinggemma",
+    "gemma2",
+    "gemma",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "glm4",
+    "olmo2",
+)
 PEGASUS = ("pegasus", "mbart", "bigbird_pegasus")
 KINDS = ("t5", "gated", "silu", "mt5", "umt5", *PEGASUS, *ENCODERS, *HEADS, *LONG, *SPARSE, *CAUSAL)
 MORE = (
@@ -107,6 +119,13 @@ TURNED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "t5gemma": ("t5gemma", FLAT | {"rope_type": "default"}),
+    "olmo3": (
+        "olmo3",
+        {
+            "full_attention": FLAT | {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256},
+            "sliding_attention": FLAT | {"rope_type": "default"},
+        },
+    ),
 }
 """Rotary positions as transformers 5 saves them, other than 4.57's defaults."""
 

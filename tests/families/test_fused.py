@@ -33,7 +33,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     at, (kv_heads, group, size) = f"layers.{i}", shared_values(config)
     both, qkv, count = f"{at}.{GATE_UP}", f"{at}.{QKV}", number(config, "intermediate_size")
     rows = (kv_heads * group * size, kv_heads * size, kv_heads * size)
-    w = wired_attention(at, query=qkv, key=qkv, value=qkv, fused=rows)
+    w = wired_attention(config, at, query=qkv, key=qkv, value=qkv, fused=rows)
     gated = wired_feed_forward(at, config["hidden_act"], gate=both, linear=both, fused=(count, count))
     return attention(w, share=shared_values(config)), feed_forward(gated)
 

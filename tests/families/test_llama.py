@@ -1,6 +1,7 @@
 """What Llama and its relatives have and no other family: exponents of rotary pairs, biases that a config asks for, and
 configs that leave sizes out or are refused."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support import tiny
-from support.contract import certified, outputs
+from support.adversary import adverse_inputs, observe
+from support.contract import FREE, broken, certified, outputs
 
 from bf16_to_fp16 import UserError, certify, convert
+from bf16_to_fp16.families.llama import rotary_factor
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Kind
 from bf16_to_fp16.rescaling.weights import ModelTensors
@@ -104,16 +107,58 @@ def test_a_stock_config_without_a_head_size_agrees_with_its_class(kind: str, tmp
     assert certify(folder)["certificate"]["holds"]
 
 
-@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-def test_positions_that_multiply_by_more_than_a_rotation_are_refused(key: str) -> None:
+FACTORS: dict[str, dict[str, object]] = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 8.0},
+    "yarn, given": {"factor": 8.0, "attention_factor": 3.0},
+    "yarn, two scales": {"factor": 8.0, "mscale": 2.0, "mscale_all_dim": 0.5},
+    "yarn, one scale": {"factor": 8.0, "mscale": 2.0},
+    "yarn, less": {"factor": 8.0, "mscale": 0.5, "mscale_all_dim": 2.0},
+    "yarn, of a ratio": {"factor": None},
+    "longrope": {"short_factor": [1.0] * 5, "long_factor": [2.0] * 5},
+    "longrope, given": {"short_factor": [1.0] * 5, "long_factor": [2.0] * 5, "attention_factor": 1.5},
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_the_factor_of_rotary_positions_is_stock_codes(name: str) -> None:
+    own = {"rope_type": name.partition(",")[0], "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    config = transformers.LlamaConfig(
+        **tiny.LLAMA_SHAPE, max_position_embeddings=512, rope_parameters=own | FACTORS[name]
+    )
+    stock = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).attention_scaling
+    assert (stock == 1.0) == (name == "llama3")
+    assert rotary_factor(config.to_dict()) == max(1.0, stock)
+    older = {"rope_scaling": config.to_dict()["rope_parameters"], "max_position_embeddings": 512}
+    assert rotary_factor(older) == max(1.0, stock)
+
+
+@pytest.mark.parametrize("kind", ["llama", "glm4", "qwen3", "gemma3", "gemma", "olmo2"])
+def test_scores_are_bounded_with_the_square_of_a_rotary_factor(kind: str) -> None:
+    """A factor of 4, which they pass the bound without."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "attention_factor": 4.0, "rope_theta": 1e4}
+    yarn |= {"original_max_position_embeddings": 64}
+    kinds = {"full_attention": yarn, "sliding_attention": yarn}
+    # Of GLM-4 half of a head is turned, which has to be even.
+    half = tiny.build(kind, 1, factor=1.0, head_dim=8, rope_parameters=kinds if kind == "gemma3" else yarn).half()
+    layout, certificate = certified(half)
+    plain = certified(tiny.build(kind, 1, factor=1.0, head_dim=8).half())[1]
+    seen = observe(half, layout, adverse_inputs(copy.deepcopy(half).float(), layout, 64, 0))
+    site = next(w.at for w in layout.topology if isinstance(w, Attention)) + ":scores"
+    bound, without = (at.at(site) for at in (certificate, plain))
+    assert bound is not None and without is not None
+    assert without * 1.5 < seen[site] <= bound < without * 16.1
+    assert not broken(certificate, seen, FREE)
+
+
+def test_a_rotary_factor_that_is_not_known_is_refused() -> None:
     source = ModelTensors(tiny.build("llama"))
-    source.config.pop("rope_parameters", None)
-    kind = "type" if key == "rope_scaling" else "rope_type"
-    source.config[key] = {kind: "llama3", "factor": 8.0}
-    resolve(source)
-    source.config[key] = {kind: "yarn", "factor": 4.0}
-    with pytest.raises(UserError, match=rf"^LlamaForCausalLM/config\.json: '{key}' is of the kind 'yarn'"):
+    rotation: dict[str, object] = {"rope_type": "spiral", "factor": 4.0}
+    source.config["rope_parameters"] = rotation
+    with pytest.raises(UserError, match=r"^LlamaForCausalLM/config\.json: 'rope_parameters' is of the kind 'spiral'"):
         resolve(source)
+    rotation["attention_factor"] = 2.0
+    assert next(w for w in resolve(source).topology if isinstance(w, Attention)).rotary_factor == 2.0
 
 
 @pytest.mark.parametrize(("kind", "missing"), [("llama-biased", "mlp.up_proj"), ("qwen2", "self_attn.k_proj")])

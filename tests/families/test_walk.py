@@ -15,12 +15,12 @@ from bf16_to_fp16.run.stock import run_everywhere
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.KINDS))
-def test_norms_run_in_the_order_of_the_walk_and_read_the_sites_that_it_names(kind: str) -> None:
+def test_readers_run_in_the_order_of_the_walk_and_read_the_sites_that_it_names(kind: str) -> None:
     model = tiny.build(kind, 3, factor=1.0, dtype=torch.float32)
     model.set_attn_implementation("eager")
     layout = resolve(ModelTensors(model))
     readers = list(walk(layout))
-    norms = {reader.norm: model.get_submodule(reader.norm) for reader in readers}
+    entrances = {reader.entrance: model.get_submodule(reader.entrance) for reader in readers}
     ran: list[tuple[str, Tensor]] = []
     made: dict[str, Tensor] = {}
 
@@ -30,13 +30,13 @@ def test_norms_run_in_the_order_of_the_walk_and_read_the_sites_that_it_names(kin
 
         return hook
 
-    for path, module in norms.items():
+    for path, module in entrances.items():
         module.register_forward_pre_hook(record(path))
     with Tap(model, lambda name, x: made.__setitem__(name, x.detach().clone())):
         ids = torch.arange(10).view(2, 5)
         decoder = {"decoder_input_ids": ids[:, :3]} if layout.stock.decodes else {}
         run_everywhere(model, layout, input_ids=ids, **decoder)
-    assert [path for path, _ in ran] == [reader.norm for reader in readers]
+    assert [path for path, _ in ran] == [reader.entrance for reader in readers]
     for reader, (_, read) in zip(readers, ran, strict=True):
         # The embedding of both stacks may be one module, which the tap names once.
         if not reader.is_first or reader.site in made:
@@ -54,4 +54,5 @@ def test_each_stack_begins_once_and_ends_with_a_norm_that_no_sublayer_follows(ki
         assert [reader.sublayer for reader in inside] == [*stack.sublayers, None]
         assert inside[-1].norm == stack.ends.norm
     inside_sublayers = {norm for reader in readers for norm in norms_inside(reader.sublayer)}
-    assert {reader.norm for reader in readers} | inside_sublayers == set(layout.norms)
+    assert {reader.norm for reader in readers if reader.norm} | inside_sublayers == set(layout.norms)
+    assert {reader.entrance for reader in readers} <= set(layout.entrances)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.spread import spread_out
-from bf16_to_fp16.families.types import Attention, Experts, feed_forwards_of
+from bf16_to_fp16.families.types import RESIDUAL, Attention, Experts, feed_forwards_of
 from bf16_to_fp16.families.walk import walk
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.run.stock import run_everywhere, vocabulary_of
@@ -96,8 +96,10 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
     inputs = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        bare = [reader.sublayer for reader in walk(layout) if reader.sublayer is not None and not reader.norm]
+        loud = [liked(state, layout, w, torch.ones(layout.signals[RESIDUAL].size), []) for w in bare]
         for reader in walk(layout):
-            path, encoder = reader.norm, reader.stack.is_encoder
+            path, encoder = reader.norm or getattr(reader.sublayer, "post_norm", ""), reader.stack.is_encoder
             last = reader.sublayer is None and encoder
             gain = gain_of(state, layout, path)
             choices = liked(state, layout, reader.sublayer, gain, cross if last else [])
@@ -114,10 +116,17 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
             w = reader.sublayer
             if w is not None and w.post_norm:
                 inputs[w.post_norm] = drawn(torch.eye(gain.numel()), batch, length)
+            if w is not None and w in bare:
+                # What is read without a norm is the sum of all that norms have given: all go where one reader likes.
+                if w is bare[0]:
+                    common = drawn(torch.cat(loud), batch, length)
+                inputs[w.post_norm][::2] = size * torch.nn.functional.normalize((common * gain)[::2], dim=-1)
             if isinstance(w, Attention) and w.query_norm:
-                pairs = loud_pairs(*(gain_of(state, layout, norm) for norm in (w.query_norm, w.key_norm)))
-                for norm, heads in ((w.query_norm, layout.heads(w)), (w.key_norm, layout.kv_heads(w))):
-                    read = drawn(pairs, batch, heads, length)
+                queries, keys = (gain_of(state, layout, norm) for norm in (w.query_norm, w.key_norm))
+                together = (layout.heads(w), layout.kv_heads(w)) if w.norms_whole else (1, 1)
+                sides = zip((w.query_norm, w.key_norm), (layout.heads(w), layout.kv_heads(w)), strict=True)
+                for (norm, heads), pairs in zip(sides, loud_pairs(queries, keys, *together), strict=True):
+                    read = drawn(pairs, batch, *(() if w.norms_whole else (heads,)), length)
                     inputs[norm] = read.transpose(1, 2) if w.norms_by_position else read
             if isinstance(w, Attention) and w.block_norm:
                 # What sums reach depends on the first norm's output; their own norm's input may be anything as well.
@@ -134,14 +143,20 @@ def gain_of(state: Mapping[str, Tensor], layout: Layout, norm: str) -> Tensor:
     return state[name].float() + layout.tensors[name].offset
 
 
-def loud_pairs(query: Tensor, key: Tensor) -> Tensor:
+def loud_pairs(query: Tensor, key: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
     """Return inputs of norms of queries and keys, of both of which the louder channel of the loudest pair gets all;
-    and each channel alone. Both signs and some angle between two positions then make the largest score."""
-    half = len(query) // 2
-    most = [gain.abs().view(2, half).amax(0) for gain in (query, key)]
-    pair = int((most[0] * most[1]).argmax())
-    loud = [pair + half * int(gain.abs()[[pair, pair + half]].argmax()) for gain in (query, key)]
-    return torch.cat([torch.eye(len(query)), torch.eye(len(query))[loud].repeat(2 * half, 1)])
+    and each channel alone. Both signs and some angle between two positions then make the largest score.
+
+    heads, kv_heads: that one norm is of.
+    """
+    sides = query.abs().view(heads, 2, -1), key.abs().view(kv_heads, 2, -1).repeat_interleave(heads // kv_heads, 0)
+    half = sides[0].shape[2]
+    head, pair = divmod(int((sides[0].amax(1) * sides[1].amax(1)).argmax()), half)
+    louder = [pair + half * int(gain[head, :, pair].argmax()) for gain in sides]
+    places = head * 2 * half + louder[0], head // (heads // kv_heads) * 2 * half + louder[1]
+    pairs = zip((torch.eye(len(query)), torch.eye(len(key))), places, strict=True)
+    one, other = (torch.cat([every, every[[place]].repeat(len(every), 1)]) for every, place in pairs)
+    return one, other
 
 
 def observe(model: Any, layout: Layout, inputs: Mapping[str, Tensor], *, attention: str = "eager") -> dict[str, float]:

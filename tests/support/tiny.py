@@ -194,6 +194,19 @@ UNTIED_GEMMA3: dict[str, Any] = {
 }
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}  # that scores and logits come near
 BIASED_LLAMA: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
+
+
+def olmo3(**changes: Any) -> Any:
+    """Return an OLMo 3 whose layers see a window and everything by turns, with YaRN where they see everything."""
+    own: dict[str, Any] = {"tie_word_embeddings": True, "sliding_window": 6}
+    if "rope_parameters" not in changes:
+        own["rope_scaling"] = dict(YARN)
+    shape = LLAMA_SHAPE | own | changes
+    kinds = ["sliding_attention", "full_attention"] * shape["num_hidden_layers"]
+    return stock("Olmo3ForCausalLM", shape, layer_types=kinds[: shape["num_hidden_layers"]])()
+
+
 SLIDING_QWEN2: dict[str, Any] = {
     "tie_word_embeddings": True,
     "use_sliding_window": True,
@@ -377,6 +390,11 @@ ENTRIES = (
         kinds={"glm4": stock("Glm4ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},
         shape=LLAMA_DRAWN | {"head_dim": (4, 8, 10), "attention_bias": (False, True)},
     ),
+    Entry(
+        kinds={"olmo2": stock("Olmo2ForCausalLM", LLAMA_SHAPE)},
+        shape=LLAMA_DRAWN | {"attention_bias": (False, True)},
+    ),
+    Entry(kinds={"olmo3": olmo3}, shape=LLAMA_DRAWN),
     Entry(kinds={"t5gemma": t5gemma}, shape=LLAMA_DRAWN | {"attn_logit_softcapping": (0.5, None)}),
 )
 """One for each family; a new one adds its own here."""
@@ -429,6 +447,7 @@ def build(
     gated = {w.linear: w for w in feed_forwards if w.gate}
     tables = {layout.table(stack.ends) for stack in layout.stacks()}
     behind = {w.post_norm for w in layout.topology if isinstance(w, Attention | FeedForward)}
+    bare = {path for w in layout.topology if isinstance(w, Attention | FeedForward) for path in unnormed(w)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             module, _, what = name.rpartition(".")
@@ -438,6 +457,8 @@ def build(
                 weight.mul_(factor * entry.wide)
                 if module in sums and any(f".{i}." in name for i in (1, 2)):
                     weight[:2].mul_(entry.outliers.get(kind, 8.0))
+            if module in bare and what == "weight":
+                weight.div_(max(1.0, 15.0 * factor))  # of what no norm makes small, as training does
             if name == layout.family.head:
                 weight.mul_(0.1)
             if what == "bias":
@@ -458,6 +479,13 @@ def build(
         for tensor in model.state_dict().values():
             tensor.copy_(tensor.to(dtype).to(tensor.dtype))
     return model
+
+
+def unnormed(sublayer: Attention | FeedForward) -> tuple[str, ...]:
+    """Return the linears that read the stream without a norm before or behind them."""
+    if sublayer.norm:
+        return ()
+    return (sublayer.value,) if isinstance(sublayer, Attention) else (sublayer.gate, sublayer.linear)
 
 
 def small(kind: str, seed: int = 0, **options: Any) -> Any:

@@ -1,0 +1,62 @@
+"""OLMo 2 and OLMo 3: causal language models whose norms stand behind each sublayer, and none before.
+
+As Llama, with these differences. Linears read the stream itself: what carries its 2^r there divides their columns, and
+q, k and both output projections carry it on into norms that share the config's eps. The gains of the norms behind each
+sublayer bound what joins the stream. The norms of queries and keys are of all heads together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from .llama import (
+    ATTENTION,
+    LLAMA,
+    check_window,
+    classes,
+    head_norms,
+    layers,
+    shared_values,
+    wired_attention,
+    wired_feed_forward,
+)
+from .parts import Style, attention, feed_forward
+from .types import Part
+
+
+def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of layer ``i``."""
+    check_window(config)
+    at, behind = f"layers.{i}", "post_attention_layernorm"
+    style = Style(biased=ATTENTION if config["attention_bias"] else ())
+    w = wired_attention(config, at, norm="", post_norm=f"{at}.{behind}", norms_whole=True, **head_norms(at))
+    post_norm = f"{at}.post_feedforward_layernorm"
+    gated = wired_feed_forward(at, config["hidden_act"], norm="", post_norm=post_norm)
+    return attention(w, style, shared_values(config)), feed_forward(gated, style)
+
+
+OLMO2 = replace(
+    LLAMA,
+    name="olmo2",
+    title="OLMo 2",
+    model_type="olmo2",
+    classes=classes("Olmo2ForCausalLM", "Olmo2Model"),
+    defaults={key: value for key, value in LLAMA.defaults.items() if key != "mlp_bias"} | {"vocab_size": 50_304},
+    encoder=layers(block),
+    eps=1e-5,
+    norm_site="to#2",
+    norm_rounds_once=True,
+    initialisation=replace(LLAMA.initialisation, title="OLMo 2"),
+)
+
+OLMO3 = replace(
+    OLMO2,
+    name="olmo3",
+    title="OLMo 3",
+    model_type="olmo3",
+    classes=classes("Olmo3ForCausalLM", "Olmo3Model"),
+    free_keys=(*LLAMA.free_keys, "layer_types", "sliding_window"),
+    older_rotary={"full_attention": ("rope_theta", "rope_scaling"), "sliding_attention": ("rope_theta", "")},
+    initialisation=replace(LLAMA.initialisation, title="OLMo 3"),
+)

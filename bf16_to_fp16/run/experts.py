@@ -1,0 +1,84 @@
+"""Experts one by one, as checkpoints hold them, in a stock model that gathers all of a layer in two tensors.
+
+transformers 5 joins the linears of all experts when it loads a checkpoint, and computes them in a loop or in grouped
+products. Here each becomes a module again, under the names of the files, as in transformers 4: so every weight has its
+own name, and every operation its own site. The operations are those of stock code's loop, but that gate and neurons are
+two products and not one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..families.types import Family, StoredExperts
+
+
+class Expert(nn.Module):
+    """A gated feed-forward of three linears under the names that files have for them."""
+
+    def __init__(self, names: StoredExperts, gate: Tensor, linear: Tensor, output: Tensor, act: nn.Module) -> None:
+        """Copy the weights and the activation."""
+        super().__init__()
+        self.names, self.act_fn = names, copy.deepcopy(act)
+        for name, weight in ((names.gate, gate), (names.linear, linear), (names.output, output)):
+            self.add_module(name, linear_of(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return its output for tokens [tokens, width]."""
+        gate, linear, output = (getattr(self, name) for name in (self.names.gate, self.names.linear, self.names.output))
+        made: Tensor = output(self.act_fn(gate(x)) * linear(x))
+        return made
+
+
+class ExpertsApart(nn.ModuleList):
+    """The experts of one layer in the place of stock code's own module."""
+
+    def __init__(self, gathered: Any, names: StoredExperts) -> None:
+        """Take apart ``gathered``: ``gate_up_proj`` [experts, 2 · neurons, width], ``down_proj`` [experts, width,
+        neurons]."""
+        each = zip(gathered.gate_up_proj, gathered.down_proj, strict=True)
+        super().__init__(Expert(names, *both.chunk(2), down, gathered.act_fn) for both, down in each)
+        self.train(gathered.training)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return what the experts give of tokens [tokens, width]; chosen, weights: which take each and what their
+        outputs are multiplied with, [tokens, experts of a token] both."""
+        joined = torch.zeros_like(x)
+        for number, expert in enumerate(self):
+            if chosen.is_meta:  # who takes a token is a matter of values
+                tokens, places = torch.arange(len(x), device=x.device), torch.zeros_like(chosen[:, 0])
+            else:
+                tokens, places = torch.where(chosen == number)
+            if len(tokens):
+                made = expert(x[tokens]) * weights[tokens, places, None]
+                joined.index_add_(0, tokens, made.to(joined.dtype))
+        return joined
+
+
+def linear_of(weight: Tensor) -> nn.Linear:
+    """Return a linear with a copy of this weight, on its device and of its dtype."""
+    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    return linear
+
+
+def experts_apart(model: Any, family: Family | None) -> Any:
+    """Take the experts of a stock model apart in place, where its family's files hold each by itself, and return the
+    model."""
+    stored = None if family is None else family.stored_experts
+    for path, module in list(model.named_modules()) if stored is not None else ():
+        experts = getattr(module, "experts", None)
+        if stored is None or not isinstance(getattr(experts, "gate_up_proj", None), nn.Parameter):
+            continue
+        module.experts = ExpertsApart(experts, stored)
+        if stored.inside:
+            before, _, name = path.rpartition(".")
+            layer = model.get_submodule(before)
+            delattr(layer, name)
+            layer.add_module(stored.inside, module)
+            object.__setattr__(layer, name, module)  # which stock code calls
+    return model
