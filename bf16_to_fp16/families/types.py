@@ -669,9 +669,7 @@ class Family:
         return (self.encoder_ends,) if self.decoder_ends is None else (self.encoder_ends, self.decoder_ends)
 
 
-_KEYS = frozenset(
-    {"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling"}
-)
+_KEYS = frozenset({"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling"})
 """Fields of a topology that are keys of the config."""
 
 _OF_CONFIG = _KEYS | {"activation"}  # fields of a topology that are no paths
