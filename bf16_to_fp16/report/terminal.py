@@ -176,10 +176,10 @@ def accuracy(report: schema.Report) -> str:
 
 def source_line(report: schema.Report) -> Text:
     """Return what the source, or what was trained from it, reached in fp32 on what was run, against fp16's limit."""
-    signals, name = (
-        facts.distinct(report.signals),
-        "source" if report.finetune is None else "trained weights, before rescaling",
-    )
+    signals, run, name = facts.distinct(report.signals), report.finetune, "source"
+    if run is not None:
+        whose = "untrained weights (step 0 is kept)" if run.kept == 0 < run.steps else "trained weights"
+        name = f"{whose}, before rescaling"
     largest = max(signals, key=lambda signal: signal.before)
     over = sum(signal.before > FP16_MAX for signal in signals)
     if not over:
