@@ -21,6 +21,7 @@ from .longt5 import LONGT5
 from .mbart import MBART
 from .olmo import OLMO2, OLMO3
 from .pegasus import PEGASUS
+from .qwen_vl import QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT
 from .roles import Roles, roles
 from .switch import SWITCH
 from .t5 import MT5, T5, UMT5
@@ -44,6 +45,10 @@ FAMILIES: tuple[Family, ...] = (
     MISTRAL,
     QWEN2,
     QWEN3,
+    QWEN2_5_VL,
+    QWEN2_5_VL_TEXT,
+    QWEN3_VL,
+    QWEN3_VL_TEXT,
     GLM4,
     OLMO2,
     OLMO3,
