@@ -55,9 +55,14 @@ from bf16_to_fp16.bounds.linear import (
     block_sums,
     bound_linear,
     either,
+    enclosing_axes,
     layer_normalised,
+    least_of,
     lengthened,
     rms_normalised,
+    side_by_side,
+    stream_itself,
+    summed_axes,
 )
 from bf16_to_fp16.bounds.spectral import Spectra
 from bf16_to_fp16.errors import UserError
@@ -167,6 +172,14 @@ QUICK = (
     "test_the_length_of_sums_is_no_longer_than_their_components_allow",
     "test_the_louder_expert_reaches_the_bound_of_all",
     "test_what_the_router_multiplies_in_training_is_in_the_bounds_for_training",
+    "test_no_sum_of_normalised_vectors_leaves_the_ellipsoid_and_one_comes_close",
+    "test_rows_of_a_table_lie_in_the_ellipsoid_of_their_box_and_length",
+    "test_the_stream_of_a_model_stays_in_its_ellipsoid",
+    "test_no_output_of_a_tower_passes_the_bounds_and_some_come_near",
+    "test_outputs_that_all_point_where_a_row_has_them_reach_the_first_linears_bound",
+    "test_what_joins_behind_a_layer_is_in_the_streams_bound",
+    "test_scores_are_bounded_with_the_square_of_a_rotary_factor",
+    "test_the_least_that_a_last_norm_gives_is_nearly_reached",
 )
 """Tests of the certificate, which a mutant meets first."""
 
@@ -219,8 +232,8 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     (
         "half of a turned pair left out",
         turned,
-        "source.gain.abs().view(2, -1).amax(0)",
-        "source.gain.abs().view(2, -1)[0]",
+        "source.gain.abs().view(heads, 2, -1).amax(1)",
+        "source.gain.abs().view(heads, 2, -1)[:, 0]",
     ),
     ("a soft cap a tenth smaller", soft_capped, "tanh * cap", "0.9 * tanh * cap"),
     ("the tanh of a soft cap a tenth smaller", soft_capped, "quotient.tanh()", "0.9 * quotient.tanh()"),
@@ -234,7 +247,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "[x.split(rows)[0]] * len(rows) for x",
     ),
     ("several heads' keys taken for the first's", score_bounds, "(h, h // group)", "(h, 0)"),
-    ("the span between two turned keys halved", turned_score_bounds, "2 * whole * every", "whole * every"),
+    ("the span between two turned keys halved", turned_score_bounds, "2 * whole, terms", "whole, terms"),
     ("rotated scores a tenth smaller", rotated_score_bounds, "exact[h] = min(", "exact[h] = 0.9 * min("),
     ("half of a rotated pair left out", rotated, "(one - other) / 2, mixed)", "(one - other) / 2, 0 * mixed)"),
     ("shift and bias left out of rotated scores", rotated, "ordered(made.centre)", "ordered(0 * made.centre)"),
@@ -321,6 +334,14 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "(sublayer.bias, sublayer.block_bias)",
         "(sublayer.bias,)",
     ),
+    ("a sum's ellipsoid a tenth shorter", summed_axes, "return (long + short) *", "return 0.81 * (long + short) *"),
+    ("half of what holds an embedding", enclosing_axes, "2 * ball", "ball"),
+    ("a stream without a norm a tenth smaller", stream_itself, "(axes.sqrt() / radius)", "0.9 * axes.sqrt() / radius"),
+    ("what joins behind a layer left out", W.join, "self.stream + brought)", "self.stream)"),
+    ("several outputs of a norm as long as one", side_by_side, "source.radius * math.sqrt(number)", "source.radius"),
+    ("a factor left out of turned queries", turned, "(1 + source.relative) * factor", "(1 + source.relative)"),
+    ("a factor left out of rotated queries", rotated, "relative) * factor *", "relative) *"),
+    ("the least of a last norm twice too large", least_of, "math.sqrt(2 * summed)", "math.sqrt(summed / 2)"),
     # Too small: what arithmetic adds.
     ("the roundings of a sum left out", block_sums, "a.summed(source.bound * terms * grown)", "source.bound * terms"),
     (

@@ -54,6 +54,25 @@ def test_no_output_of_a_tower_passes_the_bounds_and_some_come_near(kind: str) ->
             assert found > (0.1 if w.merging else 0.25) * limit
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "mistral3"])
+@torch.no_grad()
+def test_outputs_that_all_point_where_a_row_has_them_reach_the_first_linears_bound(kind: str) -> None:
+    model = loud(kind).float()
+    layout, certificate = certified(model)
+    (w,) = layout.projectors
+    assert w.feed_forward is not None and w.joined == 4
+    path = w.merging or w.feed_forward.linear
+    weight, gain = (model.get_submodule(each).weight for each in (path, w.norm))
+    found = []
+    model.get_submodule(path).register_forward_hook(lambda module, inputs, made: found.append(made.abs()))
+    for row in weight:
+        parts = row.view(-1, 4).t() if w.by_channel else row.view(4, -1)
+        given(model.get_submodule(w.at), w, 1e3 * parts * gain)
+    limits = certificate.ranges[path].output.amax
+    assert bool((torch.cat(found) <= limits).all())
+    assert float((torch.cat(found) / limits).max()) > 0.9
+
+
 def candidates(model: Any, layout: Layout, w: Projector) -> list[Tensor]:
     """Return outputs of a tower, of every size: drawn, constant but for a little, and climbing a gradient."""
     gain = layout.tensors[f"{w.norm}.weight"].shape[0]
