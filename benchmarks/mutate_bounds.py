@@ -207,7 +207,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("a linear's row bound a tenth smaller", bound_linear, "norms = source.radius *", "norms = 0.9 * source.radius *"),
     ("a linear's column gain left out", bound_linear, "(weight, source.gain,", "(weight, 0 * source.gain + 1,"),
     ("a radius of √(d−1)", rms_normalised, "radius = math.sqrt(width)", "radius = math.sqrt(width - 1)"),
-    ("a norm's bound a tenth smaller", N.bound.fget, "return (", "return 0.9 * ("),
+    ("a norm's bound a tenth smaller", N.bound.fget, "made = (", "made = 0.9 * ("),
     ("a sublayer not added to the stream", W.add, "self.rounded(self.stream + branch)", "self.rounded(self.stream)"),
     ("the stream's length without its sublayer", W.add, "(self.stream_norm + length)", "(self.stream_norm)"),
     ("positions not added to the embedding", W.begin, "self.rounded(amax + extra)", "self.rounded(amax)"),
@@ -370,7 +370,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("one rounding left out of what it is off", soft_capped, "2 * a.unit * result", "a.unit * result"),
     ("subnormals left out of what a soft cap is off", soft_capped, "+ (2 * cap + 1) * a.tiny", ""),
     ("what a soft cap is off left out of its span", capped_span, "span + 2 * capped.off", "span"),
-    ("subnormals left out of turned scores", turned_score_bounds, "(whole + off) * every", "whole * every"),
+    ("subnormals left out of turned scores", turned_score_bounds, "off, whole + off", "off, whole"),
     ("the roundings of a projection's rotation left out", rotated, "(1 + math.sqrt(2) * relative)", "1.0"),
     ("subnormals left out of a projection's rotation", rotated, "+ math.sqrt(2) * tiny", ""),
     (
