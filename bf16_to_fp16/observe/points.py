@@ -152,17 +152,19 @@ def _scores(found: dict[str, Tensor], layout: Layout, sublayer: Attention) -> An
 
 
 def _handed_out(values: dict[str, Tensor], layout: Layout, sublayer: Experts, taken: dict[str, Tensor]) -> Any:
-    """A hook of a router that makes room, [rows, positions, channels], for the values at the sites of every expert, 0
+    """A hook of a router that makes room, [..., channels], for the values at the sites of every expert, 0
     where it takes no token; taken: where it does, by site."""
 
     def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
-        chosen, probabilities = output[0].bool(), output[1]
+        numbers = output[2] if sublayer.chosen else None
+        chosen, of_graph = output[0].bool(), output[1][..., :1].to(inputs[0].dtype) * 0
         for number, expert in enumerate(sublayer.experts):
+            takes = chosen[..., number] if numbers is None else (numbers == number).any(-1)
             for point in points_of(expert):
                 # Of the graph, so that a goal that nothing reaches has a gradient too, 0.
                 width = layout.tensors[f"{point.width}.weight"].shape[0]
-                room = (probabilities * 0).expand(*chosen.shape[:2], width)
-                values[point.name], taken[point.name] = room, chosen[..., number, None].expand_as(room)
+                room = of_graph.expand(*takes.shape, width)
+                values[point.name], taken[point.name] = room, takes[..., None].expand_as(room)
 
     return hook
 

@@ -40,8 +40,10 @@ class ExpertsApart(nn.ModuleList):
     def __init__(self, gathered: Any, names: StoredExperts) -> None:
         """Take apart ``gathered``: ``gate_up_proj`` [experts, 2 · neurons, width], ``down_proj`` [experts, width,
         neurons]."""
-        each = zip(gathered.gate_up_proj, gathered.down_proj, strict=True)
-        super().__init__(Expert(names, *both.chunk(2), down, gathered.act_fn) for both, down in each)
+        super().__init__()
+        for both, down in zip(gathered.gate_up_proj, gathered.down_proj, strict=True):
+            gate, linear = both.chunk(2)
+            self.append(Expert(names, gate, linear, down, gathered.act_fn))
         self.train(gathered.training)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ class ExpertsApart(nn.ModuleList):
 
 def linear_of(weight: Tensor) -> nn.Linear:
     """Return a linear with a copy of this weight, on its device and of its dtype."""
-    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     return linear
 

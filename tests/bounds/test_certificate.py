@@ -1039,7 +1039,8 @@ def test_scores_that_cancel_need_their_roundings() -> None:
 def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: float) -> None:
     """One pair of channels, in every direction and turned by every angle, in fp16 as stock code computes it."""
     source = rms_normalised(torch.full((2,), scale, dtype=torch.float64), Arithmetic(), once=True)
-    made = turned(source, Arithmetic())
+    rotary = Attention(*[""] * 6, heads="", add="")
+    made = turned(source, Arithmetic(), 1, rotary)
     ways = torch.linspace(0, 2 * math.pi, 1201, dtype=torch.float64)[:, None]
     left, right = (scale * math.sqrt(2) * ways.cos()).half(), (scale * math.sqrt(2) * ways.sin()).half()
     angles = torch.linspace(0, 2 * math.pi, 997)[None]
@@ -1049,7 +1050,8 @@ def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: fl
     assert before < float(torch.maximum(x.abs(), y.abs()).max()) <= float(made.bound[0])
     assert before < float(torch.hypot(x, y).max()) <= float(made.gain[0]) * made.radius + float(made.absolute[0])
     # Against a key so large that what a subnormal query gains by its roundings counts.
-    key = turned(rms_normalised(torch.full((2,), 256.0, dtype=torch.float64), Arithmetic(), once=True), Arithmetic())
+    large = rms_normalised(torch.full((2,), 256.0, dtype=torch.float64), Arithmetic(), once=True)
+    key = turned(large, Arithmetic(), 1, rotary)
     scores = turned_score_bounds(made, key, 1, Arithmetic(splits=0), 1.0)
     most = float(torch.hypot(x, y).max()) * 256 * math.sqrt(2)
     assert most <= float(scores.product[0]) and 2 * most <= float(scores.span[0])
