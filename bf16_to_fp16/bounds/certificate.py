@@ -498,8 +498,9 @@ class _Walk(Findings):
         """Record the steps from a router's logits to its weights, all of them in fp32 but a cast."""
         _, weight, together = self.layout.experts_together(sublayer)
         number = len(sublayer.experts)
-        for step in ("softmax", "max", "sigmoid", "topk", "gather", "div"):
+        for step in ("softmax", "max", "sigmoid", "gather", "div"):
             self.note(f"{sublayer.router}:{step}", SiteKind.WEIGHTS, 1.0)
+        self.inner[f"{sublayer.router}:topk"] = 1.0
         if sublayer.chosen:
             self.inner[f"{sublayer.router}:sum"] = float(number) * (1 + number * UNIT32)
         if sublayer.scaling:

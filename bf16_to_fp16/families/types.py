@@ -556,12 +556,19 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # the keys of a config whos
 @dataclass(frozen=True)
 class StoredExperts:
     """How files hold experts that stock code gathers in two tensors: each by itself, as linears of these names.
-    ``inside``: what files call the module around them, "" where that is stock code's name."""
+
+    ``inside``: what files call the module around them, "" where that is stock code's name. ``at``: the module that
+    gathers them. ``gates``, ``outputs``: its tensors, of gates and neurons [experts, 2 · neurons, width] and of outputs
+    [experts, width, neurons].
+    """
 
     gate: str = "gate_proj"
     linear: str = "up_proj"
     output: str = "down_proj"
     inside: str = ""
+    at: str = "experts"
+    gates: str = "gate_up_proj"
+    outputs: str = "down_proj"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,14 +152,19 @@ def _scores(found: dict[str, Tensor], layout: Layout, sublayer: Attention) -> An
 
 
 def _handed_out(values: dict[str, Tensor], layout: Layout, sublayer: Experts, taken: dict[str, Tensor]) -> Any:
-    """A hook of a router that makes room, [..., channels], for the values at the sites of every expert, 0
+    """A hook of a router that makes room, [rows, positions, channels], for the values at the sites of every expert, 0
     where it takes no token; taken: where it does, by site."""
 
     def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
-        numbers = output[2] if sublayer.chosen else None
-        chosen, of_graph = output[0].bool(), output[1][..., :1].to(inputs[0].dtype) * 0
+        chosen, weights = output[0].bool(), output[1]
+        if sublayer.chosen:  # of tokens of all rows
+            positions = values[f"{sublayer.norm}:{layout.family.norm_site}"].shape[:2]
+            logits, weights, numbers = (x.view(*positions, -1) for x in output)
+            chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, numbers, True)
+            values[sublayer.classifier] = logits
+        of_graph = weights[..., :1].to(inputs[0].dtype) * 0
         for number, expert in enumerate(sublayer.experts):
-            takes = chosen[..., number] if numbers is None else (numbers == number).any(-1)
+            takes = chosen[..., number]
             for point in points_of(expert):
                 # Of the graph, so that a goal that nothing reaches has a gradient too, 0.
                 width = layout.tensors[f"{point.width}.weight"].shape[0]

@@ -210,14 +210,17 @@ def olmo3(**changes: Any) -> Any:
 
 
 def experts(name: str, **own: Any) -> Callable[..., Any]:
-    """Return the same of a stock class with experts, which are taken apart as when a checkpoint is loaded."""
-    shape = {"num_experts_per_tok": 2, **own}
+    """Return the same of a stock class with experts, whose router is sure of its choice, and which are taken apart as
+    when a checkpoint is loaded; a size that is None is left to the class."""
 
     def made(**changes: Any) -> Any:
-        model = stock(name, LLAMA_SHAPE, **shape)(**changes)
-        for tensor_name, tensor in model.named_buffers():
-            if tensor_name.endswith("e_score_correction_bias"):
-                torch.nn.init.normal_(tensor, 0, 0.2)
+        shape = {"num_experts_per_tok": 2, **LLAMA_SHAPE, **own, **changes}
+        model = stock(name, {key: value for key, value in shape.items() if value is not None})()
+        for module in model.modules():
+            if type(module).__name__.endswith("Router"):
+                torch.nn.init.normal_(module.weight, 0, 2.0)
+                if hasattr(module, "e_score_correction_bias"):
+                    torch.nn.init.normal_(module.e_score_correction_bias, 0, 0.2)
         return experts_apart(model, of_model_type(model.config.model_type))
 
     return made
@@ -225,7 +228,7 @@ def experts(name: str, **own: Any) -> Callable[..., Any]:
 
 OF_QWEN3_MOE = {"num_experts": 4, "moe_intermediate_size": 19}
 OF_GLM4_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 19, "head_dim": 12, "routed_scaling_factor": 2.5}
-OF_OLMOE = {"head_dim": 6, "num_experts": 5}
+OF_OLMOE = {"head_dim": None, "num_experts": 5}
 LARGE_SHARED = {"n_shared_experts": 2, "num_experts_per_tok": 3, "norm_topk_prob": False, "use_qk_norm": True}
 
 SLIDING_QWEN2: dict[str, Any] = {
