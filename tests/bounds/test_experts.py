@@ -1,5 +1,6 @@
-"""Experts of which a router gives each token one: the bounds hold whatever it chooses, and are reached."""
+"""Experts of which a router gives each token one or several: the bounds hold whatever it chooses, and are reached."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -102,3 +103,53 @@ def test_what_is_no_noise_has_no_bound_for_training(noise: Any) -> None:
     assert bound(edited, lambda name: model.state_dict()[name]).holds
     with pytest.raises(UserError, match="'router_jitter_noise' is"):
         bound(edited, lambda name: model.state_dict()[name], target="train")
+
+
+SIGMOIDS = {"first_k_dense_replace": 0, "num_hidden_layers": 1, "routed_scaling_factor": 2.5, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "times"),
+    [
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3}, 1.0),
+        ("qwen3_moe", {"num_experts": 2, "norm_topk_prob": False}, 1.0),
+        ("glm4_moe", SIGMOIDS | {"norm_topk_prob": True}, 2.5),
+        ("glm4_moe", SIGMOIDS | {"norm_topk_prob": False}, 5.0),
+    ],
+)
+@pytest.mark.parametrize("half", [False, True])
+def test_experts_that_agree_reach_the_sum_of_their_weights(
+    kind: str, changes: dict[str, Any], times: float, half: bool
+) -> None:
+    """All the same, and all wanted alike: what comes of them is what one gives, times the largest sum of weights."""
+    model = tiny.build(kind, 0, factor=1.0, **{"num_hidden_layers": 1} | changes)
+    layout = resolve(ModelTensors(model))
+    experts = next(w for w in layout.topology if isinstance(w, Experts))
+    rows = model.get_submodule(experts.experts[0].linear).weight
+    with torch.no_grad():
+        for w, kind_of_linear in itertools.product(experts.experts, ("gate", "linear", "output")):
+            path, first = (getattr(each, kind_of_linear) for each in (w, experts.experts[0]))
+            model.get_submodule(path).weight.copy_(model.get_submodule(first).weight)
+        router = model.get_submodule(experts.classifier)
+        router.weight.copy_(50 * rows[:1].expand(len(experts.experts), -1))
+        for correction in router.buffers():
+            correction.zero_()
+    served = model.half() if half else model
+    certificate = bound(layout, lambda name: served.state_dict()[name])
+    seen, _ = seen_with(served, layout, experts, rows[0].detach().float())
+    one, all_of_them = (certificate.at(site) for site in (experts.experts[0].output, f"{experts.at}:index_add"))
+    assert one is not None and all_of_them is not None
+    assert times <= all_of_them / one < 1.01 * times
+    given = max(value for site, value in seen.items() if site.startswith(f"{experts.at}:index_add"))
+    assert given == pytest.approx(times * max(seen.get(w.output, 0.0) for w in experts.experts), rel=4e-3)
+    for site, value in seen.items():
+        top = certificate.at(site)
+        assert "constant" in site or (top is not None and value <= top), site
+
+
+def test_what_a_router_scales_with_must_be_a_number() -> None:
+    model = tiny.small("glm4_moe")
+    layout = resolve(ModelTensors(model))
+    edited = replace(layout, config={**layout.config, "routed_scaling_factor": "x"})
+    with pytest.raises(UserError, match="'routed_scaling_factor' is 'x'"):
+        bound(edited, lambda name: model.state_dict()[name])
