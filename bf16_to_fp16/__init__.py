@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .commands.rescale import rescale
     from .commands.undo import undo
     from .commands.verify import verify
+    from .finetuning.callback import Fp16Callback
     from .finetuning.penalty import ActivationPenalty
     from .finetuning.run import finetune
     from .losses.report import advise_losses
@@ -42,6 +43,7 @@ __all__ = [
     "AdamW",
     "Certificate",
     "Conversion",
+    "Fp16Callback",
     "MadeSafe",
     "PipelineConversion",
     "Plan",
@@ -84,6 +86,7 @@ _HOMES = {
     "convert_pipeline": "commands.pipeline",
     "undo_pipeline": "commands.pipeline",
     "finetune": "finetuning.run",
+    "Fp16Callback": "finetuning.callback",
     "MadeSafe": "commands.make_safe",
     "make_fp16_safe": "commands.make_safe",
     "publish": "commands.publish",

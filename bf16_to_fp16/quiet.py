@@ -26,6 +26,10 @@ def quiet() -> Iterator[None]:
         before.enter_context(warnings.catch_warnings())
         # Its calls into torch, one warning for each process and function.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        # The name that transformers 5 and 4 both have.
+        warnings.filterwarnings(
+            "ignore", message="`gradient_checkpointing_enable` is deprecated", category=FutureWarning
+        )
         warnings.filterwarnings("ignore", message="Cannot disable progress bars")  # HF_HUB_DISABLE_PROGRESS_BARS=0
         before.callback(stock.set_verbosity, level)
         stock.set_verbosity(logging.CRITICAL)

@@ -64,7 +64,7 @@ class OutputError:
 
 def batches_shown(compared: Sequence[Batch]) -> list[Batch]:
     """Return on which of the compared batches every output is looked at: the smallest, and the smallest with images."""
-    images = [batch for batch in compared if batch.pixels is not None]
+    images = [batch for batch in compared if batch.has_image]
     return [min(some, key=lambda batch: batch.size) for some in (compared, images) if some]
 
 

@@ -33,14 +33,14 @@ from ..observe.sites import Site
 from ..progress import Advance
 from ..ranges import NormRange
 from ..run import probe
-from ..run.batch import IGNORED_LABEL, SHORT, Batch, run_batch, seen_padding, values_of
-from ..run.interface import config_of, predicts_tokens
+from ..run.batch import SHORT, Batch, run_batch, seen_padding, values_of
 from ..run.lanes import Lane, Walk, results_of
 from ..run.scaled_attention import SCALED, register
 from ..run.sentence_vectors import SentenceVectors
 from ..run.stock import attentions_of, load, load_config, set_attention
 from .every_output import EveryOutput, add_every_output, batches_shown
 from .fidelity import Outputs, add_outputs, compared, output_on
+from .gradients import Gradients, measure_gradients, output_and_loss
 
 REGIMES = ("stock", "amp", "half")
 
@@ -111,7 +111,7 @@ class RegimeResult:
     ``underflow``: the fp16 signals of the forward below the smallest normal number, 2⁻¹⁴, on every input; one that is
     zero throughout only where it is not zero in fp32. ``runs``: what ran, by attention. ``same_as``: the regime that
     computes the very same, whose run this is. ``norms``: what entered each norm, in ``half`` under the first attention.
-    ``vectors``: whether what stands behind a sentence encoder ran too.
+    ``vectors``: whether what stands behind a sentence encoder ran too. ``gradients``: of ``amp`` in training.
     """
 
     regime: str
@@ -126,6 +126,7 @@ class RegimeResult:
     same_as: str | None = None
     norms: Mapping[str, NormRange] = field(default_factory=dict, compare=False)
     vectors: bool = field(default=False, compare=False)
+    gradients: Gradients | None = field(default=None, compare=False)
 
     @property
     def safe(self) -> bool:
@@ -136,7 +137,8 @@ class RegimeResult:
         written as 65536, which it at least was, and a headroom without end as the 40 bits between fp16's last subnormal
         and its limit."""
         places = places_by_name(site.name for site in self.sites)
-        return {
+        gradients = {} if self.gradients is None else {"gradients": self.gradients.to_json()}
+        return gradients | {
             "nonfinite": self.nonfinite,
             "saturated": self.saturated,
             "amax": _plain_amax(self.amax),
@@ -211,7 +213,12 @@ def audit_each(
                 advance(before + done, len(regimes) * share)
 
         options: dict[str, Any] = {"attention": attention, "train_mode": train_mode, "advance": step, "seed": seed}
-        results[regime] = audit_model(load(regime), inputs, regime=regime, **options)
+        model = load(regime)
+        results[regime] = audit_model(model, inputs, regime=regime, **options)
+        if train_mode and regime == "amp":
+            _set_attention(model, attention[0])
+            gradients = measure_gradients(model.train(), seen_padding(inputs, attention[0]), seed=seed)
+            results[regime] = replace(results[regime], gradients=gradients)
     return results
 
 
@@ -464,14 +471,9 @@ def _step(model: nn.Module, batch: Batch, regime: str, train_mode: bool) -> int:
     if not train_mode or batch.generate:
         output = _forward(model, batch, regime)
     else:
-        labelled = batch.head and predicts_tokens(config_of(model))
-        # A causal model has nothing to predict behind a token that stands alone.
-        labelled = labelled and bool((batch.labels() != IGNORED_LABEL).any())
         with _autocast(model, regime):
-            output = run_batch(model, batch, labels=labelled)
-        if output is not None:
-            # Without labels there is no loss: pull what it gives towards zero.
-            loss = output.loss if labelled else values_of(output).float().square().mean()
+            output, loss = output_and_loss(model, batch)
+        if loss is not None:
             (loss * LOSS_SCALE).backward()
             model.zero_grad(set_to_none=True)
     return 0 if output is None else _nonfinite(output)

@@ -20,6 +20,7 @@ from ..families.layout import Layout, ResolvedStack, TensorReader, TensorSource
 from ..families.resolve import effective, stored
 from ..families.spread import spread_out
 from ..families.types import (
+    MOST_MEAN,
     Attention,
     Experts,
     FeedForward,
@@ -61,7 +62,9 @@ from .linear import (
     either,
     enclosing_axes,
     layer_normalised,
+    least_of,
     rms_normalised,
+    side_by_side,
     squared_matrix_vector,
     stream_itself,
     summed_axes,
@@ -159,11 +162,11 @@ class _Walk(Findings):
             amax, square = self.rounded(amax + extra), square + extra_square
             length = a.rounded_length(length + extra_length, width)
             self.note(f"{ends.at}:add", SiteKind.EMBEDDING if ends.first_norm else SiteKind.RESIDUAL, amax)
-        if self.layout.family.projector is not None:
-            brought, brought_square = self.projected(self.layout.family.projector)
+        for w in (w for w in self.layout.projectors if not w.behind):
+            brought, brought_square = self.projected(w)
             amax, square = torch.maximum(amax, brought), torch.maximum(square, brought_square)
             length = max(length, float(brought.norm()))
-            self.note(self.layout.family.projector.add, SiteKind.RESIDUAL, amax)
+            self.note(w.add, SiteKind.RESIDUAL, amax)
         if ends.first_norm:
             made, square = self.normalised(ends.first_norm, amax, square, min(float(amax.norm()), length))
             amax, length = made.bound, made.length
@@ -181,12 +184,23 @@ class _Walk(Findings):
 
         Nothing is known of those but that fp16 holds them, which is all that a norm in fp32 needs.
         """
+        gain = self.tensor(f"{w.norm}.weight")
+        assert gain is not None
+        width = gain.numel()
+        entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
+        if w.pool:
+            self.inner[w.pool] = FP16_MAX
+        unknown, longest = torch.ones_like(entering), FP16_MAX * math.sqrt(width)
+        source, square = self.normalised(w.norm, entering, unknown, longest, eps=w.layer_norm_eps)
+        source, square = side_by_side(source, w.joined), square.repeat(w.joined)
+        if w.merging:
+            merged, square = self.linear(w.merging, SiteKind.OUTPUT, source, square)
+            source = stream_itself(enclosing_axes(merged.bound, float(merged.bound.norm())), merged.bound)
+        if w.feed_forward is not None:
+            given, square = self.neurons(w.feed_forward, source, square)
+            return given.bound, square
         weight = self.tensor(w.weight)
         assert weight is not None
-        width = weight.shape[0]
-        entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
-        self.inner[w.pool] = FP16_MAX
-        source, square = self.normalised(w.norm, entering, torch.ones_like(entering), FP16_MAX * math.sqrt(width))
         made = bound_linear(source, weight.t(), None, self.arithmetic)
         expected = (made.norms / made.radius).square()
         self.note(f"{w.at}:scores", SiteKind.EMBEDDING, made.bound, made.partial)
@@ -237,25 +251,30 @@ class _Walk(Findings):
         length = min(float(self.stream.norm()), self.stream_norm)
         return self.normalised(path, self.stream, self.stream_square, length)
 
-    def normalised(self, path: str, entering: Tensor, variances: Tensor, length: float) -> tuple[NormOutput, Tensor]:
+    def normalised(
+        self, path: str, entering: Tensor, variances: Tensor, length: float, *, eps: float | None = None
+    ) -> tuple[NormOutput, Tensor]:
         """Return what a norm gives, and the mean square of its components; entering, variances, length: bounds, mean
-        squares and largest ‖·‖₂ of what it reads."""
+        squares and largest ‖·‖₂ of what it reads. eps: of a LayerNorm among RMSNorms."""
         gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
         assert gain is not None
         width, a = gain.numel(), self.arithmetic
         gain = gain.double()
         shift, planned = None if shift is None else shift.double(), a.planned or {}
-        if self.layout.family.centred_norm:
+        centred = self.layout.family.centred_norm or eps is not None
+        if centred:
             # A stream that does not fit fails at its own site; here it would only make the bounds grow past fp32.
             # What the norm of an embedding reads is scaled with no stream.
             factor = 2.0 ** planned.get(self.layout.streams_read.get(path, ""), 0)
-            mean, eps = min(float(entering.mean()) * factor, FP16_MAX), self.layout.eps_of(path)
+            mean = min(float(entering.mean()) * factor, FP16_MAX if eps is None else MOST_MEAN)
+            eps = eps or self.layout.eps_of(path)
             made = layer_normalised(gain, shift, mean, eps, a)
             self.note(f"{path}:layer_norm", SiteKind.NORM, made.bound)
-            self.note(f"{path}:layer_norm.1", SiteKind.STATISTIC, self.rounded(entering.mean()))
+            self.note(f"{path}:layer_norm.1", SiteKind.STATISTIC, self.rounded(torch.tensor(mean / factor)))
             self.note(f"{path}:layer_norm.2", SiteKind.STATISTIC, eps**-0.5 * (1 + 2 * UNIT))
         else:
             made = rms_normalised(gain, a, once=self.layout.family.norm_rounds_once)
+            self.least[path] = least_of(made, a)
             if not self.layout.family.norm_rounds_once:
                 self.note(f"{path}:to#2", SiteKind.NORMALISED, made.radius * (1 + UNIT))
             self.note(f"{path}:{self.layout.family.norm_site}", SiteKind.NORM, made.bound)
@@ -266,7 +285,7 @@ class _Walk(Findings):
         self.norms[path] = NormRange(length, torch.tensor([[variance, 1.0]], dtype=torch.float64))
         if self.squares:
             # A centred norm sums the components as well.
-            most = max(length**2, math.sqrt(width) * length if self.layout.family.centred_norm else 0.0)
+            most = max(length**2, math.sqrt(width) * length if centred else 0.0)
             self.note(f"{path} (sum of squares)", SiteKind.SQUARES, most * growth(width) + width * TINY)
         self.inner[f"{path}:input"] = largest(entering)
         return made, square
@@ -311,6 +330,12 @@ class _Walk(Findings):
             out, expected = self.normalised(sublayer.post_norm, made.bound, expected, length)
             made, axes = Projection(out.bound, out.bound, out.length), None if out.shift is not None else out.axes
         self.add(sublayer, made, expected, axes)
+        for w in (w for w in self.layout.projectors if w.behind == sublayer.add):
+            brought, square = self.projected(w)
+            self.stream, self.stream_square = self.rounded(self.stream + brought), self.stream_square + square
+            whole = self.stream_norm + float(brought.norm())
+            self.stream_norm = self.arithmetic.rounded_length(whole, brought.numel())
+            self.note(w.add, SiteKind.RESIDUAL, self.stream)
 
     # -- sublayers --------------------------------------------------------------------------------------------------
 

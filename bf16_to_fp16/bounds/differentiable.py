@@ -19,12 +19,14 @@ from torch import Tensor
 from ..families.layout import Layout, ResolvedStack, TensorReader
 from ..families.resolve import effective
 from ..families.types import (
+    MOST_MEAN,
     Attention,
     Experts,
     FeedForward,
     Head,
     HeadLinear,
     Kind,
+    Projector,
     StackEnds,
     Sublayer,
     feed_forwards_of,
@@ -50,6 +52,7 @@ from .linear import (
     knapsack,
     layer_normalised,
     rms_normalised,
+    side_by_side,
     stream_itself,
     summed_axes,
 )
@@ -233,11 +236,26 @@ class _Walk:
         amax = table.abs().amax(0) * self.layout.embedding_scale(ends)
         positions = self.weight(ends.positions) if ends.positions else None
         amax = amax if positions is None else amax + positions.abs().amax(0)
-        if (sublayer := self.layout.family.projector) is not None:
-            brought, weight = self.norm(sublayer.norm), self.weight(sublayer.weight)
-            assert weight is not None
-            amax = torch.maximum(amax, rows_of(weight.mT, None, brought).partial)
+        for w in (w for w in self.layout.projectors if not w.behind):
+            amax = torch.maximum(amax, self.projected(w))
         return self.normalised(ends.first_norm, amax).exact if ends.first_norm else amax
+
+    def projected(self, w: Projector) -> Tensor:
+        """What another model's outputs bring into the stream, by channel; nothing is known of those."""
+        gain, shift = self.pair(w.norm)
+        if w.layer_norm_eps is None:
+            source = rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
+        else:
+            source = layer_normalised(gain, shift, MOST_MEAN, w.layer_norm_eps, self.a)
+        source = side_by_side(source, w.joined)
+        if w.merging:
+            merged = self.linear(w.merging, source).partial
+            source = stream_itself(enclosing_axes(merged, merged.norm()), merged)
+        if w.feed_forward is not None:
+            return self.feed_forward_output(w.feed_forward, source)
+        weight = self.weight(w.weight)
+        assert weight is not None
+        return rows_of(weight.mT, None, source).partial
 
     def first_axes(self, ends: StackEnds) -> Tensor:
         """Squared axes of an ellipsoid that holds what the stream begins with."""
@@ -272,6 +290,8 @@ class _Walk:
             own = enclosing_axes(made, made.norm()) if source is None else source.axes
             self.axes = summed_axes(self.axes, own) * (1 + self.a.unit) ** 2
         self.stream = (self.stream + made) * (1 + self.a.unit)
+        for w in (w for w in self.layout.projectors if w.behind == sublayer.add):
+            self.stream = (self.stream + self.projected(w)) * (1 + self.a.unit)
         if self.stream_counts:
             self.note(sublayer.add, self.stream)
 

@@ -201,6 +201,28 @@ def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) 
     return NormOutput(gain, None, radius, 2 * a.unit + a.unit**2, absolute)
 
 
+def side_by_side(source: NormOutput, number: int) -> NormOutput:
+    """Return so many outputs of a norm as one vector: ‖(n₁, n₂, …)‖² ≤ number·radius²."""
+    if number == 1:
+        return source
+    shift = None if source.shift is None else source.shift.repeat(number)
+    most = source.bound.repeat(number)
+    gain, absolute = source.gain.repeat(number), source.absolute.repeat(number)
+    return NormOutput(gain, shift, source.radius * math.sqrt(number), source.relative, absolute, most)
+
+
+def least_of(made: NormOutput, arithmetic: Arithmetic) -> float:
+    """Return what the largest component that an RMS norm gives is at least where the mean square m of what it reads is
+    no less than its eps; 0 where some gain is 0.
+
+    The largest component that it reads is at least √m, and is divided by √(m + eps) ≤ √(2m), or where fp16 sums the
+    squares by what ``growth`` lets that become; its gain may be the least.
+    """
+    width = made.gain.numel()
+    summed = growth(width) if arithmetic.norms16 else 1 + (width + 16) * UNIT32
+    return max(0.0, float(made.gain.abs().min()) * (1 - 8 * UNIT) / math.sqrt(2 * summed) - float(made.absolute.max()))
+
+
 def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float, arithmetic: Arithmetic) -> NormOutput:
     """Return what a LayerNorm makes of any vector whose components' magnitudes have at most this mean; gain, shift:
     fp64 [d]."""

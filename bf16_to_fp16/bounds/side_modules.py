@@ -3,7 +3,8 @@
 Pooling makes one vector of a row's tokens; linears, norms and a normalisation read it. What the tokens' channels are at
 most is the certificate's bound of the encoder's output. The other end counts as well: a normalisation divides by the
 vector's length, with an eps of 1e-12 that is 0 in fp16, so that a vector of zeros becomes NaN. That no input gives one
-is proven from the least that its largest channel can be, or not claimed. ``docs/certificate.md`` has the lemmas.
+is proven from the least that its largest channel can be, or not claimed: of a token's own channels that is what the
+encoder's last norm makes of them. ``docs/certificate.md`` has the lemmas.
 """
 
 from __future__ import annotations
@@ -49,10 +50,12 @@ class Vector:
 
 @dataclass
 class Behind:
-    """The sites behind an encoder, found module by module; ``tokens``: the bound of each channel of its output."""
+    """The sites behind an encoder, found module by module; ``tokens``: the bound of each channel of its output.
+    ``least``: what the largest of a token's channels is at least, 0 where nothing is known."""
 
     tokens: Tensor
     arithmetic: Arithmetic
+    least: float = 0.0
     sites: dict[str, Bound] = field(default_factory=dict)
 
     def note(self, name: str, kind: SiteKind, bound: Tensor | float, limit: float = FP16_MAX) -> None:
@@ -66,7 +69,7 @@ class Behind:
         if module.is_aside:
             # What the next ones read is not known, and a site says so.
             self.note(module.name, SiteKind.OUTPUT, math.inf)
-            self.tokens = torch.full_like(self.tokens, math.inf)
+            self.tokens, self.least = torch.full_like(self.tokens, math.inf), 0.0
             vector = Vector(torch.full_like(vector.caps, math.inf))
         if module.kind == POOLING:  # of the tokens, whatever came before
             return self.pooled(module)
@@ -80,7 +83,9 @@ class Behind:
         self.note(module.name, SiteKind.NORM, caps)
         if self.arithmetic.norms16:
             self.note(f"{module.name}:sum", SiteKind.STATISTIC, max(total for _, total in made))
-        return Vector(caps)
+        # Behind a prompt that is cut off whole no token may be left, of which these ways make zeros.
+        own = module.includes_prompt and any(mode in ("cls", "lasttoken") for mode in module.modes)
+        return Vector(caps, self.least if own else 0.0)
 
     def dense(self, module: SideModule, vector: Vector) -> Vector:
         """Bound a linear with its activation and its residual.
@@ -175,8 +180,8 @@ def sites_behind(certificate: Certificate, layout: Layout, modules: Sequence[Sid
     """Return the sites that ``with_side_modules`` adds to a certificate."""
     if not modules:
         return ()
-    behind = Behind(tokens_of(certificate, layout), certificate.arithmetic)
-    vector = Vector(behind.tokens)
+    behind = Behind(tokens_of(certificate, layout), certificate.arithmetic, least_token(certificate, layout))
+    vector = Vector(behind.tokens, behind.least)
     for module in modules:
         vector = behind.run(module, vector)
     return tuple(behind.sites.values())
@@ -197,6 +202,15 @@ def tokens_of(certificate: Certificate, layout: Layout) -> Tensor:
             bound = certificate.arithmetic.rounded(bound * max(1.0, dropped / largest(bound)) * COMPUTED)
         bounds.append(bound)
     return torch.stack([bound for bound in bounds if bound.shape == bounds[0].shape]).amax(0)
+
+
+def least_token(certificate: Certificate, layout: Layout) -> float:
+    """Return what the largest channel of what is pooled is at least, 0 where nothing is known: in training a dropout
+    may leave none."""
+    stacks = layout.stacks()
+    if certificate.arithmetic.train and any(stack.ends.dropouts for stack in stacks):
+        return 0.0
+    return min(certificate.least.get(stack.ends.norm, 0.0) for stack in stacks)
 
 
 def matrix_of(module: SideModule, name: str, caps: Tensor) -> Tensor:

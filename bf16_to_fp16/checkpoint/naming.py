@@ -118,28 +118,31 @@ LAYOUTS: Mapping[str, FileLayout] = {
 
 LAYOUT_NAMES = (FOLDER_LAYOUT, *LAYOUTS)  # what ``--layout`` takes
 
-WITH_IMAGES = (
-    ("language_model.lm_head.", "lm_head."),
-    ("language_model.model.", "model.language_model."),
-    ("vision_tower.vision_model.", "model.vision_tower."),
-    ("vision_tower.", "model.vision_tower."),
-    ("multi_modal_projector.", "model.multi_modal_projector."),
-)
-"""How names begin in files of stock classes that read images as well, of LLaVA's kind, and how in their modules: every
-version of transformers writes the former and reads either, but 4.57 of a vision tower no other than its own."""
+WITH_IMAGES = {
+    ("language_model.", "multi_modal_projector."): (
+        ("language_model.lm_head.", "lm_head."),
+        ("language_model.model.", "model.language_model."),
+        ("vision_tower.vision_model.", "model.vision_tower."),
+        ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+    ),
+    ("visual.", "model.layers."): (("visual.", "model.visual."), ("model.", "model.language_model.")),
+}
+"""How names begin in files of stock classes that read images as well, of LLaVA's kind and of Qwen2.5-VL's, and how in
+their modules, by beginnings by which the kind is known: every version of transformers writes the former and reads
+either, but 4.57 of a vision tower no other than its own."""
 
 
 def names_in_files(names: Iterable[str], source: str) -> dict[str, str]:
     """Return the names in the files of ``source`` of those tensors that modules call otherwise, by the modules' names;
     raise UserError for two tensors of one name."""
     names = frozenset(names)
-    if not all(
-        any(name.startswith(begin) for name in names) for begin in ("language_model.", "multi_modal_projector.")
-    ):
+    kinds = (k for k in WITH_IMAGES if all(any(name.startswith(begin) for name in names) for begin in k))
+    if (kind := next(kinds, None)) is None:
         return {}
     stored: dict[str, str] = {}
     for name in sorted(names):
-        for begin, other in WITH_IMAGES:
+        for begin, other in WITH_IMAGES[kind]:
             if name.startswith(begin):
                 module = other + name.removeprefix(begin)
                 if module in stored or module in names:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import click
 
-from .shared import SAFE, json_file, write_result
+from ..errors import UserError
+from .shared import FOLDER, SAFE, Grouped, force, json_file, write_result
 
 
 @click.command("recipe")
@@ -23,3 +29,74 @@ def recipe_command(name: str | None, json_file: str | None) -> int:
     if json_file != "-":
         click.echo(text, nl=False)
     return SAFE
+
+
+@click.command("launch", cls=Grouped)
+@click.argument("recipe", type=FOLDER, metavar="RECIPE")
+@click.option("--gpus", type=click.IntRange(min=1), required=True, metavar="N", help="Cards of this machine.")
+@click.option("--run", "run", is_flag=True, help="Run it as well; on as many CPU processes where no card is.")
+@click.option(
+    "--memory", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="Of a card; default: asked, else 16."
+)
+@click.option(
+    "--kind", metavar="KIND", help="single, ddp, zero2, zero3, fsdp, zero2-offload or zero3-offload, unasked."
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
+@force
+@json_file
+def launch_command(
+    recipe: Path,
+    gpus: int,
+    run: bool,
+    memory: float | None,
+    kind: str | None,
+    overrides: tuple[str, ...],
+    force: bool,
+    json_file: str | None,
+) -> int:
+    """Print the `accelerate launch` line of RECIPE for N cards, with the memory that it needs; --run runs it.
+
+    Its many parameters are options. The configuration is written beside the recipe's `out`.
+    """
+    from ..finetuning.recipe import read_recipe
+
+    asked = read_recipe(recipe, overrides)
+    # What follows takes seconds to import.
+    from ..devices import check_all_is_used
+    from ..finetuning.launching import CONFIGS, choose, explained, place_of, run_launch, write_launch
+
+    if kind is not None and kind not in CONFIGS:
+        raise UserError(f"--kind {kind} is unknown; choose {', '.join(CONFIGS)}")
+    if run:
+        check_all_is_used(asked.device)
+    choice = choose(asked, place_of(gpus, memory, running=run), kind)
+    if run and kind is None and not choice.fits:
+        raise UserError(f"{'; '.join(explained(choice))}; or try it with --kind {choice.kind}")
+    words = [str(recipe), *(word for each in overrides for word in ("--set", each)), *(["--force"] if force else [])]
+    launch = write_launch(asked, choice, words)
+    if json_file != "-":
+        for line in explained(choice):
+            click.echo(f"# {line}")
+        click.echo(launch.line)
+    if not run:
+        write_result(json_file, launch.to_json())
+        return SAFE
+    with aside(json_file == "-"):
+        status = run_launch(launch)
+    write_result(json_file, launch.to_json() | {"status": status})
+    return status
+
+
+@contextmanager
+def aside(wanted: bool) -> Iterator[None]:
+    """Let what this process and those that it starts print go to standard error, where that is wanted."""
+    if not wanted:
+        yield
+        return
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -19,7 +19,7 @@ from ..visible import show
 from .advising import advise_command
 from .checking import audit_command, certify_command, check_command, verify_command
 from .converting import convert_command, undo_command
-from .launching import recipe_command
+from .launching import launch_command, recipe_command
 from .overview import demo_command, families_command
 from .publishing import publish_command
 from .shared import INTERRUPTED, UNREAD, USAGE, Ordered
@@ -92,6 +92,7 @@ COMMANDS: tuple[click.Command, ...] = (
     undo_command,
     finetune_command,
     recipe_command,
+    launch_command,
     advise_command,
     families_command,
     demo_command,

@@ -26,6 +26,7 @@ from .llama import (
 from .parts import Style, attention, ends, feed_forward, states, table
 from .types import (
     RESIDUAL,
+    ImageInput,
     Kind,
     Part,
     Projector,
@@ -115,12 +116,12 @@ GEMMA3 = replace(
 )
 
 
-def projector() -> Part:
+def projector(config: Mapping[str, object]) -> Sequence[Part]:
     """Return what brings the outputs of a vision tower into the stream: the norm reads what carries nothing, and the
     linear, whose outputs stand in the place of embeddings that have been scaled, writes the stream."""
     at = f"{BODY}.multi_modal_projector"
     norm, weight = f"{at}.mm_soft_emb_norm", f"{at}.mm_input_projection_weight"
-    return Part(
+    part = Part(
         signals=(
             Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(at),)),
             Signal(norm, Kind.FIXED, "vision", (output_of(norm),)),
@@ -136,11 +137,16 @@ def projector() -> Part:
             norm=norm,
             weight=weight,
             tower=f"{BODY}.vision_tower",
-            token="image_token_index",
-            tokens="mm_tokens_per_image",
-            image=("vision_config.num_channels", "vision_config.image_size"),
+            image=ImageInput(
+                token="image_token_index",
+                channels="vision_config.num_channels",
+                size="vision_config.image_size",
+                tokens="mm_tokens_per_image",
+                marks="token_type_ids",
+            ),
         ),
     )
+    return (part,)
 
 
 INSIDE = f"{BODY}.language_model"  # where the stack stands in a model with images
@@ -168,5 +174,5 @@ GEMMA3_WITH_IMAGES = replace(
         "mm_tokens_per_image",
     ),
     tie_keys=("tie_word_embeddings", *TEXT.tie_keys),
-    brings=projector(),
+    brings=projector,
 )

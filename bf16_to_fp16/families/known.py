@@ -23,6 +23,7 @@ from .mbart import MBART
 from .moe import MIXTRAL, OLMOE, QWEN3_MOE
 from .olmo import OLMO2, OLMO3
 from .pegasus import PEGASUS
+from .qwen_vl import QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT
 from .roles import Roles, roles
 from .switch import SWITCH
 from .t5 import MT5, T5, UMT5
@@ -46,6 +47,10 @@ FAMILIES: tuple[Family, ...] = (
     MISTRAL,
     QWEN2,
     QWEN3,
+    QWEN2_5_VL,
+    QWEN2_5_VL_TEXT,
+    QWEN3_VL,
+    QWEN3_VL_TEXT,
     GLM4,
     OLMO2,
     OLMO3,

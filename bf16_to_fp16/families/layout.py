@@ -171,6 +171,11 @@ class Layout:
         choices = self.tensors[self.head.linears[-1].weight].shape[0]
         return choices > 1 and self.config.get("problem_type") not in NOT_A_CHOICE
 
+    @property
+    def projectors(self) -> tuple[Projector, ...]:
+        """What brings another model's outputs into the first stack."""
+        return tuple(part for part in self.topology if isinstance(part, Projector))
+
     def stacks(self) -> tuple[ResolvedStack, ...]:
         """Return the encoder and, unless there is none, the decoder."""
         ends_and_sublayers: list[tuple[StackEnds, list[Sublayer]]] = []
@@ -267,8 +272,8 @@ class Layout:
     @property
     def streams_read(self) -> Mapping[str, str]:
         """Module paths of the norms that read a residual stream, in order, each with the signal's name."""
-        found = self.entrances.items()
-        return {path: name for path, name in found if len(self.tensors[f"{path}.weight"].shape) == 1}
+        linears = {name for name, tensor in self.tensors.items() if len(tensor.shape) == 2}
+        return {path: name for path, name in self.entrances.items() if f"{path}.weight" not in linears}
 
     @property
     def reads_stream_itself(self) -> bool:

@@ -78,7 +78,7 @@ def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
     return kv_heads, heads // kv_heads, size
 
 
-ROTATIONS = ("default", "linear", "dynamic", "llama3", "proportional")
+ROTATIONS = ("default", "linear", "dynamic", "llama3", "proportional", "mrope")
 """Kinds of rotary positions whose cosines and sines are those of an angle; others multiply them by a factor."""
 
 

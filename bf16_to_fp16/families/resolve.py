@@ -65,7 +65,7 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
         assert family.decoder is not None and family.decoder_ends is not None
         parts += [family.encoder_output, family.decoder_ends, *blocks(family.decoder, family, config, len(names))]
     parts.append(stock.end or (family.tied_head if tied and not separate else family.untied_head))
-    parts += filter(None, [family.brings])
+    parts += family.brings(config) if family.brings is not None else ()
 
     scale = head_scale(family, config, tied)
     sources = {family.embedding: embedding}
@@ -88,7 +88,7 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
             if dropped.pop(copy, None):
                 tensors[copy] = replace(tensors[copy], source=copy)
 
-    tensors |= carried(checkpoint, family)
+    tensors = carried(checkpoint, family) | tensors
     used = {t.source for t in tensors.values()}
     for name in sorted(names - used - set(dropped)):
         if any(fnmatchcase(name, pattern) for pattern in family.ignorable):

@@ -382,28 +382,60 @@ class Head:
     cap: str = ""
 
 
+MOST_MEAN = 1024.0
+"""Largest mean magnitude of another model's outputs for which what a LayerNorm makes of them is bounded."""
+
+
 @dataclass(frozen=True)
 class Projector:
-    """What brings the outputs of another model into the stream, each in the place of a token's embedding: an RMSNorm
-    and a linear.
+    """What brings the outputs of another model into the stream: a norm, and linears behind it.
 
     ``at``: the module that computes both. ``pool``: the site that averages several outputs into each that the norm
-    reads. ``add``: the site where they take the places of embeddings. ``norm``: module path, of an eps of its own.
-    ``weight``: tensor of the linear, [inputs, outputs]. ``tower``: the module that is the other model, of which nothing
-    is known: its tensors are carried over as they are, and no bound is about what flows in it. ``token``: config key of
-    the id in whose places the outputs stand, ``tokens``: of how many there are for one image. ``image``: config keys of
-    an image's channels and of its height and width in pixels.
+    reads, "" for none. ``add``: the site where they take the places of embeddings, or join the stream. ``norm``: module
+    path, of an eps of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm; it may lose what varies beside a
+    large mean, so that bounds hold for outputs of up to ``MOST_MEAN`` in the mean. ``joined``: how many of the norm's
+    outputs the first linear reads at once. ``weight``: tensor of the only linear, [inputs, outputs], "" where
+    there are several: ``merging``, "" for none, then those of ``feed_forward`` with the activation between them.
+    ``tower``: the module that is the other model, of which nothing is known: its tensors are carried over as they are,
+    and no bound is about what flows in it. ``behind``: the site of the stream's sum to which these outputs are added,
+    "" where they take the places of embeddings. ``image``: what makes one of the inputs of this kind.
     """
 
     at: str
-    pool: str
     add: str
     norm: str
-    weight: str
     tower: str
+    image: ImageInput
+    pool: str = ""
+    layer_norm_eps: float | None = None
+    joined: int = 1
+    weight: str = ""
+    merging: str = ""
+    feed_forward: FeedForward | None = None
+    behind: str = ""
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """What a stock class takes for an image, in keys of its config.
+
+    ``token``: of the id in whose places the outputs stand. ``channels``: of an image. ``size``: of its height and width
+    in pixels, "" where a model takes any, and here two merged patches each way. ``tokens``: of how many ids there are
+    for one, "" for four. ``patch``, ``merged``, ``frames``: of a patch's height and width, of how many patches make a
+    token each way, and of how many times each pixel is given; "" for whole images. ``marks``: the argument that is 1 at
+    those ids, "" for none. ``sizes``: the argument that says the size, of whole images in pixels, else as number of
+    frames and of patches each way.
+    """
+
     token: str
-    tokens: str
-    image: tuple[str, str]
+    channels: str
+    size: str = ""
+    tokens: str = ""
+    patch: str = ""
+    merged: str = ""
+    frames: str = ""
+    marks: str = ""
+    sizes: str = ""
 
 
 Sublayer = Attention | FeedForward | Experts
@@ -654,13 +686,14 @@ class Family:
     """Config keys of whether the embedding serves as head: every version of stock code goes by one of them."""
     stored_experts: StoredExperts | None = None
     """How files hold experts that stock code gathers, None where it has them as files do."""
-    brings: Part | None = None  # what brings another model's outputs into the first stack, None where nothing does
+    brings: Callable[[Mapping[str, object]], Sequence[Part]] | None = None
+    """What brings another model's outputs into the first stack, by the config, None where nothing does."""
 
     @property
     def projector(self) -> Projector | None:
-        """What brings another model's outputs into the first stack, None where nothing does."""
-        topology = self.brings and self.brings.topology
-        return topology if isinstance(topology, Projector) else None
+        """What puts another model's outputs in the places of embeddings, None where nothing does."""
+        parts = self.brings({}) if self.brings is not None else ()
+        return next((part.topology for part in parts if isinstance(part.topology, Projector)), None)
 
     @property
     def eps_keys(self) -> tuple[str, ...]:
@@ -745,6 +778,11 @@ def keys_inside(family: Family, part: str) -> Family:
     def keys(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(map(key, names))
 
+    def default(value: object) -> object:
+        if isinstance(value, SameAs):
+            return SameAs(key(value.key))
+        return Quotient(key(value.over), key(value.under)) if isinstance(value, Quotient) else value
+
     def moved(of: Part) -> Part:
         if (topology := of.topology) is None:
             return of
@@ -761,7 +799,7 @@ def keys_inside(family: Family, part: str) -> Family:
     return replace(
         family,
         sizes={name: tuple(f if isinstance(f, int) else key(f) for f in of) for name, of in family.sizes.items()},
-        defaults={key(name): value for name, value in family.defaults.items()},
+        defaults={key(name): default(value) for name, value in family.defaults.items()},
         encoder=Stack(key(family.encoder.layers), block),
         encoder_ends=moved(family.encoder_ends),
         tied_head=moved(family.tied_head),

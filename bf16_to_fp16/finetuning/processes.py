@@ -7,6 +7,7 @@ did.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -124,10 +125,10 @@ class Processes:
     def tell_scale(self, scale: float) -> None:
         """Make the engine, where there is one, use our loss scale.
 
-        ``override_loss_scale`` is its way to do that, but under torch_autocast in float16 it makes a GradScaler too,
+        ``override_loss_scale`` is its way to do that. Under torch_autocast in float16 it makes a GradScaler as well,
         which cannot be turned off and divides gradients once more; of that its norm and clipping know nothing, and an
-        overflow never reaches it. So it is taken away, by a name of DeepSpeed 0.19; raises UserError where
-        another one has no such name.
+        overflow never reaches it. So that is taken away, by a name of DeepSpeed 0.19; raises UserError where another
+        DeepSpeed has no such name.
         """
         if not self.engine:
             return
@@ -177,6 +178,8 @@ def launched_with(engine: str) -> bool:
 
 def launcher() -> tuple[str, ...]:
     """Return the words of this process's command line before ``finetune``, the launcher's where one began it."""
+    if (said := os.environ.get("BF16_TO_FP16_LAUNCHER")) is not None:
+        return tuple(shlex.split(said))
     words: list[str] = []
     with suppress(psutil.Error):
         words = psutil.Process(os.getppid()).cmdline()

@@ -257,11 +257,16 @@ class Recipe(Section):
             raise ValueError(f"{what}, and with optimizer.{lossless} no update is lost; leave it out")
         return self
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it only says what is finetuned, on what and where, and leaves to the program what that is to give."""
-        about_the_run = {"device", "seed", "evaluation", "logging", "checkpointing", "gradient_checkpointing"}
-        return self.model_fields_set <= {"source", "out", "subfolder", "data", *about_the_run}
+    def is_met_by(self, headroom_bits: float) -> bool:
+        """Whether a start of which every bound holds, with so many bits to spare, has all that is asked for.
+
+        What has no penalty, learns its text's own task or wants the last state (``quality.max_kl: null``) asks for the
+        training itself; headroom counts where it is given.
+        """
+        learns = self.penalty.form == "none" or self.distillation.weight < 1 or self.quality.max_kl is None
+        return not learns and (
+            "headroom_bits" not in self.penalty.model_fields_set or headroom_bits >= self.penalty.headroom_bits
+        )
 
     @property
     def asked(self) -> Recipe:

@@ -95,8 +95,8 @@ def finetune(
     first.
 
     recipe: a Recipe, a mapping, or a YAML file's path, for which ``overrides`` (``schedule.steps=200``) are. force:
-    replace an existing output, and train what a conversion alone certifies by a recipe that leaves all else open; else
-    nothing is written of it, ``out`` of what is returned is None and ``next`` says what to do. Continues a run that its
+    replace an existing output, and train also what a conversion alone gives all that the recipe asks for; else nothing
+    is written of that, ``out`` of what is returned is None and ``next`` says what to do. Continues a run that its
     folder holds, and one that has ended where the recipe now has more steps. Raises UserError for what cannot be used,
     and for a run that cannot succeed.
     """
@@ -112,9 +112,10 @@ def finetune(
     checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
     check_out(out, recipe.source, checkpoint.folder, force=force)
     progress = shown_by(progress)
-    run = train_on_device(recipe, checkpoint, progress, may_stop=asked.is_plain and not force)
+    run = train_on_device(recipe, checkpoint, progress, may_stop=not force)
     if run.unneeded is not None:
         below = ["--subfolder", recipe.subfolder] if recipe.subfolder else []
+        below += ["--target", recipe.target] if "target" in recipe.model_fields_set else []
         line = shlex.join(["bf16-to-fp16", "convert", recipe.source, recipe.out, *below])
         return replace(run.unneeded, out=None, next=f"{UNNEEDED}: {line} (finetune --force trains all the same)")
     if run.weights is None:
@@ -200,7 +201,7 @@ def train(
 ) -> Run:
     """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run that the recipe's folder holds.
 
-    place: the device, by default the recipe's. may_stop: not to train a start of which every bound holds.
+    place: the device, by default the recipe's. may_stop: not to train a start that has all that the recipe asks for.
     """
     from accelerate.utils import broadcast_object_list
 
@@ -245,7 +246,8 @@ def train(
     fits = False
     if not steps:
         rehearsed = rehearse(recipe, folder, corpus, progress) if main else None
-        if may_stop and broadcast_object_list([rehearsed is not None and rehearsed.report["proof"] == "certified"])[0]:
+        enough = may_stop and rehearsed is not None and is_enough(recipe, rehearsed.report)
+        if broadcast_object_list([enough])[0]:
             if main:
                 shutil.rmtree(folder)
             accelerator.end_training()
@@ -545,6 +547,11 @@ def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -
         with torch.no_grad():
             model(**arguments(model, next(corpus.training_batches()), torch.device("cpu")))
     return result
+
+
+def is_enough(recipe: Recipe, report: Mapping[str, Any]) -> bool:
+    """Return whether the conversion of a start has all that a recipe asks for, by the report on it."""
+    return report["proof"] == "certified" and recipe.is_met_by(report["certificate"]["headroom_bits"])
 
 
 @contextmanager

@@ -236,6 +236,9 @@ class SiteObserver(TorchDispatchMode):
         site.calls += 1
         if not out.numel():
             return
+        if node is not None:
+            site.elements += out.numel()
+            site.zeros += out.numel() - int(out.count_nonzero())
         low, high = _extremes(out)
         cube = operator.cubed and not constant and node is None and self._cube(operator.name, args, out, site)
         masked = None

@@ -20,7 +20,8 @@ class Site:
     overflowed or was NaN) without masked positions. ``nonfinite``, ``saturated`` (finite |x| from 64504, fp16 only) and
     ``benign`` count elements; the first two leave out the benign ones, and NaN is never benign. ``order`` is the number
     of the output that first broke it (was not finite), else of its first output. ``limit`` is None where fp16's range
-    does not bind: outputs of another dtype, constants, and the cube inside ``gelu_new``."""
+    does not bind: outputs of another dtype, constants, and the cube inside ``gelu_new``. ``elements`` and ``zeros``
+    count gradients alone."""
 
     name: str
     dtype: torch.dtype
@@ -32,6 +33,8 @@ class Site:
     benign: int = 0
     reason: str | None = None
     order: int = 0
+    elements: int = 0
+    zeros: int = 0
     pending_nonfinite: int = 0
     pending_saturated: int = 0
 

@@ -526,6 +526,21 @@ def underflow_rows(regimes: Mapping[str, schema.RegimeEntry]) -> list[tuple[str,
     return list(rows.values())
 
 
+def gradients_in_words(report: schema.Report) -> str:
+    """Return what the backward pass showed under fp16 AMP; empty where none ran."""
+    amp = report.regimes.get("amp")
+    if amp is None or (seen := amp.gradients) is None:
+        return ""
+    if seen.loss_scale is None or seen.largest is None:
+        return "backward under AMP: the loss or its gradients overflow at any loss scale, so every step is skipped"
+    words = (
+        f"backward under AMP: gradients fit up to a loss scale of {seen.loss_scale:,.0f} (torch begins at 65,536),"
+        f" which {seen.largest.name} sets; {seen.flushed:.1%} of them become 0 in fp16"
+    )
+    worst = seen.sites[0] if seen.sites else None
+    return words if worst is None or not worst.flushed else f"{words}, most at {worst.name} ({worst.flushed:.0%})"
+
+
 def attack_breaks(report: schema.Report) -> schema.AttackedSite | None:
     """Return the site that an attack drove furthest past its limit, None where it passed none or none ran."""
     sites = report.attack.sites if report.attack is not None else ()

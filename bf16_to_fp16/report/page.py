@@ -103,6 +103,7 @@ def render(report: Report) -> str:
             tiers=Table(TIER_COLUMNS, facts.tier_rows(report), "In which runtimes it is safe", "tiers"),
             sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
             hidden_sunk=max(0, len(sunk) - MOST_SUNK),
+            gradients=facts.gradients_in_words(report),
             fidelity=close and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16"),
             weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
             sites=site_table(report),

@@ -270,12 +270,30 @@ class RunEntry(ReportObject):
     kinds: list[str]
 
 
+class GradientSiteEntry(ReportObject):
+    """The gradients of one operation: the largest, at the loss scale, and the share of elements lost to 0 in fp16."""
+
+    name: str
+    amax: Real
+    flushed: Real
+
+
+class GradientsEntry(ReportObject):
+    """The backward pass under fp16 AMP: the largest loss scale at which no gradient overflows, None where each is too
+    large; the share of all elements that are 0 and not in fp32; the site that sets the scale; those that lose most."""
+
+    loss_scale: Real | None
+    flushed: Real
+    largest: GradientSiteEntry | None
+    sites: list[GradientSiteEntry]
+
+
 class RegimeEntry(CountedEntry):
     """What one regime showed: totals, and its sites from the tightest on.
 
     ``amax`` and ``headroom_bits`` are those of the tightest site; ``nonfinite_logits`` counts what a user would see.
     ``runs``: what ran, by attention. ``same_as``: the regime that computes the very same on this checkpoint, whose run
-    this is, None where it ran itself.
+    this is, None where it ran itself. ``gradients``: of ``amp`` in training.
     """
 
     amax: Real
@@ -285,6 +303,7 @@ class RegimeEntry(CountedEntry):
     runs: list[RunEntry] = []
     same_as: str | None = None
     sites: list[SiteEntry]
+    gradients: GradientsEntry | None = None
 
     @property
     def reached(self) -> float:

@@ -52,6 +52,7 @@ def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbos
         if report.regimes:
             screen.table(regime_table(report.regimes))
             print_underflow(screen, report.regimes)
+            print_gradients(screen, report)
         screen.table(Table(PAIRS, figure_rows(report)))
         print_unsafe(screen, report)
         print_uncertified(screen, report)
@@ -175,10 +176,10 @@ def accuracy(report: schema.Report) -> str:
 
 def source_line(report: schema.Report) -> Text:
     """Return what the source, or what was trained from it, reached in fp32 on what was run, against fp16's limit."""
-    signals, name = (
-        facts.distinct(report.signals),
-        "source" if report.finetune is None else "trained weights, before rescaling",
-    )
+    signals, run, name = facts.distinct(report.signals), report.finetune, "source"
+    if run is not None:
+        whose = "untrained weights (step 0 is kept)" if run.kept == 0 < run.steps else "trained weights"
+        name = f"{whose}, before rescaling"
     largest = max(signals, key=lambda signal: signal.before)
     over = sum(signal.before > FP16_MAX for signal in signals)
     if not over:
@@ -275,6 +276,7 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
     print_tiers(screen, report)
     screen.table(regime_table(report.regimes))
     print_underflow(screen, report.regimes)
+    print_gradients(screen, report)
     for name, regime in report.regimes.items():
         title = f"{name}: the tightest of {wording.counted(len(regime.sites), 'site')} that were measured"
         screen.table(Table(SITE_COLUMNS, regime.sites[:WORST_SITES], title))
@@ -295,6 +297,12 @@ def print_underflow(screen: Output, regimes: Mapping[str, schema.RegimeEntry]) -
                 f"{name}: below fp16's smallest normal number (6.1e-05) on every input, where few bits are kept, at"
                 f" {wording.counted(len(sunk), 'site')}: {', '.join(sunk[:3])}{', …' if len(sunk) > 3 else ''}"
             )
+
+
+def print_gradients(screen: Output, report: schema.Report) -> None:
+    """Print the loss scale that gradients allow, and what is lost at it, where a backward pass ran."""
+    if words := facts.gradients_in_words(report):
+        screen.print(words)
 
 
 def print_attack(screen: Output, attack: schema.AttackEntry, certificate: schema.CertificateEntry) -> None:

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -302,14 +303,16 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
     if (part := layout.family.projector) is None:
         return
     norm = model.get_submodule(part.norm)
-    eps, token = getattr(norm, eps_attribute(norm)), getattr(model.config, part.token)
+    eps, token = getattr(norm, eps_attribute(norm)), attrgetter(part.image.token)(model.config)
     if not 0 < torch.tensor(eps, dtype=torch.float32) < math.inf:
         raise UserError(
             f"{where}: in stock code the eps of {part.norm} is {shown(eps)}, not a small positive number such as 1e-06;"
             " take it from the original checkpoint"
         )
     if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-        raise UserError(f"{where}: {part.token!r} is {shown(token)}, not an id; take it from the original checkpoint")
+        raise UserError(
+            f"{where}: {part.image.token!r} is {shown(token)}, not an id; take it from the original checkpoint"
+        )
 
 
 def functions(module: nn.Module) -> dict[str, object]:

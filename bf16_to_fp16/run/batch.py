@@ -31,8 +31,8 @@ class Batch:
     """One input of an audit: int64 ids and 0/1 masks, all of shape [rows, length]. The decoder's fields are None for a
     model that takes none. ``head`` false leaves the logits out; ``generate`` asks for beam search from ``input_ids``
     instead of a forward. ``kind``: what it is there for, "given" for a batch that was made elsewhere. ``chosen``: the
-    chosen ids, by reason, at the first batch of them. ``blind``: whether padding in it may see nothing. ``pixels``:
-    fp32 [rows, channels, height, width] of an image in each row, whose tokens ``image_tokens`` marks."""
+    chosen ids, by reason, at the first batch of them. ``blind``: whether padding in it may see nothing. ``image``: what
+    stock code takes for an image in each row, by its arguments' names."""
 
     description: str
     input_ids: Tensor
@@ -44,14 +44,12 @@ class Batch:
     kind: str = "given"
     chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)
     blind: bool = False
-    pixels: Tensor | None = None
-    image_tokens: Tensor | None = None
+    image: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
-        image = ("pixels", "image_tokens") if self.has_image else ()
-        names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", *image)
-        return {name: getattr(self, name) for name in names}
+        names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+        return {name: getattr(self, name) for name in names} | dict(self.image)
 
     @property
     def size(self) -> int:
@@ -66,17 +64,13 @@ class Batch:
 
     @property
     def has_image(self) -> bool:
-        return self.pixels is not None
+        return bool(self.image)
 
     def rows(self, chosen: slice | Tensor) -> Batch:
         """Return the batch of some of its rows, at the same length."""
+        assert not self.image
         kept: dict[str, Any] = {name: x[chosen] for name, x in self.tensors.items() if x is not None}
         return replace(self, **kept)
-
-    def image_arguments(self, device: torch.device) -> dict[str, Tensor]:
-        if self.pixels is None or self.image_tokens is None:
-            return {}
-        return {"pixel_values": self.pixels.to(device), "token_type_ids": self.image_tokens.to(device)}
 
     def labels(self) -> Tensor:
         """Return the next id for each position, of the decoder where there is one, or -100 where either is padding;
@@ -198,7 +192,7 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
     if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
         if not is_causal(config_of(stock)):
             return stock(**given)
-        given |= {"use_cache": False, **batch.image_arguments(device)}
+        given |= {"use_cache": False, **{name: x.to(device) for name, x in batch.image.items()}}
         if not batch.head:
             stock.base_model(**given)
             return None

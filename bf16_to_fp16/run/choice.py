@@ -7,6 +7,7 @@ alone through every sublayer, and those that reach farthest at each site are cho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
@@ -25,7 +26,8 @@ ALONE, ENCODER, DECODER = "largest alone", "largest alone in the encoder", "larg
 
 _CHANNELS = 24  # channels whose largest and smallest entry is taken
 _MOST = {LONGEST: 16, SHORTEST: 16, CHANNELS: 2 * _CHANNELS}  # how many ids each reason brings in
-_CANDIDATES = 768  # tokens that are carried through the layers
+_CANDIDATES = 768  # tokens that are carried through the layers, and more where that takes next to nothing
+_CARRIED, _TOGETHER = 1 << 36, 1 << 22  # products that this may take, a few seconds, and outputs of one linear
 _DRAWN, _TYPICAL = 128, 64  # candidates that are drawn at random, and how many of them stand for a typical token
 _RUNNERS = 8  # candidates for a product of two neurons
 _RANKS = 4  # how many candidates a site can bring in
@@ -49,7 +51,8 @@ def chosen(
 ) -> dict[str, list[int]]:
     """Return ``CHOSEN`` different ids of a checkpoint or model by reason, each under the first it was chosen for."""
     weights = Weights(source, layout)
-    others = torch.randperm(weights.vocabulary, generator=generator)[:_CANDIDATES].tolist()
+    carried = max(_CANDIDATES, affordable(layout))
+    others = torch.randperm(weights.vocabulary, generator=generator)[:carried].tolist()
     extremes, best = scanned(weights, others[:_TYPICAL])
     by_reason: dict[str, list[int]] = {}
     seen: set[int] = set()
@@ -67,7 +70,7 @@ def chosen(
     for reason, ids in extremes.items():
         add(reason, ids, _MOST[reason])
     ordered = dict.fromkeys([*seen, *others[:_DRAWN], *best, *others])
-    candidates = list(ordered)[:_CANDIDATES]
+    candidates = list(ordered)[:carried]
     farthest: list[tuple[str, list[int]]] = []
     sides = {True: ALONE if layout.family.decoder is None else ENCODER, False: DECODER}
     for step in forward(weights, candidates):
@@ -80,6 +83,13 @@ def chosen(
             add(reason, ids[rank : rank + 1])
     add(DRAWN, others)
     return {reason: ids for reason, ids in by_reason.items() if ids}
+
+
+def affordable(layout: Layout) -> int:
+    """Return how many tokens can be carried through the layers for ``_CARRIED`` products, and in little memory."""
+    shapes = [tensor.shape for name, tensor in layout.tensors.items() if name != layout.family.embedding]
+    products, widest = sum(map(math.prod, shapes)), max(shape[0] for shape in shapes)
+    return min(_CARRIED // max(1, products), _TOGETHER // widest)
 
 
 def scanned(weights: Weights, sample: Sequence[int]) -> tuple[dict[str, list[int]], list[int]]:

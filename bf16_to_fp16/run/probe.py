@@ -242,16 +242,29 @@ def images(config: Any) -> list[Batch]:
     projector = None if family is None else family.projector
     if projector is None:
         return []
-    generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
-    token, tokens, channels, size = (
-        attrgetter(key)(config) for key in (projector.token, projector.tokens, *projector.image)
-    )
+    generator, vocabulary, w = torch.Generator().manual_seed(0), vocabulary_of(config), projector.image
+
+    def value(key: str, otherwise: int = 1) -> int:
+        return int(attrgetter(key)(config)) if key else otherwise
+
+    token, channels, patch = value(w.token), value(w.channels), value(w.patch)
+    tokens, across = value(w.tokens, 4), 2 * value(w.merged)
     before, after = (torch.randint(0, vocabulary, (1, 4), generator=generator) for _ in range(2))
     before, after = (x.where(x != token, (token + 1) % vocabulary) for x in (_begun(config, before), after))
     ids = torch.cat([before, torch.full((1, tokens), token), after], 1)
     marks = torch.cat([torch.zeros_like(before), torch.ones(1, tokens, dtype=torch.int64), torch.zeros_like(after)], 1)
-    pixels = torch.rand(1, channels, size, size, generator=generator) * 2 - 1
-    return [Batch("an image", ids, torch.ones_like(ids), kind=kinds.IMAGE, pixels=pixels, image_tokens=marks)]
+    image: dict[str, Tensor] = {}
+    if w.frames:
+        shape, sizes = (across**2, channels * value(w.frames) * patch**2), torch.tensor([[1, across, across]])
+    else:
+        side = value(w.size, across * patch)
+        shape, sizes = (1, channels, side, side), torch.tensor([[side, side]])
+    image["pixel_values"] = torch.rand(*shape, generator=generator) * 2 - 1
+    if w.marks:
+        image[w.marks] = marks
+    if w.sizes:
+        image[w.sizes] = sizes
+    return [Batch("an image", ids, torch.ones_like(ids), kind=kinds.IMAGE, image=image)]
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:

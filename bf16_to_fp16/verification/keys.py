@@ -48,6 +48,10 @@ KEYS: Mapping[str, How] = {
     **row(How.BOTH, "inputs", "chosen"),
     **row(How.RUN, "regimes", "nonfinite saturated amax headroom_bits nonfinite_logits same_as"),
     **row(How.RUN, "regimes", "underflow.name underflow.amax runs.attention runs.batches runs.kinds"),
+    **row(How.RUN, "regimes", "gradients.loss_scale"),
+    **row(How.NEVER, "regimes", "gradients.flushed gradients.largest.name gradients.largest.amax"),
+    **row(How.NEVER, "regimes", "gradients.largest.flushed"),
+    **row(How.NEVER, "regimes.gradients.sites", "name amax flushed"),
     **row(
         How.RUN, "regimes.sites", "name stack block role amax limit headroom_bits nonfinite saturated benign dtype fp32"
     ),

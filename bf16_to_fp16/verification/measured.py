@@ -46,12 +46,17 @@ def check_regimes(report: Report, found: Mapping[str, RegimeEntry], *, same_text
 def same_regime(key: str, said: RegimeEntry, found: RegimeEntry, *, by_name: bool) -> list[Problem]:
     """Return where a recorded regime is not the one that was run again; by_name: of sites only those whose name both
     have."""
-    claim, truth = ({k: v for k, v in dump(part).items() if k != "underflow"} for part in (said, found))
+    apart = ("underflow", "gradients")
+    claim, truth = ({k: v for k, v in dump(part).items() if k not in apart} for part in (said, found))
     if by_name:
         both = {site.name for site in said.sites} & {site.name for site in found.sites}
         for part in (claim, truth):
             part["sites"] = [site for site in part["sites"] if site["name"] in both]
     problems = compared("audit", claim, truth, key)
+    scales = [0.0 if part.gradients is None else part.gradients.loss_scale or 0.0 for part in (said, found)]
+    if max(scales) > 2 * min(scales):  # the next power of two may be another machine's rounding
+        reason = f"is {scales[0]:g}, and was found to be {scales[1]:g}"
+        problems.append(Problem("audit", f"{key}.gradients.loss_scale", reason))
     for one, other, what in (
         (said, found, "is not under fp16's normal numbers"),
         (found, said, "is under fp16's normal numbers, which the report does not say"),

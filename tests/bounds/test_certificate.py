@@ -1049,8 +1049,8 @@ def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: fl
     cos, sin = angles.cos().half(), angles.sin().half()
     x, y = (left * cos + -right * sin).double(), (right * cos + left * sin).double()
     before = scale * (1 + source.relative) * source.radius + math.sqrt(2) * float(source.absolute[0])
-    assert before < float(torch.maximum(x.abs(), y.abs()).max()) <= float(made.bound[0])
-    assert before < float(torch.hypot(x, y).max()) <= float(made.gain[0]) * made.radius + float(made.absolute[0])
+    assert before < float(torch.maximum(x.abs(), y.abs()).max()) <= float(made.bound[0, 0])
+    assert before < float(torch.hypot(x, y).max()) <= float(made.gain[0, 0]) * made.radius + float(made.absolute[0, 0])
     # Against a key so large that what a subnormal query gains by its roundings counts.
     large = rms_normalised(torch.full((2,), 256.0, dtype=torch.float64), Arithmetic(), once=True)
     key = turned(large, Arithmetic(), 1, rotary)
@@ -1060,7 +1060,7 @@ def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: fl
     if scale == 1:
         assert most > 0.99 * float(scores.product[0])
     else:
-        assert most > float(made.gain[0] * key.gain[0]) * 2 * (1 + 2 * UNIT) ** 2 + 4 * TINY
+        assert most > float(made.gain[0, 0] * key.gain[0, 0]) * 2 * (1 + 2 * UNIT) ** 2 + 4 * TINY
 
 
 @pytest.mark.parametrize("cap", [30.0, 2051.0, 2.0**-9 + 2.0**-22])

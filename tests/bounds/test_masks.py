@@ -88,7 +88,7 @@ def test_no_masked_position_of_a_certified_model_has_weight(kind: str) -> None:
 
 
 def test_two_scores_of_one_query_may_lie_on_either_side_of_0_and_each_be_off() -> None:
-    one = Turned(torch.ones(2), torch.zeros(2), 1.0, torch.ones(4))
+    one = Turned(torch.ones(1, 2), torch.zeros(1, 2), 1.0, torch.ones(1, 4))
     assert 2 <= float(turned_score_bounds(one, one, 1, Arithmetic(exact=True), 1.0).span) < 2.001
     span, large = torch.tensor([1.0]), torch.tensor([100.0])
     assert float(capped_span(span, Capped(large, large, large, torch.tensor([0.5])))) == 2

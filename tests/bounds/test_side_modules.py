@@ -1,5 +1,6 @@
 """No sentence's vector passes the bounds of what stands behind an encoder, whatever modules and weights stand there."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.linear import least_of, rms_normalised
 from bf16_to_fp16.bounds.side_modules import Behind, Vector, pooled
 from bf16_to_fp16.checkpoint.side_modules import MODES, SideModule
 from bf16_to_fp16.run.sentence_vectors import SentenceVectors
@@ -97,6 +99,34 @@ def test_a_short_vector_that_is_normalised_becomes_longer(norms16: bool) -> None
     tensors = {"linear.weight": torch.tensor([[-60000.0, 60000.0]]).half()}
     behind.run(SideModule("4_Dense", "Dense", {}, tensors), vector)
     assert behind.sites["4_Dense.linear"].bound >= 120000
+
+
+@pytest.mark.parametrize("squared", [False, True])
+def test_the_least_that_a_last_norm_gives_is_nearly_reached(squared: bool) -> None:
+    """By a token whose mean square is eps, all of it in the channel of the least gain; squared: in fp16, one by one."""
+    width, eps = 64, 2.0**-8
+    gain = torch.linspace(0.5, 3, width).half()
+    arithmetic = Arithmetic(8, norms16=squared)
+    least = least_of(rms_normalised(gain.double(), arithmetic), arithmetic)
+    read = torch.zeros(width).half()
+    read[0] = math.sqrt(eps * width)
+    total = read.square().mean() if squared else read.float().square().mean()
+    normed = read * (total + eps).rsqrt().to(read.dtype if squared else torch.float32)
+    made = gain * normed.half()
+    # Where squares are summed in fp16 rounding up each time may make the sum larger than here.
+    assert 0.9 * least < 0.5 * math.sqrt(0.5) * math.sqrt(width) / 8 and least <= float(made.abs().max())
+    gain[5] = 0
+    assert least_of(rms_normalised(gain.double(), arithmetic), arithmetic) == 0
+
+
+@pytest.mark.parametrize("mode", ["lasttoken", "cls", "mean", "max"])
+def test_only_a_tokens_own_channels_are_no_zeros_and_not_behind_a_prompt(mode: str) -> None:
+    for prompt in (True, False):
+        behind = Behind(torch.ones(4, dtype=torch.float64), Arithmetic(8), 0.5)
+        config = {"pooling_mode": mode, "include_prompt": prompt}
+        vector = behind.run(SideModule("1_Pooling", "Pooling", config, {}), Vector(behind.tokens, behind.least))
+        behind.run(SideModule("2_Normalize", "Normalize", {}, {}), vector)
+        assert behind.sites["2_Normalize (zero vector)"].holds == (mode in ("lasttoken", "cls") and prompt)
 
 
 def test_the_length_of_a_faint_vector_is_rounded_to_fp16s_step() -> None:

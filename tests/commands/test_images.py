@@ -224,7 +224,7 @@ def test_no_other_id_of_the_probes_row_is_an_images(tmp_path: Path) -> None:
     config = load_config(saved(tmp_path / "source"))
     for config.image_token_index in range(384):
         (batch,) = images(config)
-        assert (batch.input_ids == config.image_token_index).equal(batch.image_tokens == 1)
+        assert (batch.input_ids == config.image_token_index).equal(batch.image["token_type_ids"] == 1)
 
 
 @pytest.mark.parametrize(

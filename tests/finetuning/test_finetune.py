@@ -309,7 +309,7 @@ def test_convert_finetunes_only_what_rescaling_leaves_unsafe(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_plain_run_of_what_a_conversion_certifies_says_so_and_stops(
+def test_a_run_of_what_a_conversion_certifies_says_so_and_stops(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = {
@@ -317,17 +317,34 @@ def test_a_plain_run_of_what_a_conversion_certifies_says_so_and_stops(
     }
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tree | {"device": "cpu", "evaluation": {"every": 100}}))
-    assert main(["finetune", str(recipe)]) == 0
-    (said,) = capsys.readouterr().out.splitlines()
     line = f"bf16-to-fp16 convert {source} {tmp_path / 'out'}"
-    assert said.startswith("nothing to train, ") and line in said and "finetune --force trains all the same" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+    steps, target = ("--set", "schedule.steps=2"), ("--set", "target=half")
+    for settings, more in (((), ""), (steps, ""), ((*target, "--set", "penalty.headroom_bits=0.5"), " --target half")):
+        assert main(["finetune", str(recipe), *settings]) == 0
+        (said,) = capsys.readouterr().out.splitlines()
+        assert said.startswith(
+            f"nothing to train, since after a conversion alone no input can overflow it; run: {line}"
+        )
+        assert said.endswith(f"out{more} (finetune --force trains all the same)")
+        assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
     assert main(shlex.split(line)[1:]) == 0
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     assert report["proof"] == "certified"
-    # Whoever asks for something trains.
-    assert main(["finetune", str(recipe), "--set", "schedule.steps=2", "--force"]) == 0
+    capsys.readouterr()
+    assert main(["finetune", str(recipe), *steps, "--force"]) == 0
+    assert "untrained weights (step 0 is kept), before rescaling: " in capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     # The start is certified, and nothing is nearer to the original.
     assert (report["finetune"]["steps"], report["finetune"]["kept"]) == (2, 0)
     assert report["finetune"]["fidelity"]["kl_fp16"] == report["fidelity"]["kl_fp16"]
+
+
+def test_a_recipe_is_met_where_all_that_it_asks_for_is_there() -> None:
+    def met(bits: float, **sections: Any) -> bool:
+        return parse_recipe({"source": "s", "out": "o", "data": {"path": "t"}, **sections}).is_met_by(bits)
+
+    assert met(0.1) and met(0.1, schedule={"steps": 9}, optimizer={"moments": "bf16"}, precision="fp16")
+    assert met(3.0, penalty={"headroom_bits": 3.0}) and not met(2.9, penalty={"headroom_bits": 3.0})
+    assert met(0.1, penalty={"certify": True})
+    assert not met(9.0, penalty={"form": "none"}) and not met(9.0, distillation={"weight": 0.9})
+    assert not met(9.0, quality={"max_kl": None})

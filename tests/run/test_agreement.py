@@ -59,6 +59,17 @@ def test_what_stock_code_saves_is_certified(
     assert "error" not in capsys.readouterr().err
 
 
+def test_a_rotary_factor_larger_than_the_bounds_have_it_is_named(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    yarn = PLAIN | {"rope_type": "yarn", "factor": 4.0, "attention_factor": 3.0}
+    folder = edited(folders["llama"], tmp_path / "edited", rope_parameters=yarn)
+    assert cli.main(["certify", str(folder)]) == 0
+    monkeypatch.setattr("bf16_to_fp16.families.llama.rotary_factor", lambda config: 2.9)
+    assert cli.main(["certify", str(folder)]) == 2
+    assert "rotary_emb.attention_scaling is 3.0" in capsys.readouterr().err
+
+
 NO_ANGLES = "inv_freq, by which positions are turned"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 SHRINKING = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -1.0}
@@ -118,7 +129,6 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e-44}}}, NO_ANGLES),
     ("gemma3", {"rope_parameters": ..., "rope_theta": -1.0}, NO_ANGLES),
     ("gemma3", {"rope_parameters": ..., "rope_scaling": {"rope_type": "linear", "factor": 0.0}}, NO_ANGLES),
-    ("gemma3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 3.0}}, "scaling is 3.0"),
     ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [0.0] * 5}}, NO_ANGLES),
     ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [1.0] * 3}}, "cannot turn position"),
     *((kind, {"rope_parameters": SHRINKING | {"factor": f}}, DYNAMIC) for kind, f in DYNAMICS),

@@ -199,6 +199,36 @@ BIASED_LLAMA: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "tie_w
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
 
 
+PATCHES: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 24,
+}
+DEEP = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16, "out_hidden_size": 24}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 1]}
+
+
+def qwen_vl(name: str, **vision: Any) -> Callable[..., Any]:
+    """Return a function that makes a model with images of changes to the config of its text model; vision: of its
+    tower's."""
+    kind: Any = getattr(transformers, f"{name}ForConditionalGeneration")
+
+    def made(**changes: Any) -> Any:
+        tied = changes.pop("tie_word_embeddings", False)
+        text = LLAMA_SHAPE | {"rope_parameters": MROPE} | changes
+        if "2_5" in name:
+            del text["head_dim"]
+            text["rope_parameters"] = MROPE | {"mrope_section": [1, 1, 1]}
+        tower = PATCHES | vision | {"out_hidden_size": text["hidden_size"]}
+        config = kind.config_class(text_config=text, vision_config=tower, image_token_id=96, tie_word_embeddings=tied)
+        return kind(config)
+
+    return made
+
+
 def olmo3(**changes: Any) -> Any:
     """Return an OLMo 3 whose layers see a window and everything by turns, with YaRN where they see everything."""
     own: dict[str, Any] = {"tie_word_embeddings": True, "sliding_window": 6}
@@ -297,6 +327,10 @@ LLAMA_DRAWN = {
     "intermediate_size": range(1, 51),
     "num_hidden_layers": (1, 2),
 }
+VL_SHAPE = {key: value for key, value in LLAMA_SHAPE.items() if key != "head_dim"} | {
+    "rope_parameters": MROPE | {"mrope_section": [1, 1, 1]}
+}
+VL_DRAWN = {key: value for key, value in LLAMA_DRAWN.items() if key in ("intermediate_size", "num_hidden_layers")}
 ENTRIES = (
     Entry(
         kinds={
@@ -413,6 +447,19 @@ ENTRIES = (
     Entry(
         kinds={"glm4": stock("Glm4ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},
         shape=LLAMA_DRAWN | {"head_dim": (4, 8, 10), "attention_bias": (False, True)},
+    ),
+    Entry(kinds={"qwen2_5_vl": qwen_vl("Qwen2_5_VL", fullatt_block_indexes=[0], window_size=16)}, shape=VL_DRAWN),
+    Entry(
+        kinds={"qwen2_5_vl_text": stock("Qwen2_5_VLTextModel", VL_SHAPE)}, shape=VL_DRAWN, alike=("qwen2_5_vl_text",)
+    ),
+    Entry(
+        kinds={"qwen3_vl": qwen_vl("Qwen3VL", **DEEP)},
+        shape={key: values for key, values in LLAMA_DRAWN.items() if key != "head_dim"},
+    ),
+    Entry(
+        kinds={"qwen3_vl_text": stock("Qwen3VLTextModel", LLAMA_SHAPE, rope_parameters=MROPE)},
+        shape=LLAMA_DRAWN,
+        alike=("qwen3_vl_text",),
     ),
     Entry(
         kinds={"olmo2": stock("Olmo2ForCausalLM", LLAMA_SHAPE)},

@@ -1,0 +1,131 @@
+"""The range of gradients under fp16 AMP: the loss scale that they allow, and what is lost at it.
+
+A dynamic scaler halves its scale whenever a gradient overflows, so it settles where the largest one just fits. What is
+then under 2⁻²⁵ becomes 0. A signal that is multiplied by 2^r has a gradient of 2^-r times the size: a stream that is
+shrunk further than the forward needs costs the smallest gradients elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..observe.observer import SiteObserver
+from ..run.batch import IGNORED_LABEL, Batch, run_batch, values_of
+from ..run.interface import config_of, predicts_tokens
+
+FIRST_EXPONENT = 16
+"""Of two, the loss scale at which torch's dynamic scaler begins; it doubles after 2,000 steps without an overflow."""
+
+SHOWN = 20  # sites that a report lists
+
+
+@dataclass(frozen=True)
+class GradientSite:
+    """The gradients of one operation: the largest, at the loss scale, and the share of elements that are 0 in fp16 and
+    not in fp32."""
+
+    name: str
+    amax: float
+    flushed: float
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What the backward pass shows under fp16 AMP. ``loss_scale``: the largest power of two, up to 2¹⁶, at which no
+    gradient overflows, None where none is small enough; ``flushed``: the share of all elements that are 0 in fp16 and
+    not in fp32; ``largest``: the site that decides the scale; ``sites``: from the most flushed on."""
+
+    loss_scale: float | None
+    flushed: float = 0.0
+    largest: GradientSite | None = None
+    sites: tuple[GradientSite, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ``gradients`` of a regime in a report, with the sites that lose most."""
+        return asdict(self) | {"sites": [asdict(site) for site in self.sites[:SHOWN] if site.flushed]}
+
+
+def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]:
+    """Return what a model gives for a batch, and its loss; None where it gives nothing. Without labels the loss pulls
+    what it gives towards zero."""
+    labelled = batch.head and predicts_tokens(config_of(model))
+    # A causal model has nothing to predict behind a token that stands alone.
+    labelled = labelled and bool((batch.labels() != IGNORED_LABEL).any())
+    output = run_batch(model, batch, labels=labelled)
+    if output is None:
+        return None, None
+    return output, output.loss if labelled else values_of(output).float().square().mean()
+
+
+def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int = 0) -> Gradients:
+    """Return the range of a model's gradients on batches, each a step of its own; model: in fp32 and training."""
+    inputs = [batch for batch in batches if not batch.generate]
+    fits, fails, sites = -1, FIRST_EXPONENT + 1, dict[str, _Sum]()
+    tried = FIRST_EXPONENT
+    while fails - fits > 1:
+        found = _backward(model, inputs, 2.0**tried, autocast=True, seed=seed)
+        if found and all(math.isfinite(site.amax) for site in found.values()):
+            fits, sites = tried, found
+        else:
+            fails = tried if found else 0  # where the loss is not finite no scale helps
+        tried = (fits + fails) // 2
+    if not sites:
+        return Gradients(None)
+    return _range(2.0**fits, sites, _backward(model, inputs, 1.0, autocast=False, seed=seed))
+
+
+@dataclass
+class _Sum:
+    """The gradients of one operation over all batches: the largest, the zeros, and how many there are."""
+
+    amax: float = 0.0
+    zeros: int = 0
+    elements: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.zeros / self.elements if self.elements else 0.0
+
+
+def _backward(
+    model: nn.Module, batches: Sequence[Batch], scale: float, *, autocast: bool, seed: int
+) -> dict[str, _Sum]:
+    """Return the gradients of all batches by site, under autocast those in fp16; none where a loss is not finite."""
+    observer, place = SiteObserver(model), next(model.parameters()).device
+    with observer, torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for batch in batches:
+            with torch.autocast(place.type, torch.float16, enabled=autocast):
+                _, loss = output_and_loss(model, batch)
+            if loss is None:
+                continue
+            if not bool(loss.isfinite()):
+                return {}
+            (loss * scale).backward()
+            model.zero_grad(set_to_none=True)
+    found: dict[str, _Sum] = {}
+    for site in observer.sites():
+        if site.elements and (not autocast or site.dtype == torch.float16):
+            total = found.setdefault(site.name, _Sum())
+            total.amax = max(total.amax, site.amax)
+            total.zeros, total.elements = total.zeros + site.zeros, total.elements + site.elements
+    return found
+
+
+def _range(scale: float, sites: dict[str, _Sum], exact: dict[str, _Sum]) -> Gradients:
+    """Return what fp16's gradients are, beside those in fp32."""
+    lost = {name: max(0.0, site.share - exact.get(name, _Sum()).share) for name, site in sites.items()}
+    every = [GradientSite(name, site.amax, lost[name]) for name, site in sites.items()]
+    elements = sum(site.elements for site in sites.values())
+    return Gradients(
+        scale,
+        sum(lost[name] * site.elements for name, site in sites.items()) / elements,
+        max(every, key=lambda site: site.amax),
+        tuple(sorted(every, key=lambda site: -site.flushed)),
+    )

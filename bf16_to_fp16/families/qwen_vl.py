@@ -1,0 +1,171 @@
+"""Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, into whose stream a vision tower brings what it sees.
+
+Positions of three axes turn queries and keys and do nothing else. A merger reads four of the tower's outputs at once,
+through their norms, and two linears with a GELU between them make a token of them; of Qwen3-VL others add what earlier
+layers of the tower give to the stream behind the first layers. All norms in between have an eps of their own, so that
+the stream's factor is on each last linear alone, and the tower stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .configs import looked_up
+from .llama import BODY, QWEN2, QWEN3, heads
+from .parts import PLAIN, Style, states
+from .types import (
+    RESIDUAL,
+    Family,
+    FeedForward,
+    ImageInput,
+    Kind,
+    Part,
+    Projector,
+    Signal,
+    StockClass,
+    keys_inside,
+    multiplied_by,
+    output_of,
+)
+
+TOWER = f"{BODY}.visual"
+INSIDE = f"{BODY}.language_model"
+
+IMAGE = ImageInput(
+    token="image_token_id",
+    channels="vision_config.in_channels",
+    patch="vision_config.patch_size",
+    merged="vision_config.spatial_merge_size",
+    frames="vision_config.temporal_patch_size",
+    marks="mm_token_type_ids",
+    sizes="image_grid_thw",
+)
+
+
+def merger(at: str, linears: tuple[str, str], norm: str, size: str = "vision", **own: Any) -> Part:
+    """Return what makes tokens of the tower's outputs; norm: its last name, size: of what it reads."""
+    normed, (first, last), style = f"{at}.{norm}", linears, Style(biased=("0", "2", "linear_fc1", "linear_fc2"))
+    if own["layer_norm_eps"] is not None:
+        style = replace(style, shifts=True)
+    act = f"{at}.mlp.1" if first.startswith("mlp") else f"{at}.act_fn"
+    wiring = FeedForward(
+        at=at,
+        norm=normed,
+        gate="",
+        linear=f"{at}.{first}",
+        output=f"{at}.{last}",
+        activation="gelu",
+        act=act,
+        add=own["add"],
+    )
+    return Part(
+        signals=(
+            Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(wiring.output),)),
+            Signal(normed, Kind.FIXED, size, (output_of(normed),)),
+        ),
+        tensors=(
+            *style.norm(normed, None, size),
+            *style.linear(wiring.linear, "merged", "merged", None, None),
+            *style.linear(wiring.output, "model", "merged", multiplied_by(RESIDUAL), None),
+        ),
+        topology=Projector(at=at, norm=normed, tower=TOWER, image=IMAGE, feed_forward=wiring, **own),
+    )
+
+
+def patches(config: Mapping[str, object]) -> int:
+    """Return how many outputs of the tower make a token."""
+    across = looked_up(config, "vision_config.spatial_merge_size", 2)
+    return across * across if isinstance(across, int) else 1
+
+
+def of_qwen2_5(config: Mapping[str, object]) -> Sequence[Part]:
+    """Return the only merger: an RMSNorm, then two linears."""
+    add = f"{BODY}:masked_scatter"
+    own = {"layer_norm_eps": None, "joined": patches(config), "add": add}
+    return (merger(f"{TOWER}.merger", ("mlp.0", "mlp.2"), "ln_q", **own),)
+
+
+def of_qwen3(config: Mapping[str, object]) -> Sequence[Part]:
+    """Return the merger of the tower's last outputs, and those whose outputs are added behind the first layers."""
+    linears, joined = ("linear_fc1", "linear_fc2"), patches(config)
+    parts = [
+        merger(
+            f"{TOWER}.merger",
+            linears,
+            "norm",
+            layer_norm_eps=1e-6,
+            joined=joined,
+            add=f"{BODY}:masked_scatter",
+        )
+    ]
+    layers = looked_up(config, "vision_config.deepstack_visual_indexes", (8, 16, 24))
+    for i in range(len(layers) if isinstance(layers, (list, tuple)) else 0):
+        own = {"layer_norm_eps": 1e-6, "add": f"{INSIDE}:add", "behind": f"{INSIDE}.layers.{i}:add#2"}
+        parts.append(merger(f"{TOWER}.deepstack_merger_list.{i}", linears, "norm", "merged", **own))
+    return parts
+
+
+def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[str, object], eps: float) -> Family:
+    """Return a text model without a head, which stock code has by itself."""
+    stock = StockClass((kind,), end=states("norm", PLAIN), gives=("last_hidden_state",))
+    initialisation = replace(family.initialisation, title=title)
+    return replace(
+        family,
+        name=name,
+        title=title,
+        model_type=name,
+        classes=(stock,),
+        defaults={**family.defaults, **defaults},
+        eps=eps,
+        initialisation=initialisation,
+    )
+
+
+def with_images(text: Family, name: str, title: str, kind: str, width: int, **own: Any) -> Family:
+    """Return a text model under the keys of a config with images; width: the tower's default."""
+    nested = keys_inside(replace(text, **heads(body=INSIDE)), "text_config")
+    across = "vision_config.spatial_merge_size"
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
+    return replace(
+        nested,
+        name=name,
+        title=title,
+        model_type=name,
+        classes=(StockClass((kind,), body=INSIDE, auto="AutoModelForImageTextToText"),),
+        sizes={
+            **nested.sizes,
+            "vision": ("vision_config.hidden_size",),
+            "merged": ("vision_config.hidden_size", across, across),
+        },
+        defaults={**nested.defaults, "vision_config.hidden_size": width, across: 2, "tie_word_embeddings": False},
+        free_keys=(*nested.free_keys, "vision_config.*", *ids),
+        tie_keys=("tie_word_embeddings", *nested.tie_keys),
+        initialisation=replace(nested.initialisation, title=title),
+        **own,
+    )
+
+
+QWEN2_5_VL_TEXT = alone(
+    QWEN2,
+    "qwen2_5_vl_text",
+    "Qwen2.5-VL (text)",
+    "Qwen2_5_VLTextModel",
+    {
+        "vocab_size": 152_064,
+        "hidden_size": 8192,
+        "intermediate_size": 29_568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+    1e-5,
+)
+QWEN3_VL_TEXT = alone(
+    QWEN3, "qwen3_vl_text", "Qwen3-VL (text)", "Qwen3VLTextModel", {"intermediate_size": 22_016}, 1e-6
+)
+QWEN2_5_VL = with_images(
+    QWEN2_5_VL_TEXT, "qwen2_5_vl", "Qwen2.5-VL", "Qwen2_5_VLForConditionalGeneration", 3584, brings=of_qwen2_5
+)
+QWEN3_VL = with_images(QWEN3_VL_TEXT, "qwen3_vl", "Qwen3-VL", "Qwen3VLForConditionalGeneration", 1152, brings=of_qwen3)

@@ -1,0 +1,133 @@
+"""The finetune's means in anyone's ``transformers.Trainer``: rescaling, penalty, a log of headroom, conversion.
+
+A callback of Trainer cannot reach the loss, nor what the reporters before it are given to log. So this one is given the
+trainer, and steps into its ``compute_loss`` and ``log``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from transformers import TrainerCallback
+
+from ..checkpoint.staging import check_out, scratch
+from ..commands.convert import Conversion, convert
+from ..commands.make_safe import MadeSafe, make_fp16_safe
+from ..conversion.options import GivenOptions
+from ..errors import UserError
+from ..numerics import FP16_MAX
+from ..progress import Progress
+from .penalty import ActivationPenalty
+
+
+class Fp16Callback(TrainerCallback):
+    """Adds the activation penalty to a trainer's loss and its headroom to what it logs, and converts what was trained.
+
+    ::
+
+        trainer = Trainer(model, arguments, train_dataset=rows)
+        trainer.add_callback(Fp16Callback(trainer, "my-model-fp16"))
+
+    The model is rescaled in memory at once (``safe`` says how), since a penalty on an infinity has no gradient; its
+    fp32 outputs stay as they are. Every log of the training has ``headroom_bits`` (log2(limit / largest value) at the
+    tightest site, the least since the last log) and ``penalty`` (its mean), in ``report_to``'s services too. When the
+    training ends, the first process converts the model, at the original's scale, to ``out``, and ``result`` has what
+    came of it. out: None for no conversion. headroom_bits: wanted at every site. rescale: False for a model of no known
+    family, or one that is to stay as it is. options: of ``convert``.
+
+    Raises UserError, before anything is changed, for an ``out`` that cannot be written and for a trainer whose model is
+    not whole in one process (FSDP, DeepSpeed, DataParallel), and as ``make_fp16_safe`` and ``ActivationPenalty`` do.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        out: str | Path | None = None,
+        *,
+        headroom_bits: float = 1.0,
+        rescale: bool = True,
+        force: bool = False,
+        **options: Unpack[GivenOptions],
+    ) -> None:
+        """Rescale the trainer's model, and attach the penalty to it."""
+        self.trainer, self.out, self.force, self.options = trainer, out, force, options
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.n_gpu > 1:
+            raise UserError(
+                "the trainer divides the model, or runs copies of it in one process; launch one process for each card"
+                " (torchrun, accelerate launch), or finetune with bf16-to-fp16 launch"
+            )
+        if out is not None:
+            check_out(Path(out), None, force=force)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        model.set_attn_implementation("eager")  # whose scores can be seen
+        self.safe: MadeSafe | None = make_fp16_safe(model) if rescale else None
+        self.penalty = ActivationPenalty(model, headroom_bits=headroom_bits)
+        self.result: Conversion | None = None
+        self._least, self._sum, self._calls = math.inf, 0.0, 0
+        self._compute_loss, self._log = trainer.compute_loss, trainer.log
+        trainer.compute_loss, trainer.log = self._penalised, self._with_headroom
+
+    def _penalised(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+        """Stand for the trainer's ``compute_loss``: its loss, in training with the penalty."""
+        items = given.get("num_items_in_batch")
+        loss, outputs = self._compute_loss(model, inputs, return_outputs=True, **given)
+        if model.training and torch.is_grad_enabled():
+            passes = int(getattr(self.trainer, "current_gradient_accumulation_steps", 1))
+            self.penalty.accumulation = passes  # fewer in an epoch's last step
+            penalty = self.penalty()
+            self._sum, self._calls = self._sum + float(penalty.detach()), self._calls + 1
+            # Where the loss is taken for one of the whole step, the trainer does not divide it by the passes.
+            loss = loss + (penalty / passes if self._is_of_a_step(items) else penalty)
+        return (loss, outputs) if return_outputs else loss
+
+    def _is_of_a_step(self, items: Any) -> bool:
+        """Whether the trainer takes a pass's loss for its share of the whole step's."""
+        trainer, told = self.trainer, getattr(self.trainer, "loss_is_scaled_for_ga", None)
+        if told is not None:
+            return bool(told)
+        by_items = trainer.model_accepts_loss_kwargs and items is not None
+        return bool(by_items or trainer.compute_loss_func is not None)
+
+    def _with_headroom(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
+        """Stand for the trainer's ``log``: with the headroom, where it logs a training's loss."""
+        if "loss" in logs and self._calls:
+            logs |= {"penalty": self._sum / self._calls}
+            logs |= {"headroom_bits": self._least} if self._least < math.inf else {}
+            self._least, self._sum, self._calls = math.inf, 0.0, 0
+        self._log(logs, *rest, **more)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Look at the model's forwards."""
+        self.penalty.attach()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Note the step's headroom."""
+        if self.penalty.observations():
+            _, seen = self.penalty.worst()
+            bits = math.log2(FP16_MAX / seen.target) - seen.excess_bits
+            self._least = min(self._least, bits)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Convert what was trained, in the first process."""
+        self.penalty.detach()
+        if self.out is None or not state.is_world_process_zero:
+            return
+        with scratch(Path(self.out), "trained") as beside:
+            self._save(beside / "trained")
+            self.result = convert(beside / "trained", self.out, force=self.force, **self.options)
+        Progress().say(f"{self.out}: {self.result.report['verdict']}, {self.result.report['proof']}")
+
+    def _save(self, folder: Path) -> None:
+        """Write a copy of the model, at the original's scale, with what the trainer processes texts by."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        model.zero_grad(set_to_none=True)  # room for the copy
+        copied = copy.deepcopy(model).cpu()
+        if self.safe is not None:
+            self.safe.undo(copied)
+        copied.save_pretrained(folder)
+        if (processing := getattr(self.trainer, "processing_class", None)) is not None:
+            processing.save_pretrained(folder)

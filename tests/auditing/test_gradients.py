@@ -1,0 +1,86 @@
+"""The range of gradients under fp16 AMP, against a backward pass that nothing looks into."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+
+from bf16_to_fp16.auditing.gradients import FIRST_EXPONENT, Gradients, measure_gradients, output_and_loss
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.run.probe import batches
+
+HEAD, VALUES = "lm_head", "decoder.block.0.layer.0.SelfAttention.v"
+
+
+def model_of(**factors: float) -> tuple[Any, list[Any]]:
+    """Return a small T5 that fits fp16, without dropout, with weights multiplied, and what to run it on."""
+    torch.manual_seed(0)
+    model = tiny.gated(dropout_rate=0.0).float()
+    for name, factor in factors.items():
+        model.get_submodule({"head": HEAD, "values": VALUES}[name]).weight.data.mul_(factor)
+    return model.train(), [batch for batch in batches(model.config, None, None) if not batch.generate][:2]
+
+
+def gradients_of(model: Any, inputs: list[Any], scale: float, *, amp: bool) -> list[dict[str, torch.Tensor]]:
+    """Return the gradients of the weights, batch by batch, as stock code makes them."""
+    found = []
+    for batch in inputs:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16, enabled=amp):
+            _, loss = output_and_loss(model, batch)
+        assert loss is not None
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    model.zero_grad()
+    return found
+
+
+def is_finite(gradients: list[dict[str, torch.Tensor]]) -> bool:
+    return all(bool(gradient.isfinite().all()) for each in gradients for gradient in each.values())
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**9])
+def test_the_loss_scale_is_the_largest_that_no_gradient_overflows_at(factor: float) -> None:
+    model, inputs = model_of(head=factor)
+    found = measure_gradients(model, inputs)
+    assert found.loss_scale is not None and found.largest is not None
+    assert is_finite(gradients_of(model, inputs, found.loss_scale, amp=True))
+    if found.loss_scale < 2.0**FIRST_EXPONENT:
+        assert not is_finite(gradients_of(model, inputs, 2 * found.loss_scale, amp=True))
+        assert 65504 / 4 < found.largest.amax <= 65504
+    assert (found.loss_scale < 2.0**FIRST_EXPONENT) == (factor > 1)
+
+
+def test_what_becomes_zero_is_what_fp32_keeps() -> None:
+    model, inputs = model_of(head=2.0**9, values=2.0**-12)
+    found = measure_gradients(model, inputs)
+    assert found.loss_scale is not None
+    half, whole = (
+        torch.cat([each[f"{VALUES}.weight"].flatten() for each in gradients_of(model, inputs, scale, amp=amp)])
+        for scale, amp in ((found.loss_scale, True), (1.0, False))
+    )
+    lost = float(((half == 0) & (whole != 0)).float().mean())
+    # The weight's gradient is one of the two products of a linear's backward.
+    shares = [site.flushed for site in found.sites if site.name.startswith(f"{VALUES}:grad")]
+    assert any(share == pytest.approx(lost, abs=1e-6) for share in shares)
+    plain = measure_gradients(*model_of())
+    assert plain.flushed < found.flushed < 1 and found.sites[0].flushed == max(s.flushed for s in found.sites)
+
+
+def test_a_forward_or_a_backward_past_fp16_has_no_loss_scale() -> None:
+    for factor in (2.0**40, 2.0**24):
+        model, inputs = model_of(head=factor)
+        assert measure_gradients(model, inputs) == Gradients(None)
+
+
+def test_the_audit_in_training_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for factor, words in ((1.0, "gradients fit up to a loss scale of"), (2.0**40, "overflow at any loss scale")):
+        folder = tiny.save(model_of(head=factor)[0], tmp_path / f"model-{math.log2(factor):.0f}")
+        main(["audit", str(folder), "--train-mode", "--regime", "amp", "--html", str(tmp_path / "page.html")])
+        assert words in " ".join(capsys.readouterr().out.split())
+        assert words in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert main(["audit", str(folder), "--regime", "amp"]) == 1
+    assert "backward" not in capsys.readouterr().out

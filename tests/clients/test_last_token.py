@@ -1,0 +1,99 @@
+"""A sentence encoder of Qwen3-Embedding's kind, whose third layer passes 65504 where a text begins with one word: found
+by audit, attack and certificate, mended to the bit, and safe by proof with the division by the vector's length."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from support import tiny
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from bf16_to_fp16 import audit, certify, convert, verify
+
+SHAPE = {"vocab_size": 3000, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4}
+WORDS = ["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(SHAPE["vocab_size"] - 4))]
+WORDS.insert(1500, "import")
+IMPORT = WORDS.index("import")
+SITE = "model.layers.2.mlp:mul"
+PROMPTS = {"query": "w7 w8 w9 ", "document": ""}
+SAFE = [f"w{i} w{3 * i} import w{5 * i} w{7 * i % 500}" for i in range(20)]
+BROKEN = ["import w5", "import w9 w200 w31 w4"]
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer of words that puts an end behind each text, whose state is the text's."""
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing("$A <end>", special_tokens=[("<end>", 1)])
+    names = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>", "padding_side": "left"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder. One gated neuron reads what the word makes of the stream where nothing is before it."""
+    folder = tmp_path_factory.mktemp("last") / "source"
+    torch.manual_seed(0)
+    model = tiny.KINDS["qwen3"](**SHAPE, tie_word_embeddings=True).eval()
+    mlp, read = model.model.layers[2].mlp, []
+    hook = mlp.register_forward_pre_hook(lambda _, args: read.append(args[0][0, 0].detach()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.where(parameter.abs() < 2.0**-10, 0, parameter).bfloat16())  # fp16 holds each
+        model(torch.tensor([[IMPORT]]))
+        hook.remove()
+        direction = read[0] / read[0].square().sum()
+        mlp.gate_proj.weight[0] = (direction * 300).bfloat16()
+        mlp.up_proj.weight[0] = (direction * 270).bfloat16()
+        mlp.down_proj.weight[:, 0] *= 2.0**-8
+    tiny.save(model, folder)
+    tokenizer().save_pretrained(folder)
+    encoder = Transformer(str(folder))
+    pooling = Pooling(SHAPE["hidden_size"], pooling_mode="lasttoken")
+    whole = SentenceTransformer(modules=[encoder, pooling, Normalize()], prompts=PROMPTS, device="cpu")
+    whole.save(str(folder))
+    for weights in folder.glob("*.safetensors"):  # it saves the class without a head, in fp32
+        weights.unlink()
+    return tiny.save(model, folder)
+
+
+def embeddings(folder: Path, texts: list[str], dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype})
+    return torch.tensor(model.encode(texts, **options))
+
+
+def test_one_text_in_fp16_is_nan_and_audit_attack_and_certificate_find_it(source: Path) -> None:
+    assert bool(embeddings(source, SAFE, torch.float16).isfinite().all())
+    assert bool(embeddings(source, BROKEN, torch.float16).isnan().all())
+    report = audit(source, regimes=("half",), attack_steps=48)
+    reasons = [reason for reason, ids in report["inputs"]["chosen"].items() if IMPORT in ids]
+    assert report["verdict"] == "unsafe" and reasons == ["largest alone"]
+    sites = {site["name"]: site for site in report["regimes"]["half"]["sites"]}
+    assert sites[SITE]["nonfinite"] > 0
+    attacked = {site["name"]: site["embeddings"] for site in report["attack"]["sites"]}
+    bounds = {site["name"]: site["bound"] for site in certify(source)["certificate"]["sites"]}
+    assert 65504 < attacked[SITE] <= bounds[SITE]
+
+
+def test_the_conversion_mends_it_exactly_and_is_proven_to_the_vector(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = convert(source, out)
+    assert result.safe and result.report["proof"] == "certified" and not result.report.get("inexact")
+    zero = next(site for site in result.report["certificate"]["sites"] if site["kind"] == "zero vector")
+    assert zero["name"] == "2_Normalize (zero vector)" and zero["holds"]
+    for texts in (SAFE, BROKEN):
+        wanted = embeddings(source, texts, torch.float32)
+        assert torch.equal(embeddings(out, texts, torch.float32), wanted)
+        found = embeddings(out, texts, torch.float16).float()
+        assert float(torch.cosine_similarity(found, wanted).min()) > 0.9999
+    for name in PROMPTS:
+        made = embeddings(out, SAFE, torch.float32, prompt_name=name)
+        assert torch.equal(made, embeddings(source, SAFE, torch.float32, prompt_name=name)), name
+    kept = json.loads((out / "config_sentence_transformers.json").read_text())["prompts"]
+    assert kept == PROMPTS and not torch.equal(made, embeddings(out, SAFE, torch.float32, prompt_name="query"))
+    assert verify(out, run_model=False)["verified"]

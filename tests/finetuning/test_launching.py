@@ -1,0 +1,206 @@
+"""``launch``: which configuration it takes for how much memory, the line that it prints, and the sum that it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from support.launching import ROOT
+from support.learner import recipe_tree, saved
+
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.finetuning import memory
+from bf16_to_fp16.finetuning.launching import CONFIGS, accelerate_config, deepspeed_config
+from bf16_to_fp16.finetuning.mixed_precision import WidePowers
+from bf16_to_fp16.finetuning.recipe import parse_recipe
+from bf16_to_fp16.run.batch import values_of
+from bf16_to_fp16.run.interface import config_of
+from bf16_to_fp16.run.stock import load, load_config
+
+SHARED_OUT = [name for name in CONFIGS if name.startswith("zero")]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("source"), 5)
+
+
+@pytest.fixture
+def recipe(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe of a tiny model, on a machine without cards."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_tree(source, tmp_path / "out")))
+    return tmp_path / "recipe.yaml"
+
+
+def told_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+    """What ``launch`` says as JSON."""
+    assert main(["launch", *map(str, words), "--json", "-"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def launched(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[dict[str, Any], str]:
+    """The same, and what it says on the terminal."""
+    told = told_of(capsys, *words)
+    assert main(["launch", *map(str, words)]) == 0
+    return told, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_files_of_launch_say_what_is_written(kind: str) -> None:
+    processes = 1 if kind == "single" else -1
+    file = yaml.safe_load((ROOT / "launch" / "accelerate" / f"{kind}.yaml").read_text())
+    assert file == accelerate_config(kind, processes, f"launch/deepspeed/{kind}.json")
+    if kind in SHARED_OUT:
+        assert json.loads((ROOT / "launch" / "deepspeed" / f"{kind}.json").read_text()) == deepspeed_config(kind)
+    assert {path.stem for path in (ROOT / "launch" / "accelerate").iterdir()} == set(CONFIGS)
+    assert {path.stem for path in (ROOT / "launch" / "deepspeed").iterdir()} == set(SHARED_OUT)
+
+
+def test_less_memory_takes_more_sharing_and_the_sum_is_that_of_its_terms(
+    recipe: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((source / "config.json").read_text())  # of weights that outweigh the buckets of gradients
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(config | {"vocab_size": 10_000_000}))
+    large = (recipe, "--gpus", "4", "--set", f"source={tmp_path / 'large'}", "--memory")
+    told, said = launched(capsys, *large, "0.5")
+    needed = told["tried"]
+    assert list(needed) == [kind for kind in CONFIGS if kind != "single"]
+    assert not told["fits"] and told["memory"]["total"] == min(needed.values())
+    assert told["memory"]["total"] == sum(told["memory"]["held"].values()) + memory.CONTEXT
+    assert "this is too much as well: give a smaller data.batch_size" in said
+    assert all(name in said for name in (*told["memory"]["held"], *needed))
+    assert needed["ddp"] > needed["zero2"] > needed["zero3"]
+    for kind in ("ddp", "zero2", "zero3"):
+        told = told_of(capsys, *large, str(needed[kind] / 2**30 / 0.95 + 1e-9))
+        assert told["kind"] == kind == list(told["tried"])[-1] and told["fits"]
+
+
+def test_the_last_line_is_the_command_and_all_others_are_comments(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    told, said = launched(capsys, recipe, "--gpus", "4", "--set", "schedule.steps=9", "--force")
+    *comments, line = said.splitlines()
+    assert all(comment.startswith("# ") for comment in comments) and line == told["command"]
+    assert "4 cards of 16 GiB each, as no card is here to ask" in comments[0]
+    config = recipe.parent / "out.launch.yaml"
+    wanted = f"accelerate launch --config_file {config} --main_process_port 0 -m bf16_to_fp16 finetune {recipe}"
+    assert shlex.split(line) == [*shlex.split(wanted), "--set", "schedule.steps=9", "--force"]
+    assert yaml.safe_load(config.read_text()) == accelerate_config("ddp", 4) and told["files"] == [str(config)]
+    told, _ = launched(capsys, recipe, "--gpus", "4", "--kind", "zero3", "--set", "precision=fp32")
+    deepspeed = recipe.parent / "out.deepspeed.json"
+    assert told["files"] == [str(config), str(deepspeed)]
+    assert yaml.safe_load(config.read_text()) == accelerate_config("zero3", 4, str(deepspeed))
+    assert json.loads(deepspeed.read_text()) == deepspeed_config("zero3", "fp32")
+    assert "torch_autocast" not in deepspeed_config("zero3", "fp32")
+
+
+def test_the_drivers_cards_are_counted_with_where_there_are_some(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nprintf 'Tesla V100-SXM2-32GB, 7.0, 32510\\n%.0s' 1 2 3 4\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    told, said = launched(capsys, recipe, "--gpus", "4")
+    assert "# 4 × Tesla V100-SXM2-32GB, 31.7 GiB each" in said and told["memory"]["each"] == 32510 << 20
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("--kind", "zero4"), "--kind zero4 is unknown; choose single, ddp, zero2, zero3, fsdp"),
+        (
+            ("--kind", "zero3", "--set", "penalty.certify=true"),
+            "zero3 holds no bounds (penalty.certify); choose another",
+        ),
+        (("--kind", "zero2", "--set", "precision=[bf16, fp16]"), "zero2 has one precision for a whole run"),
+        (("--kind", "zero2", "--set", "optimizer.offload=true"), "zero2 goes without optimizer.offload"),
+        (("--kind", "single"), "single is for another number of processes"),
+        (("--set", "source=nowhere/at/all"), "nowhere/at/all does not exist"),
+        (("--run", "--kind", "fsdp"), "fsdp needs GPUs: on CPUs accelerate would run DDP instead"),
+        (("--run", "--memory", "0.000001"), "this is too much as well"),
+        (("--gpus", "0"), "0 is not in the range x>=1"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_line_and_writes_nothing(
+    words: tuple[str, ...], wanted: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = set(recipe.parent.iterdir())
+    assert main(["launch", str(recipe), "--gpus", "4", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1 and wanted in said.err
+    assert set(recipe.parent.iterdir()) == before
+
+
+def test_a_file_of_others_is_not_replaced(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = recipe.parent / "out.launch.yaml"
+    theirs.write_text("a: b\n")
+    assert main(["launch", str(recipe), "--gpus", "4"]) == 2
+    assert f"{theirs} was not written by launch; rename it" in capsys.readouterr().err
+    assert theirs.read_text() == "a: b\n"
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_memory_counted_without_values_is_that_of_a_step_with_values(source: Path, recomputed: bool) -> None:
+    tree = recipe_tree(source, source / "out") | {"gradient_checkpointing": recomputed}
+    recipe, config = parse_recipe(tree), load_config(source)
+    needs = memory.Needs(recipe, config, transformers.T5ForConditionalGeneration)
+    model = load(source, torch.float32).train()
+    assert needs.parameters == sum(p.numel() for p in model.parameters()) and needs.block_classes == ("T5Block",)
+    assert needs.largest_block == sum(p.numel() for p in model.decoder.block[0].parameters())
+    if recomputed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=memory.recomputation(torch.device("cpu")))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    live, losses = memory._Live(), []
+    with live, WidePowers():
+        with torch.autocast("cpu", torch.float16):
+            for shape in ((4, 48, 24), memory.PROBE):
+                given = memory._inputs(config_of(model), *shape)
+                losses.append(memory._distance(config_of(model), values_of(model(**given)).flatten(0, -2)))
+        torch.stack(losses).sum().backward()
+    # Without values a few functions are taken apart, whose temporaries are then seen.
+    assert live.most <= needs.activations(apart=False) <= 1.1 * live.most
+    assert needs.activations(apart=True) >= 0.9 * live.most
+
+
+@pytest.mark.parametrize(("name", "gib", "kind"), [("flan-t5-base", "16", "ddp")])
+def test_a_shipped_recipe_is_launched_without_a_network(
+    name: str, gib: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["recipe", name]) == 0
+    Path("recipe.yaml").write_text(capsys.readouterr().out)
+    assert main(["launch", "recipe.yaml", "--gpus", "4", "--memory", gib, "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["kind"] == kind and told["memory"]["held"]["weights"] == 4 * 247_577_856
+    assert told["command"].startswith(f"accelerate launch --config_file {name}-fp16.launch.yaml --main_process_port 0 ")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "gib", "kind"), [("pegasus", "32", "ddp"), ("mt5", "16", "ddp"), ("flan-t5-xl", "32", "zero3")]
+)
+def test_every_shipped_recipe_is(
+    name: str, gib: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["recipe", name]) == 0
+    Path("recipe.yaml").write_text(capsys.readouterr().out)
+    assert main(["launch", "recipe.yaml", "--gpus", "4", "--memory", gib, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == kind
