@@ -32,7 +32,7 @@ def gradients_of(model: Any, inputs: list[Any], scale: float, *, amp: bool) -> l
         with torch.autocast("cpu", torch.float16, enabled=amp):
             _, loss = output_and_loss(model, batch)
         assert loss is not None
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        (loss * scale).backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     model.zero_grad()
     return found

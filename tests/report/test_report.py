@@ -17,6 +17,7 @@ from support import pipelines, tiny
 from support.runtimes import torch_in
 
 from bf16_to_fp16 import UserError, audit, certify, check, convert, convert_pipeline, undo, verify
+from bf16_to_fp16.auditing.gradients import Gradients, GradientSite
 from bf16_to_fp16.auditing.regimes import RegimeResult, SiteResult
 from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.pipeline_classes import PIPELINES, Linear
@@ -89,7 +90,9 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     )
     report = Report.model_validate(json.loads((converted / REPORT).read_text()))
     sunk = SiteResult("a", 1e-5, 65504.0, 32.6, 0, 0, None, "float16", fp32=1e5)
-    regime = RegimeResult("half", 0, 0, 1e-5, 32.6, 0, (sunk,), (sunk,))
+    lost = GradientSite("a:grad", 2.0, 0.5)
+    gradients = Gradients(2.0, 0.25, lost, (lost,))
+    regime = RegimeResult("half", 0, 0, 1e-5, 32.6, 0, (sunk,), (sunk,), gradients=gradients)
     model = tiny.build("t5-encoder", num_layers=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnxruntime, "RUNTIME", torch_in(torch.float16))
