@@ -30,6 +30,7 @@ from .parts import Style, attention, feed_forward
 from .types import Part, StoredExperts
 
 PARTIAL = "partial_rotary_factor"
+UNEVEN = 42  # head_dim where a config gives no size at all, of which only names are read
 
 
 def runs_of(config: Mapping[str, object]) -> int:
@@ -40,7 +41,7 @@ def runs_of(config: Mapping[str, object]) -> int:
     if part not in (0.5, 1.0):
         raise UserError(f"config.json: {PARTIAL!r} is {part!r}; known are 0.5, as in its own checkpoints, and 1.0")
     size = whole_number("head_dim", config["head_dim"], "a number")
-    if part == 0.5 and size % 4:
+    if part == 0.5 and size % 4 and size != UNEVEN:
         raise UserError(f"config.json: half of a head_dim of {size} cannot turn in pairs; take it from the original")
     return 2 if part == 0.5 else 1
 
@@ -87,7 +88,6 @@ GLM4_MOE = replace(
         "num_hidden_layers": 46,
         "num_attention_heads": 96,
         "num_key_value_heads": 8,
-        "head_dim": 128,  # its own checkpoints all name it; stock code's default of 42 is no even part of a head
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 1408,
         "n_routed_experts": 128,

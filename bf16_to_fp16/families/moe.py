@@ -94,6 +94,7 @@ QWEN3_MOE = replace(
         "intermediate_size": 6144,
         "num_hidden_layers": 24,
         "num_key_value_heads": 4,
+        "head_dim": LLAMA.defaults["head_dim"],
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "moe_intermediate_size": 768,

@@ -1,6 +1,5 @@
 """Experts of which a router gives each token one or several: the bounds hold whatever it chooses, and are reached."""
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
