@@ -35,7 +35,17 @@ def pytest_configure() -> None:
 
 SLOW = (
     *("bound_constraint", "faults", "hard", "verify", "convert", "forgeries", "finetune", "make_safe", "other_outputs"),
-    *("publish", "stock_loading", "launch", "penalty", "trainer", "system", "sentence_encoders", "certificate"),
+    *(
+        "publish",
+        "stock_loading",
+        "from_a_wheel",
+        "launch",
+        "penalty",
+        "trainer",
+        "system",
+        "sentence_encoders",
+        "certificate",
+    ),
     *("family_contract", "adamw", "demo", "examples", "config_edits", "docs", "regimes", "compat", "attack", "padding"),
     *("page", "lanes", "rounding", "planner", "agreement", "single_file"),
 )
