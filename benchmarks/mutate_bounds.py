@@ -180,6 +180,8 @@ QUICK = (
     "test_what_joins_behind_a_layer_is_in_the_streams_bound",
     "test_scores_are_bounded_with_the_square_of_a_rotary_factor",
     "test_the_least_that_a_last_norm_gives_is_nearly_reached",
+    "test_experts_that_agree_reach_the_sum_of_their_weights",
+    "test_pairs_of_a_head_of_which_a_half_turns_are_in_either_half",
 )
 """Tests of the certificate, which a mutant meets first."""
 
@@ -229,12 +231,8 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("a norm behind a sublayer a tenth smaller", W.join, "Projection(out.bound,", "Projection(0.9 * out.bound,"),
     ("its length without its largest gain", N.length.fget, "self.gain.abs().max()", "self.gain.abs().min()"),
     ("turned scores a tenth smaller", turned_score_bounds, "whole = query", "whole = 0.9 * query"),
-    (
-        "half of a turned pair left out",
-        turned,
-        "source.gain.abs().view(heads, 2, -1).amax(1)",
-        "source.gain.abs().view(heads, 2, -1)[:, 0]",
-    ),
+    ("half of a turned pair left out", turned, ".view(heads, 2, -1).amax(1)", ".view(heads, 2, -1)[:, 0]"),
+    ("the factor of a turned pair left out", turned, ".amax(1) * factor", ".amax(1)"),
     ("a soft cap a tenth smaller", soft_capped, "tanh * cap", "0.9 * tanh * cap"),
     ("the tanh of a soft cap a tenth smaller", soft_capped, "quotient.tanh()", "0.9 * quotient.tanh()"),
     ("a soft cap's quotient a tenth smaller", soft_capped, "values / cap", "0.9 * values / cap"),
@@ -252,7 +250,8 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("half of a rotated pair left out", rotated, "(one - other) / 2, mixed)", "(one - other) / 2, 0 * mixed)"),
     ("shift and bias left out of rotated scores", rotated, "ordered(made.centre)", "ordered(0 * made.centre)"),
     ("rotated lengths with their shift a tenth smaller", longest_of, "math.sqrt((1 +", "0.9 * math.sqrt((1 +"),
-    ("pairs that lie side by side taken for halves", pair_order, "if interleaved", "if False"),
+    ("pairs that lie side by side taken for halves", pair_order, "if attention.interleaved", "if False"),
+    ("a head of which half turns taken for one that turns", pair_order, "attention.runs", "1"),
     ("every head of queries with the first head of keys", rotated_score_bounds, "n = h // group", "n = 0"),
     ("the span between two rotated keys halved", rotated_score_bounds, "2 * exact", "exact"),
     ("several heads' values taken for the first's", attention_output, "(h // group, h)", "(0, h)"),
@@ -317,8 +316,13 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "one.gain",
     ),
     ("an expert left out", W.experts, "for each in made]).amax(0)", "for each in made])[0]"),
-    ("what experts give a tenth smaller", W.experts, "bound = torch", "bound = 0.9 * torch"),
+    ("what experts give a tenth smaller", W.experts, "torch.stack([each.b", "0.9 * torch.stack([each.b"),
     ("the length of what experts give a tenth smaller", W.experts, "max(each.length", "0.9 * max(each.length"),
+    ("the sum of experts' weights left out", W.experts, "bound * together * grown", "bound * grown"),
+    ("the sum of experts' weights left out of a length", W.experts, "(length * together", "(length"),
+    ("what experts are multiplied with left out", W.experts, "bound * weight * once", "bound * once"),
+    ("a shared expert left out", W.experts, "bound + always.bound", "bound"),
+    ("a shared expert left out of a length", W.experts, "length + always.length", "length"),
     ("what images bring left out of the stream", W.begin, "torch.maximum(amax, brought)", "amax"),
     ("tokens left out where images are larger", W.begin, "torch.maximum(amax, brought)", "brought"),
     (
@@ -339,7 +343,6 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("a stream without a norm a tenth smaller", stream_itself, "(axes.sqrt() / radius)", "0.9 * axes.sqrt() / radius"),
     ("what joins behind a layer left out", W.join, "self.stream + brought)", "self.stream)"),
     ("several outputs of a norm as long as one", side_by_side, "source.radius * math.sqrt(number)", "source.radius"),
-    ("a factor left out of turned queries", turned, "(1 + source.relative) * factor", "(1 + source.relative)"),
     ("a factor left out of rotated queries", rotated, "relative) * factor *", "relative) *"),
     ("the least of a last norm twice too large", least_of, "math.sqrt(2 * summed)", "math.sqrt(summed / 2)"),
     # Too small: what arithmetic adds.
@@ -370,7 +373,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ("one rounding left out of what it is off", soft_capped, "2 * a.unit * result", "a.unit * result"),
     ("subnormals left out of what a soft cap is off", soft_capped, "+ (2 * cap + 1) * a.tiny", ""),
     ("what a soft cap is off left out of its span", capped_span, "span + 2 * capped.off", "span"),
-    ("subnormals left out of turned scores", turned_score_bounds, "off, whole + off", "off, whole"),
+    ("subnormals left out of turned scores", turned_score_bounds, "whole + off, 2", "whole, 2"),
     ("the roundings of a projection's rotation left out", rotated, "(1 + math.sqrt(2) * relative)", "1.0"),
     ("subnormals left out of a projection's rotation", rotated, "+ math.sqrt(2) * tiny", ""),
     (
