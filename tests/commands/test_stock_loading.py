@@ -34,8 +34,15 @@ CAUSAL = (
     "glm4",
     "olmo2",
 )
+EXPERTS: dict[str, dict[str, int]] = {
+    "mixtral": {"intermediate_size": 40},
+    "qwen3_moe": {"moe_intermediate_size": 16},
+    "olmoe": {"intermediate_size": 40},
+    "glm4_moe": {"moe_intermediate_size": 16},
+}
+"""Sizes of which stock code of transformers 5 can group products."""
 PEGASUS = ("pegasus", "mbart", "bigbird_pegasus")
-KINDS = ("t5", "gated", "silu", "mt5", "umt5", *PEGASUS, *ENCODERS, *HEADS, *LONG, *SPARSE, *CAUSAL)
+KINDS = ("t5", "gated", "silu", "mt5", "umt5", *PEGASUS, *ENCODERS, *HEADS, *LONG, *SPARSE, *CAUSAL, *EXPERTS)
 MORE = (
     *("silu", "mt5", "bigbird_pegasus", "t5-states", "t5-token-classifier", "umt5-spans", "longt5-encoder"),
     *("switch", "switch-untied", "gemma3-untied", "embeddinggemma", "gemma", "mistral", "qwen2"),
@@ -60,7 +67,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
     root = tmp_path_factory.mktemp("stock")
     made: Pairs = {}
     for kind in KINDS if pytestconfig.getoption("--exhaustive") else sorted({*KINDS} - {*MORE}):
-        source = tiny.save(tiny.build(kind, vocab_size=VOCABULARY, **tiny.few_layers(kind)), root / kind)
+        sizes = tiny.few_layers(kind) | EXPERTS.get(kind, {})
+        source = tiny.save(tiny.build(kind, vocab_size=VOCABULARY, **sizes), root / kind)
+        if kind == "qwen3_moe":  # which transformers 5 saves under a name that 4.57 does not read
+            edit_config(source, num_experts=read_config(source)["num_local_experts"])
         (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
         made[kind] = source, root / f"{kind}-fp16"
     for name in DEMOS:
