@@ -122,10 +122,6 @@ def test_the_drivers_cards_are_counted_with_where_there_are_some(
     ("words", "wanted"),
     [
         (("--kind", "zero4"), "--kind zero4 is unknown; choose single, ddp, zero2, zero3, fsdp"),
-        (
-            ("--kind", "zero3", "--set", "penalty.certify=true"),
-            "zero3 holds no bounds (penalty.certify); choose another",
-        ),
         (("--kind", "zero2", "--set", "precision=[bf16, fp16]"), "zero2 has one precision for a whole run"),
         (("--kind", "zero2", "--set", "optimizer.offload=true"), "zero2 goes without optimizer.offload"),
         (("--kind", "single"), "single is for another number of processes"),
