@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..families.spread import spread_out
+from ..families.types import Attention
 from .arithmetic import COMPUTED, Arithmetic
 from .linear import (
     LinearBound,
@@ -134,17 +135,25 @@ def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
     return relative, 3 * a.tiny * (1 + a.unit)
 
 
-def turned(source: NormOutput, arithmetic: Arithmetic, heads: int = 1, factor: float = 1.0) -> Turned:
-    """Return what a rotation makes of a norm's output; it keeps the length of a pair, but for ``rotation_error``.
+def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, attention: Attention) -> Turned:
+    """Return what an attention's rotation makes of a norm's output; it keeps the length of a pair, but for
+    ``rotation_error`` and the factor on cosines and sines.
 
-    heads: that the norm is of. factor: that cosines and sines are multiplied with at most.
+    heads: that the norm is of.
     """
-    gain = source.gain.abs().view(heads, 2, -1).amax(1) * (1 + source.relative) * factor
-    absolute = math.sqrt(2) * source.absolute.view(heads, 2, -1).amax(1) * factor
+    factor, order = attention.rotary_factor, pair_order(len(source.gain) // heads, attention).to(source.gain.device)
+
+    def largest_of_pairs(values: Tensor) -> Tensor:
+        return values.view(heads, -1)[:, order].view(heads, 2, -1).amax(1) * factor
+
+    gain = largest_of_pairs(source.gain.abs()) * (1 + source.relative)
+    absolute = math.sqrt(2) * largest_of_pairs(source.absolute)
     relative, tiny = rotation_error(arithmetic)
     most = (gain * source.radius + absolute) * (1 + relative) + tiny
     both = 1 + math.sqrt(2) * relative
-    return Turned(gain * both, absolute * both + math.sqrt(2) * tiny, source.radius, most.repeat(1, 2) * COMPUTED)
+    bound = torch.empty_like(most.repeat(1, 2))
+    bound[:, order] = most.repeat(1, 2) * COMPUTED
+    return Turned(gain * both, absolute * both + math.sqrt(2) * tiny, source.radius, bound)
 
 
 def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
@@ -188,21 +197,22 @@ class Rotated:
     bound: Tensor
 
 
-def pair_order(size: int, interleaved: bool) -> Tensor:
-    """Return the channels of a head, the first of each pair and then the second: [size]."""
+def pair_order(size: int, attention: Attention) -> Tensor:
+    """Return the channels of a head, the first of each pair that an attention turns and then the second: [size]."""
     channels = torch.arange(size)
-    return channels.view(-1, 2).t().flatten() if interleaved else channels
+    if attention.interleaved:
+        return channels.view(-1, 2).t().flatten()
+    return channels.view(attention.runs, 2, -1).transpose(0, 1).flatten()
 
 
-def rotated(made: LinearBound, heads: int, interleaved: bool, arithmetic: Arithmetic, factor: float = 1.0) -> Rotated:
-    """Return what a rotation by any angles makes of a linear's outputs; interleaved: whether it turns channel 2i with
-    2i + 1, and not i with i + size/2. factor: as in ``turned``.
+def rotated(made: LinearBound, heads: int, attention: Attention, arithmetic: Arithmetic) -> Rotated:
+    """Return what an attention's rotation by any angles makes of a linear's outputs.
 
     A rotation keeps the length of a pair, but for ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
     c), (c, b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²).
     """
     size = made.norms.numel() // heads
-    order, half = pair_order(size, interleaved), size // 2
+    order, half, factor = pair_order(size, attention), size // 2, attention.rotary_factor
     relative, tiny = rotation_error(arithmetic)
     both = (1 + math.sqrt(2) * relative) * factor * COMPUTED
 

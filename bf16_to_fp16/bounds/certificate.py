@@ -34,7 +34,7 @@ from ..families.walk import walk
 from ..numerics import FP16_MAX, PROOF_LIMIT
 from ..ranges import NormRange, ScoreRange
 from ..targets import SQUARING, TARGETS
-from .arithmetic import COMPUTED, TINY, UNIT, Arithmetic, full_precision, growth, largest
+from .arithmetic import COMPUTED, TINY, UNIT, UNIT32, Arithmetic, full_precision, growth, largest
 from .attention import (
     ScoreBounds,
     attention_output,
@@ -392,7 +392,7 @@ class _Walk(Findings):
         """Bound a rotation of normalised queries and keys, and their scores; query, key: with the number of heads that
         one norm is of."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
-        one, other = (turned(source, a, together, sublayer.rotary_factor) for source, together in (query, key))
+        one, other = (turned(source, a, together, sublayer) for source, together in (query, key))
         self.turn({sublayer.query_norm: one.bound.flatten(), sublayer.key_norm: other.bound.flatten()})
         factors = self.rotation(sublayer, one.bound, other.bound)
         self.scored(sublayer, turned_score_bounds(one, other, heads, a, scale), scale, factors)
@@ -401,9 +401,7 @@ class _Walk(Findings):
         """Bound a rotation of queries and keys as their projections make them, and their scores; query, key: with the
         number of heads."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
-        one, other = (
-            rotated(made, heads, sublayer.interleaved, a, sublayer.rotary_factor) for made, heads in (query, key)
-        )
+        one, other = (rotated(made, heads, sublayer, a) for made, heads in (query, key))
         turned_rows = {sublayer.query: one.bound, sublayer.key: other.bound}
         if sublayer.fused:
             turned_rows = {
@@ -488,23 +486,53 @@ class _Walk(Findings):
         self.join(sublayer, *self.neurons(sublayer, *self.norm(sublayer.norm)))
 
     def experts(self, sublayer: Experts) -> None:
-        """Bound a router and all its experts, and add what any of them may give to the stream."""
+        """Bound a router and all its experts, and add what those of a token may give to the stream."""
         source, square = self.norm(sublayer.norm)
-        if self.arithmetic.train:
+        if self.arithmetic.train and sublayer.noise:
             # Where the norm's output is in fp32 already, stock code multiplies what the experts read as well.
             source = source.scaled(1 + self.noise(sublayer), self.arithmetic)
             self.note(f"{sublayer.router}:mul", SiteKind.NORM, source.bound)
         self.linear(sublayer.classifier, SiteKind.ROUTING, source, square)
-        self.note(f"{sublayer.router}:softmax", SiteKind.WEIGHTS, 1.0)
-        self.note(f"{sublayer.router}:max", SiteKind.WEIGHTS, 1.0)
+        number, weight, together = self.layout.experts_together(sublayer)
+        self.routed(sublayer)
         made, expected = zip(*(self.neurons(each, source, square) for each in sublayer.experts), strict=True)
-        # A token has the output of one expert, or of none, times a probability: rounding is monotone, so that a product
-        # with at most 1 is at most the number itself, and a sum with zeros is exact.
-        bound = torch.stack([each.bound for each in made]).amax(0)
-        self.note(f"{sublayer.at}:mul", SiteKind.OUTPUT, bound)
+        bound, length = torch.stack([each.bound for each in made]).amax(0), max(each.length for each in made)
+        product, mean_square = bound, torch.stack(expected).amax(0) * together**2
+        if sublayer.chosen:
+            # Weights and their sum are off by the roundings of softmax, sum, quotient and product, in fp32, and by one
+            # to fp16; each product is rounded, and so is each of its additions to what the others gave, in any order:
+            # what they add up to is at most the sum of magnitudes. Without rounding this is the convex hull's bound.
+            a = self.arithmetic
+            once = (1 + a.unit) * (1 + (len(made) + 8) * UNIT32)
+            product = self.rounded(bound * weight * once)
+            grown = once * (1 + a.unit) ** (number + 1)
+            bound = bound * together * grown + 2 * number * a.tiny
+            length = (length * together * grown + 2 * number * a.tiny * math.sqrt(bound.numel())) * COMPUTED
+        # A token of Switch has the output of one expert, or of none, times a probability: rounding is monotone, so that
+        # a product with at most 1 is at most the number itself, and a sum with zeros is exact.
+        self.note(f"{sublayer.at}:mul", SiteKind.OUTPUT, product)
         self.note(f"{sublayer.at}:index_add", SiteKind.OUTPUT, bound)
-        chosen = Projection(bound, bound, max(each.length for each in made))
-        self.join(sublayer, chosen, torch.stack(expected).amax(0))
+        if sublayer.shared is not None:
+            always, own = self.neurons(sublayer.shared, source, square)
+            bound, mean_square = self.rounded(bound + always.bound), mean_square + own
+            length = self.arithmetic.rounded_length(length + always.length, bound.numel())
+            self.note(sublayer.sum, SiteKind.OUTPUT, bound)
+        self.join(sublayer, Projection(bound, bound, length), mean_square)
+
+    def routed(self, sublayer: Experts) -> None:
+        """Record the steps from a router's logits to its weights, all of them in fp32 but a cast."""
+        _, weight, together = self.layout.experts_together(sublayer)
+        number = len(sublayer.experts)
+        for step in ("softmax", "max", "sigmoid", "gather", "div"):
+            self.note(f"{sublayer.router}:{step}", SiteKind.WEIGHTS, 1.0)
+        self.inner[f"{sublayer.router}:topk"] = 1.0
+        if sublayer.chosen:
+            self.inner[f"{sublayer.router}:sum"] = float(number) * (1 + number * UNIT32)
+        if sublayer.scaling:
+            self.inner[f"{sublayer.router}:mul"] = max(weight, together)
+        if sublayer.correction:
+            most = 1.0 + largest(self.read(sublayer.correction).double().abs())
+            self.inner |= {f"{sublayer.router}:{step}": 2 * most for step in ("add", "topk", "sum", "masked_fill")}
 
     def neurons(self, sublayer: FeedForward, source: NormOutput, square: Tensor) -> tuple[Projection, Tensor]:
         """Bound a feed-forward on a norm's output; return what its output projection gives, with its mean squares."""

@@ -272,8 +272,13 @@ class _Walk:
             made, partial_sums = self.attention_output(sublayer, source)
             return {sublayer.output: torch.maximum(made, partial_sums)}, made
         found = {each.output: self.feed_forward_output(each, source) for each in feed_forwards_of(sublayer)}
-        # A token has the output of one expert at most, times a probability.
-        return found, torch.stack(list(found.values())).amax(0)
+        if not isinstance(sublayer, Experts):
+            return found, found[sublayer.output]
+        # A token has its experts' outputs times weights, whose sum has a bound; and each of them is rounded.
+        number, _, together = self.layout.experts_together(sublayer)
+        made = torch.stack([found[each.output] for each in sublayer.experts]).amax(0) * together
+        made = made * (1 + self.a.unit) ** (number + 2) if sublayer.chosen else made
+        return found, made if sublayer.shared is None else (made + found[sublayer.shared.output]) * (1 + self.a.unit)
 
     def add(self, sublayer: Sublayer, outputs: Mapping[str, Tensor], made: Tensor) -> None:
         assert self.stream is not None
@@ -432,7 +437,7 @@ class _Walk:
         if not sublayer.norms_whole:
             heads = kv_heads = 1
         norms = zip((sublayer.query_norm, sublayer.key_norm), (heads, kv_heads), strict=True)
-        query, key = (turned(self.norm(path), self.a, of, sublayer.rotary_factor) for path, of in norms)
+        query, key = (turned(self.norm(path), self.a, of, sublayer) for path, of in norms)
         made = turned_score_bounds(query, key, heads, self.a, scale)
         return torch.maximum(made.product, made.partial), made.product * scale, made.span
 
@@ -461,7 +466,7 @@ class _Walk:
         query, key, *_ = self.linears(sublayer.fused, (sublayer.query, source), (sublayer.key, source))
         for made, number in ((query, heads), (key, kv_heads)):
             size = len(made.norms) // number
-            order = pair_order(size, sublayer.interleaved).to(made.norms.device)
+            order = pair_order(size, sublayer).to(made.norms.device)
             matrix, centre = made.radius * made.matrix.view(number, size, -1)[:, order], made.centre.view(number, size)
             matrix, centre = matrix * sublayer.rotary_factor, centre * sublayer.rotary_factor
             group = heads // number

@@ -38,7 +38,7 @@ class NormOutput:
     @property
     def values(self) -> tuple[float | bytes | None, ...]:
         """All that it holds, as something that can be a key."""
-        vectors = (self.gain, self.shift, self.absolute)
+        vectors = (self.gain, self.shift, self.absolute, self.most)
         return (self.radius, self.relative, *(None if v is None else v.numpy().tobytes() for v in vectors))
 
     def scaled(self, factor: float, arithmetic: Arithmetic) -> NormOutput:

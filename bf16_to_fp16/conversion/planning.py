@@ -37,7 +37,7 @@ from ..report.build import Decided
 from ..rescaling.apply import through_fp16
 from ..rescaling.edits import OfChannels, changed_by, edited_weights, edits_of, with_edits, without_edits
 from ..rescaling.plan import Plan, check_plan_fits, exponents_of
-from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, RESIDUAL_RANGE, Planned, make_plan
+from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, RESIDUAL_RANGE, TRAIN_MARGIN_BITS, Planned, make_plan
 from ..rescaling.rounding_loss import Tables
 from ..rescaling.squares import can_fit, squares_of
 from ..run import probe
@@ -217,7 +217,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     first = TIERS[0].target if auto else options.target
     if options.run_model:
         search.ranges, search.reference = observe_source(checkpoint, opened.inputs, progress, device)
-    decided = search.decided(first)
+    decided = search.affordable(search.decided(first))
     if options.run_model and not options.exact:
         search, decided, predicted = edited_enough(search, decided)
     best = search.best(decided) if auto else decided
@@ -299,6 +299,25 @@ class Search:
             layout, planned = best_plan(opened, grounds, replace(self.options, target=target), self.progress)
         plan = planned.plan if opened.edits is None else with_edits(planned.plan, opened.edits)
         return Decided(layout, plan, target, planned, self.ranges, self.reference)
+
+    def affordable(self, decided: Decided) -> Decided:
+        """Return a plan for training, or one without the further margin where gains that round to it would take the
+        function further from the source than bf16 does; other plans as they are."""
+        if decided.target != "train" or self.reference is None or decided.plan.drift is None:
+            return decided
+        found = tried_drift(self.opened, self.reference, self.progress)(decided.layout, decided.plan)
+        if is_acceptable(found, 1.0):
+            return decided
+        asked = self.options
+        self.options = replace(asked, margin_bits=asked.margin_bits - TRAIN_MARGIN_BITS)
+        less = self.decided(decided.target)
+        self.options = asked
+        note = (
+            f"no further margin is kept for training: with it gains would round to a KL of {found.kl_fp16:.1e}, beside"
+            f" {found.kl_bf16:.1e} for the source in bf16"
+        )
+        self.progress.say(note)
+        return replace(less, notes=(note,))
 
     def best(self, weakest: Decided) -> Decided:
         """Return the plan for the target that suits whoever is to read the output, given that for the weakest."""

@@ -54,6 +54,8 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[s
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
     """Return the config's value for ``key``, or what the stock class takes in its place; None for a part left out."""
     value = looked_up(config, key)
+    if value is None and (other := family.aliases.get(key)):
+        value = looked_up(config, other)
     optional = key in family.nullable
     if value is None and not (optional and looked_up(config, key, _NOWHERE) is None):
         value = family.defaults.get(key)

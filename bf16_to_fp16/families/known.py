@@ -16,9 +16,11 @@ from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from .glm4 import GLM4
+from .glm4_moe import GLM4_MOE
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .longt5 import LONGT5
 from .mbart import MBART
+from .moe import MIXTRAL, OLMOE, QWEN3_MOE
 from .olmo import OLMO2, OLMO3
 from .pegasus import PEGASUS
 from .qwen_vl import QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT
@@ -52,6 +54,10 @@ FAMILIES: tuple[Family, ...] = (
     GLM4,
     OLMO2,
     OLMO3,
+    MIXTRAL,
+    QWEN3_MOE,
+    OLMOE,
+    GLM4_MOE,
     T5GEMMA,
 )
 """Every supported family."""

@@ -78,7 +78,7 @@ class ResolvedTensor:
     signal that each axis carries.
 
     ``gain``: a factor on top of the exponents, other than 1 only for a head separated with its d^-1/2 folded in.
-    ``offset``, ``ahead`` as in ``Tensor``.
+    ``offset``, ``ahead``, ``in_fp32`` as in ``Tensor``.
     """
 
     name: str
@@ -89,6 +89,7 @@ class ResolvedTensor:
     gain: float = 1.0
     offset: float = 0.0
     ahead: int = 0
+    in_fp32: bool = False
 
     @property
     def carries(self) -> tuple[Axis, ...]:
@@ -234,6 +235,20 @@ class Layout:
     def summed(self, attention: Attention) -> int:
         """Return of how many positions an attention makes one sum, apart from what is left over at the end."""
         return number_of(self.family, self.config, attention.block, "a number of positions")
+
+    def experts_together(self, experts: Experts) -> tuple[int, float, float]:
+        """Return how many experts take a token, the largest weight of one of them, and the largest sum of all."""
+        if not experts.chosen:
+            return 1, 1.0, 1.0
+        number = min(number_of(self.family, self.config, experts.chosen, "a number of experts"), len(experts.experts))
+        scale = 1.0
+        if experts.scaling:
+            found = config_value(self.family, self.config, experts.scaling)
+            if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < math.inf:
+                raise UserError(f"config.json: {experts.scaling!r} is {found!r}, not a number to multiply with")
+            scale = float(found)
+        convex = not experts.sigmoid or bool(config_value(self.family, self.config, experts.normalised))
+        return number, scale, scale if convex else scale * number
 
     def embedding_scale(self, ends: StackEnds) -> float:
         """Return what stock code multiplies a stack's embedding with: √d, or 1 for nothing."""

@@ -17,10 +17,11 @@ from typing import Any
 from ..errors import UserError
 from .configs import looked_up, whole_number
 from .older import is_nested, kind_of
-from .parts import PLAIN, Style, attention, ends, feed_forward, head, states, table, tied_head, untied_head
+from .parts import PLAIN, Style, attention, ends, experts, feed_forward, head, states, table, tied_head, untied_head
 from .types import (
     Attention,
     Deviation,
+    Experts,
     Family,
     FeedForward,
     Initialisation,
@@ -32,9 +33,12 @@ from .types import (
     StackEnds,
     StockAttributes,
     StockClass,
+    StoredExperts,
+    Tensor,
 )
 
 Biases = Mapping[str, Collection[str]]  # linears that have a bias, by the config key that says so, "" for always
+STORED = StoredExperts()
 BODY = "model"  # where the stack stands in a model with a head
 
 
@@ -156,6 +160,46 @@ def wired_feed_forward(at: str, activation: object, **own: Any) -> FeedForward:
         add=f"{at}:add#2",
     )
     return replace(w, **own)
+
+
+def placed(wiring: FeedForward, path: str, names: StoredExperts = STORED) -> FeedForward:
+    """Return a gated feed-forward in another module, with linears of these names."""
+    gate, linear, output = (f"{path}.{name}" for name in (names.gate, names.linear, names.output))
+    return replace(wiring, at=path, act=f"{path}.act_fn", gate=gate, linear=linear, output=output)
+
+
+def sparse(
+    at: str,
+    config: Mapping[str, object],
+    count: str,
+    style: Style,
+    *,
+    block: str = "mlp",
+    names: StoredExperts = STORED,
+    **own: Any,
+) -> Part:
+    """Return the records of a layer's router and its gated experts, in the module ``block`` of the layer; count: config
+    key of their number. names: of their linears. own: of their record what is another than Qwen's."""
+    inside = f"{at}.{block}"
+
+    def wired(path: str) -> FeedForward:
+        return placed(wired_feed_forward(at, config["hidden_act"]), path, names)
+
+    each = tuple(wired(f"{inside}.experts.{i}") for i in range(number(config, count)))
+    wiring = Experts(
+        at=f"{inside}.experts",
+        norm=each[0].norm,
+        router=f"{inside}.gate",
+        classifier=f"{inside}.gate",
+        noise="",
+        experts=each,
+        add=each[0].add,
+        chosen="num_experts_per_tok",
+    )
+    wiring = replace(wiring, **own)
+    shared = () if wiring.shared is None else (feed_forward(wiring.shared, replace(style, ff="shared_ff")),)
+    correction = (Tensor(wiring.correction, ("experts",), (None,), in_fp32=True),) if wiring.correction else ()
+    return experts(wiring, (*(feed_forward(w, style) for w in each), *shared), *correction)
 
 
 def head_norms(at: str) -> dict[str, str]:

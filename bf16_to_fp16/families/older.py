@@ -26,6 +26,7 @@ does not know them."""
 def with_older_keys(family: Family, config: Mapping[str, object]) -> dict[str, object]:
     """Return a config with the keys by which transformers 4.57 makes the rotary positions that 5 makes."""
     result = dict(config)
+    result |= {key: config[other] for key, other in family.aliases.items() if other in config}
     for place in rotations(config):
         for layers, (base, scaling) in family.older_rotary.items():
             rotation = looked_up(config, ".".join(filter(None, (place, ROTATION, layers))))

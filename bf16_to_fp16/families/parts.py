@@ -6,7 +6,7 @@ weights are stored (``Style``) and how a sublayer is wired (``Attention``, ``Fee
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from .types import (
@@ -14,6 +14,7 @@ from .types import (
     RESIDUAL,
     Attention,
     Axis,
+    Experts,
     FeedForward,
     Head,
     HeadLinear,
@@ -91,6 +92,9 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
     if not wiring.rotary:
         return share, ()
     kv_heads, heads, size = share
+    if wiring.runs > 1:
+        half = size // wiring.runs // 2
+        return (kv_heads, heads, wiring.runs, 2, half), (kv_heads, 1, wiring.runs, 2, half)
     if wiring.interleaved:
         return (kv_heads, heads, size // 2, 2), (kv_heads, 1, size // 2, 2)
     return (kv_heads, 2 * heads, size // 2), (kv_heads, 2, size // 2)
@@ -219,6 +223,22 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
             *gated,
             *style.behind(wiring),
         ),
+        topology=wiring,
+    )
+
+
+def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool = False) -> Part:
+    """Return the records of a router and its experts; each: of all feed-forwards, the shared one too. others: further
+    tensors. biased: whether the router's linear has a bias."""
+    routing = f"{wiring.classifier}.routing"
+    chosen = multiplied_by(routing)
+    router = [Tensor(f"{wiring.classifier}.weight", ("experts", "model"), (chosen, divided_by(wiring.norm)))]
+    if biased:
+        router.append(Tensor(f"{wiring.classifier}.bias", ("experts",), (chosen,)))
+    signals = {(signal.name, signal.seen): signal for part in each for signal in part.signals}
+    return Part(
+        signals=(*signals.values(), Signal(routing, Kind.ASYMPTOTIC, "experts", (output_of(wiring.classifier),))),
+        tensors=(*dict.fromkeys(t for part in each for t in part.tensors), *router, *others),
         topology=wiring,
     )
 

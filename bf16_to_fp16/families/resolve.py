@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -90,6 +91,9 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
     tensors = carried(checkpoint, family) | tensors
     used = {t.source for t in tensors.values()}
     for name in sorted(names - used - set(dropped)):
+        if any(fnmatchcase(name, pattern) for pattern in family.ignorable):
+            dropped[name] = "stock classes ignore it"
+            continue
         raise UserError(
             f"{checkpoint.source}: tensor {name} is not part of {family.title} as config.json describes it;"
             " stock code would drop it, so check the config's layer counts or remove the tensor"
@@ -257,7 +261,8 @@ def resolve_tensor(
             f"{checkpoint.source}: tensor {source} has shape {list(info.shape)} but config.json asks for {list(shape)};"
             " use the config.json that belongs to these weights"
         )
-    return ResolvedTensor(record.name, source, shape, record.axes, None, gain, record.offset, record.ahead)
+    own = record.offset, record.ahead, record.in_fp32
+    return ResolvedTensor(record.name, source, shape, record.axes, None, gain, *own)
 
 
 def merge_signals(

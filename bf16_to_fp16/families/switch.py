@@ -14,19 +14,14 @@ from functools import partial
 from ..errors import UserError
 from . import t5
 from .configs import number_of
+from .parts import experts as parts_of_experts
 from .t5 import DEFAULTS, INPUTS, T5
 from .types import (
     Deviation,
     Experts,
     FeedForward,
-    Kind,
     Part,
-    Signal,
     Stack,
-    Tensor,
-    divided_by,
-    multiplied_by,
-    output_of,
 )
 
 ACTIVATION, CAPACITY, DTYPE, BIAS = "dense_act_fn", "expert_capacity", "router_dtype", "router_bias"
@@ -59,27 +54,17 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
     parts = [t5.neurons(at, activation(config), f"mlp.experts.expert_{i}") for i in range(number)]
     each = [part.topology for part in parts if isinstance(part.topology, FeedForward)]
     norm, router = each[0].norm, f"{at}.mlp.router"
-    classifier = f"{router}.classifier"
-    routing = f"{classifier}.routing"
-    chosen = multiplied_by(routing)
-    tensors = [Tensor(f"{classifier}.weight", ("experts", "model"), (chosen, divided_by(norm)))]
-    if config[BIAS]:
-        tensors.append(Tensor(f"{classifier}.bias", ("experts",), (chosen,)))
-    signals = {(signal.name, signal.seen): signal for part in parts for signal in part.signals}
-    return Part(
-        signals=(*signals.values(), Signal(routing, Kind.ASYMPTOTIC, "experts", (output_of(classifier),))),
-        tensors=(*dict.fromkeys(t for part in parts for t in part.tensors), *tensors),
-        topology=Experts(
-            at=f"{at}.mlp.experts",
-            norm=norm,
-            router=router,
-            classifier=classifier,
-            noise="router_jitter_noise",
-            experts=tuple(each),
-            add=f"{at}:add",
-            dropouts=(f"{at}.dropout",),
-        ),
+    wiring = Experts(
+        at=f"{at}.mlp.experts",
+        norm=norm,
+        router=router,
+        classifier=f"{router}.classifier",
+        noise="router_jitter_noise",
+        experts=tuple(each),
+        add=f"{at}:add",
+        dropouts=(f"{at}.dropout",),
     )
+    return parts_of_experts(wiring, parts, biased=bool(config[BIAS]))
 
 
 def check_capacity(config: Mapping[str, object]) -> None:

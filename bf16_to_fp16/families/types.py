@@ -139,7 +139,8 @@ class Tensor:
     ``absent``: why it may be missing from a file, or "" where it must be there. ``generate``: makes its unscaled
     values from its shape where stock code would. ``offset``: what stock code adds to it, in fp32, before anything else:
     exponents are of the sum, and what is stored is the sum less the offset, rounded. ``ahead``: rows of a table of
-    positions before the first one's.
+    positions before the first one's. ``in_fp32``: whether stock code keeps it in fp32 and chooses by it, so that it is
+    not rounded.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Tensor:
     generate: Callable[[int, int], torch.Tensor] | None = None
     offset: float = 0.0
     ahead: int = 0
+    in_fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,9 @@ class Attention:
     head_dim/2; where it turns the first channels of a head alone, the others count as if they were."""
     rotary_factor: float = 1.0  # at least what these cosines and sines are multiplied with, and 1
     interleaved: bool = False  # whether it turns channels 2i and 2i + 1 instead
+    runs: int = 1
+    """Of how many runs of its channels a head is, in each of which channel i turns with the one half a run further, or
+    neither turns."""
     kv_heads: str = ""  # config key of the number of heads of keys and values, "" where it is ``heads``
     scale: str = ""
     """Config key of what scores are multiplied with to the power of -1/2 where they are ``scaled``, "" for head_dim."""
@@ -583,12 +588,19 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # the keys of a config whos
 @dataclass(frozen=True)
 class StoredExperts:
     """How files hold experts that stock code gathers in two tensors: each by itself, as linears of these names.
-    ``inside``: what files call the module around them, "" where that is stock code's name."""
+
+    ``inside``: what files call the module around them, "" where that is stock code's name. ``at``: the module that
+    gathers them. ``gates``, ``outputs``: its tensors, of gates and neurons [experts, 2 · neurons, width] and of outputs
+    [experts, width, neurons].
+    """
 
     gate: str = "gate_proj"
     linear: str = "up_proj"
     output: str = "down_proj"
     inside: str = ""
+    at: str = "experts"
+    gates: str = "gate_up_proj"
+    outputs: str = "down_proj"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -648,6 +660,8 @@ class Family:
     encoder_refuses_cache: bool = False
     """Whether stock code raises where ``use_cache`` is asked for in a call that runs the encoder too."""
     norm_rounds_once: bool = False  # whether an RMSNorm is rounded after its gain alone, and not before it as well
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Config keys that transformers 4.57 reads and 5 writes under another name: that name."""
     alone: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     """Config keys of which one value is supported and no other: that value, and what is said of any other."""
     nullable: tuple[str, ...] = ()

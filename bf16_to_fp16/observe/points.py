@@ -156,13 +156,20 @@ def _handed_out(values: dict[str, Tensor], layout: Layout, sublayer: Experts, ta
     where it takes no token; taken: where it does, by site."""
 
     def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
-        chosen, probabilities = output[0].bool(), output[1]
+        chosen, weights = output[0].bool(), output[1]
+        if sublayer.chosen:  # of tokens of all rows
+            positions = values[f"{sublayer.norm}:{layout.family.norm_site}"].shape[:2]
+            logits, weights, numbers = (x.view(*positions, -1) for x in output)
+            chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, numbers, True)
+            values[sublayer.classifier] = logits
+        of_graph = weights[..., :1].to(inputs[0].dtype) * 0
         for number, expert in enumerate(sublayer.experts):
+            takes = chosen[..., number]
             for point in points_of(expert):
                 # Of the graph, so that a goal that nothing reaches has a gradient too, 0.
                 width = layout.tensors[f"{point.width}.weight"].shape[0]
-                room = (probabilities * 0).expand(*chosen.shape[:2], width)
-                values[point.name], taken[point.name] = room, chosen[..., number, None].expand_as(room)
+                room = of_graph.expand(*takes.shape, width)
+                values[point.name], taken[point.name] = room, takes[..., None].expand_as(room)
 
     return hook
 

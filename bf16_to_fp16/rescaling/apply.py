@@ -42,6 +42,7 @@ def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
                 column_exponents=exponents.columns,
                 gain=tensor.gain * correction_of(tensor, plan),
                 offset=tensor.offset,
+                dtype=torch.float32 if tensor.in_fp32 else torch.float16,
             )
         )
     return result

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from ..families.known import of_model_type
 from ..families.layout import Layout, TensorReader, TensorSource
 from ..families.resolve import unscaled
+from ..run.experts import experts_apart
 
 
 def source_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
@@ -23,10 +25,11 @@ class _Stored:
 
 
 class ModelTensors:
-    """A stock model in memory, seen as a source of tensors."""
+    """A stock model in memory, seen as a source of tensors under the names of files."""
 
     def __init__(self, model: Any) -> None:
-        """Look at ``model``; nothing is copied."""
+        """Look at ``model``; nothing is copied but the experts that it gathers, which are taken apart in place."""
+        experts_apart(model, of_model_type(model.config.model_type))
         self.source = type(model).__name__
         self.config: dict[str, object] = model.config.to_dict() | {"architectures": [self.source]}
         self._state = model.state_dict()

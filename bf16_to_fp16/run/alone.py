@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..families.configs import config_value
 from ..families.layout import Layout, ResolvedStack, TensorSource
 from ..families.resolve import unscaled
 from ..families.spread import shared, spread_out
@@ -109,18 +110,33 @@ class Weights:
         return [*made, self.linear(sublayer.output, made[-1])]
 
     def handed_out(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return a router's logits, and what ``fed`` gives of each token's expert, the last times its probability."""
+        """Return a router's logits, what ``fed`` gives inside of each token's first expert, and what all give."""
         logits = self.linear(sublayer.classifier, x)
-        numbers, probabilities = chosen(logits)
+        numbers, shares = self.chosen(sublayer, logits)
         made: list[Tensor] = []
         for number in numbers.unique().tolist():
-            rows = numbers == number
-            *inside, output = self.fed(sublayer.experts[number], x[rows])
-            values = [*inside, output * probabilities[rows, None]]
-            made = made or [x.new_zeros(len(x), value.shape[1]) for value in values]
-            for whole, value in zip(made, values, strict=True):
-                whole[rows] = value
+            tokens, places = torch.where(numbers == number)
+            *inside, output = self.fed(sublayer.experts[number], x[tokens])
+            made = made or [x.new_zeros(len(x), value.shape[1]) for value in (*inside, output)]
+            for whole, value in zip(made, inside, strict=False):
+                whole[tokens[places == 0]] = value[places == 0]
+            made[-1].index_add_(0, tokens, output * shares[tokens, places, None])
+        if sublayer.shared is not None:
+            made[-1] += self.fed(sublayer.shared, x)[-1]
         return [logits, *made]
+
+    def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which experts take each token and what their outputs are multiplied with, by a router's logits:
+        [tokens, experts of a token] each, the largest first; groups of experts are not known."""
+        number, weight, _ = self.layout.experts_together(sublayer)
+        scores = logits.sigmoid() if sublayer.sigmoid else logits.softmax(-1)
+        correction = self.read(sublayer.correction) if sublayer.correction else None
+        numbers = (scores if correction is None else scores + correction).topk(number).indices
+        shares = scores.gather(1, numbers)
+        key = sublayer.normalised
+        if sublayer.chosen and (not key or config_value(self.layout.family, self.layout.config, key)):
+            shares = shares / shares.sum(1, keepdim=True)
+        return numbers, shares * weight
 
     def activated(self, sublayer: FeedForward, x: Tensor) -> Tensor:
         from transformers.activations import ACT2FN
@@ -129,18 +145,12 @@ class Weights:
         return made
 
 
-def chosen(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which expert takes each token and with what probability, [tokens] each, of a router's logits."""
-    largest = logits.softmax(-1).max(-1)
-    return largest.indices, largest.values
-
-
 @dataclass
 class Step:
     """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each. ``norm``: "" of
     a sublayer without one. ``sublayer``: None for the first and the final norm of a stack. ``stream``: what the norm
-    reads. ``made``: its output, a router's
-    logits, then what the linears give (of the expert that takes a token), with the neurons before the last."""
+    reads. ``made``: its output, a router's logits, then what the linears give (of a token's first expert, the last of
+    all its experts), with the neurons before the last."""
 
     stack: ResolvedStack
     norm: str
@@ -198,11 +208,14 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
         if isinstance(sublayer, FeedForward):
             typical.neurons[sublayer.at] = [x.mean(0) for x in neuron_slopes(weights, sublayer, step.made[1:])]
         elif isinstance(sublayer, Experts):
-            numbers, probabilities = chosen(step.made[1])
+            numbers, shares = (x[:, 0] for x in weights.chosen(sublayer, step.made[1]))
             for number, expert in enumerate(sublayer.experts):
-                share = probabilities * (numbers == number)
+                share = shares * (numbers == number)
                 slopes_of = neuron_slopes(weights, expert, step.made[2:])
                 typical.neurons[expert.at] = [(x * share[:, None]).mean(0) for x in slopes_of]
+            if (always := sublayer.shared) is not None:
+                made = weights.fed(always, step.made[0])
+                typical.neurons[always.at] = [x.mean(0) for x in neuron_slopes(weights, always, made)]
     return typical
 
 

@@ -38,10 +38,11 @@ class ExpertsApart(nn.ModuleList):
     """The experts of one layer in the place of stock code's own module."""
 
     def __init__(self, gathered: Any, names: StoredExperts) -> None:
-        """Take apart ``gathered``: ``gate_up_proj`` [experts, 2 · neurons, width], ``down_proj`` [experts, width,
-        neurons]."""
-        each = zip(gathered.gate_up_proj, gathered.down_proj, strict=True)
-        super().__init__(Expert(names, *both.chunk(2), down, gathered.act_fn) for both, down in each)
+        """Take apart the module ``gathered``."""
+        super().__init__()
+        for both, output in zip(getattr(gathered, names.gates), getattr(gathered, names.outputs), strict=True):
+            gate, linear = both.chunk(2)
+            self.append(Expert(names, gate, linear, output, gathered.act_fn))
         self.train(gathered.training)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ class ExpertsApart(nn.ModuleList):
 
 def linear_of(weight: Tensor) -> nn.Linear:
     """Return a linear with a copy of this weight, on its device and of its dtype."""
-    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     return linear
 
@@ -70,11 +71,13 @@ def experts_apart(model: Any, family: Family | None) -> Any:
     """Take the experts of a stock model apart in place, where its family's files hold each by itself, and return the
     model."""
     stored = None if family is None else family.stored_experts
-    for path, module in list(model.named_modules()) if stored is not None else ():
-        experts = getattr(module, "experts", None)
-        if stored is None or not isinstance(getattr(experts, "gate_up_proj", None), nn.Parameter):
+    if stored is None:
+        return model
+    for path, module in list(model.named_modules()):
+        gathered = getattr(module, stored.at, None)
+        if not isinstance(getattr(gathered, stored.gates, None), nn.Parameter):
             continue
-        module.experts = ExpertsApart(experts, stored)
+        setattr(module, stored.at, ExpertsApart(gathered, stored))
         if stored.inside:
             before, _, name = path.rpartition(".")
             layer = model.get_submodule(before)

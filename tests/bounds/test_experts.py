@@ -1,4 +1,4 @@
-"""Experts of which a router gives each token one: the bounds hold whatever it chooses, and are reached."""
+"""Experts of which a router gives each token one or several: the bounds hold whatever it chooses, and are reached."""
 
 from dataclasses import replace
 from typing import Any
@@ -102,3 +102,63 @@ def test_what_is_no_noise_has_no_bound_for_training(noise: Any) -> None:
     assert bound(edited, lambda name: model.state_dict()[name]).holds
     with pytest.raises(UserError, match="'router_jitter_noise' is"):
         bound(edited, lambda name: model.state_dict()[name], target="train")
+
+
+SIGMOIDS = {"first_k_dense_replace": 0, "routed_scaling_factor": 2.5, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "times"),
+    [
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3}, 1.0),
+        ("qwen3_moe", {"num_experts": 2, "norm_topk_prob": False}, 1.0),
+        ("glm4_moe", SIGMOIDS | {"norm_topk_prob": True}, 2.5),
+        ("glm4_moe", SIGMOIDS | {"norm_topk_prob": False}, 5.0),
+    ],
+)
+@pytest.mark.parametrize("half", [False, True])
+def test_experts_that_agree_reach_the_sum_of_their_weights(
+    kind: str, changes: dict[str, Any], times: float, half: bool
+) -> None:
+    """Of one neuron each, all the same and all wanted alike, the shared one too: what comes of them is what one gives,
+    times the largest sum of weights."""
+    one_neuron = {"num_hidden_layers": 1, "intermediate_size": 1, "moe_intermediate_size": 1}
+    model = tiny.build(kind, 0, factor=1.0, **one_neuron | changes)
+    layout = resolve(ModelTensors(model))
+    experts = next(w for w in layout.topology if isinstance(w, Experts))
+    first = experts.experts[0]
+    rows = model.get_submodule(first.linear).weight
+    with torch.no_grad():
+        model.get_submodule(experts.norm).weight.fill_(1.0)
+        for quiet in (model.model.embed_tokens, model.model.layers[0].self_attn.o_proj):
+            quiet.weight.mul_(1e-4)
+        for w in experts.every:
+            for path, like in ((w.gate, first.linear), (w.linear, first.linear), (w.output, first.output)):
+                model.get_submodule(path).weight.copy_(model.get_submodule(like).weight)
+        router = model.get_submodule(experts.classifier)
+        router.weight.copy_(50 * rows.expand(len(experts.experts), -1))
+        for correction in router.buffers():
+            correction.zero_()
+    served = model.half() if half else model
+    certificate = bound(layout, lambda name: served.state_dict()[name])
+    seen, length = seen_with(served, layout, experts, rows[0].detach().float())
+    one, inside = max(seen.get(w.output, 0.0) for w in experts.experts), experts.at.rpartition(".")[0]
+    given = {f"{experts.at}:index_add": times, f"{experts.at}:mul": 1.0 if times == 1 else 2.5}
+    given |= {experts.sum: times + 1} if experts.shared is not None else {}
+    for site, many in given.items():
+        value, top = max(x for name, x in seen.items() if name.split("#")[0] == site), certificate.at(site)
+        assert top is not None and value <= top and many * one <= top < 1.03 * many * one, site
+        assert site.endswith("mul") or value > 0.99 * many * one  # two experts share what one may have
+    final = certificate.ranges[layout.stacks()[0].ends.norm].norm
+    assert final is not None and 0.95 * final.norm_max < length <= final.norm_max
+    for site in (site for site in seen if site.startswith(inside) and "constant" not in site):
+        top = certificate.at(site)
+        assert top is not None and seen[site] <= top, site
+
+
+def test_what_a_router_scales_with_must_be_a_number() -> None:
+    model = tiny.small("glm4_moe")
+    layout = resolve(ModelTensors(model))
+    edited = replace(layout, config={**layout.config, "routed_scaling_factor": "x"})
+    with pytest.raises(UserError, match="'routed_scaling_factor' is 'x'"):
+        bound(edited, lambda name: model.state_dict()[name])

@@ -11,6 +11,7 @@ from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, Arithmetic
 from bf16_to_fp16.bounds.attention import pair_order, rotated, rotated_score_bounds
 from bf16_to_fp16.bounds.factored import Factored
 from bf16_to_fp16.bounds.linear import LinearBound, bound_linear, rms_normalised
+from bf16_to_fp16.families.types import Attention
 
 WIDTH, SIZE, HEADS, KV_HEADS = 24, 10, 4, 2
 
@@ -54,11 +55,11 @@ def test_no_rotation_passes_the_bound_of_its_scores_and_one_comes_close(bias: fl
     sides = drawn(HEADS, bias, 1), drawn(KV_HEADS, bias, 2)
     source = rms_normalised(gain, exact)
     one, other = (
-        rotated(bound_linear(source, *side, exact), heads, interleaved, exact)
+        rotated(bound_linear(source, *side, exact), heads, turning(interleaved), exact)
         for side, heads in zip(sides, (HEADS, KV_HEADS), strict=True)
     )
     made = rotated_score_bounds(one, other, exact, 1.0)
-    order = pair_order(SIZE, interleaved)
+    order = pair_order(SIZE, turning(interleaved))
     assert order.tolist()[:2] == [0, 2 if interleaved else 1]
     for h in range(HEADS):
         places = order + h * SIZE, order + h // (HEADS // KV_HEADS) * SIZE
@@ -75,6 +76,15 @@ def test_no_rotation_passes_the_bound_of_its_scores_and_one_comes_close(bias: fl
             reach = math.sqrt(WIDTH) * torch.linalg.matrix_norm(pairs, 2) + (0 if bias else lengths(fixed))
             assert bool((bound.view(2, -1) >= reach).all())
             assert bias or bool((bound.view(2, -1) <= 1.001 * reach).all())
+
+
+def turning(interleaved: bool = False, runs: int = 1) -> Attention:
+    """Return an attention of which only what turns is known."""
+    return Attention(*[""] * 6, heads="", add="", interleaved=interleaved, runs=runs)
+
+
+def test_pairs_of_a_head_of_which_a_half_turns_are_in_either_half() -> None:
+    assert pair_order(8, turning(runs=2)).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
 
 
 def alone(scale: float, error: float, radius: float) -> LinearBound:
@@ -95,12 +105,12 @@ def test_rotations_of_projections_need_the_allowance_of_their_roundings(scale: f
     angles = torch.linspace(0, 2 * math.pi, 997)[None]
     cos, sin = angles.cos().half(), angles.sin().half()
     x, y = (left * cos + -right * sin).double(), (right * cos + left * sin).double()
-    made = rotated(alone(scale, 0.0, radius), 1, False, Arithmetic())
+    made = rotated(alone(scale, 0.0, radius), 1, turning(), Arithmetic())
     most, longest = float(torch.maximum(x.abs(), y.abs()).max()), float(torch.hypot(x, y).max())
     assert scale * radius < most <= float(made.bound.min())
     assert scale * radius < longest <= float(made.peaks[0, 0] + made.errors[0, 0])
     # Against a key so large that what a subnormal query gains by its roundings counts.
-    key = rotated(alone(256.0, 0.0, 1.0), 1, False, Arithmetic())
+    key = rotated(alone(256.0, 0.0, 1.0), 1, turning(), Arithmetic())
     scores = rotated_score_bounds(made, key, Arithmetic(splits=0), 1.0)
     assert 256 * longest <= float(scores.product[0]) and 2 * 256 * longest <= float(scores.span[0])
     if scale == 1:
@@ -112,7 +122,7 @@ def test_rotations_of_projections_need_the_allowance_of_their_roundings(scale: f
 def test_what_a_projection_is_off_by_is_in_the_bound_of_turned_scores() -> None:
     """Queries and keys that are off by half of themselves, in both channels of their pair."""
     exact = Arithmetic(exact=True)
-    query, key = rotated(alone(3.0, 1.5, 1.0), 1, False, exact), rotated(alone(5.0, 2.5, 1.0), 1, False, exact)
+    query, key = rotated(alone(3.0, 1.5, 1.0), 1, turning(), exact), rotated(alone(5.0, 2.5, 1.0), 1, turning(), exact)
     most = (3 + math.sqrt(2) * 1.5) * (5 + math.sqrt(2) * 2.5)
     made = rotated_score_bounds(query, key, exact, 1.0)
     assert most <= float(made.product[0]) < 1.001 * most

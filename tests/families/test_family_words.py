@@ -19,8 +19,8 @@ ROLES = {"encoder", "decoder", "model", "output", "weight", "bias"}
 """Parts of paths that every family shares, and that the package speaks of itself."""
 
 COMMON = {
-    *("act", "block", "dropout", "k", "key", "layer", "layers", "norm"),
-    *("o", "q", "query", "self", "shared", "v", "value"),
+    *("act", "block", "dropout", "gate", "k", "key", "layer", "layers", "norm"),
+    *("o", "q", "query", "self", "shared", "v", "value", "w3"),
 }
 """Words of English or of mathematics as well: they give a family away inside a path only."""
 

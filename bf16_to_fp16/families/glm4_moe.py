@@ -1,0 +1,112 @@
+"""GLM-4.5: Llama's kind of layer with partial rotary positions, and experts of which one takes every token.
+
+The router computes in fp32 whatever the dtype is: sigmoids of its logits, and for the choice alone a correction, which
+files keep in fp32. The weights of a token's experts are divided by their sum, if the config says so, and multiplied by
+a factor: together they are at most that factor, or that many times the number of a token's experts. Of each head's
+channels the first half turns in pairs; the others stay, and count as pairs too. The first layers are dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..errors import UserError
+from .configs import looked_up, whole_number
+from .llama import (
+    LLAMA,
+    QUERIES_KEYS_VALUES,
+    classes,
+    head_norms,
+    layers,
+    placed,
+    shared_values,
+    sparse,
+    wired_attention,
+    wired_feed_forward,
+)
+from .moe import ROUTER
+from .parts import Style, attention, feed_forward
+from .types import Part, StoredExperts
+
+PARTIAL = "partial_rotary_factor"
+UNEVEN = 42  # head_dim where a config gives no size at all, of which only names are read
+
+
+def runs_of(config: Mapping[str, object]) -> int:
+    """Return of how many runs a head's channels are, of which the first turns; raise UserError for a part of them that
+    leaves no whole number of such runs."""
+    inner = looked_up(config, f"rope_parameters.{PARTIAL}")
+    part = config.get(PARTIAL, 0.5) if inner is None else inner
+    if part not in (0.5, 1.0):
+        raise UserError(f"config.json: {PARTIAL!r} is {part!r}; known are 0.5, as in its own checkpoints, and 1.0")
+    size = whole_number("head_dim", config["head_dim"], "a number")
+    if part == 0.5 and size % 4 and size != UNEVEN:
+        raise UserError(f"config.json: half of a head_dim of {size} cannot turn in pairs; take it from the original")
+    return 2 if part == 0.5 else 1
+
+
+def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of layer ``i``, sparse or dense."""
+    at, style = f"layers.{i}", Style(biased=QUERIES_KEYS_VALUES if config["attention_bias"] else ())
+    normed = {"norms_by_position": True, **head_norms(at)} if config["use_qk_norm"] else {}
+    w = wired_attention(config, at, runs=runs_of(config), **normed)
+    if i < whole_number("first_k_dense_replace", config["first_k_dense_replace"], "a number of layers", least=0):
+        last = feed_forward(wired_feed_forward(at, config["hidden_act"]), style)
+    else:
+        last = sparse(
+            at,
+            config,
+            "n_routed_experts",
+            replace(style, ff="expert_ff"),
+            sigmoid=True,
+            normalised="norm_topk_prob",
+            scaling="routed_scaling_factor",
+            correction=f"{at}.mlp.gate.e_score_correction_bias",
+            shared=placed(wired_feed_forward(at, config["hidden_act"]), f"{at}.mlp.shared_experts"),
+            sum=f"{at}.mlp:add",
+        )
+    return attention(w, style, shared_values(config)), last
+
+
+GLM4_MOE = replace(
+    LLAMA,
+    name="glm4_moe",
+    title="GLM-4.5",
+    model_type="glm4_moe",
+    classes=classes("Glm4MoeForCausalLM", "Glm4MoeModel"),
+    sizes={
+        **LLAMA.sizes,
+        "experts": ("n_routed_experts",),
+        "expert_ff": ("moe_intermediate_size",),
+        "shared_ff": ("moe_intermediate_size", "n_shared_experts"),
+    },
+    defaults={
+        **{key: value for key, value in LLAMA.defaults.items() if key != "mlp_bias"},
+        "vocab_size": 151_552,
+        "intermediate_size": 10_944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+    },
+    encoder=layers(block),
+    eps=1e-5,
+    ignorable=("layers.46.*", "layers.92.*"),
+    kept_in_fp32=("e_score_correction_bias",),
+    # Layers that predict further tokens, which stock classes do not load.
+    free_keys=(*LLAMA.free_keys, *ROUTER, PARTIAL, "num_mtp_layers", "num_nextn_predict_layers"),
+    alone={"n_group": (1, "transformers 4.57 and 5 choose among groups of experts in different ways")},
+    stored_experts=StoredExperts(),
+    variants=({"first_k_dense_replace": 0},),
+    initialisation=replace(LLAMA.initialisation, title="GLM-4.5"),
+)

@@ -1,0 +1,139 @@
+"""Mixtral, Qwen3-MoE and OLMoE: Llama's kind of layer, in which a router hands each token to several gated experts.
+
+Router and experts read one norm's output and are divided by its factor, so that the router's logits keep every bit in
+fp32, and with them the choice. It computes them in the dtype of the model and its softmax in fp32. A token has a sum of
+its experts' outputs whose weights are at most 1 together, whether they are divided by their sum or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..errors import UserError
+from .llama import (
+    ATTENTION,
+    LLAMA,
+    MISTRAL,
+    QWEN3,
+    check_window,
+    classes,
+    head_norms,
+    layers,
+    number,
+    shared_values,
+    sparse,
+    wired_attention,
+    wired_feed_forward,
+)
+from .parts import Style, attention, feed_forward
+from .types import Part, StoredExperts
+
+TWO_LINEARS = StoredExperts("w1", "w3", "w2", inside="block_sparse_moe")
+ROUTER = ("output_router_logits", "router_aux_loss_coef")
+"""Config keys of what a router gives beside, and of a loss."""
+
+
+def mixtral_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of layer ``i`` of Mixtral."""
+    check_window(config)
+    at, block = f"layers.{i}", TWO_LINEARS.inside
+    attending = attention(wired_attention(config, at), Style(), shared_values(config))
+    own = {"noise": "router_jitter_noise"}
+    return attending, sparse(at, config, "num_local_experts", Style(), block=block, names=TWO_LINEARS, **own)
+
+
+def qwen3_moe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of layer ``i`` of Qwen3-MoE, sparse or dense."""
+    check_window(config)
+    at, style = f"layers.{i}", Style(biased=ATTENTION if config["attention_bias"] else ())
+    w = wired_attention(config, at, norms_by_position=True, **head_norms(at))
+    dense, step = config["mlp_only_layers"], number(config, "decoder_sparse_step")
+    if not isinstance(dense, Sequence):
+        raise UserError(f"config.json: 'mlp_only_layers' is {dense!r}, not a list of layers; take it from the original")
+    if i in dense or step < 1 or (i + 1) % step:
+        last = feed_forward(wired_feed_forward(at, config["hidden_act"]), style)
+    else:
+        last = sparse(at, config, "num_experts", replace(style, ff="expert_ff"), normalised="norm_topk_prob")
+    return attention(w, style, shared_values(config)), last
+
+
+def olmoe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of layer ``i`` of OLMoE, whose norms of queries and keys are of all heads together."""
+    at, style = f"layers.{i}", Style(biased=ATTENTION if config["attention_bias"] else ())
+    w = wired_attention(config, at, norms_whole=True, **head_norms(at))
+    last = sparse(at, config, "num_experts", style, normalised="norm_topk_prob")
+    return attention(w, style, shared_values(config)), last
+
+
+MIXTRAL = replace(
+    MISTRAL,
+    name="mixtral",
+    title="Mixtral",
+    model_type="mixtral",
+    classes=classes("MixtralForCausalLM", "MixtralModel"),
+    sizes={**MISTRAL.sizes, "experts": ("num_local_experts",)},
+    defaults={**MISTRAL.defaults, "num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
+    encoder=layers(mixtral_block),
+    eps=1e-5,
+    free_keys=(*MISTRAL.free_keys, *ROUTER),
+    stored_experts=TWO_LINEARS,
+    initialisation=replace(LLAMA.initialisation, title="Mixtral"),
+)
+
+QWEN3_MOE = replace(
+    QWEN3,
+    name="qwen3_moe",
+    title="Qwen3-MoE",
+    model_type="qwen3_moe",
+    classes=classes("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    sizes={**QWEN3.sizes, "experts": ("num_experts",), "expert_ff": ("moe_intermediate_size",)},
+    defaults={
+        **QWEN3.defaults,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "head_dim": LLAMA.defaults["head_dim"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    encoder=layers(qwen3_moe_block),
+    free_keys=(*QWEN3.free_keys, *ROUTER),
+    stored_experts=StoredExperts(),
+    aliases={"num_experts": "num_local_experts"},
+    variants=({"decoder_sparse_step": 2},),
+    initialisation=replace(LLAMA.initialisation, title="Qwen3-MoE"),
+)
+
+OLMOE = replace(
+    LLAMA,
+    name="olmoe",
+    title="OLMoE",
+    model_type="olmoe",
+    classes=classes("OlmoeForCausalLM", "OlmoeModel"),
+    sizes={**LLAMA.sizes, "experts": ("num_experts",)},
+    defaults={
+        **{key: value for key, value in LLAMA.defaults.items() if key != "mlp_bias"},
+        "vocab_size": 50_304,
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "clip_qkv": None,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    encoder=layers(olmoe_block),
+    eps=1e-5,
+    free_keys=(*LLAMA.free_keys, *ROUTER),
+    nullable=("clip_qkv",),
+    alone={"clip_qkv": (None, "clipped queries, keys and values pass no factor on; its own checkpoints have none")},
+    stored_experts=StoredExperts(),
+    initialisation=replace(LLAMA.initialisation, title="OLMoE"),
+)
