@@ -322,18 +322,25 @@ def _write(path: Path, text: str) -> None:
 
 def run_launch(launch: Launch) -> int:
     """Run a launch and return its exit status, that of the process that failed first; raise UserError where a process
-    was killed."""
+    was killed, and as the program does where it is itself interrupted or ended."""
+    import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # The processes say what is wrong; the launcher would say once more that something was.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in [each for each in logging.root.manager.loggerDict if each.startswith(elastic.__package__ or "")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ["BF16_TO_FP16_LAUNCHER"] = shlex.join(launch.words[: launch.words.index("finetune")])
     os.environ.setdefault("PYTHON_EXEC", sys.executable)
     if not launch.choice.place.on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         launch_command(launch_command_parser().parse_args(list(launch.words[2:])))
+    except SignalException as stop:  # after it has ended the processes
+        if stop.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        sys.exit(128 + stop.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = int(failure.exitcode)

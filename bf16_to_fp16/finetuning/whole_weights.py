@@ -1,7 +1,7 @@
 """One weight at a time, whole, of a model of which each process may hold a part: read, and written back.
 
-A process never has more of the others' weights than the one it reads. All must read and write the same ones in the same
-order, since each is gathered from all.
+A process never has more of the others' weights than the one it reads, and the leaves that it asks for. All must read
+and write the same ones in the same order, since each is gathered from all.
 """
 
 from __future__ import annotations
