@@ -55,9 +55,14 @@ from bf16_to_fp16.bounds.linear import (
     block_sums,
     bound_linear,
     either,
+    enclosing_axes,
     layer_normalised,
+    least_of,
     lengthened,
     rms_normalised,
+    side_by_side,
+    stream_itself,
+    summed_axes,
 )
 from bf16_to_fp16.bounds.spectral import Spectra
 from bf16_to_fp16.errors import UserError
@@ -167,9 +172,16 @@ QUICK = (
     "test_the_length_of_sums_is_no_longer_than_their_components_allow",
     "test_the_louder_expert_reaches_the_bound_of_all",
     "test_what_the_router_multiplies_in_training_is_in_the_bounds_for_training",
+    "test_no_sum_of_normalised_vectors_leaves_the_ellipsoid_and_one_comes_close",
+    "test_rows_of_a_table_lie_in_the_ellipsoid_of_their_box_and_length",
+    "test_the_stream_of_a_model_stays_in_its_ellipsoid",
+    "test_no_output_of_a_tower_passes_the_bounds_and_some_come_near",
+    "test_outputs_that_all_point_where_a_row_has_them_reach_the_first_linears_bound",
+    "test_what_joins_behind_a_layer_is_in_the_streams_bound",
+    "test_scores_are_bounded_with_the_square_of_a_rotary_factor",
+    "test_the_least_that_a_last_norm_gives_is_nearly_reached",
     "test_experts_that_agree_reach_the_sum_of_their_weights",
     "test_pairs_of_a_head_of_which_a_half_turns_are_in_either_half",
-    "test_scores_are_bounded_with_the_square_of_a_rotary_factor",
 )
 """Tests of the certificate, which a mutant meets first."""
 
@@ -326,6 +338,13 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "(sublayer.bias, sublayer.block_bias)",
         "(sublayer.bias,)",
     ),
+    ("a sum's ellipsoid a tenth shorter", summed_axes, "return (long + short) *", "return 0.81 * (long + short) *"),
+    ("half of what holds an embedding", enclosing_axes, "2 * ball", "ball"),
+    ("a stream without a norm a tenth smaller", stream_itself, "(axes.sqrt() / radius)", "0.9 * axes.sqrt() / radius"),
+    ("what joins behind a layer left out", W.join, "self.stream + brought)", "self.stream)"),
+    ("several outputs of a norm as long as one", side_by_side, "source.radius * math.sqrt(number)", "source.radius"),
+    ("a factor left out of rotated queries", rotated, "relative) * factor *", "relative) *"),
+    ("the least of a last norm twice too large", least_of, "math.sqrt(2 * summed)", "math.sqrt(summed / 2)"),
     # Too small: what arithmetic adds.
     ("the roundings of a sum left out", block_sums, "a.summed(source.bound * terms * grown)", "source.bound * terms"),
     (

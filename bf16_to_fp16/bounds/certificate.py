@@ -192,7 +192,8 @@ class _Walk(Findings):
             self.inner[w.pool] = FP16_MAX
         unknown, longest = torch.ones_like(entering), FP16_MAX * math.sqrt(width)
         source, square = self.normalised(w.norm, entering, unknown, longest, eps=w.layer_norm_eps)
-        source, square = side_by_side(source, w.joined), square.repeat(w.joined)
+        source = side_by_side(source, w.joined, by_channel=w.by_channel)
+        square = square.repeat_interleave(w.joined) if w.by_channel else square.repeat(w.joined)
         if w.merging:
             merged, square = self.linear(w.merging, SiteKind.OUTPUT, source, square)
             source = stream_itself(enclosing_axes(merged.bound, float(merged.bound.norm())), merged.bound)

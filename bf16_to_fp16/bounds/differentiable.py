@@ -247,7 +247,7 @@ class _Walk:
             source = rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
         else:
             source = layer_normalised(gain, shift, MOST_MEAN, w.layer_norm_eps, self.a)
-        source = side_by_side(source, w.joined)
+        source = side_by_side(source, w.joined, by_channel=w.by_channel)
         if w.merging:
             merged = self.linear(w.merging, source).partial
             source = stream_itself(enclosing_axes(merged, merged.norm()), merged)

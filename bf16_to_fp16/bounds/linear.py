@@ -201,14 +201,17 @@ def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) 
     return NormOutput(gain, None, radius, 2 * a.unit + a.unit**2, absolute)
 
 
-def side_by_side(source: NormOutput, number: int) -> NormOutput:
-    """Return so many outputs of a norm as one vector: ‖(n₁, n₂, …)‖² ≤ number·radius²."""
+def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOutput:
+    """Return so many outputs of a norm as one vector, one after another or channel by channel: ‖(n₁, n₂, …)‖² ≤
+    number·radius²."""
     if number == 1:
         return source
-    shift = None if source.shift is None else source.shift.repeat(number)
-    most = source.bound.repeat(number)
-    gain, absolute = source.gain.repeat(number), source.absolute.repeat(number)
-    return NormOutput(gain, shift, source.radius * math.sqrt(number), source.relative, absolute, most)
+
+    def each(values: Tensor) -> Tensor:
+        return values.repeat_interleave(number) if by_channel else values.repeat(number)
+
+    shift, radius = None if source.shift is None else each(source.shift), source.radius * math.sqrt(number)
+    return NormOutput(each(source.gain), shift, radius, source.relative, each(source.absolute), each(source.bound))
 
 
 def least_of(made: NormOutput, arithmetic: Arithmetic) -> float:

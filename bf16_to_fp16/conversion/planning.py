@@ -658,5 +658,8 @@ def drifted_outputs(
         for lane, (path, stream) in product(lanes, layout.streams_read.items()):
             norm: Any = lane.model.get_submodule(path)
             setattr(norm, eps_attribute(norm), eps * 4.0 ** -plan.stream_exponent(stream))
+    for lane, projector in product(lanes, (w for w in layout.projectors if w.shares_eps)):
+        norm = lane.model.get_submodule(projector.norm)
+        setattr(norm, eps_attribute(norm), layout.eps * 4.0**plan.residual_exponent)
     walk.run(advance)
     return results_of(lanes)

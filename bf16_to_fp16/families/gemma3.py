@@ -136,6 +136,7 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
             add=f"{BODY}:masked_scatter",
             norm=norm,
             weight=weight,
+            output="image_hidden_states",
             tower=f"{BODY}.vision_tower",
             image=ImageInput(
                 token="image_token_index",

@@ -20,6 +20,7 @@ from .glm4_moe import GLM4_MOE
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .longt5 import LONGT5
 from .mbart import MBART
+from .mistral3 import MISTRAL3
 from .moe import MIXTRAL, OLMOE, QWEN3_MOE
 from .olmo import OLMO2, OLMO3
 from .pegasus import PEGASUS
@@ -29,6 +30,8 @@ from .switch import SWITCH
 from .t5 import MT5, T5, UMT5
 from .t5gemma import T5GEMMA
 from .types import Attention, Family, StockClass, family_inside
+
+INNER = "text_config"  # the key of a text model's config inside another
 
 FAMILIES: tuple[Family, ...] = (
     T5,
@@ -45,6 +48,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     LLAMA,
     MISTRAL,
+    MISTRAL3,
     QWEN2,
     QWEN3,
     QWEN2_5_VL,
@@ -113,7 +117,7 @@ def family_of(config: Mapping[str, object]) -> Family:
         if name not in names_of(family):
             known = ", ".join(names_of(family))
             raise UserError(f"config.json: architecture {name} is not supported; those of {model_type} are {known}")
-    return family
+    return family.flat if family.flat is not None and not isinstance(config.get(INNER), Mapping) else family
 
 
 def class_named(name: str) -> StockClass | None:

@@ -18,6 +18,10 @@ ROTATION = "rope_parameters"  # the key of rotary positions that transformers 5 
 APART = ("rope_theta", "partial_rotary_factor")
 """Keys inside it that stand beside ``rope_scaling`` in an older config, and not in it."""
 
+OF_PATCHES = {"rope_type": "axial", "rope_theta": 1e4}  # those of a vision tower, which 4.57 makes without a key
+
+AXES = "mrope_section"  # the key of positions of several axes, which 4.57 reads in the same place
+
 SCALED = ("linear", "dynamic", "llama3", "yarn")
 """Kinds of rotary positions that both versions make alike from ``rope_scaling``; 4.57 reads another key for others, or
 does not know them."""
@@ -35,7 +39,7 @@ def with_older_keys(family: Family, config: Mapping[str, object]) -> dict[str, o
             wanted = {base: rotation.get("rope_theta")}
             if "partial_rotary_factor" in family.free_keys:
                 wanted["partial_rotary_factor"] = rotation.get("partial_rotary_factor")
-            if scaling and kind_of(rotation) in SCALED:
+            if scaling and (kind_of(rotation) in SCALED or AXES in rotation):
                 wanted[scaling] = {key: value for key, value in rotation.items() if key not in APART}
             for key, value in wanted.items():
                 if value is not None:
@@ -72,7 +76,8 @@ def rotations(config: Mapping[str, object]) -> Iterator[str]:
     """Yield where ``rope_parameters`` stands: "" for the config itself, else the config inside it."""
     if isinstance(config.get(ROTATION), Mapping):
         yield ""
-    yield from (k for k, v in config.items() if isinstance(v, Mapping) and isinstance(v.get(ROTATION), Mapping))
+    inside = ((k, v.get(ROTATION)) for k, v in config.items() if isinstance(v, Mapping))
+    yield from (key for key, rotation in inside if isinstance(rotation, Mapping) and rotation != OF_PATCHES)
 
 
 def is_nested(rotation: Mapping[str, object]) -> bool:

@@ -83,7 +83,7 @@ def patches(config: Mapping[str, object]) -> int:
 def of_qwen2_5(config: Mapping[str, object]) -> Sequence[Part]:
     """Return the only merger: an RMSNorm, then two linears."""
     add = f"{BODY}:masked_scatter"
-    own = {"layer_norm_eps": None, "joined": patches(config), "add": add}
+    own: dict[str, Any] = {"layer_norm_eps": None, "joined": patches(config), "add": add}
     return (merger(f"{TOWER}.merger", ("mlp.0", "mlp.2"), "ln_q", **own),)
 
 
@@ -117,32 +117,32 @@ def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[st
         title=title,
         model_type=name,
         classes=(stock,),
-        defaults={**family.defaults, **defaults},
+        defaults={key: value for key, value in family.defaults.items() if key not in family.tie_keys} | dict(defaults),
         eps=eps,
         initialisation=initialisation,
     )
 
 
 def with_images(text: Family, name: str, title: str, kind: str, width: int, **own: Any) -> Family:
-    """Return a text model under the keys of a config with images; width: the tower's default."""
-    nested = keys_inside(replace(text, **heads(body=INSIDE)), "text_config")
+    """Return a text model whose config stands in one with images; width: the tower's default."""
     across = "vision_config.spatial_merge_size"
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
     return replace(
-        nested,
+        text,
         name=name,
         title=title,
         model_type=name,
         classes=(StockClass((kind,), body=INSIDE, auto="AutoModelForImageTextToText"),),
         sizes={
-            **nested.sizes,
+            **text.sizes,
             "vision": ("vision_config.hidden_size",),
             "merged": ("vision_config.hidden_size", across, across),
         },
-        defaults={**nested.defaults, "vision_config.hidden_size": width, across: 2, "tie_word_embeddings": False},
-        free_keys=(*nested.free_keys, "vision_config.*", *ids),
-        tie_keys=("tie_word_embeddings", *nested.tie_keys),
-        initialisation=replace(nested.initialisation, title=title),
+        defaults={**text.defaults, "vision_config.hidden_size": width, across: 2, "tie_word_embeddings": False},
+        free_keys=(*text.free_keys, "vision_config.*", *ids),
+        tie_keys=tuple(dict.fromkeys(("tie_word_embeddings", *text.tie_keys))),
+        initialisation=replace(text.initialisation, title=title),
+        **heads(body=INSIDE),
         **own,
     )
 
@@ -165,7 +165,18 @@ QWEN2_5_VL_TEXT = alone(
 QWEN3_VL_TEXT = alone(
     QWEN3, "qwen3_vl_text", "Qwen3-VL (text)", "Qwen3VLTextModel", {"intermediate_size": 22_016}, 1e-6
 )
+IN_QWEN2_5 = ("qwen2_5_vl", "Qwen2.5-VL", "Qwen2_5_VLForConditionalGeneration", 3584)
 QWEN2_5_VL = with_images(
-    QWEN2_5_VL_TEXT, "qwen2_5_vl", "Qwen2.5-VL", "Qwen2_5_VLForConditionalGeneration", 3584, brings=of_qwen2_5
+    keys_inside(QWEN2_5_VL_TEXT, "text_config"),
+    *IN_QWEN2_5,
+    brings=of_qwen2_5,
+    flat=with_images(QWEN2_5_VL_TEXT, *IN_QWEN2_5, brings=of_qwen2_5),
 )
-QWEN3_VL = with_images(QWEN3_VL_TEXT, "qwen3_vl", "Qwen3-VL", "Qwen3VLForConditionalGeneration", 1152, brings=of_qwen3)
+QWEN3_VL = with_images(
+    keys_inside(QWEN3_VL_TEXT, "text_config"),
+    "qwen3_vl",
+    "Qwen3-VL",
+    "Qwen3VLForConditionalGeneration",
+    1152,
+    brings=of_qwen3,
+)

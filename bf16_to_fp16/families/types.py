@@ -392,13 +392,16 @@ class Projector:
 
     ``at``: the module that computes both. ``pool``: the site that averages several outputs into each that the norm
     reads, "" for none. ``add``: the site where they take the places of embeddings, or join the stream. ``norm``: module
-    path, of an eps of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm; it may lose what varies beside a
-    large mean, so that bounds hold for outputs of up to ``MOST_MEAN`` in the mean. ``joined``: how many of the norm's
-    outputs the first linear reads at once. ``weight``: tensor of the only linear, [inputs, outputs], "" where
-    there are several: ``merging``, "" for none, then those of ``feed_forward`` with the activation between them.
-    ``tower``: the module that is the other model, of which nothing is known: its tensors are carried over as they are,
-    and no bound is about what flows in it. ``behind``: the site of the stream's sum to which these outputs are added,
-    "" where they take the places of embeddings. ``image``: what makes one of the inputs of this kind.
+    path, of an eps of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm; it may lose what varies beside
+    a large mean, so that bounds hold for outputs of up to ``MOST_MEAN`` in the mean. ``joined``: how many of the norm's
+    outputs the first linear reads at once; ``by_channel``: one channel's side by side. ``shares_eps``: whether the norm
+    has the text model's eps, which goes with the stream's exponent, so that what it gives drifts. ``weight``: tensor of
+    the only linear, [inputs, outputs], "" where there are several: ``merging``, "" for none, then those of
+    ``feed_forward`` with the activation between them. ``tower``: the module that is the other model, of which nothing
+    is known: its tensors are carried over as they are, and no bound is about what flows in it. ``behind``: the site of
+    the stream's sum to which these outputs are added, "" where they take the places of embeddings. ``image``: what
+    makes one of the inputs of this kind. ``output``: the field of the stock class's output that has what is brought, ""
+    for none.
     """
 
     at: str
@@ -409,10 +412,13 @@ class Projector:
     pool: str = ""
     layer_norm_eps: float | None = None
     joined: int = 1
+    by_channel: bool = False
+    shares_eps: bool = False
     weight: str = ""
     merging: str = ""
     feed_forward: FeedForward | None = None
     behind: str = ""
+    output: str = ""
 
 
 @dataclass(frozen=True)
@@ -686,6 +692,8 @@ class Family:
     """Config keys of whether the embedding serves as head: every version of stock code goes by one of them."""
     stored_experts: StoredExperts | None = None
     """How files hold experts that stock code gathers, None where it has them as files do."""
+    flat: Family | None = None
+    """The same family where a config holds the keys of its text model itself and not inside, None for no such."""
     brings: Callable[[Mapping[str, object]], Sequence[Part]] | None = None
     """What brings another model's outputs into the first stack, by the config, None where nothing does."""
 

@@ -10,6 +10,7 @@ from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.kinds import SiteKind
 from ..families.known import named
 from ..families.roles import STACKS
+from ..families.types import MOST_MEAN
 from ..numerics import FP16_MAX
 from ..rescaling.outputs import LAST
 from ..run.batch import IMAGE
@@ -242,8 +243,7 @@ def every_input(report: schema.Report, *, length: bool = False) -> str:
 def tower_of(family: str | None) -> str:
     """Return in words what brings its outputs into models of the family of this name, "" for nothing."""
     known = named(family)
-    w = None if known is None else known.projector
-    return "" if w is None else w.tower.rpartition(".")[2].replace("_", " ")
+    return "" if known is None or known.projector is None else "vision tower"
 
 
 def tower_advice(report: schema.Report) -> tuple[str, str]:
@@ -252,8 +252,11 @@ def tower_advice(report: schema.Report) -> tuple[str, str]:
         return "", ""
     seen = report.regimes and report.inputs and any(entry.kind == IMAGE for entry in report.inputs.batches)
     ran = "; an image of noise was run through it" if seen else ""
+    known = named(report.family)
+    centred = known is not None and known.projector is not None and known.projector.layer_norm_eps is not None
+    most = f"no larger than {MOST_MEAN:,.0f} in the mean" if centred else "finite"
     return (
-        f"what the {tower} brings into the stream, whatever it gives, as long as that is finite",
+        f"what the {tower} brings into the stream, whatever it gives, as long as that is {most}",
         f"what happens inside the {tower}, which is carried over as it is{ran}",
     )
 

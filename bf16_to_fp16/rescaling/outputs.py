@@ -39,9 +39,8 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
         factors[f"{whose}attentions"] = 0
     if len(stacks) > 1:
         factors["cross_attentions"] = 0
-    if layout.family.projector is not None:
-        factors["image_hidden_states"] = plan.stream_exponent(layout.streams[0])
-    return factors
+    brought = {w.output: plan.stream_exponent(layout.streams[0]) for w in layout.projectors if w.output}
+    return factors | brought
 
 
 def in_short(exponents: torch.Tensor) -> OfChannels:

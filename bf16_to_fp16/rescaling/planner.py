@@ -451,13 +451,20 @@ class _Costs:
         A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1, whose mean a gain correction takes out,
         for one more rounding.
         """
+        total = self.drift_beside(r)
         if not self.drifts(r):
-            return 0.0
-        total = 0.0
+            return total
         for path in self.norms():
             (kept, shares), correction = self.kept(path, r), self.gain_correction(path, r)
             total += float((shares * (correction * kept - 1).square()).sum()) + ROUNDING * (correction != 1.0)
         return total
+
+    def drift_beside(self, r: int) -> float:
+        """Return the mean squared relative change of what norms give that share the eps and read another model's
+        outputs, which carry no factor."""
+        shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
+        kept = [norm.kept(self.layout.eps, -r) for norm in shared if norm is not None and self.stream == RESIDUAL]
+        return sum(float((shares * (change - 1).square()).sum()) for change, shares in kept)
 
     def drifts(self, r: int) -> bool:
         """Return whether norms meet another eps than the source's, in its units, at a stream's exponent."""

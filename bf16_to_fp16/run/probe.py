@@ -253,17 +253,15 @@ def images(config: Any) -> list[Batch]:
     before, after = (x.where(x != token, (token + 1) % vocabulary) for x in (_begun(config, before), after))
     ids = torch.cat([before, torch.full((1, tokens), token), after], 1)
     marks = torch.cat([torch.zeros_like(before), torch.ones(1, tokens, dtype=torch.int64), torch.zeros_like(after)], 1)
-    image: dict[str, Tensor] = {}
+    side = value(w.size, across * patch)
+    shape, sizes = [1, channels, side, side], [[side, side]]
     if w.frames:
-        shape, sizes = (across**2, channels * value(w.frames) * patch**2), torch.tensor([[1, across, across]])
-    else:
-        side = value(w.size, across * patch)
-        shape, sizes = (1, channels, side, side), torch.tensor([[side, side]])
-    image["pixel_values"] = torch.rand(*shape, generator=generator) * 2 - 1
+        shape, sizes = [across**2, channels * value(w.frames) * patch**2], [[1, across, across]]
+    image = {"pixel_values": torch.rand(*shape, generator=generator) * 2 - 1}
     if w.marks:
         image[w.marks] = marks
     if w.sizes:
-        image[w.sizes] = sizes
+        image[w.sizes] = torch.tensor(sizes)
     return [Batch("an image", ids, torch.ones_like(ids), kind=kinds.IMAGE, image=image)]
 
 

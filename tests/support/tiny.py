@@ -229,6 +229,18 @@ def qwen_vl(name: str, **vision: Any) -> Callable[..., Any]:
     return made
 
 
+def mistral3(**changes: Any) -> Any:
+    """Return a Mistral 3 with a Pixtral tower; changes: to the config of its text model."""
+    tied = changes.pop("tie_word_embeddings", False)
+    text = LLAMA_SHAPE | {"model_type": "mistral", "sliding_window": None} | changes
+    tower = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    tower |= {"num_attention_heads": 2, "head_dim": 8, "patch_size": 4, "image_size": 32}
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config=tower, image_token_index=96, tie_word_embeddings=tied
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
 def olmo3(**changes: Any) -> Any:
     """Return an OLMo 3 whose layers see a window and everything by turns, with YaRN where they see everything."""
     own: dict[str, Any] = {"tie_word_embeddings": True, "sliding_window": 6}
@@ -461,6 +473,7 @@ ENTRIES = (
         shape=LLAMA_DRAWN,
         alike=("qwen3_vl_text",),
     ),
+    Entry(kinds={"mistral3": mistral3}, shape=LLAMA_DRAWN),
     Entry(
         kinds={"olmo2": stock("Olmo2ForCausalLM", LLAMA_SHAPE)},
         shape=LLAMA_DRAWN | {"attention_bias": (False, True)},
