@@ -18,6 +18,7 @@ from support.launching import ROOT
 from support.learner import recipe_tree, saved
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.utils.flop_counter import FlopCounterMode
 
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.finetuning import memory
@@ -221,6 +222,10 @@ def test_memory_counted_without_values_is_that_of_a_step_with_values(source: Pat
         torch.stack(losses).sum().backward()
     # Without values a few functions are taken apart, whose temporaries are then seen.
     assert live.most <= needs.activations(apart=False) <= 1.1 * live.most
+    with FlopCounterMode(display=False) as counter:  # which keeps tensors alive
+        for shape in ((4, 48, 24), memory.PROBE):
+            values_of(model(**memory._inputs(config_of(model), *shape))).sum().backward()
+    assert needs.flops == counter.get_total_flops() > 0
     assert needs.activations(apart=True) >= 0.9 * live.most
 
 
