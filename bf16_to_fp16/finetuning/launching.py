@@ -144,14 +144,16 @@ class Place:
         return memory.total(held, on_gpu=self.on_gpu) <= USABLE * self.memory
 
 
-def place_of(processes: int, gib: float | None, *, running: bool) -> Place:
+def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Place:
     """Return where ``processes`` run: on the cards that are there, else on those that are assumed, or where the run is
-    to begin now on the CPU. gib: the memory of a card (of a process on the CPU) in GiB, where it is given."""
-    seen = cards()
-    if running and not seen:
+    to begin now, or asks for it (``on_cpu``), on the CPU. gib: the memory of a card (of a process on the CPU) in GiB,
+    where it is given."""
+    seen = [] if on_cpu else cards()
+    if on_cpu or (running and not seen):
         each = available_memory() / processes if gib is None else gib * 2**30
         which = "1 CPU process" if processes == 1 else f"{processes} CPU processes over gloo"
-        return Place(processes, each, f"no GPU is here: {which}, {_gib(each)} of memory each", on_gpu=False, bf16=True)
+        why = "device: cpu" if on_cpu else "no GPU is here"
+        return Place(processes, each, f"{why}: {which}, {_gib(each)} of memory each", on_gpu=False, bf16=True)
     if running and len(seen) < processes:
         raise UserError(f"{counted(len(seen), 'card')} here, and --gpus asks for {processes}; give --gpus {len(seen)}")
     if not seen:

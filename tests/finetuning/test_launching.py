@@ -137,6 +137,8 @@ def test_the_drivers_cards_are_counted_with_and_say_what_the_teacher_is(
     assert f"# 4 × {card.partition(',')[0]}, {mebibytes / 1024:.3g} GiB each" in said
     held = told["memory"]["held"]
     assert told["memory"]["each"] == mebibytes << 20 and held["teacher"] * 4 == held["weights"] * each
+    assert main(["launch", str(recipe), "--gpus", "4", "--set", "device=cpu"]) == 0
+    assert capsys.readouterr().out.startswith("# device: cpu: 4 CPU processes over gloo, ")
 
 
 @pytest.mark.parametrize(
