@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing listens there: a request fails at once
@@ -20,6 +21,7 @@ import torch
 from support import warm
 
 from bf16_to_fp16.report import figures
+from bf16_to_fp16.run import probe
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,6 +104,32 @@ def pictures(no_pictures: None) -> Iterator[None]:
     yield
     for name in PICTURES:
         NO_PICTURES.setattr(figures, name, lambda _: [])
+
+
+WHOLE_PROBE = probe._probe
+LEFT_OUT = ("long", "repeated")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def brief_probe() -> Iterator[None]:
+    """Let the probe have one batch of each kind, and none that is only longer: what most tests look at is not what is
+    run."""
+
+    def brief(*given: Any, **options: Any) -> list[Any]:
+        first = {batch.kind: batch for batch in reversed(WHOLE_PROBE(*given, **options))}
+        return [batch for kind, batch in reversed(first.items()) if kind not in LEFT_OUT]
+
+    probe._probe = brief
+    yield
+    probe._probe = WHOLE_PROBE
+
+
+@pytest.fixture(scope="module")
+def whole_probe(brief_probe: None) -> Iterator[None]:
+    """Let a file's runs have all of it."""
+    brief, probe._probe = probe._probe, WHOLE_PROBE
+    yield
+    probe._probe = brief
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ def test_the_penalty_in_a_plain_loop_brings_headroom(tmp_path: Path, warm_python
 
 
 def test_the_penalty_brings_a_model_of_no_family_inside_fp16(tmp_path: Path, warm_python: Path) -> None:
-    bits = headrooms(run("penalty_olmo2", tmp_path, warm_python))
+    bits = headrooms(run("penalty_any_model", tmp_path, warm_python))
     assert bits[0] < -2 and bits[-1] > 0
 
 

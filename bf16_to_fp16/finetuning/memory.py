@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import UserError, first_line
+from ..families.known import of_model_type
 from ..run.batch import values_of
 from ..run.interface import config_of, gives_probabilities, is_causal, takes_decoder_ids
 from . import distillation
@@ -122,7 +123,8 @@ class _Live(TorchDispatchMode):
 
 def _says_tied(config: Any) -> bool:
     """Whether a config says that the head is tied; T5's says so of all, and keeps what it said in another key."""
-    return bool(getattr(config, "scale_decoder_outputs", config.tie_word_embeddings))
+    known = of_model_type(config.model_type)
+    return bool(getattr(config, known.output_scale_key if known else "", config.tie_word_embeddings))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -508,11 +508,13 @@ class _Costs:
         tensor = self.layout.tensors[f"{path}.weight"]
         if path not in self.gains:
             self.gains[path] = self.weights(tensor.name).abs().double()
-        (carried,) = tensor.axes
-        if carried is None:
-            return float(self.gains[path].max())
-        moved = torch.tensor(r) if carried.signal == self.stream else self.chosen.get(carried.signal, torch.tensor(0))
-        return float((self.gains[path] * 2.0 ** (carried.sign * moved.double())).max())
+        moved = torch.zeros(tensor.shape, dtype=torch.float64)
+        for carried in carried_by(tensor.axes[0]):
+            if carried.signal == self.stream:
+                moved += carried.sign * r
+            elif carried.signal in self.chosen:
+                moved += carried.sign * spread_out(self.chosen[carried.signal], carried.spread)
+        return float((self.gains[path] * 2.0**moved).max())
 
     def gain_corrections(self, r: int) -> dict[str, float]:
         """Return the factor for each norm weight of the stream whose typical drift is more than one fp16 rounding."""

@@ -12,6 +12,8 @@ from bf16_to_fp16.auditing.gradients import FIRST_EXPONENT, Gradients, measure_g
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.run.probe import batches
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 HEAD, VALUES = "lm_head", "decoder.block.0.layer.0.SelfAttention.v"
 
 

@@ -22,6 +22,8 @@ from bf16_to_fp16.run.batch import Batch, run_batch, seen_padding
 from bf16_to_fp16.run.padding import is_blind
 from bf16_to_fp16.run.probe import batches
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 REAL, LONGEST = 6, 13
 
 

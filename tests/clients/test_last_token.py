@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from bf16_to_fp16 import audit, certify, convert, verify
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 SHAPE = {"vocab_size": 3000, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4}
 WORDS = ["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(SHAPE["vocab_size"] - 4))]
 WORDS.insert(1500, "import")

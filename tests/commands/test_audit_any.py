@@ -16,14 +16,18 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.progress import Progress
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 24, "intermediate_size": 32}
 
 
-def olmo2(folder: Path, factor: float) -> Path:
-    """Save an OLMo 2 whose last post-norm adds ``factor`` times what it did to the stream."""
+def exaone4(folder: Path, factor: float) -> Path:
+    """Save an EXAONE 4 whose last post-norm adds ``factor`` times what it did to the stream."""
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "eos_token_id": [1, 2]}
-    model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SMALL, **ids, rms_norm_eps=1e-12))
+    model = transformers.Exaone4ForCausalLM(
+        transformers.Exaone4Config(**SMALL, **ids, num_key_value_heads=2, rms_norm_eps=1e-12)
+    )
     with torch.no_grad():
         model.model.layers[1].post_feedforward_layernorm.weight.fill_(factor)
     model.bfloat16().save_pretrained(folder)
@@ -40,8 +44,8 @@ def bart(folder: Path) -> Path:
 
 
 def test_a_decoder_that_overflows_is_named_where_it_does_with_its_true_size(tmp_path: Path) -> None:
-    report = audit(olmo2(tmp_path / "m", 100_000.0))
-    assert (report["verdict"], report["proof"], report["family"]) == ("unsafe", "observed", "Olmo2ForCausalLM")
+    report = audit(exaone4(tmp_path / "m", 100_000.0))
+    assert (report["verdict"], report["proof"], report["family"]) == ("unsafe", "observed", "Exaone4ForCausalLM")
     assert report.get("certificate") is None
     site = "model.layers.1:add#2"
     found = {entry["signal"]: entry for entry in report["unsafe"]}

@@ -22,7 +22,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from support import tiny
+from support import exhaustive, tiny
 from support.forked import in_a_fork
 from support.launching import command, run
 from transformers import ByT5Tokenizer
@@ -604,7 +604,7 @@ WORST = {
 }
 
 
-@pytest.mark.parametrize("what", WORST)
+@pytest.mark.parametrize("what", exhaustive.beyond(["sections in a header"], WORST))
 def test_the_worst_header_that_is_read_takes_bounded_memory_and_time(what: str, good: Path, tmp_path: Path) -> None:
     folder = tmp_path / "source"
     shutil.copytree(good, folder)

@@ -64,6 +64,9 @@ FEW = ("gated", "pegasus", "t5-spans", "gemma2", "llama-biased")  # those of whi
 Converted = tuple[Path, Conversion]
 
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
+
 @pytest.fixture(scope="module")
 def conversion_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Converted]:
     """Return a function that gives a source folder of a kind and its conversion, which it makes once."""
@@ -235,7 +238,9 @@ def test_the_folder_holds_what_is_promised(gated: Converted) -> None:
     assert report["output"]["files"][0]["sha256"] == digest
 
 
-@pytest.mark.parametrize("kind", ["gated", "mbart", "gemma3"])  # eps in the config, a drift, gains that round
+@pytest.mark.parametrize(  # a drift; eps in the config, gains that round
+    "kind", exhaustive.beyond(["mbart"], ["gated", "mbart", "gemma3"])
+)
 def test_replaying_a_plan_gives_the_same_bytes(
     kind: str, conversion_of: Callable[[str], Converted], tmp_path: Path
 ) -> None:
@@ -467,7 +472,7 @@ def test_what_rescaling_cannot_fix_is_unsafe_with_the_reason(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("up", "down", "by"),
     exhaustive.beyond(
-        [("v", "o", 1e-9), ("q", "k", 1e7), ("wi_1", "wo", 1e-9)],
+        [("q", "k", 1e7), ("wi_1", "wo", 1e-9)],
         [("v", "o", 1e-9), ("q", "k", 1e-9), ("q", "k", 1e7), ("wi_1", "wo", 1e-9), ("wi_1", "wo", 1e-6)],
     ),
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import faults, tiny
+from support import exhaustive, faults, tiny
 
 from bf16_to_fp16 import convert
 
@@ -47,7 +47,7 @@ def converted(source: Path, out: Path, **options: Any) -> dict[str, str]:
     return faults.content(result.out) | {"plan": result.plan.model_dump_json()}
 
 
-@pytest.mark.parametrize("run_model", [False, True])
+@pytest.mark.parametrize("run_model", exhaustive.beyond([True], [False, True]))
 def test_the_number_of_threads_changes_no_byte(run_model: bool, tmp_path: Path) -> None:
     source = tiny.save(tiny.small("t5-encoder", num_layers=1), tmp_path / "source")
     found = []

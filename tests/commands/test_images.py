@@ -14,7 +14,7 @@ import transformers
 from compat.harness import compute_logits, relative_error
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support import tiny
+from support import exhaustive, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -178,8 +178,13 @@ def test_what_images_bring_decides_over_the_exponent(tmp_path: Path, converted: 
     assert plans[1]["residual_exponent"] < plans[0]["residual_exponent"]
 
 
-@pytest.mark.parametrize("naming", NAMES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("tied", "naming"),
+    exhaustive.beyond(
+        [(True, as_written), (False, as_published), (True, as_in_modules)],
+        [(tied, naming) for tied in (True, False) for naming in NAMES],
+    ),
+)
 def test_names_stay_as_the_files_have_them_and_undo_gives_them_back(
     naming: Callable[[str], str], tied: bool, tmp_path: Path
 ) -> None:

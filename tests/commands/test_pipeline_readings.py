@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import pipelines, tiny
+from support import exhaustive, pipelines, tiny
 from support.contract import layout_of
 from support.pipelines import contents
 from transformers import LlamaModel
@@ -78,7 +78,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- linears ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", exhaustive.beyond([torch.bfloat16], [torch.bfloat16, torch.float16, torch.float32]), ids=str
+)
 def test_both_linears_carry_the_inverse_and_give_the_same_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
     source, out = hunyuan(tmp_path / "source", dtype), tmp_path / "out"
     before = contents(source)

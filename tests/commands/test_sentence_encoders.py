@@ -26,6 +26,8 @@ from bf16_to_fp16.report.terminal import load_line
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 WIDTH = tiny.T5_SHAPE["d_model"]
 IDENTITY = "torch.nn.modules.linear.Identity"
 RELU = "torch.nn.modules.activation.ReLU"

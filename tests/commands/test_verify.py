@@ -404,7 +404,7 @@ def test_a_tier_that_only_the_bounds_speak_for_is_claimed_by_none_and_found_out(
     assert (check, name) == ("tiers", "norm-fp16") and "where fp16 squares vanish" in reason
 
 
-FEW = ("t5", "longt5", "pegasus", "gemma2", "llama")  # every way in which an output is compared
+FEW = ("t5", "pegasus", "gemma2")  # an eps in the config, a drift, gains that round
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(FEW, [next(iter(entry.kinds)) for entry in tiny.ENTRIES]))

@@ -79,8 +79,9 @@ def make_inputs(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
     """Return random int64 ids for a folder's model: three sources, each before the end token, and three targets.
 
     Keys ``input_ids`` and ``attention_mask`` (3, 12), rows 1 and 2 padded after 9 and 4 ids;
-    ``decoder_input_ids`` (3, 8), the start token first. No other special token is drawn. Of a model that reads images
-    the first row is about one: ``pixel_values`` (1, 3, height, width), its tokens marked in ``token_type_ids`` (3, 12).
+    ``decoder_input_ids`` (3, 8), the start token first. No other special token is drawn. Of a Gemma 3 that
+    reads images the first row is about one: ``pixel_values`` (1, 3, height, width), its tokens marked in
+    ``token_type_ids`` (3, 12).
     """
     whole = read_config(folder)
     inner = whole.get("text_config")
@@ -98,7 +99,7 @@ def make_inputs(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
     assert isinstance(start, int)
     decoder_ids[:, 0] = start
     made = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoder_ids}
-    if not isinstance(vision := whole.get("vision_config"), dict):
+    if not isinstance(vision := whole.get("vision_config"), dict) or "mm_tokens_per_image" not in whole:
         return made
     marks, size = np.zeros_like(ids), vision["image_size"]
     tokens, token = whole["mm_tokens_per_image"], whole["image_token_index"]

@@ -32,6 +32,8 @@ from bf16_to_fp16.finetuning.shipped import names
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.run.texts import texts
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 ACCELERATE = ROOT / "launch" / "accelerate"
 DEEPSPEED = ROOT / "launch" / "deepspeed"
 STEPS = 6

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import masks, tiny
+from support import exhaustive, masks, tiny
 from support.launching import two_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +21,8 @@ from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.run.batch import run_batch
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.products import FastProducts
+
+pytestmark = pytest.mark.usefixtures("whole_probe")
 
 SCORES = "encoder.block.1.layer.0.SelfAttention:scores"
 GATE = "decoder.block.0.layer.2.DenseReluDense.act:cubed"
@@ -84,7 +86,7 @@ def trained(site: str, form: str = "smooth-max", steps: int = 40) -> tuple[list[
     return largest, weights, target
 
 
-@pytest.mark.parametrize("site", [SCORES, GATE, LOGITS])
+@pytest.mark.parametrize("site", exhaustive.beyond([SCORES], [SCORES, GATE, LOGITS]))
 def test_training_brings_a_site_under_its_target_and_its_weight_rises_and_falls(site: str) -> None:
     largest, weights, target = trained(site)
     assert largest[0] == pytest.approx(2 * target)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from support import exhaustive
 from support.learner import (
     TEXT,
     Damage,
@@ -528,7 +529,7 @@ def test_the_loss_scale_rises_and_the_oldest_states_go(make: Make, fix: Fix, tmp
     assert trainer.mixed_precision.scale == 256.0
 
 
-@pytest.mark.parametrize("form", ["none", "smooth-max"])
+@pytest.mark.parametrize("form", exhaustive.beyond(["smooth-max"], ["none", "smooth-max"]))
 def test_accumulated_passes_make_the_step_of_one_large_batch(make: Make, fix: Fix, tmp_path: Path, form: str) -> None:
     """With a penalty as well, and what the probe's rows reach; rows of one length, since padding has values too."""
     # Else a gradient's last bit decides about the sign of what Adam does to a weight that has none.
@@ -581,11 +582,13 @@ def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(
 @pytest.mark.parametrize(
     ("penalty", "optimizer"),
     [
-        ("none", {}),
+        pytest.param("none", {}, marks=pytest.mark.exhaustive),
         ("smooth-max", {}),
-        ("none", {"weights": "bf16", "rounding": "stochastic", "moments": "4bit"}),
+        pytest.param(
+            *("none", {"weights": "bf16", "rounding": "stochastic", "moments": "4bit"}), marks=pytest.mark.exhaustive
+        ),
         ("none", {"weights": "bf16", "rounding": "kahan", "moments": "8bit", "relative": True}),
-        ("none", {"moments": "fp8", "offload": True}),
+        pytest.param("none", {"moments": "fp8", "offload": True}, marks=pytest.mark.exhaustive),
     ],
     ids=["plain", "penalty", "4bit", "kahan-8bit", "fp8-offload"],
 )

@@ -17,6 +17,8 @@ from bf16_to_fp16.observe.sites import CUBE_REASON, MASK_REASON, Site
 from bf16_to_fp16.run.batch import run_batch
 from bf16_to_fp16.run.probe import batches
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 
 def total(sites: dict[str, Site], what: str) -> int:
     return sum(getattr(site, what) for site in sites.values())

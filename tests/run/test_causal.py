@@ -27,6 +27,8 @@ from bf16_to_fp16.run.interface import config_of, gives_probabilities, is_causal
 from bf16_to_fp16.run.probe import batches, one_batch, random_rows, rows_of
 from bf16_to_fp16.run.stock import described
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 
 def rows(batch: Batch) -> list[list[int]]:
     return [ids[mask == 1].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]

@@ -22,6 +22,8 @@ from bf16_to_fp16.run import alone, choice, probe
 from bf16_to_fp16.run.batch import CHOSEN, SWEEP, Batch, describe_batches, run_batch
 from bf16_to_fp16.run.probe import audit_batches, batches, chosen_ids
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 VOCABULARY = 3000
 LONG, SHORT, HIGH, LOW, CHANNEL = 1234, 77, 2021, 2022, 5
 

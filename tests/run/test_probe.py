@@ -12,6 +12,8 @@ from support.words import TEXTS
 from bf16_to_fp16.run.batch import IGNORED_LABEL, SHORT, SWEEP, Batch, describe_batches, run_batch
 from bf16_to_fp16.run.probe import audit_batches, batches, one_batch, random_rows, rows_of
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 
 @pytest.mark.parametrize("vocabulary", [97, 5000, 40000])
 def test_the_sweep_shows_every_id_once_on_each_side(vocabulary: int) -> None:

@@ -1,23 +1,23 @@
-"""The activation-magnitude penalty on a model of a family that the package cannot convert: OLMo 2.
+"""The activation-magnitude penalty on a model of a family that the package cannot convert: EXAONE 4.
 
-    python examples/penalty_olmo2.py
+    python examples/penalty_any_model.py
 
-A small OLMo 2 with random weights, whose residual stream overflows fp16, is trained until every activation fits. Its
+A small EXAONE 4 with random weights, whose residual stream overflows fp16, is trained until every activation fits. Its
 stream is what `bf16-to-fp16 audit` names first.
 """
 
 import torch
-from transformers import Olmo2Config, Olmo2ForCausalLM
+from transformers import Exaone4Config, Exaone4ForCausalLM
 
 from bf16_to_fp16 import ActivationPenalty
 
 STEPS, HEADROOM_BITS = 100, 1.0
 
 
-def overflowing() -> Olmo2ForCausalLM:
+def overflowing() -> Exaone4ForCausalLM:
     """Return a model whose last feed-forward adds about 320,000 to the stream: its post-norm's gain is that large."""
     torch.manual_seed(0)
-    config = Olmo2Config(
+    config = Exaone4Config(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=128,
@@ -28,7 +28,7 @@ def overflowing() -> Olmo2ForCausalLM:
         eos_token_id=1,
         attn_implementation="eager",
     )
-    model = Olmo2ForCausalLM(config)
+    model = Exaone4ForCausalLM(config)
     with torch.no_grad():
         model.model.layers[-1].post_feedforward_layernorm.weight.fill_(200_000.0)
     return model

@@ -1,0 +1,128 @@
+"""Qwen2.5-VL, Qwen3-VL and Mistral 3 as their users load them: converted with images in mind, to the bit, in both
+versions of transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from compat.harness import compute_logits, relative_error
+from safetensors.torch import load_file
+from support import tiny
+
+from bf16_to_fp16 import UserError, convert, undo, verify
+from bf16_to_fp16.run.batch import run_batch
+from bf16_to_fp16.run.probe import images
+
+KINDS = ("qwen2_5_vl", "qwen3_vl", "mistral3")
+LAST = {
+    "qwen2_5_vl": ["visual.merger.mlp.2"],
+    "qwen3_vl": ["model.visual.merger.linear_fc2", "model.visual.deepstack_merger_list.0.linear_fc2"],
+    "mistral3": ["multi_modal_projector.linear_2"],
+}
+"""The linears that write the stream, by their names in files."""
+Pairs = dict[str, tuple[Path, Path]]
+
+
+def saved(kind: str, folder: Path) -> Path:
+    """Save a model whose images overflow the stream, of weights that fp16 holds before and after."""
+    model = tiny.build(kind)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if any(f"{path}.weight".endswith(name.removeprefix("model.")) for path in LAST[kind]):
+                weight.normal_(0, 3e5).copy_(weight.bfloat16())
+            weight[weight.abs() < 2.0**-9] = 0
+    return tiny.save(model, folder)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """Return (source, converted) folders by kind, the first without tokenizers, as their ids alone are run."""
+    root, made = tmp_path_factory.mktemp("towers"), dict[str, tuple[Path, Path]]()
+    for kind in KINDS:
+        source = saved(kind, root / kind)
+        made[kind] = source, root / f"{kind}-fp16"
+        assert convert(*made[kind]).safe
+    return made
+
+
+def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the logits of an image and the ids about it."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+    (batch,) = images(model.config)
+    with torch.no_grad():
+        found: torch.Tensor = run_batch(model, batch).logits.float()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_that_broke_the_source_is_finite_and_the_sources_in_fp32(kind: str, pairs: Pairs) -> None:
+    source, out = pairs[kind]
+    report: Any = json.loads((out / "fp16_report.json").read_text())
+    assert report["proof"] == "certified" and "image" in {batch["kind"] for batch in report["inputs"]["batches"]}
+    assert report["fidelity"]["kl_fp16"] < report["fidelity"]["kl_bf16"] / 16
+    wanted, found = logits(source), logits(out)
+    assert not logits(source, torch.float16).isfinite().all()
+    assert (logits(out, torch.float16) - wanted).abs().max() <= 0.05 * wanted.abs().max()
+    if kind == "mistral3":  # whose projector's norm has the text model's eps
+        drift = report["plan"]["drift"]
+        assert drift["predicted_max_logit_error"] > 0 and (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    else:
+        assert report["plan"]["drift"] is None and torch.equal(found, wanted)
+    assert verify(out, run_model=False)["verified"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_linears_carry_the_streams_factor_and_the_tower_nothing(kind: str, pairs: Pairs) -> None:
+    source, out = (load_file(folder / "model.safetensors") for folder in pairs[kind])
+    assert source.keys() == out.keys()
+    r = json.loads((pairs[kind][1] / "fp16_report.json").read_text())["plan"]["residual_exponent"]
+    for name in (f"{path}.{what}" for path in LAST[kind] for what in ("weight", "bias") if f"{path}.{what}" in source):
+        assert r < 0 and torch.equal(out[name].float(), source[name].float() * 2.0**r), name
+    tower = [n for n in source if any(part in n for part in ("visual.", "vision_tower.")) and "merger" not in n]
+    assert len(tower) > 9 and all(torch.equal(out[name], source[name].half()) for name in tower)
+
+
+@pytest.mark.parametrize("version", ["5", "4"])
+def test_both_versions_give_the_sources_logits(
+    version: str, pairs: Pairs, warm_python: Path, compat_python: Path
+) -> None:
+    """Also where 4.57 cannot run what 5 saved as its source: the keys that it reads are in the output."""
+    wanted = compute_logits([source for source, _ in pairs.values()], warm_python)
+    found = compute_logits([out for _, out in pairs.values()], warm_python if version == "5" else compat_python)
+    for name, one, other in zip(pairs, found, wanted, strict=True):
+        assert one.version.startswith(f"{version}.") and one.missing == () and one.unexpected == (), name
+        for row, length in enumerate((12, 9, 4)):  # what stands behind is padding
+            given, source = (each.output[row, :length] for each in (one, other))
+            assert relative_error(given, source) <= 1e-5, name
+        assert json.loads((pairs[name][1] / "fp16_report.json").read_text())["older"] == [], name
+
+
+def test_a_config_that_holds_the_text_models_keys_itself_is_taken_and_keeps_its_form(tmp_path: Path) -> None:
+    """As published Qwen2.5-VL's do."""
+    source = saved("qwen2_5_vl", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    text = config.pop("text_config")
+    positions = text.pop("rope_parameters")
+    text |= {"rope_theta": positions["rope_theta"]}
+    text |= {"rope_scaling": {"type": "mrope", "mrope_section": positions["mrope_section"]}}
+    flat = {key: value for key, value in text.items() if key not in ("model_type", "layer_types")} | config
+    (source / "config.json").write_text(json.dumps(flat))
+    result = convert(source, tmp_path / "out", run_model=False)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "text_config" not in written
+    assert written["rms_norm_eps"] == flat["rms_norm_eps"] * 4.0**result.plan.residual_exponent
+    assert result.safe and torch.equal(logits(tmp_path / "out"), logits(source))
+    undo(tmp_path / "out", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == flat
+
+
+def test_a_text_model_of_another_kind_is_refused(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("mistral3", 1), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["model_type"] = "ministral3"
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"'text_config\.model_type' is 'ministral3'"):
+        convert(source, tmp_path / "out")
