@@ -74,12 +74,20 @@ def test_the_package_lists_its_names_before_they_are_imported() -> None:
 ANSWERED_AT_ONCE = [
     (
         0,
-        ("families --json -", "advise format 0.1 --json -", "advise init 512", "finetune --keys", "convert --help"),
+        (
+            "families --json -",
+            "advise format 0.1 --json -",
+            "advise init 512",
+            "finetune --keys",
+            "convert --help",
+            "recipe mt5",
+        ),
     ),
     (2, ("convert org/name tests", "advise", "advise init nowhere/at/all", "advise updates nowhere/at/all")),
     (2, tuple(f"{command} nowhere/at/all" for command in ("audit", "certify", "verify", "finetune"))),
     (2, ("verify tests --original nowhere/at/all", "check nowhere/at/all --runtime openvino")),
     (2, ("audit tests --data none.txt", "convert tests out --data none.txt", "advise updates tests --data none.txt")),
+    (2, ("recipe nope", "launch none.yaml --gpus 4", "launch none.yaml --gpus 0")),
     (2, ("convert tests out --plan none.json", "convert tests out --finetune none.yaml")),
     (2, ("convert tests out --margin 99", "certify tests --max-length 0", "convert tests out --max-length 0")),
     (2, ("convert tests out --max-shard-size big", "advise init 512 --lr 1", "advise updates tests --optimizer x")),

@@ -58,11 +58,11 @@ def is_pipeline(folder: Path) -> bool:
 
 
 def open_pipeline(
-    source: str | Path, wanted: Callable[[Mapping[str, Any]], bool], endpoint: str | None = None
+    source: str | Path, wanted: Callable[[str, str, Mapping[str, Any]], bool], endpoint: str | None = None
 ) -> Pipeline | None:
     """Return the pipeline that a source (folder or Hub id, of which only small files are fetched here) is, else None.
-    wanted: says by a component's config.json whether it is to be converted. Raises UserError for a pipeline that holds
-    nothing to convert, or was converted already."""
+    wanted: says by the pipeline's class, a component's name and its config.json whether it is to be converted. Raises
+    UserError for a pipeline that holds nothing to convert, or was converted already."""
     folder, revision = local_source(source), None
     if folder is not None and not (folder.is_dir() and is_pipeline(folder)):
         return None
@@ -74,8 +74,10 @@ def open_pipeline(
         names = list(hub_files(str(source), folder, endpoint))
     if (folder / PIPELINE).is_file():
         raise UserError(f"{source} is a converted pipeline already; convert what it was made from")
-    parts = components(folder)
-    encoders = [name for name in parts if (config := config_of(folder, name)) is not None and wanted(config)]
+    parts, kind = components(folder), class_of(folder)
+    encoders = [
+        name for name in parts if (config := config_of(folder, name)) is not None and wanted(kind, name, config)
+    ]
     if not encoders:
         found = f"{source} is a pipeline without a text encoder of a known family"
         raise UserError(f"{found} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
@@ -86,7 +88,7 @@ def open_pipeline(
         folder,
         str(source),
         revision,
-        class_of(folder),
+        kind,
         parts,
         tuple(name for name in encoders if name not in same),
         same,

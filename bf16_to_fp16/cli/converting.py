@@ -164,9 +164,9 @@ def whole_pipeline(source: str, options: Options) -> Pipeline | None:
     if options.subfolder is not None or options.config is not None or options.layout != FOLDER_LAYOUT:
         return None
     from ..checkpoint.pipeline import open_pipeline
-    from ..families.known import is_known
+    from ..families.known import is_converted_in
 
-    return open_pipeline(source, is_known, None)
+    return open_pipeline(source, is_converted_in, None)
 
 
 def check_whole(source: str, recipe: Path | None, push_to: str | None) -> None:

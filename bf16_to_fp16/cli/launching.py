@@ -56,7 +56,7 @@ def launch_command(
 ) -> int:
     """Print the `accelerate launch` line of RECIPE for N cards, with the memory that it needs; --run runs it.
 
-    Its many parameters are options. The configuration is written beside the recipe's `out`.
+    The configuration is written beside the recipe's `out`.
     """
     from ..finetuning.recipe import read_recipe
 
@@ -69,7 +69,7 @@ def launch_command(
         raise UserError(f"--kind {kind} is unknown; choose {', '.join(CONFIGS)}")
     if run:
         check_all_is_used(asked.device)
-    choice = choose(asked, place_of(gpus, memory, running=run), kind)
+    choice = choose(asked, place_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"), kind)
     if run and kind is None and not choice.fits:
         raise UserError(f"{'; '.join(explained(choice))}; or try it with --kind {choice.kind}")
     words = [str(recipe), *(word for each in overrides for word in ("--set", each)), *(["--force"] if force else [])]

@@ -29,7 +29,7 @@ from ..conversion.options import Destination, GivenOptions, Options
 from ..conversion.pipelines import Uses, check_linears, met, rescale_linears, restore_linears, uses_of
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..families.known import is_known
+from ..families.known import is_converted_in
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.schema import (
@@ -94,7 +94,7 @@ def convert_pipeline(
     ``out``. endpoint: the Hub's address. Raises UserError for a source that is no such pipeline, and where one of its
     encoders cannot be converted; ``out`` then does not exist.
     """
-    pipeline = open_pipeline(source, is_known, endpoint)
+    pipeline = open_pipeline(source, is_converted_in, endpoint)
     if pipeline is None:
         raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")
     place = Destination(Path(out), force=force, dry_run=dry_run)

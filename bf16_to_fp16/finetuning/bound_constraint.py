@@ -30,6 +30,7 @@ from ..families.resolve import effective
 from ..families.types import Attention, outputs_of
 from ..numerics import FP16_MAX
 from .penalty import Observation
+from .whole_weights import WholeWeights
 
 MARGIN_BITS = 0.125
 """Bits under the limit at which the lid comes to rest: the bounds used here are a few percent off the certificate's."""
@@ -42,12 +43,13 @@ MOST_MOVED = 0.5  # share of its length by which one Newton step may change a ro
 
 
 class BoundConstraint:
-    """Holds the bounds of ``model``, a stock model in training that this process has whole, under a lid.
+    """Holds the bounds of ``model``, a stock model in training, under a lid.
 
-    Call ``begin`` once and then ``hold`` after every optimizer step; equal weights of processes stay equal.
+    Call ``begin`` once and then ``hold`` after every optimizer step, in all processes: equal weights stay equal, and of
+    a model in parts, which DeepSpeed has (``engine``) or FSDP2, each process changes its own. layout: of the whole one.
     """
 
-    def __init__(self, layout: Layout, model: nn.Module) -> None:
+    def __init__(self, layout: Layout, model: nn.Module, *, engine: bool = False) -> None:
         self.layout, self.target = layout, FP16_MAX * 2.0**-MARGIN_BITS
         self.first: int | None = None
         """Step at which it began, None before."""
@@ -55,9 +57,8 @@ class BoundConstraint:
         """Excess at which the lid began, in bits over the target."""
         self.lowest = math.inf
         """Where the lid was last; it never rises, also where a run goes on to more steps."""
-        self._named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self._named |= dict(model.named_buffers(remove_duplicate=False))
-        self.bounds = DifferentiableBounds(layout, self._named.__getitem__)
+        self.weights = WholeWeights(model, engine=engine)
+        self.bounds = DifferentiableBounds(layout, self.weights.read)
         self._owners, self._groups = self.bounds.owners(), groups_of(layout)
         self._stream = {
             site
@@ -102,24 +103,25 @@ class BoundConstraint:
 
     def excess(self, *, again: bool = False) -> dict[str, Tensor]:
         """Return by how many bits every bound passes the target; again: of weights only projected since."""
-        measured = self.bounds.measure(again=again)
+        measured = self.weights.agreed(self.bounds.measure(again=again))
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
         """Bring a site's bounds down by about so many bits each, 0 for those that stay; with ``scaled`` by making all
         weights smaller alike."""
         index = (bits > 0).nonzero()[:, 0]
-        owners = [(name, view) for name, view in self._owners[site] if self._named[name].requires_grad]
+        owners = [(name, view) for name, view in self._owners[site] if self.weights.is_trained(name)]
         if not owners:  # what is frozen stays, and the certificate will say so
             return
+        wholes = self.weights.leaves(name for name, _ in owners)
         with torch.enable_grad():
             total = self.bounds.at({site: index})[site].log2().sum()
-            gradients = torch.autograd.grad(total, [self._named[name] for name, _ in owners], allow_unused=True)
+            gradients = torch.autograd.grad(total, wholes, allow_unused=True)
         moves, slope = [], torch.zeros_like(bits)
-        for (name, view), whole in zip(owners, gradients, strict=True):
-            if whole is None:
+        for (name, view), whole, slopes in zip(owners, wholes, gradients, strict=True):
+            if slopes is None:
                 continue
-            weight, gradient = view(self._named[name].detach()), view(whole.contiguous()).float()
+            weight, gradient = view(whole.detach()), view(slopes.contiguous()).float()
             # Lengths are of what stock code computes with: a gain of 1 may be stored as 0.
             used = effective(self.layout.tensors[name], weight).float()
             # In units of each tensor's length this is the least change.
@@ -133,6 +135,7 @@ class BoundConstraint:
         for weight, length, way in moves:
             most = MOST_MOVED * length / norms(way).clamp(min=1e-30)
             weight.sub_((torch.minimum(step, most)[:, None] * way).to(weight.dtype))
+        self.weights.write()
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the excess with only the largest among sites that come down together, bound by bound."""
@@ -160,7 +163,7 @@ class BoundConstraint:
     def certificate(self) -> Certificate:
         """Return the certificate of the weights as they are, rounded to fp16, before what rescaling may still do."""
         tensors = self.layout.tensors
-        return bound(self.layout, lambda name: effective(tensors[name], self._named[name].detach().cpu().half()))
+        return bound(self.layout, lambda name: effective(tensors[name], self.weights.read(name).detach().cpu().half()))
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -144,14 +144,16 @@ class Place:
         return memory.total(held, on_gpu=self.on_gpu) <= USABLE * self.memory
 
 
-def place_of(processes: int, gib: float | None, *, running: bool) -> Place:
+def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Place:
     """Return where ``processes`` run: on the cards that are there, else on those that are assumed, or where the run is
-    to begin now on the CPU. gib: the memory of a card (of a process on the CPU) in GiB, where it is given."""
-    seen = cards()
-    if running and not seen:
+    to begin now, or asks for it (``on_cpu``), on the CPU. gib: the memory of a card (of a process on the CPU) in GiB,
+    where it is given."""
+    seen = [] if on_cpu else cards()
+    if on_cpu or (running and not seen):
         each = available_memory() / processes if gib is None else gib * 2**30
         which = "1 CPU process" if processes == 1 else f"{processes} CPU processes over gloo"
-        return Place(processes, each, f"no GPU is here: {which}, {_gib(each)} of memory each", on_gpu=False, bf16=True)
+        why = "device: cpu" if on_cpu else "no GPU is here"
+        return Place(processes, each, f"{why}: {which}, {_gib(each)} of memory each", on_gpu=False, bf16=True)
     if running and len(seen) < processes:
         raise UserError(f"{counted(len(seen), 'card')} here, and --gpus asks for {processes}; give --gpus {len(seen)}")
     if not seen:
@@ -166,13 +168,15 @@ def place_of(processes: int, gib: float | None, *, running: bool) -> Place:
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration and what a process then holds, in bytes by what it is for; ``totals`` of all that were tried."""
+    """A configuration and what a process then holds, in bytes by what it is for; ``totals`` of all that were tried,
+    ``flops`` of the student's forwards and backward in a pass."""
 
     kind: str
     place: Place
     held: Mapping[str, float]
     of_the_machine: float
     totals: Mapping[str, float]
+    flops: int
     blocks: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -196,8 +200,6 @@ def excluded(kind: str, recipe: Recipe, place: Place) -> str | None:
         return f"needs deepspeed ({how_to_install('train')})"
     if kind == "fsdp" and not place.on_gpu:
         return "needs GPUs: on CPUs accelerate would run DDP instead"
-    if in_parts and recipe.penalty.certify:
-        return "holds no bounds (penalty.certify)"
     if in_parts and (recipe.optimizer.offload or recipe.schedule.advised):
         return "goes without " + ("optimizer.offload" if recipe.optimizer.offload else "schedule.advised")
     if kind.startswith("zero") and "precision" in recipe.model_fields_set and len(recipe.precision) > 1:
@@ -229,7 +231,7 @@ def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
     chosen = name if place.holds(held[name]) else min(totals, key=lambda each: totals[each])
     blocks = () if needs.names_its_blocks else needs.block_classes
     machine = memory.of_the_machine(chosen, needs, recipe, place.processes)
-    return Choice(chosen, place, held[chosen], machine, totals, blocks, left_out)
+    return Choice(chosen, place, held[chosen], machine, totals, needs.flops, blocks, left_out)
 
 
 def config_of_source(recipe: Recipe) -> Any:
@@ -280,6 +282,7 @@ class Launch:
             "tried": dict(choice.totals),
             "left_out": dict(choice.left_out),
             "machine": choice.of_the_machine,
+            "flops": choice.flops,
             "files": [str(path) for path in self.files],
             "command": self.line,
         }
@@ -324,18 +327,25 @@ def _write(path: Path, text: str) -> None:
 
 def run_launch(launch: Launch) -> int:
     """Run a launch and return its exit status, that of the process that failed first; raise UserError where a process
-    was killed."""
+    was killed, and as the program does where it is itself interrupted or ended."""
+    import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # The processes say what is wrong; the launcher would say once more that something was.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in [each for each in logging.root.manager.loggerDict if each.startswith(elastic.__package__ or "")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ["BF16_TO_FP16_LAUNCHER"] = shlex.join(launch.words[: launch.words.index("finetune")])
     os.environ.setdefault("PYTHON_EXEC", sys.executable)
     if not launch.choice.place.on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         launch_command(launch_command_parser().parse_args(list(launch.words[2:])))
+    except SignalException as stop:  # after it has ended the processes
+        if stop.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        sys.exit(128 + stop.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = int(failure.exitcode)

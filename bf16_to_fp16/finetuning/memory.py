@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from ..errors import UserError, first_line
 from ..families.known import of_model_type
@@ -40,8 +41,10 @@ class Needs:
 
     ``parameters``, ``largest_block``, ``outside_blocks``: of the model, of its largest layer, of what is in no layer.
     ``block_classes``: the names of its layers' classes; ``names_its_blocks``: whether its own class says which they
-    are.
+    are. ``flops``: floating-point operations of a pass's forwards and backward, once ``activations`` was asked.
     """
+
+    flops = 0
 
     def __init__(self, recipe: Recipe, config: Any, kind: Any) -> None:
         """Make the model of ``kind`` without values, and look at its shapes."""
@@ -91,19 +94,25 @@ class Needs:
                 f"the memory of a {type(self.model).__name__} cannot be counted without its weights"
                 f" ({first_line(error)}); choose with --kind"
             ) from error
+        self.flops = live.flops
         return live.most
 
 
 class _Live(TorchDispatchMode):
-    """Adds up the bytes of the storages that are made in it and still alive; ``most`` is the largest sum."""
+    """Adds up the bytes of the storages that are made in it and still alive; ``most`` is the largest sum.
+
+    ``flops``: operations of products by the formulas of torch's counter, which itself would keep tensors alive.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.most = 0
+        self.live = self.most = self.flops = 0
         self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += int(count(*args, **(kwargs or {}), out_val=out))
         for value in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(value, Tensor):
                 self._add(value.untyped_storage())

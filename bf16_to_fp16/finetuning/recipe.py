@@ -284,7 +284,7 @@ class Recipe(Section):
     def settled(self, *, in_parts: bool) -> Recipe:
         """Return it with ``penalty.certify`` decided where it is left open: for half and auto, with a penalty.
 
-        in_parts: each process has a part of the weights only, whose bounds none can hold.
+        in_parts: each process has a part of the weights only, and would gather all of them once more in each step.
         """
         if self.penalty.certify is not None:
             return self

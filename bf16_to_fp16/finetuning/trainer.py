@@ -115,7 +115,7 @@ class Trainer:
         progress: Progress | None = None,
         log: RunLog | None = None,
     ) -> None:
-        """Prepare model, optimizer and penalties; raise UserError where bounds cannot be held."""
+        """Prepare model, optimizer and penalties."""
         self.recipe, self.teacher, self.corpus = recipe, teacher, corpus
         self.progress, self.log = progress or Progress(quiet=True), log
         self.processes = Processes(accelerator)
@@ -134,9 +134,12 @@ class Trainer:
         freeze_unreached(student)
         trained = [p for p in student.parameters() if p.requires_grad]
         optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
+        layout = self.layout if recipe.penalty.certify else None  # as long as this process has the model whole
         self.model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
         self.penalty = self._penalty() if recipe.penalty.form != "none" else None
-        self.constraint = self._constraint()
+        self.constraint = None
+        if layout is not None:
+            self.constraint = BoundConstraint(layout, student, engine=self.processes.engine)
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.position = RunPosition()
         self.states = RunFolder(folder)
@@ -160,16 +163,6 @@ class Trainer:
     def layout(self) -> Layout:
         """The layout of the student, where this process has it whole."""
         return resolve(ModelTensors(self.stock))
-
-    def _constraint(self) -> BoundConstraint | None:
-        if not self.recipe.penalty.certify:
-            return None
-        if self.processes.sharded:
-            raise UserError(
-                "penalty.certify holds bounds of whole weights, of which each process here has parts; launch with"
-                " launch/accelerate/ddp.yaml, or set penalty.certify: false"
-            )
-        return BoundConstraint(self.layout, self.stock)
 
     def _mixed_precision(self, phase: int) -> MixedPrecision:
         precision = self.precisions[phase]

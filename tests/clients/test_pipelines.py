@@ -91,6 +91,11 @@ def test_undo_brings_a_transformer_in_shards_back(tmp_path: Path) -> None:
     assert error(case.run(again, case.encode(again)), wanted) < ROUNDING
 
 
+SEEING = {name for family in FAMILIES if family.projector is not None for name in names_of(family)}
+SEEING |= {"Qwen2_5_VLTextModel"}
+"""Encoders that see images too. Pipelines that are not in the table are refused with one, others leave it as it is."""
+
+
 def test_the_table_names_every_class_of_diffusers_that_has_a_supported_encoder() -> None:
     supported = {name for family in FAMILIES for name in names_of(family)}
     kinds = {kind: getattr(diffusers, kind) for kind in dir(diffusers) if kind.endswith("Pipeline")}
@@ -104,7 +109,8 @@ def test_the_table_names_every_class_of_diffusers_that_has_a_supported_encoder()
         assert {what.component for reading in readings for what in reading.meets} <= {*parameters, ""}, kind
         for name, parameter in parameters.items():
             words = {*str(parameter.annotation).replace("|", " ").replace("'", " ").replace(".", " ").split()}
-            assert not supported & words or any(reading.encoder == name for reading in readings), f"{kind}: {name}"
+            known = any(reading.encoder == name for reading in readings)
+            assert known or not (supported - SEEING) & words, f"{kind}: {name}"
     assert not [kind for kind in PIPELINES if not hasattr(diffusers, kind)]
 
 

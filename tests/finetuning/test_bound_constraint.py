@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from support import tiny
 from support.contract import layout_of
+from support.exhaustive import beyond
+from support.launching import two_ranks
 from support.learner import (
     Damage,
     Killed,
@@ -28,9 +31,8 @@ from support.learner import (
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.convert import Conversion, convert_by
 from bf16_to_fp16.conversion.options import Destination, Options
-from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.finetuning.bound_constraint import MARGIN_BITS, TOLERANCE_BITS, BoundConstraint
-from bf16_to_fp16.finetuning.processes import Processes
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import convert_or_finetune, options_of
 from bf16_to_fp16.finetuning.states import RunFolder
@@ -283,17 +285,44 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(folder: Path, tmp_p
     assert (tmp_path / "cut" / "log.jsonl").read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
 
 
-def test_where_processes_have_parts_of_the_weights_it_is_refused_in_a_line(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def sharded(accelerator: Any) -> Processes:
-        made = Processes(accelerator)
-        made.sharded = True
-        return made
+def held_for_a_while(model: Any, layout: Layout, whole: Callable[[Any], torch.Tensor]) -> dict[str, Any]:
+    """What comes of bounds that are held between steps that make all weights larger."""
+    constraint = BoundConstraint(layout, model)
+    constraint.begin(0)
+    for step in range(1, 5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.05)
+        constraint.hold(step, 4)
+    weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    return {"over": len(constraint.over()), "lowest": constraint.lowest, "weights": weights}
 
-    monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.Processes", sharded)
-    with pytest.raises(UserError, match=r"holds bounds of whole weights.*launch/accelerate/ddp.yaml"):
-        trainer(recipe(folder), folder, tmp_path / "run")
+
+def on_a_rank(rank: int) -> dict[str, Any]:
+    """A process's part of the hard model under FSDP2."""
+    model = hard_model()
+    layout = layout_of(model)
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in (*model.encoder.block, *model.decoder.block, model):
+        torch.distributed.fsdp.fully_shard(block, mesh=mesh)
+    embedding = model.shared.weight
+    part = embedding.to_local().numel() / embedding.numel()
+    held = held_for_a_while(model, layout, lambda x: x.full_tensor())
+    return held | {"part": part, "weights": {name: tensor.tolist() for name, tensor in held["weights"].items()}}
+
+
+@pytest.mark.parametrize("count", beyond([4], [2, 4]))
+def test_processes_with_parts_of_the_weights_hold_the_bounds_of_the_whole(
+    count: int, tmp_path: Path, warm_python: Path
+) -> None:
+    model = hard_model()
+    alone = held_for_a_while(model, layout_of(model), lambda x: x)
+    assert alone["over"] == 0
+    for held in two_ranks(warm_python, __file__, tmp_path, count):
+        assert held["part"] == 1 / count and held["over"] == 0 and held["lowest"] == alone["lowest"] == 0.0
+        assert set(held["weights"]) == set(alone["weights"])
+        for name, tensor in alone["weights"].items():
+            torch.testing.assert_close(torch.tensor(held["weights"][name]), tensor, rtol=1e-5, atol=0.0, msg=name)
 
 
 # ---- the verdict ---------------------------------------------------------------------------------------------------

@@ -128,6 +128,8 @@ def test_what_was_trained_is_converted_at_the_originals_scale(make: Make, tmp_pa
     assert optimizer.state[source.shared.weight]["exp_avg"].dtype == torch.bfloat16
     assert callback.result is not None and callback.result.safe and (out / "fp16_report.json").is_file()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    # What went into the conversion overflows as the original does, which the trained model no longer does.
+    assert max(signal["before"] for signal in callback.result.report["signals"]) > 65504
     ids, targets = torch.arange(5, 25)[None], torch.arange(4)[None]
     with torch.no_grad():
         trained = trainer.model.eval()(input_ids=ids, decoder_input_ids=targets).logits

@@ -23,7 +23,7 @@ import torch
 import yaml
 from support.exhaustive import beyond
 from support.launching import ON_CPU, ROOT, command, kill, run
-from support.learner import recipe_tree, saved
+from support.learner import recipe_tree, saved, tiny_model
 
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
@@ -186,6 +186,46 @@ def test_zero_takes_the_steps_of_one_process(
     assert_in_shares(tmp_path / "out")
 
 
+@pytest.fixture(scope="module")
+def uncertified(recipe: Path) -> Path:
+    """The recipe, of a model whose scores and gates no rescaling brings under their limits, to end with a proof."""
+    model = tiny_model(dropout=0.0)
+    with torch.no_grad():
+        model.encoder.block[0].layer[0].SelfAttention.q.weight[:8] *= 3e3
+        model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight[:3] *= 3e5
+        model.encoder.block[0].layer[1].DenseReluDense.wi_1.weight[:3] /= 3e5
+    folder = recipe.parent / "uncertified"
+    saved(folder, 60)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tree = yaml.safe_load(recipe.read_text()) | {"source": str(folder), "rescale": False}
+    path = recipe.parent / "uncertified.yaml"
+    tree |= {"penalty": {"certify": True, "headroom_bits": 0.0}, "quality": {"max_kl": None}}
+    # So that the bounds' own moves are nearly all: Adam's first steps turn with the sign of a gradient that is noise.
+    tree["schedule"] = {"steps": STEPS, "learning_rate": 1e-6}
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.mark.parametrize("kind", beyond(["zero3"], ["zero2", "zero3", "zero2-offload", "zero3-offload", "fsdp"]))
+def test_parts_of_the_weights_are_held_to_the_bounds_of_the_whole(
+    kind: str, uncertified: Path, warm_python: Path, tmp_path: Path
+) -> None:
+    """Each process changes its part, and that of the optimizer's copies."""
+    alone, relative = tmp_path / "alone", () if kind == "fsdp" else (PLAINLY_CLIPPED,)
+    finetune(uncertified, overrides=(f"out={alone}", "data.batch_size=8", "device=cpu", *relative))
+    if kind == "fsdp":
+        under_fsdp(warm_python, uncertified, tmp_path, 0)
+    else:
+        config = ["--deepspeed_config_file", str(without_autocast(kind, tmp_path))]
+        run(command(warm_python, kind, 2, uncertified, tmp_path / "out", *config, settings=relative))
+    rows, wanted = logged(tmp_path / "out"), logged(alone)
+    assert wanted[0]["bound_bits"] < -2 and wanted[-1]["bound_bits"] > 0
+    for row, want in zip(rows, wanted, strict=True):
+        for key in ("loss", "gradient_norm", "bound_bits"):
+            assert row[key] == pytest.approx(want[key], rel=1e-3, abs=1e-3), (row["step"], key)
+    assert json.loads((tmp_path / "out" / "fp16_report.json").read_text())["proof"] == "certified"
+
+
 def test_zero_under_torch_autocast_takes_the_steps_of_amp(recipe: Path, warm_python: Path, tmp_path: Path) -> None:
     """The shipped ZeRO-2 as it is, and single.yaml, both in fp16: autocast, loss scale, clipping."""
     # Where rounding decides which value is the largest, the penalty would pull at another.
@@ -269,15 +309,20 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_fsdp_takes_the_steps_of_one_process(recipe: Path, alone: Path, warm_python: Path, tmp_path: Path) -> None:
-    """On CPUs accelerate takes FSDP for DDP, so it is told otherwise after it has begun, with the shipped settings."""
-    (tmp_path / "as_fsdp.py").write_text(AS_FSDP)
+def under_fsdp(python: Path, recipe: Path, folder: Path, status: int) -> None:
+    """Run in two processes of FSDP2, with the shipped settings: on CPUs accelerate takes FSDP for DDP, so it is told
+    otherwise after it has begun."""
+    (folder / "as_fsdp.py").write_text(AS_FSDP)
     settings = yaml.safe_load((ACCELERATE / "fsdp.yaml").read_text())["fsdp_config"]
     environment = {key.upper(): str(value) for key, value in settings.items()} | ON_CPU
-    arguments = command(warm_python, "ddp", 2, recipe, tmp_path / "out")
+    arguments = command(python, "ddp", 2, recipe, folder / "out")
     module = arguments.index("bf16_to_fp16") - 1
-    arguments[module : module + 2] = [str(tmp_path / "as_fsdp.py")]
-    run(arguments, environment, MISSED)
+    arguments[module : module + 2] = [str(folder / "as_fsdp.py")]
+    run(arguments, environment, status)
+
+
+def test_fsdp_takes_the_steps_of_one_process(recipe: Path, alone: Path, warm_python: Path, tmp_path: Path) -> None:
+    under_fsdp(warm_python, recipe, tmp_path, MISSED)
     assert_same_run(tmp_path / "out", alone, processes=2, tolerance=1e-5)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import transformers
 import yaml
 from support.launching import ROOT
 from support.learner import recipe_tree, saved
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.utils.flop_counter import FlopCounterMode
 
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.finetuning import memory
@@ -29,7 +34,7 @@ SHARED_OUT = [name for name in CONFIGS if name.startswith("zero")]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("source"), 5)
+    return saved(tmp_path_factory.mktemp("source"), 5, dtype=torch.bfloat16)
 
 
 @pytest.fixture
@@ -38,6 +43,11 @@ def recipe(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_tree(source, tmp_path / "out")))
     return tmp_path / "recipe.yaml"
+
+
+def failed(status: int) -> ChildFailedError:
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=status, error_file="")
+    return ChildFailedError("", {1: failure})
 
 
 def told_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
@@ -105,27 +115,36 @@ def test_the_last_line_is_the_command_and_all_others_are_comments(
     assert "torch_autocast" not in deepspeed_config("zero3", "fp32")
 
 
-def test_the_drivers_cards_are_counted_with_where_there_are_some(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("card", "mebibytes", "each"), [("Tesla V100-SXM2-32GB, 7.0", 32510, 4), ("NVIDIA A100-SXM4-40GB, 8.0", 40960, 2)]
+)
+def test_the_drivers_cards_are_counted_with_and_say_what_the_teacher_is(
+    card: str,
+    mebibytes: int,
+    each: int,
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\nprintf 'Tesla V100-SXM2-32GB, 7.0, 32510\\n%.0s' 1 2 3 4\n")
+    tool.write_text(f"#!/bin/sh\nprintf '{card}, {mebibytes}\\n%.0s' 1 2 3 4\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     told, said = launched(capsys, recipe, "--gpus", "4")
-    assert "# 4 × Tesla V100-SXM2-32GB, 31.7 GiB each" in said and told["memory"]["each"] == 32510 << 20
+    assert f"# 4 × {card.partition(',')[0]}, {mebibytes / 1024:.3g} GiB each" in said
+    held = told["memory"]["held"]
+    assert told["memory"]["each"] == mebibytes << 20 and held["teacher"] * 4 == held["weights"] * each
+    assert main(["launch", str(recipe), "--gpus", "4", "--set", "device=cpu"]) == 0
+    assert capsys.readouterr().out.startswith("# device: cpu: 4 CPU processes over gloo, ")
 
 
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
         (("--kind", "zero4"), "--kind zero4 is unknown; choose single, ddp, zero2, zero3, fsdp"),
-        (
-            ("--kind", "zero3", "--set", "penalty.certify=true"),
-            "zero3 holds no bounds (penalty.certify); choose another",
-        ),
         (("--kind", "zero2", "--set", "precision=[bf16, fp16]"), "zero2 has one precision for a whole run"),
         (("--kind", "zero2", "--set", "optimizer.offload=true"), "zero2 goes without optimizer.offload"),
         (("--kind", "single"), "single is for another number of processes"),
@@ -153,6 +172,37 @@ def test_a_file_of_others_is_not_replaced(recipe: Path, capsys: pytest.CaptureFi
     assert theirs.read_text() == "a: b\n"
 
 
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        (SignalException("", signal.SIGINT), 130, "interrupted\n"),
+        (SignalException("", signal.SIGTERM), 128 + signal.SIGTERM, ""),
+        (failed(70), 70, ""),
+        (failed(1), 1, ""),
+        (failed(-9), 2, "error: process 1 was ended by SIGKILL; the same command goes on from the last state\n"),
+    ],
+)
+def test_a_launch_ends_as_what_it_runs_does(
+    raised: Exception,
+    status: int,
+    said: str,
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ends(_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", ends)
+    monkeypatch.setenv("BF16_TO_FP16_LAUNCHER", "")
+    monkeypatch.setenv("PYTHON_EXEC", sys.executable)
+    try:
+        ended = main(["launch", str(recipe), "--gpus", "2", "--run"])
+    except SystemExit as stop:
+        ended = int(stop.code or 0)
+    assert ended == status and capsys.readouterr().err.lstrip("\n") == said
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_memory_counted_without_values_is_that_of_a_step_with_values(source: Path, recomputed: bool) -> None:
     tree = recipe_tree(source, source / "out") | {"gradient_checkpointing": recomputed}
@@ -174,6 +224,10 @@ def test_memory_counted_without_values_is_that_of_a_step_with_values(source: Pat
         torch.stack(losses).sum().backward()
     # Without values a few functions are taken apart, whose temporaries are then seen.
     assert live.most <= needs.activations(apart=False) <= 1.1 * live.most
+    with FlopCounterMode(display=False) as counter:  # which keeps tensors alive
+        for shape in ((4, 48, 24), memory.PROBE):
+            values_of(model(**memory._inputs(config_of(model), *shape))).sum().backward()
+    assert needs.flops == counter.get_total_flops() > 0
     assert needs.activations(apart=True) >= 0.9 * live.most
 
 

@@ -48,25 +48,27 @@ def run(arguments: list[str], environment: Mapping[str, str] = ON_CPU, status: i
     return said
 
 
-WORK = "import sys; from support.launching import work; work(sys.argv[1], int(sys.argv[2]), sys.argv[3])"
+WORK = "import sys; from support.launching import work; work(*sys.argv[1:])"
 
 
-def two_ranks(python: Path, file: str, folder: Path) -> list[Any]:
-    """What ``on_a_rank(rank)`` of a test's file returns in each of two processes that are one group."""
-    given = [str(python), "-c", WORK, file]
-    processes = [subprocess.Popen([*given, str(rank), str(folder)], stderr=subprocess.PIPE) for rank in range(2)]
+def two_ranks(python: Path, file: str, folder: Path, count: int = 2) -> list[Any]:
+    """What ``on_a_rank(rank)`` of a test's file returns in each of two processes, or another count, of one group."""
+    given = [str(python), "-c", WORK, file, str(folder), str(count)]
+    processes = [subprocess.Popen([*given, str(rank)], stderr=subprocess.PIPE) for rank in range(count)]
     for process in processes:
         _, said = process.communicate(timeout=240)
         assert process.returncode == 0, said.decode()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def work(file: str, rank: int, folder: str) -> None:
-    """Be one of the two."""
+def work(file: str, folder: str, count: str, number: str) -> None:
+    """Be one of them."""
     import torch
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    rank = int(number)
+    place = f"file://{folder}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=int(count))
     Path(f"{folder}/{rank}.json").write_text(json.dumps(runpy.run_path(file)["on_a_rank"](rank)))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
