@@ -40,7 +40,7 @@ from .shipped import FOLDER
 
 ASSUMED = 16  # GiB of a card that is not there: the smaller V100's
 USABLE = 0.95  # share of a card's memory; the rest is lost between what is allocated
-LESS = "give a smaller data.batch_size, shorter texts, gradient_checkpointing: true or more cards"
+LESS = "give a smaller data.batch_size, shorter texts, gradient_checkpointing: true, or more or larger cards"
 WRITTEN = "# Written by `bf16-to-fp16 launch`, which writes it anew.\n"
 
 _EVERY: dict[str, Any] = {

@@ -20,6 +20,7 @@ from ..devices import DEVICE_NAMES, is_device_name
 from ..errors import UserError
 from ..targets import AskedTarget
 from ..yaml_files import kind_in_words, parse_yaml, read_yaml
+from .shipped import names
 
 Precision = Literal["fp16", "bf16", "fp32"]
 
@@ -308,6 +309,8 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     is not ``key=value``, and for a path that begins at the recipe instead of at the folder in which the command runs.
     """
     path = Path(path)
+    if path.name in names() and not path.exists():
+        raise UserError(f"{path} is no file here; write it first: bf16-to-fp16 recipe {path.name} > {path.name}.yaml")
     tree = read_yaml(path, "recipe")
     if tree is None:
         raise UserError(f"{path}: the recipe is empty; it needs at least source, out and data")

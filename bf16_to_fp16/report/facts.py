@@ -538,7 +538,7 @@ def gradients_in_words(report: schema.Report) -> str:
         return "backward under AMP: the loss or its gradients overflow at any loss scale, so every step is skipped"
     words = (
         f"backward under AMP: gradients fit up to a loss scale of {seen.loss_scale:,.0f} (torch begins at 65,536),"
-        f" which {seen.largest.name} sets; {seen.flushed:.1%} of them become 0 in fp16"
+        f" which {seen.largest.name} sets; at that scale {seen.flushed:.1%} of their elements become 0"
     )
     worst = seen.sites[0] if seen.sites else None
     return words if worst is None or not worst.flushed else f"{words}, most at {worst.name} ({worst.flushed:.0%})"

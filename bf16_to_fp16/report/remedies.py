@@ -11,6 +11,7 @@ from typing import Any
 
 from ..bounds.arithmetic import Bound
 from ..bounds.kinds import Remedy, traits
+from ..checkpoint.places import SHIPPED
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..rescaling.planner import Fallback, Violation
 from ..wording import counted, listed, reached
@@ -234,7 +235,7 @@ def going_on_from(
         if len(clean) == len(regimes):
             clean = []
         return finetuning_of(source, f"{source}-finetuned", clean, certify=not regimes, subfolder=subfolder)
-    out = f"{PurePath(source.partition('@')[0]).name}-fp16"
+    out = f"{PurePath(source.removeprefix(SHIPPED).partition('@')[0]).name}-fp16"
     words = ["bf16-to-fp16", "convert", source, out, *(["--subfolder", subfolder] if subfolder else [])]
     return f"convert it, which lowers most of this, exactly or with a drift that it measures: {shlex.join(words)}"
 
