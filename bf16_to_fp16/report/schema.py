@@ -442,6 +442,11 @@ class FidelityEntry(ReportObject):
     positions: Count | None = None
     reference: str = "fp32 source"
 
+    @property
+    def exact(self) -> bool:
+        """Whether the output's weights in fp32 gave every bit of the source's outputs; a KL of 0 may be rounded."""
+        return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
+
 
 class WeightsEntry(ReportObject):
     """How the weights came through, counted over the tensors that the source stores."""

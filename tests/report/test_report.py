@@ -326,3 +326,9 @@ def test_undo_says_what_of_its_report_it_needs(
 
 def test_a_text_needs_no_rows_to_be_read() -> None:
     assert read(Text, {"name": "mine"}).rows is None
+
+
+def test_a_divergence_of_0_that_was_rounded_is_not_called_the_same_function() -> None:
+    assert FidelityEntry(kl_fp32=0.0, squared_error_fp32=0.0).exact
+    assert not FidelityEntry(kl_fp32=0.0, squared_error_fp32=1e-14).exact
+    assert not FidelityEntry(kl_fp32=1e-14, squared_error_fp32=0.0).exact and not FidelityEntry().exact
