@@ -63,8 +63,9 @@ def test_bounds_and_plans_are_those_that_nothing_was_kept_for(kind: str, tmp_pat
                 for spectra in (opened.spectra, Spectra(read))
             )
             assert_alike(again, alone)
+            margin = 6.0 if target == "train" else 0.1  # by which other norms' gains move
             planned, plain = (
-                make_plan(opened.layout, read, again.ranges, margin_bits=0.1, known=known) for known in (kept, None)
+                make_plan(opened.layout, read, again.ranges, margin_bits=margin, known=known) for known in (kept, None)
             )
             assert planned == plain
         computed.append(len(opened.spectra.outputs))
@@ -79,7 +80,7 @@ def test_bounds_and_plans_are_those_that_nothing_was_kept_for(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("kind", "part"), [("pegasus", "fc1.bias"), ("gated", "wi_0.weight"), ("gated", "wi_1.weight")]
+    ("kind", "part"), [("pegasus", "fc1.bias"), *(("gated", f"{name}.weight") for name in ("wi_0", "wi_1", "wo"))]
 )
 def test_nothing_is_kept_of_weights_that_are_others(kind: str, part: str, tmp_path: Path) -> None:
     """Edits leave bounds of outputs as they are, so here weights are changed that nothing makes up for."""
@@ -95,7 +96,9 @@ def test_nothing_is_kept_of_weights_that_are_others(kind: str, part: str, tmp_pa
         weight = read(name)
         return weight * torch.arange(1, weight.numel() + 1).view(weight.shape) if name == changed else weight
 
-    assert_alike(*(bound(layout, other, spectra=each) for each in (spectra.under(other, {changed}), Spectra(other))))
+    for refine in (0, 8):
+        both = spectra.under(other, {changed}), Spectra(other)
+        assert_alike(*(bound(layout, other, refine=refine, spectra=each) for each in both))
 
 
 def test_tables_keep_no_more_than_they_may() -> None:
