@@ -161,11 +161,12 @@ ONE_ENCODER = pipelines(
     CogVideoXFunControl CogVideoXImageToVideo CogVideoXVideoToVideo CogView3Plus ConsisID Cosmos2TextToImage
     Cosmos2VideoToWorld CosmosTextToWorld CosmosVideoToWorld GlmImage Helios HeliosPyramid IF IFImg2Img
     IFImg2ImgSuperResolution IFInpainting IFInpaintingSuperResolution IFSuperResolution Kandinsky3 Kandinsky3Img2Img
-    LTX LTXCondition LTXI2VLongMultiPrompt LTXImageToVideo Latte LucyEdit Mochi OvisImage PixArtAlpha PixArtSigma
-    PixArtSigmaPAG Sana SanaControlNet SanaImageToVideo SanaPAG SanaSprint SanaSprintImg2Img SanaVideo SanaWM
-    SkyReelsV2 SkyReelsV2DiffusionForcing SkyReelsV2DiffusionForcingImageToVideo
-    SkyReelsV2DiffusionForcingVideoToVideo SkyReelsV2ImageToVideo StableAudio Wan WanAnimate WanImageToVideo WanVACE
-    WanVideoToVideo
+    Latte LongCatImage LongCatImageEdit LTX LTXCondition LTXI2VLongMultiPrompt LTXImageToVideo LucyEdit Mochi
+    OvisImage PixArtAlpha PixArtSigma PixArtSigmaPAG QwenImage QwenImageControlNet QwenImageControlNetInpaint
+    QwenImageEdit QwenImageEditInpaint QwenImageEditPlus QwenImageImg2Img QwenImageInpaint QwenImageLayered Sana
+    SanaControlNet SanaImageToVideo SanaPAG SanaSprint SanaSprintImg2Img SanaVideo SanaWM SkyReelsV2
+    SkyReelsV2DiffusionForcing SkyReelsV2DiffusionForcingImageToVideo SkyReelsV2DiffusionForcingVideoToVideo
+    SkyReelsV2ImageToVideo StableAudio Wan WanAnimate WanImageToVideo WanVACE WanVideoToVideo
     """
 )
 

@@ -167,9 +167,13 @@ def met(
         if not any(factors):
             continue
         if not reading.meets:
+            other = giving_states(report)
+            mend = (
+                f"name {other} for it in {MODEL_INDEX}, or {alone(pipeline, name)}" if other else alone(pipeline, name)
+            )
             raise UserError(
                 f"{pipeline.source}: {pipeline.kind} reads the last states of {name}, which become 2^{factors[0]} times"
-                f" the source's; name {giving_states(report)} for it in {MODEL_INDEX}, or {alone(pipeline, name)}"
+                f" the source's; {mend}"
             )
         for what in reading.meets:
             own: dict[str, Any] = {}

@@ -60,7 +60,10 @@ def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
         for layers, own in by_layer.items():
             scaling = family.older_rotary.get(layers, ("", ""))[1]
             kind = kind_of(own) if isinstance(own, Mapping) else "default"
-            if layers not in told or (kind != "default" and not (scaling and kind in SCALED)):
+            base = family.older_rotary.get(layers, ("", ""))[0]
+            written = looked_up(config, f"{place}.{base}" if place else base)
+            apart = isinstance(own, Mapping) and own.get("rope_theta") not in (None, written)
+            if apart or layers not in told or (kind != "default" and not (scaling and kind in SCALED)):
                 lost.append(f"transformers 4.57 makes other rotary positions for {layers or 'all layers'}")
     said = [n for key, n in family.older_notes.items() if config_value(family, config, key) is not None]
     lost += dict.fromkeys(said)

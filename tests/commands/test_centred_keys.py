@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import tiny
+from support import exhaustive, tiny
 from support.contract import outputs, random_plan
 
 from bf16_to_fp16 import UserError, convert, make_fp16_safe, undo, verify
@@ -191,7 +191,7 @@ def test_a_model_in_memory_is_centred_and_undone_to_the_bit(monkeypatch: pytest.
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in unchanged.state_dict().items())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", exhaustive.beyond([torch.bfloat16], [torch.bfloat16, torch.float32]))
 def test_a_table_of_position_biases_past_fp16s_range_is_centred(tmp_path: Path, dtype: torch.dtype) -> None:
     """Its differences, of which alone a softmax knows, are kept to rounding, and the source's bits come back."""
     model = tiny.small("gated", factor=1.0, dtype=dtype)

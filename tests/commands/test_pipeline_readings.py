@@ -411,3 +411,21 @@ def test_the_document_has_the_table() -> None:
             for what in reading.meets:
                 assert f"`{what.weight if isinstance(what, Linear) else what.module}`" in row
                 assert not isinstance(what, Norm) or f"{what.eps:g}".replace("e-0", "e-") in row
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_last_states_of_an_encoder_that_sees_images_are_the_sources_or_it_is_refused(
+    tied: bool, tmp_path: Path
+) -> None:
+    """Qwen-Image reads them of a class with a head, whose last states change where the embedding is the head."""
+    model = tiny.build("qwen2_5_vl", tie_word_embeddings=tied)
+    source = pipelines.make(tmp_path / "source", {"text_encoder": model}, _class_name="QwenImagePipeline")
+    if tied:
+        with pytest.raises(UserError, match=r"reads the last states of text_encoder, .* convert it alone") as caught:
+            convert_pipeline(source, tmp_path / "out", run_model=False)
+        assert "name " not in str(caught.value).partition(";")[2]
+        return
+    done = convert_pipeline(source, tmp_path / "out", run_model=False)
+    outputs = done.encoders["text_encoder"].report["outputs"]
+    assert done.safe and done.report["readings"] == [] and outputs["hidden_states"]["factor_log2"] < 0
+    assert outputs["last_hidden_state"]["factor_log2"] == 0

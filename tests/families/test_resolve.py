@@ -217,6 +217,15 @@ def test_what_a_config_leaves_out_is_stock_codes_default(family: Family) -> None
 # --- what transformers 4.57 is told ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("base", [1e4, 500.0])
+def test_kinds_of_layers_that_4_57_turns_by_one_base_are_said_where_theirs_differ(base: float) -> None:
+    layout = resolve(ModelTensors(tiny.build("olmo3")))
+    positions = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": base}}
+    written = with_older_keys(layout.family, {"rope_parameters": positions})
+    assert written["rope_theta"] == base
+    assert [("full_attention" in note) for note in differences(layout, written)] == [True] * (base != 1e4)
+
+
 @pytest.mark.parametrize(
     ("rotation", "told", "differs"),
     [

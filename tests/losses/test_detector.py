@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from support import exhaustive
 
 from bf16_to_fp16.losses.detector import Detector, events
 from bf16_to_fp16.losses.events import EVENT_KINDS, Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike
@@ -74,7 +75,9 @@ def is_flat(curve: Curve, clean: np.ndarray, event: Event) -> bool:
     return isinstance(event, Plateau) and float(np.abs(part / part.mean() - 1).max()) < 0.02
 
 
-@pytest.mark.parametrize(("tails", "least"), [(False, 0.97), (True, 0.9)], ids=["normal", "long-tailed"])
+@pytest.mark.parametrize(
+    ("tails", "least"), exhaustive.beyond([(True, 0.9)], [(False, 0.97), (True, 0.9)]), ids=["normal", "long-tailed"]
+)
 def test_precision_and_recall_on_curves_with_known_events(tails: bool, least: float) -> None:
     seeds = 8
     hits: Counter[str] = Counter()
