@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -92,11 +93,14 @@ def test_nothing_is_kept_of_weights_that_are_others(kind: str, part: str, tmp_pa
     unlike = [bound(layout, read, refine=refine, spectra=spectra) for refine in (0, 8)]
     assert len({tuple(site.bound for site in each.sites) for each in unlike}) == 2
 
-    def other(name: str) -> torch.Tensor:
+    def times(factors: torch.Tensor, name: str) -> torch.Tensor:
         weight = read(name)
-        return weight * torch.arange(1, weight.numel() + 1).view(weight.shape) if name == changed else weight
+        return weight * factors.view(weight.shape) if name == changed else weight
 
-    for refine in (0, 8):
+    count = read(changed).numel()
+    signs = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(0)) * 2 - 1  # rows keep their lengths
+    for refine, factors in product((0, 8), (torch.arange(1, count + 1), signs)):
+        other = partial(times, factors)
         both = spectra.under(other, {changed}), Spectra(other)
         assert_alike(*(bound(layout, other, refine=refine, spectra=each) for each in both))
 
