@@ -76,16 +76,18 @@ def test_the_tables_of_one_softmax_lose_what_a_head_has_in_common(kind: str, num
     model = tiny.build(kind, num_layers=2, num_decoder_layers=2)
     layout, plan = layout_of(model), centring(model)
     before = model.state_dict()
-    for name in centred_tensors(layout, plan.centred_keys):
-        before[name].add_(torch.tensor([70000.0, -4096.0, 5000.0]))
+    for place, name in enumerate(centred_tensors(layout, plan.centred_keys)):
+        before[name].add_(torch.tensor([70000.0, -4096.0, 5000.0]))[place] += 15000.0 * (place + 1)
     before = deepcopy(before)
     after = apply(model, layout, plan).state_dict()
     for w in centrable(layout):
         joined, moved = (torch.cat([state[name] for name in tables_of(w)]).double() for state in (before, after))
         lost = joined - moved
-        assert torch.allclose(lost, lost[:1].expand_as(lost), atol=0.01) and lost.abs().amin() > 4000
+        assert torch.allclose(lost, lost[:1].expand_as(lost), atol=0.01) and lost.abs().amin() > 1000
+        assert torch.allclose(lost, lost.bfloat16().double(), atol=0.01)
         assert (moved.amax(0) + moved.amin(0)).abs().amax() <= 70000 * 2.0**-7
     assert len(centred_tensors(layout, plan.centred_keys)) == number
+    assert len({tables_of(w) for w in centrable(layout)}) == len(centrable(layout))
 
 
 @pytest.mark.parametrize("kind", KINDS)
