@@ -21,7 +21,7 @@ import torch
 from support import warm
 
 from bf16_to_fp16.report import figures
-from bf16_to_fp16.run import probe
+from bf16_to_fp16.run import batch, probe
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -107,7 +107,7 @@ def pictures(no_pictures: None) -> Iterator[None]:
 
 
 WHOLE_PROBE = probe._probe
-LEFT_OUT = ("long", "repeated")
+LEFT_OUT = (batch.LONG, batch.REPEATED)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -116,8 +116,8 @@ def brief_probe() -> Iterator[None]:
     run."""
 
     def brief(*given: Any, **options: Any) -> list[Any]:
-        first = {batch.kind: batch for batch in reversed(WHOLE_PROBE(*given, **options))}
-        return [batch for kind, batch in reversed(first.items()) if kind not in LEFT_OUT]
+        first = {each.kind: each for each in reversed(WHOLE_PROBE(*given, **options))}
+        return [each for kind, each in reversed(first.items()) if kind not in LEFT_OUT]
 
     probe._probe = brief
     yield

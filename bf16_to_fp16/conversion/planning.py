@@ -280,8 +280,8 @@ class Search:
         """Return whether nothing in the model stands against a proof of the plan that was decided last."""
         return decided.planned is not None and not decided.planned.fallbacks and not self.unmoved
 
-    def decided(self, target: str, weaker: Decided | None = None) -> Decided:
-        """Return the plan for a target; weaker: what was decided for a weaker one."""
+    def decided(self, target: str, weaker: Decided | None = None, margin_bits: float | None = None) -> Decided:
+        """Return the plan for a target; weaker: what was decided for a weaker one. margin_bits: another than asked."""
         opened, acceptable = self.opened, None
         modules = read_side_modules(opened.checkpoint.folder)
         if self.reference is not None:
@@ -295,8 +295,11 @@ class Search:
 
         bounds = bound_source(opened.weights, target, self.options.max_length, self.progress, opened.spectra, note)
         grounds = Grounds(self.ranges, bounds, acceptable, weaker, self.tables)
+        options = replace(self.options, target=target)
+        if margin_bits is not None:
+            options = replace(options, margin_bits=margin_bits)
         with products_on(opened.device, "certificate"):
-            layout, planned = best_plan(opened, grounds, replace(self.options, target=target), self.progress)
+            layout, planned = best_plan(opened, grounds, options, self.progress)
         plan = planned.plan if opened.edits is None else with_edits(planned.plan, opened.edits)
         return Decided(layout, plan, target, planned, self.ranges, self.reference)
 
@@ -308,10 +311,7 @@ class Search:
         found = tried_drift(self.opened, self.reference, self.progress)(decided.layout, decided.plan)
         if is_acceptable(found, 1.0):
             return decided
-        asked = self.options
-        self.options = replace(asked, margin_bits=asked.margin_bits - TRAIN_MARGIN_BITS)
-        less = self.decided(decided.target)
-        self.options = asked
+        less = self.decided(decided.target, margin_bits=self.options.margin_bits - TRAIN_MARGIN_BITS)
         note = (
             f"no further margin is kept for training: with it gains would round to a KL of {found.kl_fp16:.1e}, beside"
             f" {found.kl_bf16:.1e} for the source in bf16"

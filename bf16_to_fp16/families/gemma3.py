@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from .llama import (
     BODY,
+    INSIDE,
     LLAMA,
     check_window,
     classes,
@@ -149,8 +150,6 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
     )
     return (part,)
 
-
-INSIDE = f"{BODY}.language_model"  # where the stack stands in a model with images
 
 TEXT = keys_inside(
     replace(GEMMA3, **heads(STYLE, body=INSIDE, cap=CAP)),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from .llama import (
     LLAMA,
     QUERIES_KEYS_VALUES,
+    WITHOUT_MLP_BIAS,
     classes,
     layers,
     number,
@@ -49,7 +50,7 @@ GLM4 = replace(
     classes=classes("Glm4ForCausalLM", "Glm4Model"),
     sizes={**LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2)},
     defaults={
-        **{key: value for key, value in LLAMA.defaults.items() if key != "mlp_bias"},
+        **WITHOUT_MLP_BIAS,
         "vocab_size": 151_552,
         "intermediate_size": 13_696,
         "num_hidden_layers": 40,

@@ -16,6 +16,7 @@ from .configs import looked_up, whole_number
 from .llama import (
     LLAMA,
     QUERIES_KEYS_VALUES,
+    WITHOUT_MLP_BIAS,
     classes,
     head_norms,
     layers,
@@ -82,7 +83,7 @@ GLM4_MOE = replace(
         "shared_ff": ("moe_intermediate_size", "n_shared_experts"),
     },
     defaults={
-        **{key: value for key, value in LLAMA.defaults.items() if key != "mlp_bias"},
+        **WITHOUT_MLP_BIAS,
         "vocab_size": 151_552,
         "intermediate_size": 10_944,
         "num_hidden_layers": 46,

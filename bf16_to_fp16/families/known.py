@@ -197,10 +197,11 @@ def is_known(config: Mapping[str, object]) -> bool:
 def is_converted_in(kind: str, name: str, config: Mapping[str, object]) -> bool:
     """Return whether a pipeline class has this component converted: an encoder of a supported family. One with a single
     stack stays as it is where the class is known and not what it reads of that encoder."""
+    if not is_known(config):
+        return False
     readings = PIPELINES.get(kind)
-    if not is_known(config) or readings is None:
-        return is_known(config)
-    return family_of(config).decoder is not None or any(reading.encoder == name for reading in readings)
+    read = readings is None or any(reading.encoder == name for reading in readings)
+    return read or family_of(config).decoder is not None
 
 
 def named(name: object) -> Family | None:

@@ -40,6 +40,7 @@ from .types import (
 Biases = Mapping[str, Collection[str]]  # linears that have a bias, by the config key that says so, "" for always
 STORED = StoredExperts()
 BODY = "model"  # where the stack stands in a model with a head
+INSIDE = f"{BODY}.language_model"  # the same in a model with images
 
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
@@ -293,6 +294,9 @@ LLAMA = Family(
     ),
     untie="copy",
 )
+
+WITHOUT_MLP_BIAS = {key: value for key, value in LLAMA.defaults.items() if key != "mlp_bias"}
+"""Llama's defaults of a family that has no key for biases of its feed-forwards."""
 
 SHARED_DEFAULTS = {key: value for key, value in LLAMA.defaults.items() if not key.endswith("_bias")}
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .configs import looked_up
-from .llama import BODY, MISTRAL, heads
+from .llama import BODY, INSIDE, MISTRAL, heads
 from .parts import Style
 from .types import (
     RESIDUAL,
@@ -27,7 +27,6 @@ from .types import (
     output_of,
 )
 
-INSIDE = f"{BODY}.language_model"
 ACROSS = "spatial_merge_size"  # config key of how many patches make a token each way
 
 

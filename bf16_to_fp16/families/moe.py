@@ -16,6 +16,7 @@ from .llama import (
     LLAMA,
     MISTRAL,
     QWEN3,
+    WITHOUT_MLP_BIAS,
     check_window,
     classes,
     head_norms,
@@ -118,7 +119,7 @@ OLMOE = replace(
     classes=classes("OlmoeForCausalLM", "OlmoeModel"),
     sizes={**LLAMA.sizes, "experts": ("num_experts",)},
     defaults={
-        **{key: value for key, value in LLAMA.defaults.items() if key != "mlp_bias"},
+        **WITHOUT_MLP_BIAS,
         "vocab_size": 50_304,
         "hidden_size": 2048,
         "intermediate_size": 2048,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from .llama import (
     ATTENTION,
     LLAMA,
+    WITHOUT_MLP_BIAS,
     check_window,
     classes,
     head_norms,
@@ -42,7 +43,7 @@ OLMO2 = replace(
     title="OLMo 2",
     model_type="olmo2",
     classes=classes("Olmo2ForCausalLM", "Olmo2Model"),
-    defaults={key: value for key, value in LLAMA.defaults.items() if key != "mlp_bias"} | {"vocab_size": 50_304},
+    defaults={**WITHOUT_MLP_BIAS, "vocab_size": 50_304},
     encoder=layers(block),
     eps=1e-5,
     norm_site="to#2",

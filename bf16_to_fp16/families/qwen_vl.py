@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from .configs import looked_up
-from .llama import BODY, QWEN2, QWEN3, heads
+from .llama import BODY, INSIDE, QWEN2, QWEN3, heads
 from .parts import PLAIN, Style, states
 from .types import (
     RESIDUAL,
@@ -31,7 +31,6 @@ from .types import (
 )
 
 TOWER = f"{BODY}.visual"
-INSIDE = f"{BODY}.language_model"
 
 IMAGE = ImageInput(
     token="image_token_id",

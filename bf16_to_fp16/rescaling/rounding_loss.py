@@ -82,17 +82,19 @@ class Tables:
 
     most: int = 1 << 29
     kept: dict[tuple[str, Hashable], LossTable] = field(default_factory=dict)
-    nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it keeps."""
+        return sum(table.counts.nbytes + table.errors.nbytes for table in self.kept.values())
 
     def of(self, name: str, given: Hashable, compute: Callable[[], LossTable]) -> LossTable:
         """Return a table, which is computed where it is not kept."""
         table = self.kept.get((name, given))
         if table is None:
             table = compute()
-            nbytes = table.counts.nbytes + table.errors.nbytes
-            if self.nbytes + nbytes <= self.most:
+            if self.nbytes + table.counts.nbytes + table.errors.nbytes <= self.most:
                 self.kept[name, given] = table
-                self.nbytes += nbytes
         return table
 
     def without(self, changed: Collection[str]) -> Tables:

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from bf16_to_fp16.run.batch import values_of
 from bf16_to_fp16.run.interface import config_of
 from bf16_to_fp16.run.stock import load, load_config
 
+Shipped = Callable[[str, str], dict[str, Any]]
 SHARED_OUT = [name for name in CONFIGS if name.startswith("zero")]
 
 
@@ -231,17 +233,24 @@ def test_memory_counted_without_values_is_that_of_a_step_with_values(source: Pat
     assert needs.activations(apart=True) >= 0.9 * live.most
 
 
-@pytest.mark.parametrize(("name", "gib", "kind"), [("flan-t5-base", "16", "ddp")])
-def test_a_shipped_recipe_is_launched_without_a_network(
-    name: str, gib: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shipped:
+    """Return a function that gives what `launch` tells of a shipped recipe for four cards of so many GiB."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["recipe", name]) == 0
-    Path("recipe.yaml").write_text(capsys.readouterr().out)
-    assert main(["launch", "recipe.yaml", "--gpus", "4", "--memory", gib, "--json", "-"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["kind"] == kind and told["memory"]["held"]["weights"] == 4 * 247_577_856
+
+    def told(name: str, gib: str) -> dict[str, Any]:
+        assert main(["recipe", name]) == 0
+        Path("recipe.yaml").write_text(capsys.readouterr().out)
+        return told_of(capsys, "recipe.yaml", "--gpus", "4", "--memory", gib)
+
+    return told
+
+
+def test_a_shipped_recipe_is_launched_without_a_network(shipped: Shipped) -> None:
+    name = "flan-t5-base"
+    told = shipped(name, "16")
+    assert told["kind"] == "ddp" and told["memory"]["held"]["weights"] == 4 * 247_577_856
     assert told["command"].startswith(f"accelerate launch --config_file {name}-fp16.launch.yaml --main_process_port 0 ")
 
 
@@ -249,12 +258,5 @@ def test_a_shipped_recipe_is_launched_without_a_network(
 @pytest.mark.parametrize(
     ("name", "gib", "kind"), [("pegasus", "32", "ddp"), ("mt5", "16", "ddp"), ("flan-t5-xl", "32", "zero3")]
 )
-def test_every_shipped_recipe_is(
-    name: str, gib: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["recipe", name]) == 0
-    Path("recipe.yaml").write_text(capsys.readouterr().out)
-    assert main(["launch", "recipe.yaml", "--gpus", "4", "--memory", gib, "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["kind"] == kind
+def test_every_shipped_recipe_is(name: str, gib: str, kind: str, shipped: Shipped) -> None:
+    assert shipped(name, gib)["kind"] == kind
