@@ -8,10 +8,10 @@ processes takes the steps of one: losses are sums over all positions of a step d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
 from .evaluation import MOST_EXAMPLES, Evaluator, nearest
 from .log import RunLog
-from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision, recomputation
+from .mixed_precision import PRECISION_DTYPES, MixedPrecision, recomputation
 from .optimizers import make_optimizer
 from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
@@ -123,6 +123,8 @@ class Trainer:
         self.precisions = precisions_of(recipe, accelerator)
         self.stock = student
         self.passes = recipe.data.gradient_accumulation
+        self._apart = self.processes.sharded and recipe.penalty.form != "none"
+        calls = self.passes * (2 if self._apart else 1)
         student.train()
         if recipe.gradient_checkpointing:
             student.config.use_cache = False
@@ -131,12 +133,14 @@ class Trainer:
         if weights != torch.float32:
             student.to(weights)
         self.mixed_precision = self._mixed_precision(0)
+        if self.processes.engine and len(self.precisions) > 1:
+            student.forward = self._in_this_phase(student.forward)
         freeze_unreached(student)
         trained = [p for p in student.parameters() if p.requires_grad]
         optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
         layout = self.layout if recipe.penalty.certify else None  # as long as this process has the model whole
-        self.model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
-        self.penalty = self._penalty() if recipe.penalty.form != "none" else None
+        self.model, self.optimizer = self.processes.prepare(student, optimizer, recipe, calls)
+        self.penalty = self._penalty(calls) if recipe.penalty.form != "none" else None
         self.constraint = None
         if layout is not None:
             self.constraint = BoundConstraint(layout, student, engine=self.processes.engine)
@@ -148,14 +152,14 @@ class Trainer:
 
     # ---- setting up ----------------------------------------------------------------------------------------------
 
-    def _penalty(self) -> ActivationPenalty:
+    def _penalty(self, calls: int) -> ActivationPenalty:
         wanted = self.recipe.penalty
         return ActivationPenalty(
             self.stock,
             headroom_bits=wanted.trained_bits,
             form=wanted.form,
             train_mode=self.recipe.target == "train",
-            accumulation=self.passes,
+            accumulation=calls,
             process_group=torch.distributed.group.WORLD if self.processes.world > 1 else None,
         )
 
@@ -165,13 +169,17 @@ class Trainer:
         return resolve(ModelTensors(self.stock))
 
     def _mixed_precision(self, phase: int) -> MixedPrecision:
-        precision = self.precisions[phase]
-        if not self.processes.engine:
-            return MixedPrecision(precision, self.device)
-        # The engine autocasts, and multiplies the loss by what it is told.
-        mixed_precision = MixedPrecision("fp32", self.device)
-        mixed_precision.loss_scale = LossScale() if precision == "fp16" else None
-        return mixed_precision
+        return MixedPrecision("fp32" if self.processes.in_16_bits else self.precisions[phase], self.device)
+
+    def _in_this_phase(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward under the autocast of the phase that the run is in: an engine takes off one around it."""
+
+        @wraps(forward)
+        def cast(*given: Any, **named: Any) -> Any:
+            with self.mixed_precision.forward():
+                return forward(*given, **named)
+
+        return cast
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -305,23 +313,23 @@ class Trainer:
         torch.manual_seed(seed)
         if self._look_ahead(batches):
             torch.manual_seed(seed)
-        if self.mixed_precision.loss_scale is not None:
+        if "fp16" in self.precisions:
             self.processes.tell_scale(self.mixed_precision.scale)
         if not self.processes.engine:
             self.optimizer.zero_grad()
         sums = torch.zeros(3, dtype=torch.float64)
-        finite = True
-        for index, batch in enumerate(batches):
-            last = index == self.passes - 1
-            with self.processes.synchronised(self.model, last):
+        finite, calls = True, self._calls(batches)
+        for number, (batch, index) in enumerate(calls, 1):
+            with self.processes.synchronised(self.model, number == len(calls)):
                 with self.mixed_precision.forward():
                     loss, task, kl = self._losses(batch)
                     anchor = self._reach_beyond_the_data(index)
-                # Processes and passes are averaged; the sum over all of them is what is wanted.
-                total = loss * (self.processes.world * self.passes / max(1.0, positions))
+                # Processes and calls are averaged; the sum over all of them is what is wanted.
+                share = self.processes.world * len(calls)
+                total = loss * (share / max(1.0, positions))
                 penalty = self.penalty() if self.penalty is not None else torch.zeros((), device=self.device)
-                total = total + penalty if anchor is None else total + penalty + anchor
-                sums += torch.stack([task, kl, penalty.detach().double() / self.passes]).cpu()
+                total = total + penalty if anchor is None else total + penalty + anchor * share
+                sums += torch.stack([task, kl, penalty.detach().double() / len(calls)]).cpu()
                 if self.processes.engine and not self.processes.everywhere(bool(torch.isfinite(total))):
                     finite = False
                     if self.penalty is not None:
@@ -332,12 +340,25 @@ class Trainer:
         norm = self._finish_step(finite)
         return norm, self.processes.sum(sums)
 
-    def _losses(self, batch: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _calls(self, batches: Sequence[TrainingBatch]) -> list[tuple[TrainingBatch | None, int | None]]:
+        """Return what goes through the model before each backward of a step: a pass's batch and the number of its share
+        of the probe.
+
+        Where processes have parts of a model these two have a backward each: in one the gradients of the probe's rows
+        would wait, all weights of them, for those of the batch.
+        """
+        if not self._apart:
+            return [(batch, index) for index, batch in enumerate(batches)]
+        return [call for index, batch in enumerate(batches) for call in ((batch, None), (None, index))]
+
+    def _losses(self, batch: TrainingBatch | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the objective (with its graph), the task's loss and the divergence, summed over positions."""
+        zero = torch.zeros((), device=self.device)
+        if batch is None:
+            return zero, zero.double(), zero.double()
         mix = self.recipe.distillation
         mask = distillation.counted_positions(batch).to(self.device)
         out = self.model(**distillation.arguments(self.stock, batch, self.device))
-        zero = torch.zeros((), device=self.device)
         with torch.autocast(self.device.type, enabled=False):
             if batch.labels is None:
                 if self.teacher is None:
@@ -353,25 +374,27 @@ class Trainer:
         return loss, task.detach().double(), kl.detach().double()
 
     def _look_ahead(self, batches: Sequence[TrainingBatch]) -> bool:
-        """Let the penalty see all passes of a step before the first of them pulls, so that its gradient is that of one
-        large batch; whether there was need to. Gathering parts of a model once more would cost as much as a forward."""
-        if self.penalty is None or self.passes == 1 or self.processes.sharded or not self.penalty.pulls:
+        """Let the penalty see all calls of a step before the first of them pulls, so that its gradient is that of one
+        large batch; whether there was need to."""
+        calls = self._calls(batches)
+        if self.penalty is None or len(calls) == 1 or not self.penalty.pulls:
             return False
-        for index, batch in enumerate(batches):
+        for batch, index in calls:
             with self.penalty.look_ahead(), self.mixed_precision.forward():
-                self.model(**distillation.arguments(self.stock, batch, self.device))
+                if batch is not None:
+                    self.model(**distillation.arguments(self.stock, batch, self.device))
                 self._reach_beyond_the_data(index)
         return True
 
-    def _reach_beyond_the_data(self, index: int) -> Tensor | None:
+    def _reach_beyond_the_data(self, index: int | None) -> Tensor | None:
         """Run a pass's share of a batch of the built-in probe, for the penalty and to stay near the teacher there too:
-        the audit will run what no text contains. Return that part of the loss.
+        the audit will run what no text contains. Return that part of the step's loss; None without a pass.
 
         A step's batch is a function of the step, dealt out to passes and processes, and padded as fp16 asks for. Where
         processes have parts of a model the backward must go through this forward: all must gather the same weights, and
         the penalty pulls in some of them only.
         """
-        if self.penalty is None:
+        if self.penalty is None or index is None:
             return None
         whole, world = spared(self.stock.config, self._drawn()), self.processes.world
         count = len(whole.input_ids)
@@ -392,7 +415,7 @@ class Trainer:
             return nothing
         with torch.autocast(self.device.type, enabled=False):
             far = self.teacher.damped_divergence(out, part) * (first < count)
-        return far * (share * self.passes * world / int(distillation.counted_positions(whole).sum()))
+        return far * (share / int(distillation.counted_positions(whole).sum()))
 
     def _drawn(self) -> Batch:
         """The step's batch of the probe, or of what a search found. Random ids are other ones than the audit's and new
