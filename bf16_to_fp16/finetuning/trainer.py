@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..auditing.attack import worst_ids
 from ..errors import UserError
 from ..families.known import of_model_type
-from ..families.layout import Layout
+from ..families.layout import TensorReader
 from ..families.resolve import resolve
 from ..families.roles import layer_of
 from ..numerics import FP16_MAX
@@ -44,6 +44,7 @@ from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
 from .stability import LEFT_OUT, RunPosition, Watch
 from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
+from .whole_weights import WholeWeights
 
 FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16
 SEARCH_EVERY = 50  # steps between searches for hard inputs: one costs as much as a few dozen steps
@@ -138,12 +139,12 @@ class Trainer:
         freeze_unreached(student)
         trained = [p for p in student.parameters() if p.requires_grad]
         optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
-        layout = self.layout if recipe.penalty.certify else None  # as long as this process has the model whole
+        self.layout = resolve(ModelTensors(student))  # as long as this process has the model whole
         self.model, self.optimizer = self.processes.prepare(student, optimizer, recipe, calls)
         self.penalty = self._penalty(calls) if recipe.penalty.form != "none" else None
         self.constraint = None
-        if layout is not None:
-            self.constraint = BoundConstraint(layout, student, engine=self.processes.engine)
+        if recipe.penalty.certify:
+            self.constraint = BoundConstraint(self.layout, student, engine=self.processes.engine)
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.position = RunPosition()
         self.states = RunFolder(folder)
@@ -162,11 +163,6 @@ class Trainer:
             accumulation=calls,
             process_group=torch.distributed.group.WORLD if self.processes.world > 1 else None,
         )
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The layout of the student, where this process has it whole."""
-        return resolve(ModelTensors(self.stock))
 
     def _mixed_precision(self, phase: int) -> MixedPrecision:
         return MixedPrecision("fp32" if self.processes.in_16_bits else self.precisions[phase], self.device)
@@ -434,24 +430,44 @@ class Trainer:
         """Every so many steps, look for the inputs that bring the sites furthest past their targets, and keep them for
         the penalty's batches.
 
-        The search is the audit's, over the weights in fp32; every process finds the same. Parts of the weights cannot
-        be searched, and where the bounds are held there is nothing to find.
+        The search is the audit's, over the weights in fp32, and every process finds the same; of parts of the weights
+        all search together. Where the bounds are held there is nothing to find.
         """
         p = self.position
-        if self.penalty is None or self.processes.sharded or self.constraint is not None:
+        if self.penalty is None or self.constraint is not None:
             return
         if p.step == 0 or p.step % SEARCH_EVERY or not (seen := self.penalty.observations()):
             return
         worst = sorted(seen, key=lambda site: -seen[site].excess_bits)
         turn = p.step // SEARCH_EVERY
         sites, length = worst[:SEARCHED_SITES] * SEARCHED_ROWS, SEARCHED_LENGTHS[turn % len(SEARCHED_LENGTHS)]
-        with self._unobserved():
+        with self._unobserved(), self._searchable() as read:
             seed = self.recipe.seed + turn
-            hard = worst_ids(self.stock, self.layout, sites, steps=SEARCH_STEPS, seed=seed, length=length)
-        p.hard = [*hard, *p.hard][:HARD_INPUTS]
+            hard = worst_ids(self.stock, self.layout, sites, steps=SEARCH_STEPS, seed=seed, length=length, read=read)
+        p.hard = [*self.processes.agreed(hard), *p.hard][:HARD_INPUTS]
         if self.log is not None:
             # A part of the step that follows: a run that goes on from this one searches again.
             self.log.write(p.step + 1, {"hard_inputs": len(p.hard)})
+
+    @contextmanager
+    def _searchable(self) -> Iterator[TensorReader | None]:
+        """Keep a model in parts as a search needs it, frozen and in fp32, and yield what reads its weights whole; None
+        where the search has its own copy."""
+        if not self.processes.sharded:
+            yield None
+            return
+        trained = [p for p in self.stock.parameters() if p.requires_grad]
+        mixed_precision, self.mixed_precision = self.mixed_precision, MixedPrecision("fp32", self.device)
+        self.model.eval()
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            yield WholeWeights(self.stock, engine=self.processes.engine).read
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            self.model.train()
+            self.mixed_precision = mixed_precision
 
     def _mixed(self, task: float, kl: float) -> float:
         share = self.recipe.distillation.weight if self.corpus.objective != "text" else 1.0
