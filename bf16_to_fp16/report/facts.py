@@ -39,6 +39,12 @@ MOST_UNCERTIFIED = 400  # sites without a proof that a page lists, the worst; th
 UNCERTIFIED_SHOWN = 12  # of them, those that a page shows at once; the others unfold
 BF16_BITS = 8  # significant bits of bf16, under which a conversion would have lost what the source had
 
+REGIME_MEANINGS = {
+    "stock": "as from_pretrained(dtype=torch.float16) loads it",
+    "amp": "fp32 weights under torch.autocast",
+    "half": "every parameter in fp16, .half()",
+}
+
 
 def bound_rows(certificate: schema.CertificateEntry, count: int | None = TIGHTEST) -> list[schema.BoundEntry]:
     """Return the sites with least headroom by their bound, tightest first."""
@@ -534,8 +540,13 @@ def gradients_in_words(report: schema.Report) -> str:
     amp = report.regimes.get("amp")
     if amp is None or (seen := amp.gradients) is None:
         return ""
-    if seen.loss_scale is None or seen.largest is None:
-        return "backward under AMP: the loss or its gradients overflow at any loss scale, so every step is skipped"
+    if seen.largest is None:
+        return "backward under AMP: the forward pass overflows already, so at any loss scale every step is skipped"
+    if seen.loss_scale is None:
+        return (
+            "backward under AMP: the forward pass is finite, and gradients overflow at any loss scale, first at"
+            f" {seen.largest.name}, so every step is skipped"
+        )
     words = (
         f"backward under AMP: gradients fit up to a loss scale of {seen.loss_scale:,.0f} (torch begins at 65,536),"
         f" which {seen.largest.name} sets; at that scale {seen.flushed:.1%} of their elements become 0"

@@ -320,19 +320,12 @@ def bound_table(report: Report) -> Table:
     return Table(columns, facts.bound_rows(certificate), title, "bounds")
 
 
-REGIME_MEANINGS = {
-    "stock": "as from_pretrained(dtype=torch.float16) loads it",
-    "amp": "fp32 weights under torch.autocast",
-    "half": "every parameter in fp16, .half()",
-}
-
-
 def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
     """Return a row for each regime: counts, largest value, headroom, tightest site."""
     return [
         {
             "name": name,
-            "meaning": REGIME_MEANINGS.get(name, ""),
+            "meaning": facts.REGIME_MEANINGS.get(name, ""),
             "safe": not regime.broken,
             "nonfinite": regime.nonfinite,
             "saturated": regime.saturated,

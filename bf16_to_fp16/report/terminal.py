@@ -451,11 +451,12 @@ def regime_table(regimes: Mapping[str, schema.RegimeEntry]) -> Table:
     """Return the table of regimes."""
     columns = (
         Column("regime", 0),
+        Column("is", lambda row: facts.REGIME_MEANINGS.get(row[0], "")),
         numbers("non-finite", lambda row: row[1].nonfinite),
         numbers("saturated", lambda row: row[1].saturated),
         numbers("max |x|", lambda row: row[1].reached, wording.reached),
         numbers("headroom", lambda row: wording.headroom_or_excess(row[1].headroom_bits, row[1].reached), str),
-        names("tightest site", lambda row: row[1].tightest or "-"),
+        names("tightest site", lambda row: row[1].tightest or "none"),
     )
     return Table(columns, list(regimes.items()))
 
@@ -464,7 +465,9 @@ SITE_COLUMNS = (
     names("site"),
     numbers("max |x|", lambda s: wording.reached(s.reached) if s.limit or s.nonfinite else plain(s.amax), str),
     numbers(
-        "headroom", lambda s: wording.headroom_or_excess(s.headroom_bits, s.reached, s.limit) if s.limit else "-", str
+        "headroom",
+        lambda s: wording.headroom_or_excess(s.headroom_bits, s.reached, s.limit) if s.limit else wording.headroom(None),
+        str,
     ),
     numbers("non-finite", "nonfinite"),
     numbers("saturated", "saturated"),

@@ -113,6 +113,7 @@ def test_elsewhere_a_step_is_a_line_and_a_row_is_a_line(capsys: pytest.CaptureFi
 def test_a_long_name_is_neither_cut_nor_folded_nor_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
     report, name = fakes.audit(), "decoder[/].[red]" + "very_long_module_name." * 12 + "wo"
     report["regimes"]["half"]["sites"][0]["name"] = name
+    report["regimes"]["half"]["sites"][1] |= {"limit": None, "headroom_bits": None}
     report["unsafe"] = [BROKEN | {"signal": name}]
     print_audit(read(Report, report))
     shown = capsys.readouterr().out
@@ -121,7 +122,8 @@ def test_a_long_name_is_neither_cut_nor_folded_nor_taken_for_markup(capsys: pyte
     measured = len(report["regimes"]["half"]["sites"])
     assert f"half: the tightest of {measured} sites that were measured" in shown
     first = next(line for line in shown.splitlines() if line.startswith("half "))
-    assert first.split()[-1] == name
+    assert first.split()[-1] == name and "every parameter in fp16, .half()" in first
+    assert sum(" no limit " in line for line in shown.splitlines()) == 1 and " - " not in shown
 
 
 def in_columns(width: int, show: Callable[[], None]) -> list[str]:
