@@ -103,7 +103,7 @@ def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> Non
     def proven(report: schema.Report, place: str) -> str:
         if report.certificate is None or not report.certificate.holds:
             return "not proven"
-        bits = dict(facts.by_proof(report)).get(place)
+        bits = {said.removesuffix(facts.AT_LEAST): least for said, least in facts.by_proof(report)}.get(place)
         return "not proven" if bits is None else f"{wording.factor(bits)} ×"
 
     def run(report: schema.Report) -> str:
