@@ -416,11 +416,12 @@ def brought_back(folder: Path) -> str:
 
 
 def came_through(whose: str, weights: schema.WeightsEntry) -> str:
-    """Return in words how many of someone's weights are brought back bit for bit."""
+    """Return in words how many of someone's weights are brought back bit for bit: those that fp16 held, and perhaps
+    more, since a rounded gain may round to what it was."""
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
         return f"{whose}, all of them bit for bit"
-    return f"{whose}, all but {changed:,} of {weights.elements:,} bit for bit, those to fp16's precision"
+    return f"{whose}, all but at most {changed:,} of {weights.elements:,} bit for bit, those to fp16's precision"
 
 
 def print_uncertified(screen: Output, report: schema.Report) -> None:

@@ -303,6 +303,9 @@ def test_undo_says_whose_weights_come_back(tmp_path: Path) -> None:
     assert brought_back(tmp_path) == "the source's weights, all of them bit for bit"
     (tmp_path / "fp16_report.json").write_text(json.dumps(made | {"finetune": {"steps": 9}}))
     assert brought_back(tmp_path).startswith("the finetuned weights from before the rescaling, all of them")
+    made["weights"] |= {"elements": 1000, "lossless_fraction": 0.998}
+    (tmp_path / "fp16_report.json").write_text(json.dumps(made))
+    assert brought_back(tmp_path).startswith("the source's weights, all but at most 2 of 1,000 bit for bit")
 
 
 def test_a_dry_run_begins_with_what_would_become_of_the_source(capsys: pytest.CaptureFixture[str]) -> None:
