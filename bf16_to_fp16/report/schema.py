@@ -820,6 +820,12 @@ class RuntimeCheck(Versioned):
     bf16: ComparisonEntry
     environment: Environment
 
+    @property
+    def sides(self) -> list[tuple[str, ComparisonEntry]]:
+        """What was compared, by name: the source where it ran, the output, and stock code in bf16."""
+        named = {"source": self.source, "output": self.output, "in torch, bf16": self.bf16}
+        return [(name, entry) for name, entry in named.items() if entry is not None]
+
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 

@@ -467,7 +467,9 @@ SITE_COLUMNS = (
     numbers("max |x|", lambda s: wording.reached(s.reached) if s.limit or s.nonfinite else plain(s.amax), str),
     numbers(
         "headroom",
-        lambda s: wording.headroom_or_excess(s.headroom_bits, s.reached, s.limit) if s.limit else wording.headroom(None),
+        lambda s: (
+            wording.headroom_or_excess(s.headroom_bits, s.reached, s.limit) if s.limit else wording.headroom(None)
+        ),
         str,
     ),
     numbers("non-finite", "nonfinite"),
@@ -693,7 +695,6 @@ def print_check(result: schema.RuntimeCheck) -> None:
         said = [f"{'all' if count is None else f'{count:,}'} in {kind}" for kind, count in sorted(counts.items())]
         screen.print(f"{title}: {', '.join(said)}")
     screen.print(f"how that is known: {arithmetic.how}")
-    rows = {"source": result.source, "output": result.output, "in torch, bf16": result.bf16}
     columns = (
         Column(result.compared, 0),
         numbers("non-finite", lambda row: f"{row[1].nonfinite:,} of {row[1].elements:,}", str),
@@ -701,15 +702,10 @@ def print_check(result: schema.RuntimeCheck) -> None:
         numbers("error", lambda row: row[1].error, wording.scientific),
         numbers("largest", lambda row: row[1].largest, wording.scientific),
     )
-    screen.table(Table(columns, [(title, entry) for title, entry in rows.items() if entry is not None]))
+    screen.table(Table(columns, result.sides))
     screen.print("error: Σ(x − fp32)² / Σ fp32², fp32 being stock code in torch; largest: max |x − fp32| / max |fp32|")
-    if result.verdict == "unsafe":
-        wrong = "gives inf or NaN" if result.output.nonfinite else "is further from fp32 than bf16 is"
-        screen.print(bad("unsafe", f"the output {wrong} in {result.runtime}"))
-    elif result.verdict == "safe":
-        screen.print(good("safe", f"finite, and nearer to fp32 than bf16, in fp16 arithmetic in {result.runtime}"))
-    else:
-        screen.print(f"no evidence: {result.runtime} did not compute in fp16 on this device")
+    word, why = facts.runtime_verdict(result)
+    screen.print({"unsafe": bad, "safe": good}.get(word, "{}: {}".format)(word, why))
 
 
 def print_verification(result: schema.Verification, *, verbose: bool = False) -> None:

@@ -220,7 +220,9 @@ def test_what_is_said_of_bounds_names_their_arithmetic_and_one_headroom_for_each
         site["headroom_bits"] = math.log2(site["limit"] / site["bound"])
     proof = {"holds": True, "headroom_bits": sites[0]["headroom_bits"], "max_length": 512, "splits": 8, "sites": sites}
     made = fakes.conversion() | {"target": "norm-safe", "certificate": proof}
-    both = "in PyTorch at least 81.8 × below the limit (6.3 bits); with norms in fp16 1.09 × below the limit (0.12 bits)"
+    both = (
+        "in PyTorch at least 81.8 × below the limit (6.3 bits); with norms in fp16 1.09 × below the limit (0.12 bits)"
+    )
     print_conversion(read(Report, made), tmp_path)
     said = capsys.readouterr().out
     assert "proven for every input of up to 512 positions;" in said
