@@ -577,6 +577,11 @@ def attack_breaks(report: schema.Report) -> schema.AttackedSite | None:
     return worst if worst is not None and (worst.headroom_bits < 0 or infinite(worst.worst)) else None
 
 
+def assumption(kind: str | None, name: str) -> str:
+    """Return in words what is assumed of an encoder in a pipeline of an unknown class."""
+    return f"what {kind} reads of {name} is not known; taken to be its last states, which conversion leaves as they are"
+
+
 def reading_lines(report: schema.PipelineReport) -> list[str]:
     """Return in sentences where a pipeline reads states of its encoders that are not the source's, what makes up for it
     and what does not."""

@@ -83,7 +83,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     if report["left_out"]:
         screen.say(f"left out: {', '.join(report['left_out'])}")
     said = schema.read(schema.PipelineReport, report)
-    for line in facts.reading_lines(said):
+    for line in [*(facts.assumption(said.pipeline, name) for name in said.assumed), *facts.reading_lines(said)]:
         screen.say(line)
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
