@@ -237,7 +237,7 @@ def claim_end(padding: int | None, family: str | None, model_class: str | None =
     aside = f", the {tower} aside" if (tower := tower_of(family)) else ""
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:
-        return (" in which every position sees a token" if has_blind_padding(family) else "") + aside
+        return (" but for padding that sees no token" if has_blind_padding(family) else "") + aside
     if padding is None:
         return f" without padding{aside}"
     return f" (padded on the right by at least {counted(padding, 'position')}, or not at all){aside}"
@@ -287,9 +287,8 @@ def padding_advice(report: schema.Report) -> str:
         ran = {entry.attention for regime in report.regimes.values() for entry in regime.runs}
         first = "" if ran == {"eager"} else f"use SDPA{'' if ran else ', where the class has it'}, or "
         return (
-            "padding that sees no position, left of a row under a causal mask or further from it than a sliding window,"
-            f" can be NaN in fp16 under eager attention in stock code, and its row with it;"
-            f" {first}run rows of one length together"
+            "padding left of a row under a causal mask, or further from the row than a sliding window, sees no token; in"
+            f" fp16 under eager attention it can be NaN, and its row with it; {first}run rows of one length together"
         )
     which, remedy = "a padded row is", "run rows of one length together"
     if report.padding is not None:
