@@ -67,8 +67,10 @@ class Batch:
         return bool(self.image)
 
     def rows(self, chosen: slice | Tensor) -> Batch:
-        """Return the batch of some of its rows, at the same length."""
-        assert not self.image
+        """Return the batch of some of its rows, at the same length; one with an image has a single row."""
+        if self.has_image:
+            assert len(self.input_ids[chosen]) == len(self.input_ids)
+            return self
         kept: dict[str, Any] = {name: x[chosen] for name, x in self.tensors.items() if x is not None}
         return replace(self, **kept)
 
