@@ -42,11 +42,12 @@ SECTIONS: dict[str, list[str]] = {
     "The demonstration": ["demo"],
     "What people use today": ["peers"],
     "Other runtimes": ["runtimes", "llama-cpp"],
+    "Quantisers": ["quantisers"],
     "Finetuning": [
         *("amp", "penalties", "penalties-pegasus", "long-run", "certified", "certified-penalty-alone"),
         *("certified-in-the-loss", "step-cost", "penalty-cost"),
     ],
-    "The optimizer": ["optimizer"],
+    "The optimizer": ["optimizer", "moments"],
     "Rounding": ["rounding", "full-bf16", "rates"],
     "Training after rescaling": ["training"],
     "On a GPU": ["gpu", "gpu-optimizer", "gpu-penalty", "gpu-half"],
