@@ -133,10 +133,12 @@ their modules, by beginnings by which the kind is known: every version of transf
 either, but 4.57 of a vision tower no other than its own."""
 
 
-def names_in_files(names: Iterable[str], source: str) -> dict[str, str]:
+def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
     """Return the names in the files of ``source`` of those tensors that modules call otherwise, by the modules' names;
-    raise UserError for two tensors of one name."""
+    raise UserError for two tensors of one name. classes: that the config names; one without a head ends in ``Model``,
+    and what stands in one with a head stands in none there."""
     names = frozenset(names)
+    around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
     kinds = (k for k in WITH_IMAGES if all(any(name.startswith(begin) for name in names) for begin in k))
     if (kind := next(kinds, None)) is None:
         return {}
@@ -144,7 +146,9 @@ def names_in_files(names: Iterable[str], source: str) -> dict[str, str]:
     for name in sorted(names):
         for begin, other in WITH_IMAGES[kind]:
             if name.startswith(begin):
-                module = other + name.removeprefix(begin)
+                module = (other + name.removeprefix(begin)).removeprefix(around)
+                if module == name:
+                    break
                 if module in stored or module in names:
                     twin = stored.get(module, module)
                     raise UserError(f"{source}: tensor {name} is there as {twin} too; remove one of them")

@@ -66,7 +66,7 @@ def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
     """Return a converted checkpoint whose tensors are written under the names of the class that the source was for,
     where it was converted for another one and nothing was left out for that."""
     before = class_before(origin)
-    if before is None:
+    if before is None or checkpoint.stored_names:  # names in files with images are the same with a head and without one
         return checkpoint
     names = names_under(checkpoint.config, checkpoint.tensors, before)
     return replace(checkpoint, stored_names={n: other for n, other in names.items() if n != other})
