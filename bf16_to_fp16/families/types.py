@@ -745,8 +745,8 @@ def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
 
 
 def inside(part: Part, body: str) -> Part:
-    """Return a part whose modules stand inside the one at ``body``, "" for the model itself; a site of that module begins
-    with the colon."""
+    """Return a part whose modules stand inside the one at ``body``, "" for the model itself; sites of that one begin
+    with a colon."""
 
     def path(name: str) -> str:
         if name.startswith(":"):
