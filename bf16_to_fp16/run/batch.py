@@ -190,11 +190,12 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
             use_cache=_cacheable(stock.config),
         )
         return None
-    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **shown}
+    images = {name: x.to(device) for name, x in batch.image.items()}
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **images, **shown}
     if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
         if not is_causal(config_of(stock)):
             return stock(**given)
-        given |= {"use_cache": False, **{name: x.to(device) for name, x in batch.image.items()}}
+        given |= {"use_cache": False}
         if not batch.head:
             stock.base_model(**given)
             return None
