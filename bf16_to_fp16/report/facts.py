@@ -287,8 +287,9 @@ def padding_advice(report: schema.Report) -> str:
         ran = {entry.attention for regime in report.regimes.values() for entry in regime.runs}
         first = "" if ran == {"eager"} else f"use SDPA{'' if ran else ', where the class has it'}, or "
         return (
-            "padding left of a row under a causal mask, or further from the row than a sliding window, sees no token; in"
-            f" fp16 under eager attention it can be NaN, and its row with it; {first}run rows of one length together"
+            "padding left of a row under a causal mask, or further from the row than a sliding window, sees no token;"
+            " in fp16 under eager attention it can be NaN, and its row with it;"
+            f" {first}run rows of one length together"
         )
     which, remedy = "a padded row is", "run rows of one length together"
     if report.padding is not None:
