@@ -151,6 +151,7 @@ QUICK = (
     "test_the_length_enters_the_bound",
     "test_activations_stay_where_the_bounds_need_them",
     "test_layer_norms_of_nearly_constant_inputs_stay_under_their_bound",
+    "test_layer_norms_are_no_further_off_than_their_units",
     "test_partial_sums_of_any_split_stay_under_their_bound",
     "test_a_rows_own_eigenvalue_is_tighter_and_still_sound",
     "test_turned_queries_and_keys_need_the_allowance_of_their_roundings",

@@ -15,6 +15,8 @@ TEXTS = saturated.train_demo.HELD_OUT.read_text(encoding="utf-8").splitlines()[:
 UNPROVEN = ("gate-rewarded",)  # whose tied head stands in the way of a proof of the stream
 UNSAFE = ("gate-gemma",)  # whose gains less 1 fp16 rounds by more than bf16 does, with the edit or without
 
+pytestmark = pytest.mark.usefixtures("whole_probe")  # whose rows decide what an edit costs
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

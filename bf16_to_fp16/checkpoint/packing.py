@@ -23,7 +23,8 @@ from .. import system
 from ..errors import UserError
 from ..system import write_all
 from . import files, formats
-from .naming import LAYOUTS, STOCK, Naming
+from .layouts import LAYOUTS
+from .naming import STOCK, Naming
 from .ownership import is_kept
 from .staging import ELSEWHERE, check_apart, check_file, created, umask, writing
 

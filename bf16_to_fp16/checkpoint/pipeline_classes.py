@@ -96,7 +96,13 @@ HUNYUAN_VIDEO = (
     ),
 )
 
+HUNYUAN_WITH_T5 = (*HUNYUAN_VIDEO, Reading("text_encoder_2"))  # which reads what is to be drawn as letters
+
+FLUX2 = (Reading("text_encoder", (10, 20, 30), (Linear("transformer", "context_embedder.weight"),)),)
 FLUX2_KLEIN = (Reading("text_encoder", (9, 18, 27), (Linear("transformer", "context_embedder.weight"),)),)
+ERNIE_IMAGE = (Reading("text_encoder", (-2,), (Linear("transformer", "text_proj.weight"),)),)
+NUCLEUS = (Reading("text_encoder", (-8,), (Norm("transformer", "txt_norm", 1e-6),)),)
+BRIA_FIBO2 = (Reading("text_encoder", None, (Norm("", "_get_qwen_prompt_embeds", 1e-6),)),)
 
 HIDREAM = (
     Reading("text_encoder_3"),
@@ -159,9 +165,10 @@ ONE_ENCODER = pipelines(
     """
     Allegro AnyFlow AnyFlowFAR AuraFlow Bria Chroma ChromaImg2Img ChromaInpaint ChronoEdit CogVideoX
     CogVideoXFunControl CogVideoXImageToVideo CogVideoXVideoToVideo CogView3Plus ConsisID Cosmos2TextToImage
-    Cosmos2VideoToWorld CosmosTextToWorld CosmosVideoToWorld GlmImage Helios HeliosPyramid IF IFImg2Img
-    IFImg2ImgSuperResolution IFInpainting IFInpaintingSuperResolution IFSuperResolution Kandinsky3 Kandinsky3Img2Img
-    Latte LongCatImage LongCatImageEdit LTX LTXCondition LTXI2VLongMultiPrompt LTXImageToVideo LucyEdit Mochi
+    Cosmos2VideoToWorld CosmosTextToWorld CosmosVideoToWorld DreamLite DreamLiteMobile GlmImage Helios
+    HeliosPyramid IF IFImg2Img IFImg2ImgSuperResolution IFInpainting IFInpaintingSuperResolution IFSuperResolution
+    Kandinsky3 Kandinsky3Img2Img Kandinsky5I2I Kandinsky5I2V Kandinsky5T2I Kandinsky5T2V Kandinsky6TI2VA Latte
+    LongCatImage LongCatImageEdit LTX LTXCondition LTXI2VLongMultiPrompt LTXImageToVideo LucyEdit Mochi
     OvisImage PixArtAlpha PixArtSigma PixArtSigmaPAG QwenImage QwenImageControlNet QwenImageControlNetInpaint
     QwenImageEdit QwenImageEditInpaint QwenImageEditPlus QwenImageImg2Img QwenImageInpaint QwenImageLayered Sana
     SanaControlNet SanaImageToVideo SanaPAG SanaSprint SanaSprintImg2Img SanaVideo SanaWM SkyReelsV2
@@ -170,20 +177,21 @@ ONE_ENCODER = pipelines(
     """
 )
 
-SECOND_ENCODER = pipelines(
-    """
-    AudioLDM2 HunyuanDiT HunyuanDiTControlNet HunyuanDiTPAG HunyuanImage HunyuanVideo15 HunyuanVideo15ImageToVideo
-    """
-)
+SECOND_ENCODER = pipelines("AudioLDM2 HunyuanDiT HunyuanDiTControlNet HunyuanDiTPAG")
 
 PIPELINES: Mapping[str, tuple[Reading, ...]] = {
     **dict.fromkeys(ONE_ENCODER, at_end("text_encoder")),
     **dict.fromkeys((*FLUX, *SECOND_ENCODER), at_end("text_encoder_2")),
     **dict.fromkeys(STABLE_DIFFUSION_3, at_end("text_encoder_3")),
     **dict.fromkeys(("HunyuanVideoPipeline", "HunyuanVideoFramepackPipeline"), HUNYUAN_VIDEO),
-    "HunyuanSkyreelsImageToVideoPipeline": HUNYUAN_VIDEO,
+    **dict.fromkeys(pipelines("HunyuanSkyreelsImageToVideo HunyuanImageRefiner"), HUNYUAN_VIDEO),
+    **dict.fromkeys(pipelines("HunyuanImage HunyuanVideo15 HunyuanVideo15ImageToVideo"), HUNYUAN_WITH_T5),
+    "Flux2Pipeline": FLUX2,
     **dict.fromkeys(("Flux2KleinPipeline", "Flux2KleinInpaintPipeline", "Flux2KleinKVPipeline"), FLUX2_KLEIN),
     "HiDreamImagePipeline": HIDREAM,
+    "ErnieImagePipeline": ERNIE_IMAGE,
+    "NucleusMoEImagePipeline": NUCLEUS,
+    "BriaFibo2Pipeline": BRIA_FIBO2,
     "AceStepPipeline": ACE_STEP,
     "LuminaPipeline": LUMINA,
     "Lumina2Pipeline": LUMINA2,
@@ -198,3 +206,12 @@ PIPELINES: Mapping[str, tuple[Reading, ...]] = {
 }
 """What each pipeline class reads of its encoders of a supported family. Encoders of other families, such as CLIP, are
 not converted and not listed."""
+
+BEFORE_THE_NORM = (
+    "reads what enters the last norm, by a hook, and none of what is known here makes up for a factor there"
+)
+READ_OTHERWISE: Mapping[str, str] = {
+    "Krea2Pipeline": "adds inner states to a stream of its own, where nothing takes a factor out again",
+    **dict.fromkeys(pipelines("JoyImageEdit JoyImageEditPlus QwenImage21"), BEFORE_THE_NORM),
+}
+"""Pipeline classes whose encoders stay as they are, with the reason."""

@@ -138,7 +138,8 @@ def open_checkpoint(
     tensors = collect(files, index, folder)
     for info in tensors.values():
         formats.check_not_quantised(info.dtype, info.name, info.file)
-    stored = names_in_files(tensors, str(source))
+    classes = own_config.get("architectures")
+    stored = names_in_files(tensors, str(source), classes if isinstance(classes, list) else ())
     modules = {name: module for module, name in stored.items()}
     tensors = dict(sorted((modules.get(name, name), info) for name, info in tensors.items()))
     return Checkpoint(

@@ -19,15 +19,17 @@ import torch
 from ..errors import UserError, shortened
 from . import files, formats
 from .folder import write_json
-from .naming import TOKENIZER, TOKENIZER_FILE, Naming, found_in
+from .layouts import LAYOUTS, TEXT, TOKENIZERS
+from .naming import Naming, found_in
 from .packing import way_back_of
 from .places import RESTORE
 from .staging import FREE_SPACE_REMEDY, check_free_space, writing
 
+SPIECE_FILE = "spiece.model"  # what T5's tokenizers call theirs
 SCALES = (".scale_weight", ".weight_scale")
 """Endings, in place of ``.weight``, of the scale that an fp8 matrix is multiplied with: ComfyUI's two."""
 
-ASIDE = (*SCALES, ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale", TOKENIZER)
+ASIDE = (*SCALES, ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale", *TOKENIZERS)
 """Endings of the names of what lies beside weights and is none."""
 
 SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
@@ -53,7 +55,11 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     what is inferred."""
     state = formats.state_of(file)
     every = read_any(file)
-    before, naming = the_encoder(file, every, prefix)
+    if config is None and (inside := way_back_of(file)) is not None:
+        known = naming_by(inside["config"], inside["layout"])
+    else:
+        known = naming_by(files.read_json(config, "config") if isinstance(config, Path) else config or {})
+    before, naming = the_encoder(file, every, prefix) if known is None else (f"{prefix}." if prefix else "", known)
     mine = {name.removeprefix(before): info for name, info in every.items() if name.startswith(before)}
     own = {naming.to_stock(name): info for name, info in mine.items() if not name.endswith(ASIDE)}
     tensors = {name: replace(info, name=name) for name, info in sorted(own.items())}
@@ -83,10 +89,18 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
     with writing(folder, SCRATCH_REMEDY):
         write_json(folder / "config.json", settled)
-        models = [i for name, i in every.items() if name.split(".")[-1] == TOKENIZER and i.dtype == "U8"]
+        models = [i for name, i in every.items() if name.split(".")[-1] in TOKENIZERS and i.dtype == "U8"]
         if len(models) == 1:  # as a stock folder has it, byte for byte
-            (folder / TOKENIZER_FILE).write_bytes(formats.bytes_of(formats.read_range(models[0], models[0].shape, 0)))
+            hosted = LAYOUTS["comfy"].hosted(settled["model_type"])
+            name = (hosted.tokenizer[1] if hosted is not None else "") or SPIECE_FILE
+            (folder / name).write_bytes(formats.bytes_of(formats.read_range(models[0], models[0].shape, 0)))
     return SingleFile(file, folder, settled, tensors, states, tuple(notes))
+
+
+def naming_by(config: Mapping[str, Any], layout: str = "comfy") -> Naming | None:
+    """Return how tensors of the model with this config are named in a file of a layout, None where their names tell."""
+    naming = LAYOUTS[layout].naming(config.get("model_type"))
+    return naming if naming.beginnings or layout == "single" else None
 
 
 def read_any(file: Path) -> dict[str, formats.TensorInfo]:
@@ -112,6 +126,8 @@ def the_encoder(file: Path, tensors: Mapping[str, formats.TensorInfo], prefix: s
     if encoders:
         names = " or ".join((before.rstrip(".") or "''") for before, _ in encoders)
         raise UserError(f"{file}: holds {len(encoders)} T5 models; name one with --subfolder: {names}")
+    if all(name in tensors for name in TEXT.anchors):
+        raise UserError(f"{file}: a decoder-only encoder, of which names and shapes do not tell all; {GIVE}")
     under = "" if prefix is None else f" under {formats.shown(prefix)}"
     some = formats.shown(min(tensors))
     raise UserError(
@@ -283,9 +299,12 @@ def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, formats
     them: an encoder's where there is no decoder."""
     read = files.read_json(config, "config") if isinstance(config, Path) else dict(config)
     model_type = str(read.get("model_type"))
+    hosted = LAYOUTS["comfy"].hosted(model_type)
     if model_type in CLASSES:
         whole = any(name.startswith("decoder.block.") for name in tensors)
         read["architectures"] = [CLASSES[model_type][whole]]
+    elif hosted is not None and hosted.stock:
+        read["architectures"] = [hosted.stock]
     return read
 
 

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from ..checkpoint.contents import read_config, weight_files
-from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUTS
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.places import local_source, subfolder_of
 from ..conversion.options import FLAGS, Options
 from ..errors import UserError, shortened

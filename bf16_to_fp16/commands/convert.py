@@ -19,7 +19,7 @@ from typing import Any, Unpack
 
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
-from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUTS, TOKENIZER, TOKENIZER_FILE, FileLayout
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
 from ..checkpoint.packing import (
     check_out_file,
     metadata_of,
@@ -60,7 +60,7 @@ from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Planned
 from ..run.batch import describe_batches
-from ..targets import AUTO, TIERS
+from ..targets import AUTO, SQUARING, TIERS
 
 WHOLE = 1.5
 """Seconds of a conversion for each up to its plan: the audit takes somewhat longer than the observation that it
@@ -189,7 +189,8 @@ def convert_by(
         report = write_report(work, report)
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     states = entered(decided.layout, decided.of_source)
-    how: dict[str, Any] = {"notes": decided.notes, "next": then, "entered": states}
+    notes = *decided.notes, *filter(None, [options.of_inner_states(decided.layout, decided.plan.residual_exponent)])
+    how: dict[str, Any] = {"notes": notes, "next": then, "entered": states}
     return Conversion(dump(report), place.out, decided.planned, measured.plan, **how)
 
 
@@ -244,15 +245,14 @@ def convert_to_file(
         }
         config = read_json(folder / "config.json", "config")
         back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
-        spiece = folder / TOKENIZER_FILE
         model_type = config.get("model_type")
         lacks = options.without_tokenizer(model_type, folder)
-        inside = (TOKENIZER, spiece) if model_type in layout.tokenizers and not lacks else None
+        inside = layout.tokenizer_in(folder, model_type)
         with progress.step(f"Packing it for --layout {options.layout}"):
-            pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back), inside)
+            pack(folder / WEIGHTS, file, layout.naming(model_type), metadata_of(summary, back), inside)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
-    notes = (*done.notes, *for_the_tool(report, layout), *filter(None, [lacks]))
+    notes = (*done.notes, *for_the_tool(report, layout, config), *filter(None, [lacks]))
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
 
@@ -270,20 +270,21 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
     )
 
 
-def for_the_tool(report: Report, layout: FileLayout) -> tuple[str, ...]:
-    """Return what there is to say of a file to the user of the tool that is to read it."""
+def for_the_tool(report: Report, layout: FileLayout, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what there is to say of a file, with its config, to the user of the tool that is to read it."""
     assert report.plan is not None  # of a conversion
-    if layout.tool is None:
+    hosted = layout.hosted(config.get("model_type"))
+    if layout.tool is None or hosted is None:
         eps = report.plan.eps
         return () if eps is None else (f"to be loaded with a norm eps of {eps!r} in its config",)
     notes, close = [], report.fidelity
     if (drift := report.plan.drift) is not None and close is not None and close.kl_bf16 is not None:
         notes.append(
-            f"{layout.tool} has {layout.eps:g} for eps whatever the file says: that costs a relative squared error of"
+            f"{layout.tool} has {hosted.eps:g} for eps whatever the file says: that costs a relative squared error of"
             f" {drift.measured_kl:.1e}, beside {close.kl_bf16:.1e} for the source in bf16"
         )
     tier = report.tiers.get("norm-fp16")
-    if layout.name == "comfy" and tier is not None and not tier.holds:
+    if hosted.target in SQUARING and tier is not None and not tier.holds:
         notes.append(
             f"not safe where norms compute in fp16: {tier.reason}; safe where ComfyUI keeps activations in fp32,"
             " as it does by default, and not where they are fp16"

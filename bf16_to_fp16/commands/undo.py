@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import carry_over, write_json
-from ..checkpoint.naming import LAYOUTS, TOKENIZER, TOKENIZER_FILE
+from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packing import (
     check_out_file,
     pack,
@@ -66,7 +66,7 @@ def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
     """Return a converted checkpoint whose tensors are written under the names of the class that the source was for,
     where it was converted for another one and nothing was left out for that."""
     before = class_before(origin)
-    if before is None:
+    if before is None or checkpoint.stored_names:  # names in files with images are the same with a head and without one
         return checkpoint
     names = names_under(checkpoint.config, checkpoint.tensors, before)
     return replace(checkpoint, stored_names={n: other for n, other in names.items() if n != other})
@@ -127,8 +127,8 @@ def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path
         if not as_file:
             write_beside(checkpoint, inside.source, work)
             return out
-        spiece = checkpoint.folder / TOKENIZER_FILE
-        tokenizer = (TOKENIZER, spiece) if spiece.is_file() else None
-        pack(work / WEIGHTS, work / "packed", LAYOUTS[inside.layout].naming, {}, tokenizer)
+        layout, model_type = LAYOUTS[inside.layout], checkpoint.config.get("model_type")
+        tokenizer = layout.tokenizer_in(checkpoint.folder, model_type)
+        pack(work / WEIGHTS, work / "packed", layout.naming(model_type), {}, tokenizer)
         put_file_in_place(work / "packed", out, force=force)
     return out

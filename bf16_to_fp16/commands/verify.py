@@ -20,7 +20,7 @@ from ..auditing.fidelity import Fidelity, reference_of
 from ..auditing.regimes import Audited, RegimeResult
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.findings import Certificate
-from ..checkpoint.naming import LAYOUTS
+from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packing import summary_of
 from ..checkpoint.places import local_source, own_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
@@ -183,10 +183,10 @@ class Subject:
     max_length: int
     packed: Packed | None = None
 
-    @property
-    def own_eps(self) -> float | None:
-        """The eps of the tool that is to read it, None where its config is asked."""
-        return None if self.packed is None else LAYOUTS[self.packed.layout].eps
+    def own_eps(self, model_type: object) -> float | None:
+        """Return the eps of the tool that is to read it, None where its config is asked."""
+        hosted = None if self.packed is None else LAYOUTS[self.packed.layout].hosted(model_type)
+        return None if hosted is None else hosted.eps
 
 
 @dataclass
@@ -229,7 +229,9 @@ def examine(
     else:
         found.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
     beside = claim if subject.packed is None else None  # one file lists nothing beside its plan
-    found.add("plan", check_plan(checkpoint, layout, plan, subject.source, beside, subject.own_eps))
+    found.add(
+        "plan", check_plan(checkpoint, layout, plan, subject.source, beside, subject.own_eps(layout.family.model_type))
+    )
     found.edits = 0 if found.problems else len(listed_edits(layout, plan))
     if original is not None:
         replayed = replay(original, checkpoint, plan, subject.source, progress)

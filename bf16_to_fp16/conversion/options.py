@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS, TOKENIZER_FILE
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS, Hosted, Size
 from ..checkpoint.places import own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
@@ -273,42 +273,78 @@ class Options:
             name = layout.family.giving_states(decodes=False)
             how = "give a folder of the encoder" if name is None else f"add --as {name}"
             raise UserError(f"{where}: {chosen.tool} reads encoders alone; {how}, or choose --layout single")
+        hosted = chosen.models[layout.family.model_type]
         for feed_forward in layout.feed_forwards:
-            if feed_forward.activation not in chosen.activations:
-                has = " and ".join(chosen.activations)
+            if feed_forward.activation not in hosted.activations:
+                has = " and ".join(hosted.activations)
                 raise UserError(
                     f"{where}: {chosen.tool} has {has} for an activation, and the config {feed_forward.activation};"
                     " choose --layout single"
                 )
+        if hosted.sizes and self.size_of(layout) is None:
+            sizes = ", ".join(size.title for size in hosted.sizes)
+            raise UserError(
+                f"{where}: {chosen.tool} has classes for {sizes}, and this is another size; choose --layout single"
+            )
         for name in layout.tensors:
-            chosen.naming.from_stock(name)  # which refuses what has none
+            hosted.naming.from_stock(name)  # which refuses what has none
+
+    def hosted(self, model_type: object) -> Hosted | None:
+        """Return how the tool of the layout computes models of a type, None without a tool."""
+        chosen = LAYOUTS.get(self.layout)
+        return None if chosen is None else chosen.hosted(model_type)
+
+    def size_of(self, layout: Layout) -> Size | None:
+        """Return the size of which the tool of the layout has a class for a model, None where it takes any."""
+        hosted = self.hosted(layout.family.model_type)
+        return None if hosted is None else hosted.size_of(layout.stack_numbers)
+
+    def holds_stream(self, layout: Layout) -> bool:
+        """Return whether all that the tool of the layout does with a model reads its inner states in linears of its
+        own, so that nothing may scale its stream."""
+        size = self.size_of(layout)
+        return size is not None and not size.fit
+
+    def of_inner_states(self, layout: Layout, exponent: int) -> str:
+        """Return what to know of an output whose stream has this exponent where the tool of the layout reads inner
+        states into linears; else nothing."""
+        size = self.size_of(layout)
+        if size is None or not size.unfit:
+            return ""
+        tool, unfit = LAYOUTS[self.layout].tool, " and ".join(size.unfit)
+        if not size.fit:
+            return f"the stream stays as it is, since {tool} reads inner states of {size.title} for {unfit}"
+        fit = " and ".join(size.fit)
+        return (
+            exponent and f"for {fit} alone: for {unfit} {tool} reads inner states, now 2^{exponent} times as large"
+        ) or ""
 
     def without_tokenizer(self, model_type: object, *folders: Path | None) -> str:
         """Return what to do where the tool of the layout takes the tokenizer from the file, and none of the folders has
         one; else nothing."""
-        chosen = LAYOUTS.get(self.layout)
-        if chosen is None or model_type not in chosen.tokenizers:
+        hosted = self.hosted(model_type)
+        if hosted is None or not hosted.tokenizer[0]:
             return ""
-        if any(folder is not None and (folder / TOKENIZER_FILE).is_file() for folder in folders):
+        name, file = hosted.tokenizer
+        if any(folder is not None and (folder / file).is_file() for folder in folders):
             return ""
         return (
-            f"{chosen.tool} takes this model's tokenizer from the weights, and the source has none (spiece.model, or"
-            " spiece_model in a file); convert a source that has it"
+            f"{LAYOUTS[self.layout].tool} takes this model's tokenizer from the weights, and the source has none"
+            f" ({file}, or {name} in a file); convert a source that has it"
         )
 
     def held_eps(self, layout: Layout) -> float | None:
         """Return the eps of whoever is to read the output, where that does not ask the config; else None."""
-        chosen = LAYOUTS.get(self.layout)
+        hosted = self.hosted(layout.family.model_type)
         if layout.family.eps_key is None:
             return None
-        own = None if chosen is None else chosen.eps
+        own = None if hosted is None else hosted.eps
         return layout.eps if own is None and self.eps == FIXED else own
 
-    @property
-    def preferred(self) -> str:
-        """The target that suits whoever is to read the output."""
-        chosen = LAYOUTS.get(self.layout)
-        return AUTO if chosen is None or chosen.target is None else chosen.target
+    def preferred(self, model_type: object) -> str:
+        """Return the target that suits whoever is to read the output."""
+        hosted = self.hosted(model_type)
+        return AUTO if hosted is None else hosted.target
 
     def command(self, source: str | Path, out: Path) -> str:
         """Return the command line that does the same again; of local paths only the last part, since it is

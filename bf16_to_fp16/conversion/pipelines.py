@@ -16,7 +16,7 @@ from typing import Any
 
 from ..checkpoint.linears import check_scalable, holders, rescale_columns
 from ..checkpoint.pipeline import MODEL_INDEX, Pipeline, config_of
-from ..checkpoint.pipeline_classes import LAST, PIPELINES, Linear, Norm, Reading
+from ..checkpoint.pipeline_classes import LAST, PIPELINES, READ_OTHERWISE, Linear, Norm, Reading
 from ..checkpoint.places import contained
 from ..errors import UserError
 from ..families.configs import number_of
@@ -89,10 +89,11 @@ def check_read_at_end(pipeline: Pipeline, name: str, kind: str, config: Mapping[
     stock = class_named(kind)
     assert stock is not None
     if family_of(config).decoder is None or stock.decodes:
-        raise UserError(
-            f"what {pipeline.kind} reads of {name} is not known here, and inner states of a {kind} change by a factor;"
-            f" {alone(pipeline, name)}"
+        unknown = (
+            f"what {pipeline.kind} reads of {name} is not known here, and inner states of a {kind} change by a factor"
         )
+        reads = f"{pipeline.kind} {reason}" if (reason := READ_OTHERWISE.get(pipeline.kind)) else unknown
+        raise UserError(f"{reads}; {alone(pipeline, name)}")
 
 
 def check_linears(folder: Path, uses: Uses) -> None:

@@ -94,7 +94,9 @@ class Opened:
 
     def apart(self) -> Layout:
         """Return the layout with the head apart from the embedding."""
-        return replace(resolve(self.checkpoint, untie=True), held_eps=self.layout.held_eps)
+        return replace(
+            resolve(self.checkpoint, untie=True), held_eps=self.layout.held_eps, held_stream=self.layout.held_stream
+        )
 
     @cached_property
     def spectra(self) -> Spectra:
@@ -119,7 +121,7 @@ def open_source(
     beside = tokenizer_beside(checkpoint.folder, checkpoint.subfolder)
     if lacks := options.without_tokenizer(layout.family.model_type, checkpoint.folder, beside):
         progress.say(lacks)
-    layout = replace(layout, held_eps=options.held_eps(layout))
+    layout = replace(layout, held_eps=options.held_eps(layout), held_stream=options.holds_stream(layout))
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
     if options.run_model:
@@ -202,6 +204,8 @@ def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
         raise UserError(
             f"the plan is for an eps of {plan.eps!r}, and whoever is to read the output has {eps!r}; leave out --plan"
         )
+    if layout.held_stream and any(map(plan.stream_exponent, layout.streams)):
+        raise UserError("the plan scales the stream, whose inner states the tool of --layout reads; leave out --plan")
     return Decided(layout, plan, target)
 
 
@@ -321,7 +325,7 @@ class Search:
 
     def best(self, weakest: Decided) -> Decided:
         """Return the plan for the target that suits whoever is to read the output, given that for the weakest."""
-        wanted, stricter = self.options.preferred, weakest
+        wanted, stricter = self.options.preferred(self.opened.layout.family.model_type), weakest
         if wanted == AUTO:
             return self.strictest(weakest)
         if wanted == weakest.target or self.reference is None:  # what squares in fp16 only a run shows

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
-from ..checkpoint.naming import FOLDER_LAYOUT
+from ..checkpoint.layouts import FOLDER_LAYOUT
 from ..checkpoint.pipeline import has_variant, name_variants
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.side_modules import write_in_fp16

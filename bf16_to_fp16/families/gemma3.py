@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .llama import (
-    BODY,
     INSIDE,
     LLAMA,
     check_window,
     classes,
     head_norms,
     heads,
+    image_classes,
     layers,
     shared_values,
     wired_attention,
@@ -34,7 +34,6 @@ from .types import (
     Signal,
     StackEnds,
     StockAttributes,
-    StockClass,
     Tensor,
     keys_inside,
     multiplied_by,
@@ -120,7 +119,7 @@ GEMMA3 = replace(
 def projector(config: Mapping[str, object]) -> Sequence[Part]:
     """Return what brings the outputs of a vision tower into the stream: the norm reads what carries nothing, and the
     linear, whose outputs stand in the place of embeddings that have been scaled, writes the stream."""
-    at = f"{BODY}.multi_modal_projector"
+    at = "multi_modal_projector"
     norm, weight = f"{at}.mm_soft_emb_norm", f"{at}.mm_input_projection_weight"
     part = Part(
         signals=(
@@ -134,11 +133,11 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
         topology=Projector(
             at=at,
             pool=f"{at}.avg_pool:avg_pool2d",
-            add=f"{BODY}:masked_scatter",
+            add=":masked_scatter",
             norm=norm,
             weight=weight,
-            output="image_hidden_states",
-            tower=f"{BODY}.vision_tower",
+            gives="image_hidden_states",
+            tower="vision_tower",
             image=ImageInput(
                 token="image_token_index",
                 channels="vision_config.num_channels",
@@ -162,7 +161,7 @@ GEMMA3_WITH_IMAGES = replace(
     name="gemma3-images",
     title="Gemma 3 (text and images)",
     model_type="gemma3",
-    classes=(StockClass(("Gemma3ForConditionalGeneration",), body=INSIDE, auto="AutoModelForImageTextToText"),),
+    classes=image_classes("Gemma3ForConditionalGeneration", "Gemma3Model", STYLE),
     sizes={**TEXT.sizes, "vision": ("vision_config.hidden_size",)},
     defaults={**TEXT.defaults, "vision_config.hidden_size": 768, "tie_word_embeddings": True},
     free_keys=(

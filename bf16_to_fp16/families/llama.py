@@ -40,7 +40,8 @@ from .types import (
 Biases = Mapping[str, Collection[str]]  # linears that have a bias, by the config key that says so, "" for always
 STORED = StoredExperts()
 BODY = "model"  # where the stack stands in a model with a head
-INSIDE = f"{BODY}.language_model"  # the same in a model with images
+STACK = "language_model"  # the same in a model with images and no head
+INSIDE = f"{BODY}.{STACK}"  # and in one with a head
 
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
@@ -238,6 +239,14 @@ def classes(causal: str, bare: str, style: Style = PLAIN) -> tuple[StockClass, .
     return (
         StockClass((causal,), body=BODY),
         StockClass((bare,), end=states("norm", style), gives=("last_hidden_state",)),
+    )
+
+
+def image_classes(conditional: str, bare: str, style: Style = PLAIN) -> tuple[StockClass, ...]:
+    """Return the stock classes of a causal family that sees images: with a language-modelling head, and without one."""
+    return (
+        StockClass((conditional,), body=INSIDE, auto="AutoModelForImageTextToText"),
+        StockClass((bare,), end=states(f"{STACK}.norm", style), gives=("last_hidden_state",), body=STACK),
     )
 
 

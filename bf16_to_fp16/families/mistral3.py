@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .configs import looked_up
-from .llama import BODY, INSIDE, MISTRAL, heads
+from .llama import INSIDE, MISTRAL, heads, image_classes
 from .parts import Style
 from .types import (
     RESIDUAL,
@@ -21,7 +21,6 @@ from .types import (
     Part,
     Projector,
     Signal,
-    StockClass,
     keys_inside,
     multiplied_by,
     output_of,
@@ -32,8 +31,8 @@ ACROSS = "spatial_merge_size"  # config key of how many patches make a token eac
 
 def projector(config: Mapping[str, object]) -> Sequence[Part]:
     """Return what brings the tower's outputs into the stream."""
-    at, across = f"{BODY}.multi_modal_projector", looked_up(config, ACROSS, 2)
-    norm, merging, add = f"{at}.norm", f"{at}.patch_merger.merging_layer", f"{BODY}:masked_scatter"
+    at, across = "multi_modal_projector", looked_up(config, ACROSS, 2)
+    norm, merging, add = f"{at}.norm", f"{at}.patch_merger.merging_layer", ":masked_scatter"
     style = Style(biased=("linear_1", "linear_2") if looked_up(config, "multimodal_projector_bias") else ())
     wiring = FeedForward(
         at=at,
@@ -60,7 +59,7 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
             at=at,
             add=add,
             norm=norm,
-            tower=f"{BODY}.vision_tower",
+            tower="vision_tower",
             image=ImageInput(
                 token="image_token_index",
                 channels="vision_config.num_channels",
@@ -73,7 +72,7 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
             shares_eps=True,
             merging=merging,
             feed_forward=wiring,
-            output="image_hidden_states",
+            gives="image_hidden_states",
         ),
     )
     return (part,)
@@ -89,7 +88,7 @@ MISTRAL3 = replace(
     name="mistral3",
     title="Mistral 3",
     model_type="mistral3",
-    classes=(StockClass(("Mistral3ForConditionalGeneration",), body=INSIDE, auto="AutoModelForImageTextToText"),),
+    classes=image_classes("Mistral3ForConditionalGeneration", "Mistral3Model"),
     sizes={
         **TEXT.sizes,
         "vision": ("vision_config.hidden_size",),

@@ -12,10 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
+from ..checkpoint.naming import names_in_files
 from ..checkpoint.reader import VIEWS, Checkpoint
 from ..checkpoint.single_file import SCRATCH
 from ..errors import UserError
 from .known import architectures, class_of, family_of, named_as, names_of
+from .llama import STACK
 
 
 def read_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
@@ -34,12 +36,18 @@ def read_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
     config = checkpoint.config | {"architectures": [name]}
     names = names_under(checkpoint.config, checkpoint.tensors, name)
     tensors = {names[n]: info for n, info in checkpoint.tensors.items()}
+    stored = names_in_files(checkpoint.stored_names.values(), str(checkpoint.name), [name])
     SCRATCH.append(tempfile.TemporaryDirectory(prefix="bf16-to-fp16-"))
     view = Path(SCRATCH[-1].name).resolve()
     carry_over(checkpoint.folder, view, tokenizer=tokenizer_beside(checkpoint.folder, checkpoint.subfolder))
     write_json(view / "config.json", config)
     VIEWS[view] = replace(
-        checkpoint, folder=view, own_folder=checkpoint.folder, config=config, tensors=dict(sorted(tensors.items()))
+        checkpoint,
+        folder=view,
+        own_folder=checkpoint.folder,
+        config=config,
+        tensors=dict(sorted(tensors.items())),
+        stored_names=stored,
     )
     return VIEWS[view]
 
@@ -51,7 +59,8 @@ def names_under(config: Mapping[str, object], tensors: Collection[str], name: st
     family, stock, other = family_of(config), class_of(config), named_as(config, tensors)
     if other is None:
         return {each: each for each in tensors}
-    before, after = (f"{body}." if body else "" for body in (other.body, stock.body))
+    around = (body.removesuffix(STACK).rstrip(".") for body in (other.body, stock.body))  # an image tower moves too
+    before, after = (f"{body}." if body else "" for body in around)
     inside = {each for each in tensors if each.startswith(before) and each != family.head}
     return {each: after + each.removeprefix(before) if each in inside else each for each in tensors}
 

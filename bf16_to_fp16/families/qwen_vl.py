@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from .configs import looked_up
-from .llama import BODY, INSIDE, QWEN2, QWEN3, heads
+from .llama import INSIDE, QWEN2, QWEN3, STACK, heads, image_classes
 from .parts import PLAIN, Style, states
 from .types import (
     RESIDUAL,
@@ -30,7 +30,7 @@ from .types import (
     output_of,
 )
 
-TOWER = f"{BODY}.visual"
+TOWER = "visual"
 
 IMAGE = ImageInput(
     token="image_token_id",
@@ -81,7 +81,7 @@ def patches(config: Mapping[str, object]) -> int:
 
 def of_qwen2_5(config: Mapping[str, object]) -> Sequence[Part]:
     """Return the only merger: an RMSNorm, then two linears."""
-    add = f"{BODY}:masked_scatter"
+    add = ":masked_scatter"
     own: dict[str, Any] = {"layer_norm_eps": None, "joined": patches(config), "add": add}
     return (merger(f"{TOWER}.merger", ("mlp.0", "mlp.2"), "ln_q", **own),)
 
@@ -96,12 +96,12 @@ def of_qwen3(config: Mapping[str, object]) -> Sequence[Part]:
             "norm",
             layer_norm_eps=1e-6,
             joined=joined,
-            add=f"{BODY}:masked_scatter",
+            add=":masked_scatter",
         )
     ]
     layers = looked_up(config, "vision_config.deepstack_visual_indexes", (8, 16, 24))
     for i in range(len(layers) if isinstance(layers, (list, tuple)) else 0):
-        own = {"layer_norm_eps": 1e-6, "add": f"{INSIDE}:add", "behind": f"{INSIDE}.layers.{i}:add#2"}
+        own = {"layer_norm_eps": 1e-6, "add": f"{STACK}:add", "behind": f"{STACK}.layers.{i}:add#2"}
         parts.append(merger(f"{TOWER}.deepstack_merger_list.{i}", linears, "norm", "merged", **own))
     return parts
 
@@ -122,8 +122,9 @@ def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[st
     )
 
 
-def with_images(text: Family, name: str, title: str, kind: str, width: int, **own: Any) -> Family:
-    """Return a text model whose config stands in one with images; width: the tower's default."""
+def with_images(text: Family, name: str, title: str, kinds: tuple[str, str], width: int, **own: Any) -> Family:
+    """Return a text model whose config stands in one with images; kinds: its classes with a head and without one,
+    width: the tower's default."""
     across = "vision_config.spatial_merge_size"
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
     return replace(
@@ -131,7 +132,7 @@ def with_images(text: Family, name: str, title: str, kind: str, width: int, **ow
         name=name,
         title=title,
         model_type=name,
-        classes=(StockClass((kind,), body=INSIDE, auto="AutoModelForImageTextToText"),),
+        classes=image_classes(*kinds),
         sizes={
             **text.sizes,
             "vision": ("vision_config.hidden_size",),
@@ -164,7 +165,7 @@ QWEN2_5_VL_TEXT = alone(
 QWEN3_VL_TEXT = alone(
     QWEN3, "qwen3_vl_text", "Qwen3-VL (text)", "Qwen3VLTextModel", {"intermediate_size": 22_016}, 1e-6
 )
-IN_QWEN2_5 = ("qwen2_5_vl", "Qwen2.5-VL", "Qwen2_5_VLForConditionalGeneration", 3584)
+IN_QWEN2_5 = ("qwen2_5_vl", "Qwen2.5-VL", ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLModel"), 3584)
 QWEN2_5_VL = with_images(
     keys_inside(QWEN2_5_VL_TEXT, "text_config"),
     *IN_QWEN2_5,
@@ -175,7 +176,7 @@ QWEN3_VL = with_images(
     keys_inside(QWEN3_VL_TEXT, "text_config"),
     "qwen3_vl",
     "Qwen3-VL",
-    "Qwen3VLForConditionalGeneration",
+    ("Qwen3VLForConditionalGeneration", "Qwen3VLModel"),
     1152,
     brings=of_qwen3,
 )

@@ -49,6 +49,7 @@ class Kind(StrEnum):
         return self in (Kind.RESIDUAL, Kind.LOGITS)
 
 
+ROOT = "model"  # what sites call the model itself
 RESIDUAL = "residual"  # name of the residual signal, of the encoder's where stacks have one each
 LOGITS = "logits"  # name of the signal that a softmax over choices reads
 Sign = Literal[1, -1]  # how a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides
@@ -400,7 +401,7 @@ class Projector:
     ``feed_forward`` with the activation between them. ``tower``: the module that is the other model, of which nothing
     is known: its tensors are carried over as they are, and no bound is about what flows in it. ``behind``: the site of
     the stream's sum to which these outputs are added, "" where they take the places of embeddings. ``image``: what
-    makes one of the inputs of this kind. ``output``: the field of the stock class's output that has what is brought, ""
+    makes one of the inputs of this kind. ``gives``: the field of the stock class's output that has what is brought, ""
     for none.
     """
 
@@ -418,7 +419,7 @@ class Projector:
     merging: str = ""
     feed_forward: FeedForward | None = None
     behind: str = ""
-    output: str = ""
+    gives: str = ""
 
 
 @dataclass(frozen=True)
@@ -727,7 +728,7 @@ class Family:
 _KEYS = frozenset({"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling"})
 """Fields of a topology that are keys of the config."""
 
-_OF_CONFIG = _KEYS | {"activation"}  # fields of a topology that are no paths
+_OF_CONFIG = _KEYS | {"activation", "gives"}  # fields of a topology that are no paths
 
 
 def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
@@ -744,10 +745,13 @@ def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
 
 
 def inside(part: Part, body: str) -> Part:
-    """Return a part whose modules stand inside the one at ``body``."""
+    """Return a part whose modules stand inside the one at ``body``, "" for the model itself; sites of that one begin
+    with a colon."""
 
     def path(name: str) -> str:
-        return f"{body}.{name}" if name else name
+        if name.startswith(":"):
+            return f"{body or ROOT}{name}"
+        return ".".join(filter(None, (body, name))) if name else name
 
     def topology(of: Topology) -> Topology:
         new: dict[str, object] = {}
@@ -823,9 +827,11 @@ def keys_inside(family: Family, part: str) -> Family:
 
 
 def family_inside(family: Family, body: str) -> Family:
-    """Return a family whose stacks stand inside the module at ``body``, "" for none."""
+    """Return a family whose stacks stand inside the module at ``body``, "" for none; what is brought into them stands
+    around that, where a model with images has both."""
     if not body:
         return family
+    brings, around = family.brings, body.rpartition(".")[0]
 
     def stack(of: Stack) -> Stack:
         return replace(of, block=lambda config, i: [inside(part, body) for part in of.block(config, i)])
@@ -840,4 +846,5 @@ def family_inside(family: Family, body: str) -> Family:
         embedding=f"{body}.{family.embedding}",
         copies=tuple(f"{body}.{name}" for name in family.copies),
         ignorable=tuple(f"{body}.{name}" for name in family.ignorable),
+        brings=brings and (lambda config: [inside(part, around) for part in brings(config)]),
     )

@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..checkpoint.folder import MODULES
-from ..checkpoint.naming import LAYOUTS
+from ..checkpoint.layouts import LAYOUTS
 from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass

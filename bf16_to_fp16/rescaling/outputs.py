@@ -39,7 +39,7 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
         factors[f"{whose}attentions"] = 0
     if len(stacks) > 1:
         factors["cross_attentions"] = 0
-    brought = {w.output: plan.stream_exponent(layout.streams[0]) for w in layout.projectors if w.output}
+    brought = {w.gives: plan.stream_exponent(layout.streams[0]) for w in layout.projectors if w.gives}
     return factors | brought
 
 

@@ -67,8 +67,10 @@ class Batch:
         return bool(self.image)
 
     def rows(self, chosen: slice | Tensor) -> Batch:
-        """Return the batch of some of its rows, at the same length."""
-        assert not self.image
+        """Return the batch of some of its rows, at the same length; one with an image has a single row."""
+        if self.has_image:
+            assert len(self.input_ids[chosen]) == len(self.input_ids)
+            return self
         kept: dict[str, Any] = {name: x[chosen] for name, x in self.tensors.items() if x is not None}
         return replace(self, **kept)
 
@@ -188,11 +190,12 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
             use_cache=_cacheable(stock.config),
         )
         return None
-    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **shown}
+    images = {name: x.to(device) for name, x in batch.image.items()}
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **images, **shown}
     if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
         if not is_causal(config_of(stock)):
             return stock(**given)
-        given |= {"use_cache": False, **{name: x.to(device) for name, x in batch.image.items()}}
+        given |= {"use_cache": False}
         if not batch.head:
             stock.base_model(**given)
             return None

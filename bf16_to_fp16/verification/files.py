@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import is_code, is_weights, sha256_of, side_modules
 from ..checkpoint.formats import read_whole_header
-from ..checkpoint.naming import LAYOUTS, TOKENIZER
+from ..checkpoint.layouts import LAYOUTS, TOKENIZERS
 from ..checkpoint.packing import recorded_sha256, summary_of, tensors_sha256
 from ..checkpoint.pipeline import has_variant, variant_name
 from ..checkpoint.places import contained
@@ -160,7 +160,7 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> list[Problem]:
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Problem]:
     """Return the tensors of one file that ``convert --layout`` does not write: those under other names, such as scales
     that a loader multiplies with, and those in another dtype."""
-    naming = LAYOUTS[inside.layout].naming
+    naming = LAYOUTS[inside.layout].naming(checkpoint.config.get("model_type"))
     ours = {naming.from_stock(name) for name in checkpoint.tensors}
     problems, recorded = [], recorded_sha256(file)
     if recorded is None:
@@ -168,7 +168,7 @@ def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Pr
     elif recorded != tensors_sha256(file):
         problems.append(Problem("files", file.name, "the tensors were changed or damaged since"))
     for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
-        if info.dtype == "U8" and name.rpartition(".")[2] == TOKENIZER:
+        if info.dtype == "U8" and name.rpartition(".")[2] in TOKENIZERS:
             continue
         if name not in ours or info.dtype != "F16":
             reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"

@@ -43,7 +43,8 @@ def test_every_bound_is_the_certificates_but_for_what_refines_the_stream(kind: s
     "kind", exhaustive.beyond(["t5", "llama-biased"], ["gated", "t5", "pegasus", "mbart", "llama-biased"])
 )
 def test_gradients_are_finite_differences(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Along a random direction of all weights at once, site by site, at its largest row."""
+    """Along a random direction of all weights at once, site by site, at its largest row; a multiplier found to 1 in
+    1,000 moves the slope by as much."""
     monkeypatch.setattr("bf16_to_fp16.bounds.differentiable.STEPS", 400)  # until they have converged
     model = tiny.build(kind, 2, factor=1.0).double()
     _, _, bounds = live(model)
@@ -69,4 +70,4 @@ def test_gradients_are_finite_differences(kind: str, monkeypatch: pytest.MonkeyP
     step = 2.0**-20
     above, below = moved(step), moved(-step)
     for site, slope in slopes.items():
-        assert slope == pytest.approx((above[site] - below[site]) / (2 * step), rel=1e-3, abs=1e-4), site
+        assert slope == pytest.approx((above[site] - below[site]) / (2 * step), rel=3e-3, abs=1e-4), site

@@ -173,7 +173,6 @@ def test_umt5_without_its_tokenizer_is_told_so_before_the_work_and_after_it(
 REFUSED = {
     "a decoder": ("gated", ["--layout", "comfy"], "ComfyUI reads encoders alone"),
     "no UMT5": ("t5-encoder", ["--layout", "wan"], "Wan reads the encoder of UMT5, and this is 't5'"),
-    "no T5": ("llama", ["--layout", "comfy"], "ComfyUI reads the encoder of T5, UMT5 or mT5, and this is 'llama'"),
     "an ungated UMT5": ("umt5-ungated", ["--layout", "wan"], "Wan has gelu_new for an activation, and the config relu"),
     "shards": (
         "t5-encoder",

@@ -411,7 +411,9 @@ FEW = ("t5", "pegasus", "gemma2")  # an eps in the config, a drift, gains that r
 def test_what_bounds_alone_claim_of_any_family_a_run_does_not_withdraw(
     kind: str, tmp_path: Path, few_batches: None
 ) -> None:
-    source = tiny.save(tiny.build(kind, **tiny.few_layers(kind)), tmp_path / "source")
+    # A stream that needs 2^-3 brings the eps of BigBird-Pegasus into its states.
+    factor = 300.0 if kind == "bigbird_pegasus" else 900.0
+    source = tiny.save(tiny.build(kind, factor=factor, **tiny.few_layers(kind)), tmp_path / "source")
     result = convert(source, tmp_path / "out", run_model=False)
     assert result.safe and result.report["tiers"]["torch"]["proof"] == "certified"
     assert problems(tmp_path / "out") == []

@@ -35,6 +35,7 @@ ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}  # the names
 
 FILES = {
     "advise/configs.py",
+    "checkpoint/layouts.py",
     "checkpoint/naming.py",
     "checkpoint/pipeline_classes.py",
     "checkpoint/side_modules.py",

@@ -410,6 +410,7 @@ def test_convert_finetunes_what_is_safe_and_not_certified_where_the_recipe_asks_
 def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do_and_where_it_was_not_asked_for_attacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    without_edits(monkeypatch)
     monkeypatch.setattr(BoundConstraint, "hold", lambda *given: None)
     path = written(tmp_path, "evaluation: {attack_steps: 0}")
     assert main(["finetune", str(path)]) == 1

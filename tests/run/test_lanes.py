@@ -233,7 +233,7 @@ def test_a_weight_is_in_memory_only_while_a_lane_is_at_its_place(folders: dict[s
 def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_rewritten_certified_and_audited(
     tmp_path: Path, warm_python: Path
 ) -> None:
-    """17 blocks of 8.5 MB in fp32, of which 16 would fit. The plan is a drawn one: the tables by which one is made grow
+    """17 blocks of 8.5 MB in fp32, which do not fit. The plan is a drawn one: the tables by which one is made grow
     with the channels, of which this model has many for its size."""
     shape = {"d_model": 1024, "d_ff": 1024, "num_layers": 16, "num_decoder_layers": 1}
     folder, out, plan = tiny.save(tiny.t5(**shape), tmp_path / "source"), tmp_path / "out", tmp_path / "plan.json"

@@ -10,7 +10,7 @@ from support import tiny
 from support.words import TEXTS
 
 from bf16_to_fp16.run.batch import IGNORED_LABEL, SHORT, SWEEP, Batch, describe_batches, run_batch
-from bf16_to_fp16.run.probe import audit_batches, batches, one_batch, random_rows, rows_of
+from bf16_to_fp16.run.probe import audit_batches, batches, images, one_batch, random_rows, rows_of
 
 pytestmark = pytest.mark.usefixtures("whole_probe")
 
@@ -191,3 +191,8 @@ def test_of_data_the_inputs_name_the_file_without_its_folder_and_the_rows(source
     assert [entry["kind"] for entry in listed["batches"]] == ["data", "generate"]
     assert str(tmp_path) not in json.dumps(listed)
     assert describe_batches([], seed=0, data="org/name")["data"] == {"name": "org/name", "rows": 0}
+
+
+def test_the_row_about_an_image_is_dealt_out_whole() -> None:
+    (batch,) = images(tiny.build("gemma3-images").config)
+    assert batch.rows(slice(0, None, 4)) is batch

@@ -410,6 +410,39 @@ def flux2_klein_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
     return pipe.transformer(latents, e[0], AT / 1000, ids, e[1], None, return_dict=False)
 
 
+def flux2() -> dict[str, Any]:
+    """Return Flux 2 dev, which reads three inner layers of a Mistral 3."""
+    return {**flux2_klein(), "text_encoder": encoder("mistral3", num_hidden_layers=31)}
+
+
+def hunyuan_image() -> dict[str, Any]:
+    transformer = model(
+        "HunyuanImageTransformer2DModel",
+        **HEADS,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=WIDTH,
+        text_embed_2_dim=WIDTH,
+        rope_axes_dim=(8, 8),
+    )
+    linears = ("context_embedder.proj_in.weight", "context_embedder.time_text_embed.text_embedder.linear_1.weight")
+    return {
+        **flow(),
+        "text_encoder": encoder("qwen2_5_vl", num_hidden_layers=4),
+        "tokenizer": of_bytes(),
+        "text_encoder_2": encoder("t5-encoder"),
+        "tokenizer_2": transformers.ByT5Tokenizer(extra_ids=125),
+        "transformer": quiet(transformer, *linears),
+    }
+
+
+def hunyuan_image_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
+    return pipe.transformer(torch.randn(1, 4, 4, 4), AT, e[0], e[1], None, e[2], e[3], return_dict=False)
+
+
 ALONE = {"do_classifier_free_guidance": False}
 SHORT = {"max_sequence_length": LENGTH}
 CASES = (
@@ -437,4 +470,6 @@ CASES = (
     ),
     Case("HiDreamImagePipeline", hidream, hidream_step, SHORT | ALONE, ("text_encoder_3", "text_encoder_4")),
     Case("Flux2KleinPipeline", flux2_klein, flux2_klein_step, SHORT),
+    Case("Flux2Pipeline", flux2, flux2_klein_step, SHORT),
+    Case("HunyuanImagePipeline", hunyuan_image, hunyuan_image_step, {}, ("text_encoder", "text_encoder_2")),
 )

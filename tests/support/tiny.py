@@ -229,6 +229,15 @@ def qwen_vl(name: str, **vision: Any) -> Callable[..., Any]:
     return made
 
 
+QWEN2_5_VL = qwen_vl("Qwen2_5_VL", fullatt_block_indexes=[0], window_size=16)
+QWEN3_VL = qwen_vl("Qwen3VL", **DEEP)
+
+
+def headless(made: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes the same model without its head."""
+    return lambda **changes: made(**changes).model
+
+
 def mistral3(**changes: Any) -> Any:
     """Return a Mistral 3 with a Pixtral tower; changes: to the config of its text model."""
     tied = changes.pop("tie_word_embeddings", False)
@@ -435,9 +444,9 @@ ENTRIES = (
         alike=("gemma3-untied",),
     ),
     Entry(
-        kinds={"gemma3-images": gemma3_images},
+        kinds={"gemma3-images": gemma3_images, "gemma3-images-states": headless(gemma3_images)},
         shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
-        alike=("gemma3-images",),
+        alike=("gemma3-images", "gemma3-images-states"),
     ),
     Entry(
         kinds={"gemma2": stock("Gemma2ForCausalLM", GEMMA3_SHAPE, **CAPS)},
@@ -460,20 +469,29 @@ ENTRIES = (
         kinds={"glm4": stock("Glm4ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},
         shape=LLAMA_DRAWN | {"head_dim": (4, 8, 10), "attention_bias": (False, True)},
     ),
-    Entry(kinds={"qwen2_5_vl": qwen_vl("Qwen2_5_VL", fullatt_block_indexes=[0], window_size=16)}, shape=VL_DRAWN),
+    Entry(
+        kinds={"qwen2_5_vl": QWEN2_5_VL, "qwen2_5_vl-states": headless(QWEN2_5_VL)},
+        shape=VL_DRAWN,
+        alike=("qwen2_5_vl-states",),
+    ),
     Entry(
         kinds={"qwen2_5_vl_text": stock("Qwen2_5_VLTextModel", VL_SHAPE)}, shape=VL_DRAWN, alike=("qwen2_5_vl_text",)
     ),
     Entry(
-        kinds={"qwen3_vl": qwen_vl("Qwen3VL", **DEEP)},
+        kinds={"qwen3_vl": QWEN3_VL, "qwen3_vl-states": headless(QWEN3_VL)},
         shape={key: values for key, values in LLAMA_DRAWN.items() if key != "head_dim"},
+        alike=("qwen3_vl-states",),
     ),
     Entry(
         kinds={"qwen3_vl_text": stock("Qwen3VLTextModel", LLAMA_SHAPE, rope_parameters=MROPE)},
         shape=LLAMA_DRAWN,
         alike=("qwen3_vl_text",),
     ),
-    Entry(kinds={"mistral3": mistral3}, shape=LLAMA_DRAWN),
+    Entry(
+        kinds={"mistral3": mistral3, "mistral3-states": headless(mistral3)},
+        shape=LLAMA_DRAWN,
+        alike=("mistral3-states",),
+    ),
     Entry(
         kinds={"olmo2": stock("Olmo2ForCausalLM", LLAMA_SHAPE)},
         shape=LLAMA_DRAWN | {"attention_bias": (False, True)},

@@ -1,0 +1,143 @@
+"""``--layout comfy`` of decoder-only encoders: ComfyUI's class for them loads the file and computes the source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import exhaustive, tiny, tools
+
+from bf16_to_fp16 import certify, convert, undo, verify
+from bf16_to_fp16.checkpoint import layouts
+from bf16_to_fp16.cli import main
+
+KINDS = ("qwen3", "qwen2_5_vl", "gemma3-images", "llama", "mistral3")
+IDS = torch.arange(1, 96).view(19, 5)  # within the window, which ComfyUI had none of before 2026
+
+
+def model_of(kind: str, **changes: Any) -> Any:
+    """Return a model whose stream overflows; scores are scaled by the size of a head, as ComfyUI has it."""
+    model = tiny.small(kind, **changes | ({"query_pre_attn_scalar": 10} if kind.startswith("gemma") else {}))
+    text = model.config.get_text_config()
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return model
+
+
+def host(monkeypatch: pytest.MonkeyPatch, model: Any, fit: str = "One", unfit: str = "Two") -> layouts.Hosted:
+    """Let ComfyUI have a class for a model of this size, which pipelines of these names read."""
+    text, kind = model.config.get_text_config(), model.config.model_type
+    shape = " ".join(str(getattr(text, key)) for key in layouts.SHAPE)
+    hosted = replace(layouts.COMFY_MODELS[kind], sizes=(layouts.sized("Small", shape, fit, unfit),))
+    monkeypatch.setitem(layouts.COMFY_MODELS, kind, hosted)
+    return hosted
+
+
+def read_by_comfy(file: Path, model: Any, eps: float) -> tools.ComfyDecoder:
+    """Return ComfyUI's class with the tensors of a file, each of which it has a place for."""
+    reader = tools.ComfyDecoder(model.config.get_text_config(), eps)
+    tower = ("visual.", "vision_model.", "vision_tower.", "multi_modal_projector.")
+    inside = {name: t for name, t in load_file(file).items() if name not in layouts.TOKENIZERS}
+    reader.load_state_dict({name: t for name, t in inside.items() if not name.startswith(tower)}, strict=True)
+    return reader
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).square().sum() / wanted.double().square().sum())
+
+
+@pytest.mark.parametrize("kind", exhaustive.beyond(["qwen2_5_vl", "gemma3-images"], [*KINDS]))
+def test_comfyuis_class_computes_the_source_in_fp32_and_in_fp16(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = model_of(kind), tmp_path / "out.safetensors"
+    hosted, source = host(monkeypatch, model), tiny.save(model, tmp_path / "source")
+    name, file = hosted.tokenizer
+    if name:
+        (source / file).write_bytes(tools.SPIECE)
+    done = convert(source, out, layout="comfy", as_class=hosted.stock)
+    assert done.safe and done.report["target"] == "half" and done.plan.eps == hosted.eps
+    assert any("for One alone: for Two ComfyUI reads inner states" in note for note in done.notes)
+    tensors = load_file(out)
+    assert {t.dtype for n, t in tensors.items() if n != name} == {torch.float16}
+    assert not name or bytes(tensors[name].tolist()) == tools.SPIECE
+    with torch.no_grad():
+        wanted = model.model(input_ids=IDS).last_hidden_state
+        bf16 = error(model.model.bfloat16()(input_ids=IDS).last_hidden_state, wanted)
+        reader = read_by_comfy(out, model, hosted.eps)
+        assert error(reader(IDS)[0], wanted) < bf16 / 16
+        assert error(reader.half()(IDS, torch.float16)[0], wanted) < bf16 / 16
+        text = getattr(model.model, "language_model", model.model).state_dict()
+        reader.load_state_dict({f"model.{key}": weight for key, weight in text.items()})
+        assert not error(reader(IDS, torch.float16)[0], wanted) < bf16  # the source overflows, or is NaN
+    assert verify(out, original=source)["problems"] == []
+    assert certify(out)["certificate"]["holds"] == (done.report["proof"] == "certified")
+    back = load_file(undo(out, tmp_path / "back.safetensors"))
+    assert back.keys() == tensors.keys()
+    stock = {hosted.naming.from_stock(key): t for key, t in model.model.state_dict().items()}
+    assert all(torch.allclose(back[key].float(), t.float(), atol=5e-3) for key, t in stock.items())
+
+
+def test_a_stream_that_only_linears_read_stays_and_its_overflow_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flux 2 reads inner states of Mistral 3 in a linear of its own, which no file of the encoder can scale."""
+    for factor, status in ((900.0, 1), (6.0, 0)):
+        model = model_of("mistral3", factor=factor)
+        hosted, source = host(monkeypatch, model, fit=""), tiny.save(model, tmp_path / f"source-{status}")
+        out = tmp_path / f"out-{status}.safetensors"
+        assert main(["convert", str(source), str(out), "--layout", "comfy", "--as", hosted.stock]) == status
+        said = " ".join(capsys.readouterr().out.split())
+        assert "the stream stays as it is, since ComfyUI reads inner states of Small for Two" in said
+        with torch.no_grad():
+            wanted, found = model.model(input_ids=IDS, output_hidden_states=True), read_by_comfy(out, model, hosted.eps)
+            assert all(error(x, y) < 1e-7 for x, y in zip(found(IDS)[1], wanted.hidden_states, strict=False))
+
+
+def test_a_file_of_comfyui_is_a_source_with_the_models_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of("qwen3")
+    hosted, source = host(monkeypatch, model), tiny.save(model, tmp_path / "source")
+    file, out = tmp_path / "comfy.safetensors", tmp_path / "out.safetensors"
+    save_file(
+        tools.stored(model.model, prefix="model.")
+        | {"model.embed_tokens.weight": model.model.embed_tokens.weight.bfloat16().clone()},
+        file,
+    )
+    line = ["convert", str(file), str(out), "--layout", "comfy", "--config", str(source / "config.json"), "--no-audit"]
+    assert main(line) in (0, 1)
+    assert main(
+        ["convert", str(source), str(tmp_path / "other.safetensors"), *line[3:5], "--as", hosted.stock, "--no-audit"]
+    ) in (0, 1)
+    one, other = load_file(out), load_file(tmp_path / "other.safetensors")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    capsys.readouterr()
+    assert main([*line[:5], "--force"]) == 2
+    assert "give its config.json with --config" in capsys.readouterr().err
+
+
+REFUSED = {
+    "a head": ("qwen3", [], "ComfyUI reads encoders alone; add --as Qwen3Model, or choose --layout single"),
+    "another size": (
+        "qwen3",
+        ["--as", "Qwen3Model"],
+        "ComfyUI has classes for Qwen3 0.6B, Qwen3 1.7B, Qwen3 4B, Qwen3 8B,",
+    ),
+    "another family": ("olmo2", ["--as", "Olmo2Model"], "Gemma 2 or Gemma 3, and this is 'olmo2'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_comfyui_has_no_class_for_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, options, said = REFUSED[name]
+    source = tiny.save(tiny.small(kind), tmp_path / "source")
+    capsys.readouterr()
+    assert main(["convert", str(source), str(tmp_path / "out.safetensors"), "--layout", "comfy", *options]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in line and [path.name for path in tmp_path.iterdir()] == ["source"]
