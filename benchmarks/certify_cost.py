@@ -1,6 +1,8 @@
-"""What does a certificate cost? Its processor time at the layer shapes of large checkpoints beside reading their files.
+"""What does a certificate cost? Its processor time at the layer shapes of large checkpoints beside reading their files,
+and, with --held, what bounds that are held cost a training step on two processes with half of every weight each.
 
 python benchmarks/certify_cost.py
+python benchmarks/certify_cost.py --held t5-v1_1-base
 """
 
 from __future__ import annotations
@@ -21,11 +23,16 @@ from typing import Any
 
 import synthetic
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.finetuning.bound_constraint import BoundConstraint
+from bf16_to_fp16.finetuning.distillation import deal_out
+from bf16_to_fp16.finetuning.mixed_precision import MixedPrecision
+from bf16_to_fp16.rescaling.weights import ModelTensors
 
 WHOLE = [name for name, shape in synthetic.SHAPES.items() if shape.decoder_layers]
 PRODUCTS = {"mm", "bmm", "addmm", "mv", "dot", "addmv", "baddbmm"}
@@ -153,6 +160,58 @@ def cost(names: list[str], threads: int, profile: bool) -> None:
                 print(f"  {seconds:8.2f} {function}")
 
 
+LENGTH = 512  # ids of the one row of a step, a quarter of them of its target
+
+
+def held_on(rank: int, folder: Path, layers: int) -> dict[str, Any]:
+    """Train random weights of a folder's shape in one of two processes: seconds of a step under fp16 AMP, and of
+    holding the bounds where they hold and where the largest is a bit over; peaks in GB."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    config = transformers.AutoConfig.from_pretrained(folder, num_layers=layers, num_decoder_layers=layers)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    layout, device = resolve(ModelTensors(model)), torch.device("cpu")
+    model = deal_out(model.train(), device)
+    optimizer, amp = torch.optim.AdamW(model.parameters(), lr=1e-5), MixedPrecision("fp16", device)
+    ids = torch.randint(config.vocab_size, (1, LENGTH))
+    seconds = []
+    for _ in range(2):  # the first makes the moments
+        begin = time.perf_counter()
+        with amp.whole_step():
+            with amp.forward():
+                logits = model(input_ids=ids, decoder_input_ids=ids[:, : LENGTH // 4], use_cache=False).logits
+            (logits.float().logsumexp(-1).mean() * amp.scale).backward()
+            amp.finish(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begin)
+    plain = peak_megabytes()
+    constraint = BoundConstraint(layout, model)
+    constraint.first = 0
+    found = {"parameters": sum(p.numel() for p in model.parameters()), "step": seconds[-1], "plain GB": plain / 1e3}
+    for name, over in (("held", 0.0), ("pulled", 1.0)):
+        largest = max(float(bits.max()) for bits in constraint.excess().values())
+        constraint.target *= 2 ** (largest - over)
+        begin = time.perf_counter()
+        constraint.hold(1, 10)
+        found[name] = time.perf_counter() - begin
+    return found | {"GB": peak_megabytes() / 1e3}
+
+
+def held(name: str, layers: int) -> None:
+    """Print what holding the bounds costs a step at the shape ``name`` with so many layers in each stack."""
+    with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-bench-") as work:
+        folder = Path(work) / "source"
+        synthetic.write(folder, synthetic.SHAPES[name].with_layers(1))
+        given = [sys.executable, __file__, name, "--child", str(folder), "--layers", str(layers), "--rank"]
+        processes = [subprocess.Popen([*given, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
+        said, _ = [process.communicate()[0] for process in processes]
+        found = json.loads(said.splitlines()[-1])
+    shares = [(found["step"] + found[each]) / found["step"] for each in ("held", "pulled")]
+    print(f"{name}, {layers} layers: {found}; a step {shares[0]:.2f} and {shares[1]:.2f} times as long")
+
+
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -162,8 +221,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="where the time goes")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--held", action="store_true", help="what held bounds cost a step on two processes")
+    parser.add_argument("--layers", type=int, default=12, help="of each stack, with --held")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
+    if options.rank is not None:
+        print(json.dumps(held_on(options.rank, Path(options.child), options.layers)), flush=True)
+        torch.distributed.barrier()
+        os._exit(0)  # gloo's threads may still run
+    elif options.held:
+        for name in options.shapes:
+            held(name, options.layers)
+    elif options.child:
         print(json.dumps(cost_of(Path(options.child), options.threads)))
     else:
         cost(options.shapes or WHOLE, options.threads, options.profile)

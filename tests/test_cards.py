@@ -111,7 +111,7 @@ def test_a_run_on_a_card_without_bf16_says_so_and_never_uses_it(
     source = saved(tmp_path / "source", 30, dtype=torch.bfloat16)
     tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu", "schedule": {"steps": 3, "bf16_steps": 2}}
     recipe = Recipe.model_validate(tree | {"evaluation": {"every": 100}})
-    run.train(recipe.settled(in_parts=False), open_checkpoint(source), progress=Progress())
+    run.train(recipe.settled(), open_checkpoint(source), progress=Progress())
     assert [row["precision"] for row in rows_of(tmp_path / "out.run", "precision")] == ["fp32", "fp32", "fp16"]
     said = "cpu is a Volta and has no bf16: the teacher is fp32, and the steps before fp16 holds are in fp32 too\n"
     assert capsys.readouterr().err.count(said) == 1

@@ -282,14 +282,11 @@ class Recipe(Section):
         chosen._asked = self.asked
         return chosen
 
-    def settled(self, *, in_parts: bool) -> Recipe:
-        """Return it with ``penalty.certify`` decided where it is left open: for half and auto, with a penalty.
-
-        in_parts: each process has a part of the weights only, and would gather all of them once more in each step.
-        """
+    def settled(self) -> Recipe:
+        """Return it with ``penalty.certify`` decided where it is left open: for half and auto, with a penalty."""
         if self.penalty.certify is not None:
             return self
-        certify = self.target in CERTIFIABLE and self.penalty.form != "none" and not in_parts
+        certify = self.target in CERTIFIABLE and self.penalty.form != "none"
         return self.model_copy(update={"penalty": self.penalty.model_copy(update={"certify": certify})})
 
     @property

@@ -105,7 +105,7 @@ def finetune(
         command, recipe = Command(str(recipe), tuple(overrides), launcher()), read_recipe(recipe, overrides)
     elif not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe)
-    asked, recipe = recipe, recipe.settled(in_parts=in_parts())
+    asked, recipe = recipe, recipe.settled()
     out = Path(recipe.out)
     check_recipe(recipe)
     check_out(out, recipe.source, force=force)  # before a download
@@ -291,7 +291,7 @@ def convert_or_finetune(
     # A JSON string is a YAML string, whatever is in it.
     overrides = tuple(f"{key}={json.dumps(value)}" for key, value in given.items())
     read_as = read_recipe(recipe, overrides)
-    chosen = read_as.settled(in_parts=False)
+    chosen = read_as.settled()
     check_recipe(chosen)
     check_out(out, source, force=force)
     checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)

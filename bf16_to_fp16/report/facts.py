@@ -196,15 +196,21 @@ def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[Distance]]:
 
 
 def furthest(run: schema.FinetuneEntry) -> str:
-    """Return on which kind of input a finetune's result is furthest from the original, and how far; empty where nothing
-    was measured."""
+    """Return on which kind of input a finetune's result is furthest from the original, and how far, with what its
+    untrained start had there if that was nearer and did not hold the bounds; empty where nothing was measured."""
     what, unit, found = distances(run)
     if not found:
         return ""
     worst = max(found, key=lambda each: math.inf if each.value is None else each.value)
     same = "" if worst.agreement is None else f", {math.floor(100 * worst.agreement)}% with the same best choice"
     measure = what.partition(" to ")[0]
-    return f"furthest from the original on {worst.where}: {measure} {scientific(worst.value)}{unit}{same}"
+    said = f"furthest from the original on {worst.where}: {measure} {scientific(worst.value)}{unit}{same}"
+    start = next((each for each in run.evaluations if each.get("step") == 0), {})
+    before = next(start.get(f"{kind}_divergence") for kind, where in KINDS.items() if where == worst.where)
+    over = start.get("bounds_over")
+    if over and before is not None and worst.value is not None and before < worst.value:
+        said += f"; untrained, with {counted(over, 'bound')} over fp16, {scientific(before)}"
+    return said
 
 
 def moved_by(run: schema.FinetuneEntry) -> str:

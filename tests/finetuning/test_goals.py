@@ -185,13 +185,18 @@ def test_the_kind_of_input_on_which_it_is_furthest_stands_in_the_line_of_the_ver
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = dump(finetuned(1.5))
-    report["finetune"]["evaluations"][-1] |= {"unlike_divergence": 0.125, "unlike_agreement": 0.75}
-    print_conversion(read(Report, report), tmp_path)
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("output: safe"))
-    assert line.endswith(
-        "; furthest from the original on code, figures and other languages: KL 0.125 nats per token,"
-        " 75% with the same best choice"
-    )
+    evaluations = report["finetune"]["evaluations"]
+    evaluations[-1] |= {"unlike_divergence": 0.125, "unlike_agreement": 0.75}
+    # A start that was nearer is told of where only its bounds stood in its way.
+    for over, nearer, said in ((3, 0.03, "; untrained, with 3 bounds over fp16, 0.03"), (3, 0.2, ""), (0, 0.03, "")):
+        start = {"step": 0, "unlike_divergence": nearer, "bounds_over": over}
+        report["finetune"]["evaluations"] = [start, *evaluations]
+        print_conversion(read(Report, report), tmp_path)
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("output: safe"))
+        assert line.endswith(
+            "; furthest from the original on code, figures and other languages: KL 0.125 nats per token,"
+            f" 75% with the same best choice{said}"
+        )
 
 
 def test_a_published_command_names_no_folder_of_this_machine() -> None:

@@ -278,19 +278,18 @@ def test_the_list_of_keys_has_every_key_with_its_default() -> None:
 
 
 def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> None:
-    """For half and auto, by a penalty, in processes that have whole weights; what is asked for stays as it is."""
+    """For half and auto, by a penalty; what is asked for stays as it is."""
 
-    def settled(*, parts: bool = False, penalty: dict[str, Any] | None = None, **settings: Any) -> Recipe:
+    def settled(*, penalty: dict[str, Any] | None = None, **settings: Any) -> Recipe:
         tree = {"source": "a", "out": "b", "data": {"path": "c"}, "penalty": penalty or {}, **settings}
-        return parse_recipe(tree).settled(in_parts=parts)
+        return parse_recipe(tree).settled()
 
     for target, certify in (("half", True), ("auto", True), ("norm-safe", False), ("train", False)):
         recipe = settled(target=target)
         assert recipe.penalty.certify is certify, target
         assert recipe.planned_target == ("half" if certify else target)
-    assert settled(parts=True).penalty.certify is False
     assert settled(penalty={"form": "none"}).penalty.certify is False
-    assert settled(penalty={"form": "none", "certify": True}, parts=True).penalty.certify is True
+    assert settled(penalty={"form": "none", "certify": True}).penalty.certify is True
     assert settled(penalty={"certify": False}).penalty.certify is False
 
 

@@ -559,7 +559,7 @@ def test_the_report_of_a_finetune_has_the_curves_of_its_log(tmp_path: Path) -> N
     recipe = parse_recipe({"source": str(source), "out": str(tmp_path / "out"), "data": {"path": "texts.jsonl"}})
     (tmp_path / "log.jsonl").write_text('{"step": 10, "task_loss": 2.5, "loss_scale": 64.0}\n')
     run = Run(tmp_path, Outcome(10, 100, (), (), ()), {}, 1, ["cpu"], None)
-    found = dump(lineage_of(open_checkpoint(source), recipe, recipe.settled(in_parts=False), run).finetune)
+    found = dump(lineage_of(open_checkpoint(source), recipe, recipe.settled(), run).finetune)
     assert found["curves"]["step"] == [10] and found["curves"]["loss_scale"] == [64.0]
     assert [p.stack for p in curve_pictures(found)] == ["losses", "loss scale"]
     # What was written, and what became of it.
