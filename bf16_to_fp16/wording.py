@@ -45,9 +45,9 @@ def rounded_up(value: float, digits: int) -> float:
 
 def headroom(value: float | None) -> str:
     """Return headroom as a factor and in bits, rounded down: "3.2 × (1.7 bits)", with two decimals under one bit;
-    "none" past the limit, "all" for more than fp16 has, "–" where there is no limit."""
+    "none" past the limit, "all" for more than fp16 has, "no limit" where there is none."""
     if value is None or math.isnan(value):
-        return "–"
+        return "no limit"
     if value < 0:
         return "none"
     if value > FULL_HEADROOM_BITS:

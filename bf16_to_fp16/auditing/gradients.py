@@ -39,7 +39,8 @@ class GradientSite:
 class Gradients:
     """What the backward pass shows under fp16 AMP. ``loss_scale``: the largest power of two, up to 2¹⁶, at which no
     gradient overflows, None where none is small enough; ``flushed``: the share of all elements that are 0 in fp16 and
-    not in fp32; ``largest``: the site that decides the scale; ``sites``: from the most flushed on."""
+    not in fp32; ``largest``: the site that decides the scale, without one the site whose gradient overflows at any,
+    None where the loss is not finite; ``sites``: from the most flushed on."""
 
     loss_scale: float | None
     flushed: float = 0.0
@@ -66,17 +67,19 @@ def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]
 def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int = 0) -> Gradients:
     """Return the range of a model's gradients on batches, each a step of its own; model: in fp32 and training."""
     inputs = [batch for batch in batches if not batch.generate]
-    fits, fails, sites = -1, FIRST_EXPONENT + 1, dict[str, _Sum]()
+    fits, fails, sites, broken = -1, FIRST_EXPONENT + 1, dict[str, _Sum](), dict[str, _Sum]()
     tried = FIRST_EXPONENT
     while fails - fits > 1:
         found = _backward(model, inputs, 2.0**tried, autocast=True, seed=seed)
         if found and all(math.isfinite(site.amax) for site in found.values()):
             fits, sites = tried, found
         else:
-            fails = tried if found else 0  # where the loss is not finite no scale helps
+            fails, broken = tried if found else 0, found  # where the loss is not finite no scale helps
         tried = (fits + fails) // 2
     if not sites:
-        return Gradients(None)
+        past = [name for name, site in broken.items() if not math.isfinite(site.amax)]
+        # In the order of the backward pass.
+        return Gradients(None, largest=GradientSite(past[0], math.inf, 0.0) if past else None)
     return _range(2.0**fits, sites, _backward(model, inputs, 1.0, autocast=False, seed=seed))
 
 

@@ -21,6 +21,7 @@ from ..errors import UserError
 from ..families.layout import Layout
 from ..progress import Progress, shown_by
 from ..quiet import quiet
+from ..report.page import Result
 from ..report.schema import ArithmeticEntry, ComparisonEntry, Environment, RuntimeCheck, dump
 from ..run import probe
 from ..run.agreement import agreed_layout
@@ -81,7 +82,7 @@ def check(
         bf16=bf16,
         environment=Environment.model_validate(environment("cpu", {})),
     )
-    return dump(found)
+    return Result(dump(found))
 
 
 def opened(source: str | Path) -> tuple[Checkpoint, Layout]:

@@ -32,6 +32,7 @@ from ..errors import UserError
 from ..families.known import is_converted_in
 from ..progress import Progress, shown_by
 from ..quiet import quiet
+from ..report import facts
 from ..report.schema import (
     FileEntry,
     Output,
@@ -125,7 +126,7 @@ def convert_pipeline_by(
     local, uses = pipeline.revision is None, uses_of(pipeline)
     place.check(pipeline.folder)
     for name in uses.assumed:
-        progress.say(assumption(pipeline.kind, name))
+        progress.say(facts.assumption(pipeline.kind, name))
     if local:
         check_linears(pipeline.folder, uses)
     if place.dry_run:
@@ -182,11 +183,6 @@ def convert_pipeline_by(
         then = next_of(asked, read(Report, one.report), pipeline.source, beside) if one.next else ""
         moved[name] = replace(one, out=place.out / name, next=then)
     return PipelineConversion(dump(report), place.out, moved)
-
-
-def assumption(kind: str, name: str) -> str:
-    """Return in words what is assumed of an encoder in a pipeline of an unknown class."""
-    return f"what {kind} reads of {name} is not known; taken to be its last states, which conversion leaves as they are"
 
 
 def readings_of(pipeline: Pipeline, uses: Uses, name: str, done: Conversion) -> list[ReadingEntry]:

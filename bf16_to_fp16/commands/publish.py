@@ -31,6 +31,7 @@ from ..errors import UserError
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.card import listing_files, warned
+from ..report.page import Result
 from ..report.remedies import going_on_from, over_limits, unsafe_sites
 from ..report.schema import CARD, PAGE, REPORT, CertificateEntry, FileEntry, Report, dump, regimes_of
 from ..run.agreement import agreed_layout
@@ -409,7 +410,7 @@ def publish(
         check_no_secrets(upload, known)  # before anything of it is shown
     confirmed = confirm is None or confirm(upload)
     if dry_run or not confirmed:
-        return outcome(upload, asked) | {"dry_run": dry_run}
+        return Result(outcome(upload, asked) | {"dry_run": dry_run})
     token = token_of(token, endpoint)
     client = HfApi(endpoint=endpoint, token=token, library_name="bf16_to_fp16")
     target = Target(client, asked, token, progress)
@@ -425,13 +426,13 @@ def publish(
         there = already(target, remote, upload)
     if there is not None:
         progress.say(f"{target.repo} has all of it already; nothing to upload")
-        return there
+        return Result(there)
     items = upload.items()
     result = outcome(upload, asked) | {"dry_run": False}
     with target.explained():
         if remote is None:
             create(target)
-        return result | upload_missing(target, upload, looked_again(target, items), items)
+        return Result(result | upload_missing(target, upload, looked_again(target, items), items))
 
 
 def already(target: Target, remote: Remote | None, upload: Upload) -> dict[str, Any] | None:

@@ -321,6 +321,8 @@ def _write(path: Path, text: str) -> None:
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as new:
             new.write_text(text, encoding="utf-8", newline="\n")
+    except FileExistsError as error:
+        raise UserError(f"{error.filename} is a file, and no folder to write in; give another out") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give another out") from error
 

@@ -506,7 +506,8 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
     if broken is not None:
         raise UserError(
             f"{broken} is not finite in {first} before the first step, and a penalty on it has no gradient;"
-            + (" set precision: [bf16, fp16]" if recipe.rescale else " set rescale: true, or precision: [bf16, fp16]")
+            + (" set precision: fp32" if first == "bf16" else " set precision: [bf16, fp16]")
+            + ("" if recipe.rescale else ", or rescale: true")
         )
     return first == "fp16"
 

@@ -92,7 +92,7 @@ class Watch:
         if len(row) >= OVERFLOW_STOP:
             raise UserError(
                 f"{len(row)} steps in a row overflow, down to a loss scale of {seen['loss_scale']:g}{self._worst()};"
-                " rescale first, begin with precision [bf16, fp16], or lower the learning rate"
+                f" {self._way_out()}, or lower schedule.learning_rate"
                 if seen["loss_scale"] is not None
                 else f"{len(row)} steps in a row have no finite gradient{self._worst()}; lower the learning rate"
             )
@@ -111,6 +111,14 @@ class Watch:
                 " raise schedule.learning_rate, lower penalty.headroom_bits,"
                 " or let the task go: distillation.weight 0"
             )
+
+    def _way_out(self) -> str:
+        """Say what of the recipe would keep the activations or gradients of fp16 steps finite, and is not set yet."""
+        if not self.recipe.rescale:
+            return "set rescale: true"
+        if self.recipe.precision == ("fp16",):
+            return "set precision: [bf16, fp16]"
+        return "set precision: fp32"
 
     def _worst(self) -> str:
         """Say which site is furthest past its target, if one is."""

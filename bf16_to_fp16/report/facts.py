@@ -39,6 +39,12 @@ MOST_UNCERTIFIED = 400  # sites without a proof that a page lists, the worst; th
 UNCERTIFIED_SHOWN = 12  # of them, those that a page shows at once; the others unfold
 BF16_BITS = 8  # significant bits of bf16, under which a conversion would have lost what the source had
 
+REGIME_MEANINGS = {
+    "stock": "as from_pretrained(dtype=torch.float16) loads it",
+    "amp": "fp32 weights under torch.autocast",
+    "half": "every parameter in fp16, .half()",
+}
+
 
 def bound_rows(certificate: schema.CertificateEntry, count: int | None = TIGHTEST) -> list[schema.BoundEntry]:
     """Return the sites with least headroom by their bound, tightest first."""
@@ -68,11 +74,15 @@ def where(target: str) -> str:
     return WHERE.get(target, f"for {target}") if target else ""
 
 
+AT_LEAST = " at least"  # behind the name of an arithmetic whose own bounds may be tighter
+
+
 def by_proof(report: schema.Report) -> list[tuple[str, float]]:
     """Return (arithmetic, bits of headroom) for any input by a certificate that holds: in PyTorch, and where norms
     square the stream in fp16, which comes nearer to the limit.
 
-    The bounds are those of the report's own arithmetic. They hold in PyTorch too, where others may be tighter.
+    The bounds are those of the report's own arithmetic. Those for norms in fp16 hold in PyTorch too, where ``certify``
+    finds tighter ones: ``AT_LEAST``.
     """
     certificate, target = report.certificate, report.target or ""
     assert certificate is not None  # which holds
@@ -81,7 +91,8 @@ def by_proof(report: schema.Report) -> list[tuple[str, float]]:
         return [(where(target), certificate.headroom_bits)]
     others = [site.headroom_bits for site in certificate.sites if site.kind != SiteKind.SQUARES]
     plain, normed = (tier.target for tier in TIERS[:2])
-    return [(where(plain if target == normed else target), min(others)), (where(normed), min(squares))]
+    place = f"{where(plain)}{AT_LEAST}" if target == normed else where(target)
+    return [(place, min(others)), (where(normed), min(squares))]
 
 
 def any_input(report: schema.Report) -> str:
@@ -226,7 +237,7 @@ def claim_end(padding: int | None, family: str | None, model_class: str | None =
     aside = f", the {tower} aside" if (tower := tower_of(family)) else ""
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:
-        return (" in which every position sees a token" if has_blind_padding(family) else "") + aside
+        return (" but for padding that sees no token" if has_blind_padding(family) else "") + aside
     if padding is None:
         return f" without padding{aside}"
     return f" (padded on the right by at least {counted(padding, 'position')}, or not at all){aside}"
@@ -276,8 +287,8 @@ def padding_advice(report: schema.Report) -> str:
         ran = {entry.attention for regime in report.regimes.values() for entry in regime.runs}
         first = "" if ran == {"eager"} else f"use SDPA{'' if ran else ', where the class has it'}, or "
         return (
-            "padding that sees no position, left of a row under a causal mask or further from it than a sliding window,"
-            f" can be NaN in fp16 under eager attention in stock code, and its row with it;"
+            "padding left of a row under a causal mask, or further from the row than a sliding window, sees no token;"
+            " in fp16 under eager attention it can be NaN, and its row with it;"
             f" {first}run rows of one length together"
         )
     which, remedy = "a padded row is", "run rows of one length together"
@@ -529,13 +540,28 @@ def underflow_rows(regimes: Mapping[str, schema.RegimeEntry]) -> list[tuple[str,
     return list(rows.values())
 
 
+def runtime_verdict(result: schema.RuntimeCheck) -> tuple[str, str]:
+    """Return the verdict on what a runtime made of an output, and why."""
+    if result.verdict == "unsafe":
+        wrong = "gives inf or NaN" if result.output.nonfinite else "is further from fp32 than bf16 is"
+        return "unsafe", f"the output {wrong} in {result.runtime}"
+    if result.verdict == "safe":
+        return "safe", f"finite, and nearer to fp32 than bf16, in fp16 arithmetic in {result.runtime}"
+    return "no evidence", f"{result.runtime} did not compute in fp16 on this device"
+
+
 def gradients_in_words(report: schema.Report) -> str:
     """Return what the backward pass showed under fp16 AMP; empty where none ran."""
     amp = report.regimes.get("amp")
     if amp is None or (seen := amp.gradients) is None:
         return ""
-    if seen.loss_scale is None or seen.largest is None:
-        return "backward under AMP: the loss or its gradients overflow at any loss scale, so every step is skipped"
+    if seen.largest is None:
+        return "backward under AMP: the forward pass overflows already, so at any loss scale every step is skipped"
+    if seen.loss_scale is None:
+        return (
+            "backward under AMP: the forward pass is finite, and gradients overflow at any loss scale, first at"
+            f" {seen.largest.name}, so every step is skipped"
+        )
     words = (
         f"backward under AMP: gradients fit up to a loss scale of {seen.loss_scale:,.0f} (torch begins at 65,536),"
         f" which {seen.largest.name} sets; at that scale {seen.flushed:.1%} of their elements become 0"
@@ -549,6 +575,11 @@ def attack_breaks(report: schema.Report) -> schema.AttackedSite | None:
     sites = report.attack.sites if report.attack is not None else ()
     worst = min(sites, key=lambda site: site.headroom_bits, default=None)
     return worst if worst is not None and (worst.headroom_bits < 0 or infinite(worst.worst)) else None
+
+
+def assumption(kind: str | None, name: str) -> str:
+    """Return in words what is assumed of an encoder in a pipeline of an unknown class."""
+    return f"what {kind} reads of {name} is not known; taken to be its last states, which conversion leaves as they are"
 
 
 def reading_lines(report: schema.PipelineReport) -> list[str]:

@@ -22,6 +22,7 @@ from markupsafe import Markup, escape
 from ..numerics import FP16_MAX
 from ..wording import (
     bound_magnitude,
+    bytes_in_words,
     counted,
     excess,
     headroom,
@@ -46,6 +47,7 @@ from .schema import (
     FinetuneEntry,
     RegimeEntry,
     Report,
+    RuntimeCheck,
     UnprovenEntry,
     Verification,
     WeightsEntry,
@@ -186,15 +188,26 @@ class Figure:
 
 
 class Result(dict[str, Any]):
-    """A report as a dictionary, which a notebook shows as the verdict and its figures, or check by check."""
+    """A report as a dictionary, which a notebook shows as the verdict and its figures, check by check, or as what was
+    compared or uploaded."""
 
     def _repr_html_(self) -> str:
-        if "checks" not in self:
-            return summary(read(Report, self))
-        found = read(Verification, self)
-        rows = [(name, outcome, "") for name, outcome in found.checks.items()]
-        rows += [(problem.check, problem.name, problem.reason) for problem in found.problems]
-        return fragment("verified" if found.verified else "not verified", rows)
+        if "checks" in self:
+            found = read(Verification, self)
+            rows = [(name, outcome, "") for name, outcome in found.checks.items()]
+            rows += [(problem.check, problem.name, problem.reason) for problem in found.problems]
+            return fragment("verified" if found.verified else "not verified", rows)
+        if "runtime" in self:
+            check = read(RuntimeCheck, self)
+            rows = [
+                (name, f"error {scientific(entry.error)}", f"{entry.nonfinite:,} of {entry.elements:,} not finite")
+                for name, entry in check.sides
+            ]
+            return fragment(": ".join(facts.runtime_verdict(check)), rows)
+        if "uploaded" in self:
+            files = [(each["name"], bytes_in_words(each["nbytes"]), each["sha256"]) for each in self["files"]]
+            return fragment(self["url"] or f"{self['repo']}: nothing was uploaded", files)
+        return summary(read(Report, self))
 
 
 def summary(report: Report) -> str:
@@ -320,19 +333,12 @@ def bound_table(report: Report) -> Table:
     return Table(columns, facts.bound_rows(certificate), title, "bounds")
 
 
-REGIME_MEANINGS = {
-    "stock": "as from_pretrained(dtype=torch.float16) loads it",
-    "amp": "fp32 weights under torch.autocast",
-    "half": "every parameter in fp16, .half()",
-}
-
-
 def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
     """Return a row for each regime: counts, largest value, headroom, tightest site."""
     return [
         {
             "name": name,
-            "meaning": REGIME_MEANINGS.get(name, ""),
+            "meaning": facts.REGIME_MEANINGS.get(name, ""),
             "safe": not regime.broken,
             "nonfinite": regime.nonfinite,
             "saturated": regime.saturated,

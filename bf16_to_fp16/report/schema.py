@@ -280,7 +280,8 @@ class GradientSiteEntry(ReportObject):
 
 class GradientsEntry(ReportObject):
     """The backward pass under fp16 AMP: the largest loss scale at which no gradient overflows, None where each is too
-    large; the share of all elements that are 0 and not in fp32; the site that sets the scale; those that lose most."""
+    large; the share of all elements that are 0 and not in fp32; the site that sets the scale or, without one, overflows
+    at any, None where the loss is not finite; those that lose most."""
 
     loss_scale: Real | None
     flushed: Real
@@ -818,6 +819,12 @@ class RuntimeCheck(Versioned):
     source: ComparisonEntry | None
     bf16: ComparisonEntry
     environment: Environment
+
+    @property
+    def sides(self) -> list[tuple[str, ComparisonEntry]]:
+        """What was compared, by name: the source where it ran, the output, and stock code in bf16."""
+        named = {"source": self.source, "output": self.output, "in torch, bf16": self.bf16}
+        return [(name, entry) for name, entry in named.items() if entry is not None]
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

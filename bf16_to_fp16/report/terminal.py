@@ -83,7 +83,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     if report["left_out"]:
         screen.say(f"left out: {', '.join(report['left_out'])}")
     said = schema.read(schema.PipelineReport, report)
-    for line in facts.reading_lines(said):
+    for line in [*(facts.assumption(said.pipeline, name) for name in said.assumed), *facts.reading_lines(said)]:
         screen.say(line)
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
@@ -103,7 +103,7 @@ def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> Non
     def proven(report: schema.Report, place: str) -> str:
         if report.certificate is None or not report.certificate.holds:
             return "not proven"
-        bits = dict(facts.by_proof(report)).get(place)
+        bits = {said.removesuffix(facts.AT_LEAST): least for said, least in facts.by_proof(report)}.get(place)
         return "not proven" if bits is None else f"{wording.factor(bits)} ×"
 
     def run(report: schema.Report) -> str:
@@ -416,11 +416,12 @@ def brought_back(folder: Path) -> str:
 
 
 def came_through(whose: str, weights: schema.WeightsEntry) -> str:
-    """Return in words how many of someone's weights are brought back bit for bit."""
+    """Return in words how many of someone's weights are brought back bit for bit: those that fp16 held, and perhaps
+    more, since a rounded gain may round to what it was."""
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
         return f"{whose}, all of them bit for bit"
-    return f"{whose}, all but {changed:,} of {weights.elements:,} bit for bit, those to fp16's precision"
+    return f"{whose}, all but at most {changed:,} of {weights.elements:,} bit for bit, those to fp16's precision"
 
 
 def print_uncertified(screen: Output, report: schema.Report) -> None:
@@ -451,11 +452,12 @@ def regime_table(regimes: Mapping[str, schema.RegimeEntry]) -> Table:
     """Return the table of regimes."""
     columns = (
         Column("regime", 0),
+        Column("is", lambda row: facts.REGIME_MEANINGS.get(row[0], "")),
         numbers("non-finite", lambda row: row[1].nonfinite),
         numbers("saturated", lambda row: row[1].saturated),
         numbers("max |x|", lambda row: row[1].reached, wording.reached),
         numbers("headroom", lambda row: wording.headroom_or_excess(row[1].headroom_bits, row[1].reached), str),
-        names("tightest site", lambda row: row[1].tightest or "-"),
+        names("tightest site", lambda row: row[1].tightest or "none"),
     )
     return Table(columns, list(regimes.items()))
 
@@ -464,7 +466,11 @@ SITE_COLUMNS = (
     names("site"),
     numbers("max |x|", lambda s: wording.reached(s.reached) if s.limit or s.nonfinite else plain(s.amax), str),
     numbers(
-        "headroom", lambda s: wording.headroom_or_excess(s.headroom_bits, s.reached, s.limit) if s.limit else "-", str
+        "headroom",
+        lambda s: (
+            wording.headroom_or_excess(s.headroom_bits, s.reached, s.limit) if s.limit else wording.headroom(None)
+        ),
+        str,
     ),
     numbers("non-finite", "nonfinite"),
     numbers("saturated", "saturated"),
@@ -689,7 +695,6 @@ def print_check(result: schema.RuntimeCheck) -> None:
         said = [f"{'all' if count is None else f'{count:,}'} in {kind}" for kind, count in sorted(counts.items())]
         screen.print(f"{title}: {', '.join(said)}")
     screen.print(f"how that is known: {arithmetic.how}")
-    rows = {"source": result.source, "output": result.output, "in torch, bf16": result.bf16}
     columns = (
         Column(result.compared, 0),
         numbers("non-finite", lambda row: f"{row[1].nonfinite:,} of {row[1].elements:,}", str),
@@ -697,15 +702,10 @@ def print_check(result: schema.RuntimeCheck) -> None:
         numbers("error", lambda row: row[1].error, wording.scientific),
         numbers("largest", lambda row: row[1].largest, wording.scientific),
     )
-    screen.table(Table(columns, [(title, entry) for title, entry in rows.items() if entry is not None]))
+    screen.table(Table(columns, result.sides))
     screen.print("error: Σ(x − fp32)² / Σ fp32², fp32 being stock code in torch; largest: max |x − fp32| / max |fp32|")
-    if result.verdict == "unsafe":
-        wrong = "gives inf or NaN" if result.output.nonfinite else "is further from fp32 than bf16 is"
-        screen.print(bad("unsafe", f"the output {wrong} in {result.runtime}"))
-    elif result.verdict == "safe":
-        screen.print(good("safe", f"finite, and nearer to fp32 than bf16, in fp16 arithmetic in {result.runtime}"))
-    else:
-        screen.print(f"no evidence: {result.runtime} did not compute in fp16 on this device")
+    word, why = facts.runtime_verdict(result)
+    screen.print({"unsafe": bad, "safe": good}.get(word, "{}: {}".format)(word, why))
 
 
 def print_verification(result: schema.Verification, *, verbose: bool = False) -> None:

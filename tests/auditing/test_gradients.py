@@ -15,6 +15,7 @@ from bf16_to_fp16.run.probe import batches
 pytestmark = pytest.mark.usefixtures("whole_probe")
 
 HEAD, VALUES = "lm_head", "decoder.block.0.layer.0.SelfAttention.v"
+LAST_ADD = "decoder.block.1.layer.2:add:grad"
 
 
 def model_of(**factors: float) -> tuple[Any, list[Any]]:
@@ -72,15 +73,33 @@ def test_what_becomes_zero_is_what_fp32_keeps() -> None:
     assert plain.flushed < found.flushed < 1 and found.sites[0].flushed == max(s.flushed for s in found.sites)
 
 
-def test_a_forward_or_a_backward_past_fp16_has_no_loss_scale() -> None:
-    for factor in (2.0**40, 2.0**24):
-        model, inputs = model_of(head=factor)
-        assert measure_gradients(model, inputs) == Gradients(None)
+def shrunk() -> tuple[Any, list[Any]]:
+    """Return the model with a stream of 2^-40 times the size, which fp32 bears: its gradient is 2^40 times the size."""
+    model, inputs = model_of()
+    for name, parameter in model.named_parameters():
+        if name.startswith("shared") or name.endswith((".o.weight", ".wo.weight")):
+            parameter.data.mul_(2.0**-40)
+    model.config.layer_norm_epsilon *= 4.0**-40
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = model.config.layer_norm_epsilon
+    return model, inputs
+
+
+def test_a_forward_or_a_backward_past_fp16_has_no_loss_scale_and_the_two_are_told_apart() -> None:
+    assert measure_gradients(*model_of(head=2.0**40)) == Gradients(None)
+    found = measure_gradients(*shrunk())
+    assert found.loss_scale is None and found.largest is not None and math.isinf(found.largest.amax)
+    assert found.largest.name == LAST_ADD  # nearest to the loss, where a sublayer's output has the stream's gradient
 
 
 def test_the_audit_in_training_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for factor, words in ((1.0, "gradients fit up to a loss scale of"), (2.0**40, "overflow at any loss scale")):
-        folder = tiny.save(model_of(head=factor)[0], tmp_path / f"model-{math.log2(factor):.0f}")
+    for (model, _), words in (
+        (model_of(), "gradients fit up to a loss scale of"),
+        (shrunk(), f"the forward pass is finite, and gradients overflow at any loss scale, first at {LAST_ADD}"),
+        (model_of(head=2.0**40), "the forward pass overflows already"),
+    ):
+        folder = tiny.save(model, tmp_path / words[:25])
         main(["audit", str(folder), "--train-mode", "--regime", "amp", "--html", str(tmp_path / "page.html")])
         assert words in " ".join(capsys.readouterr().out.split())
         assert words in (tmp_path / "page.html").read_text(encoding="utf-8")

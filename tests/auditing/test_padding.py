@@ -221,8 +221,8 @@ def test_verdict_and_card_of_gemma_say_for_which_padding_they_stand(tmp_path: Pa
     assert result.safe and result.report["padding"] == 0
     for name in ("README.md", "fp16_report.html"):
         text = " ".join((tmp_path / "out" / name).read_text(encoding="utf-8").split())
-        assert "for every input in which every position sees a token, by bounds" in text
-        assert "can be NaN in fp16 under eager attention in stock code" in text
+        assert "for every input but for padding that sees no token, by bounds" in text
+        assert "sees no token; in fp16 under eager attention it can be NaN, and its row with it" in text
 
 
 def test_rows_shorter_than_a_block_of_sums_are_run(tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ def test_zeros_are_no_better_than_infinities(folders: dict[str, Path], monkeypat
     monkeypatch.setattr(onnxruntime, "RUNTIME", Runtime("onnxruntime", "torch", nothing))
     found = check(folders["fits"], "onnxruntime")
     assert (found["verdict"], found["output"]["error"]) == ("unsafe", 1.0)
+    shown = found._repr_html_()  # type: ignore[attr-defined]
+    assert "unsafe: the output is further" in shown and "<td>in torch, bf16</td>" in shown and "<b>error 1</b>" in shown
     assert found["output"]["zeros"] == found["output"]["elements"]
 
 

@@ -171,6 +171,8 @@ def test_a_file_of_others_is_not_replaced(recipe: Path, capsys: pytest.CaptureFi
     theirs.write_text("a: b\n")
     assert main(["launch", str(recipe), "--gpus", "4"]) == 2
     assert f"{theirs} was not written by launch; rename it" in capsys.readouterr().err
+    assert main(["launch", str(recipe), "--gpus", "4", "--set", f"out={theirs}/out"]) == 2
+    assert f"{theirs} is a file, and no folder to write in; give another out" in capsys.readouterr().err
     assert theirs.read_text() == "a: b\n"
 
 

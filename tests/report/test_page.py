@@ -431,7 +431,7 @@ def test_a_value_over_its_limit_is_so_in_the_headline_and_in_the_table_of_sites(
     passed |= {"fp32": 500.0, "nonfinite": 3, "headroom_bits": -0.1, "benign": "the mask's minimum"}
     assert figures(report)[0].value == "4.7 × over"
     first, second, third = table(render(report), 'id="site-table"')[1:4]
-    assert third[2:4] == ["overflow", "–"]  # in fp32, without a magnitude
+    assert third[2:4] == ["overflow", "no limit"]  # in fp32, without a magnitude
     assert first[2:4] == ["308,000", "4.7 × over"] and second[2:4] == ["500", "passed on"]
     # What is broken beside what is so by design is not called by design.
     assert "by design" not in second[0]
@@ -589,7 +589,7 @@ def test_a_finetune_says_whose_config_the_rescaling_changed() -> None:
         (headroom, (1.79999999, 0.2508, 0.3), "3.4 × (1.7 bits); 1.18 × (0.25 bits); 1.23 × (0.30 bits)"),
         (headroom, (0.999, 1.0, 0.0), "1.99 × (0.99 bits); 2.0 × (1.0 bits); 1.00 × (0.00 bits)"),
         (headroom, (math.log2(1.0601), 38.96), "1.06 × (0.08 bits); 534,722,712,246 × (38.9 bits)"),
-        (headroom, (math.log2(65504 / 65536), -1e-9, None, math.inf, -math.inf), "none; none; –; all; none"),
+        (headroom, (math.log2(65504 / 65536), -1e-9, None, math.inf, -math.inf), "none; none; no limit; all; none"),
         (magnitude, (math.inf, sys.float_info.max), "∞; ∞"),
         (bound_magnitude, (65503.2, 11.3191, 1.2341e9, 0.00123456), "65,504; 11.32; 1.24×10⁹; 1.24×10⁻³"),
         (significant_bits, (10.997, 11 - 1e-9), "10.99; 11"),

@@ -113,6 +113,7 @@ def test_elsewhere_a_step_is_a_line_and_a_row_is_a_line(capsys: pytest.CaptureFi
 def test_a_long_name_is_neither_cut_nor_folded_nor_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
     report, name = fakes.audit(), "decoder[/].[red]" + "very_long_module_name." * 12 + "wo"
     report["regimes"]["half"]["sites"][0]["name"] = name
+    report["regimes"]["half"]["sites"][1] |= {"limit": None, "headroom_bits": None}
     report["unsafe"] = [BROKEN | {"signal": name}]
     print_audit(read(Report, report))
     shown = capsys.readouterr().out
@@ -121,7 +122,8 @@ def test_a_long_name_is_neither_cut_nor_folded_nor_taken_for_markup(capsys: pyte
     measured = len(report["regimes"]["half"]["sites"])
     assert f"half: the tightest of {measured} sites that were measured" in shown
     first = next(line for line in shown.splitlines() if line.startswith("half "))
-    assert first.split()[-1] == name
+    assert first.split()[-1] == name and "every parameter in fp16, .half()" in first
+    assert sum(" no limit " in line for line in shown.splitlines()) == 1 and " - " not in shown
 
 
 def in_columns(width: int, show: Callable[[], None]) -> list[str]:
@@ -218,7 +220,9 @@ def test_what_is_said_of_bounds_names_their_arithmetic_and_one_headroom_for_each
         site["headroom_bits"] = math.log2(site["limit"] / site["bound"])
     proof = {"holds": True, "headroom_bits": sites[0]["headroom_bits"], "max_length": 512, "splits": 8, "sites": sites}
     made = fakes.conversion() | {"target": "norm-safe", "certificate": proof}
-    both = "in PyTorch 81.8 × below the limit (6.3 bits); with norms in fp16 1.09 × below the limit (0.12 bits)"
+    both = (
+        "in PyTorch at least 81.8 × below the limit (6.3 bits); with norms in fp16 1.09 × below the limit (0.12 bits)"
+    )
     print_conversion(read(Report, made), tmp_path)
     said = capsys.readouterr().out
     assert "proven for every input of up to 512 positions;" in said
@@ -227,7 +231,7 @@ def test_what_is_said_of_bounds_names_their_arithmetic_and_one_headroom_for_each
     said = capsys.readouterr().out
     assert f"by bounds at 2 sites; {both}" in said and "tightest by bound with norms in fp16" in said
     figures = {figure.name: (figure.value, figure.note) for figure in headline(read(Report, made))}
-    value, note = figures["any input, in PyTorch"]
+    value, note = figures["any input, in PyTorch at least"]
     assert value == "81.8 × (6.3 bits)" and note.startswith("with norms in fp16: 1.09 × (0.12 bits); proven")
     over = sites[0] | {"bound": 131_008.0, "partial": 131_008.0, "headroom_bits": -1.0, "holds": False}
     print_certificate(read(Report, made | {"certificate": proof | {"holds": False, "sites": [over]}}))
@@ -301,6 +305,9 @@ def test_undo_says_whose_weights_come_back(tmp_path: Path) -> None:
     assert brought_back(tmp_path) == "the source's weights, all of them bit for bit"
     (tmp_path / "fp16_report.json").write_text(json.dumps(made | {"finetune": {"steps": 9}}))
     assert brought_back(tmp_path).startswith("the finetuned weights from before the rescaling, all of them")
+    made["weights"] |= {"elements": 1000, "lossless_fraction": 0.998}
+    (tmp_path / "fp16_report.json").write_text(json.dumps(made))
+    assert brought_back(tmp_path).startswith("the source's weights, all but at most 2 of 1,000 bit for bit")
 
 
 def test_a_dry_run_begins_with_what_would_become_of_the_source(capsys: pytest.CaptureFixture[str]) -> None:

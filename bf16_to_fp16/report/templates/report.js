@@ -28,7 +28,7 @@
   const floored = (x, decimals) => (Math.floor(x * 10 ** decimals) / 10 ** decimals).toFixed(decimals);
   const factor = (x) => (x >= 100 ? integer(Math.floor(x)) : floored(x, x < 2 ? 2 : 1));
   const bits = (b) => {
-    if (b === null || b < 0 || b > 39) return b === null ? "–" : b < 0 ? "none" : "all";
+    if (b === null || b < 0 || b > 39) return b === null ? "no limit" : b < 0 ? "none" : "all";
     return factor(2 ** b) + " × (" + floored(b, b < 1 ? 2 : 1) + " bits)";
   };
   // Up to two digits, whole numbers with all of theirs.
