@@ -205,16 +205,22 @@ def pair_order(size: int, attention: Attention) -> Tensor:
     return channels.view(attention.runs, 2, -1).transpose(0, 1).flatten()
 
 
-def rotated(made: LinearBound, heads: int, attention: Attention, arithmetic: Arithmetic) -> Rotated:
-    """Return what an attention's rotation by any angles makes of a linear's outputs.
+def rotated(
+    made: LinearBound, heads: int, attention: Attention, arithmetic: Arithmetic, factor: float = 1.0
+) -> Rotated:
+    """Return what an attention's rotation by any angles makes of a linear's outputs, multiplied with what grows to
+    ``factor`` at most.
 
     A rotation keeps the length of a pair, but for ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
     c), (c, b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²).
     """
     size = made.norms.numel() // heads
-    order, half, factor = pair_order(size, attention), size // 2, attention.rotary_factor
+    order, half = pair_order(size, attention), size // 2
     relative, tiny = rotation_error(arithmetic)
-    both = (1 + math.sqrt(2) * relative) * factor * COMPUTED
+    if factor != 1.0:  # rounded, as is its product
+        factor *= (1 + arithmetic.unit) ** 2
+        tiny = tiny * factor + arithmetic.tiny
+    both = (1 + math.sqrt(2) * relative) * attention.rotary_factor * factor * COMPUTED
 
     def ordered(values: Tensor) -> Tensor:
         return values.view(heads, size)[:, order] * both
@@ -234,6 +240,14 @@ def rotated(made: LinearBound, heads: int, attention: Attention, arithmetic: Ari
     bound = torch.empty(heads, size, dtype=torch.float64)
     bound[:, order] = (longest + centres + errors).repeat(1, 2)
     return Rotated(tuple(grams), shifts, longest, centres, errors, bound.flatten())
+
+
+def grown(attention: Attention, length: int) -> float:
+    """Return what an attention multiplies queries with at most, of sequences of up to ``length`` positions."""
+    if attention.growth is None:
+        return 1.0
+    growth, positions = attention.growth
+    return (1 + growth * math.log1p(length / positions)) * (1 + 2.0**-20)  # fp32's logarithm is nearer than that
 
 
 def rotated_score_bounds(query: Rotated, key: Rotated, arithmetic: Arithmetic, scale: float) -> ScoreBounds:

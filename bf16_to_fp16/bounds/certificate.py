@@ -40,6 +40,7 @@ from .attention import (
     attention_output,
     capped_span,
     gathered,
+    grown,
     masked_span,
     rotated,
     rotated_score_bounds,
@@ -402,7 +403,9 @@ class _Walk(Findings):
         """Bound a rotation of queries and keys as their projections make them, and their scores; query, key: with the
         number of heads."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
-        one, other = (rotated(made, heads, sublayer, a) for made, heads in (query, key))
+        one, other = rotated(*query, sublayer, a, grown(sublayer, a.max_length)), rotated(*key, sublayer, a)
+        if sublayer.growth is not None:
+            self.note(f"{sublayer.at}:mul#5", SiteKind.ROTATION, largest(one.bound))
         turned_rows = {sublayer.query: one.bound, sublayer.key: other.bound}
         if sublayer.fused:
             turned_rows = {

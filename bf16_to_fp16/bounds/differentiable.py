@@ -37,6 +37,7 @@ from ..numerics import FP16_MAX
 from .arithmetic import Arithmetic, full_precision
 from .attention import (
     capped_span,
+    grown,
     masked_span,
     pair_order,
     soft_capped,
@@ -468,7 +469,8 @@ class _Walk:
             size = len(made.norms) // number
             order = pair_order(size, sublayer).to(made.norms.device)
             matrix, centre = made.radius * made.matrix.view(number, size, -1)[:, order], made.centre.view(number, size)
-            matrix, centre = matrix * sublayer.rotary_factor, centre * sublayer.rotary_factor
+            factor = sublayer.rotary_factor * (grown(sublayer, a.max_length) if made is query else 1.0)
+            matrix, centre = matrix * factor, centre * factor
             group = heads // number
             sides.append((matrix.repeat_interleave(group, 0), centre[:, order].repeat_interleave(group, 0)))
         (q, cq), (k, ck) = sides

@@ -196,6 +196,14 @@ def too_much_drift(wanted: str, target: str, drift: Fidelity) -> str:
     )
 
 
+def stream_stays(drift: Fidelity) -> str:
+    """Return why the stream is not scaled for a tool that computes in fp32 unless it is told otherwise."""
+    return (
+        "the stream stays as it is, for activations in fp32: with the tool's eps its factor would cost a relative"
+        f" squared error of {drift.kl_fp16:.1e}, beside {drift.kl_bf16:.1e} for the source in bf16"
+    )
+
+
 def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
     """Return a stored plan, made for ``target``, for this source; raise UserError where it does not fit."""
     layout, eps = opened.apart() if plan.untied_head else opened.layout, opened.layout.held_eps
@@ -222,10 +230,18 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     if options.run_model:
         search.ranges, search.reference = observe_source(checkpoint, opened.inputs, progress, device)
     decided = search.affordable(search.decided(first))
+    notes: tuple[str, ...] = ()
+    if (drift := search.too_far(decided)) is not None:
+        notes = (stream_stays(drift),)
+        progress.say(*notes)
+        layout = replace(opened.layout, held_stream=True)
+        search = replace(search, opened=replace(opened, layout=layout))
+        decided = search.decided(first)
     if options.run_model and not options.exact:
         search, decided, predicted = edited_enough(search, decided)
     best = search.best(decided) if auto else decided
-    return replace(best, ranges_before=source.ranges, reference=source.reference, predicted=predicted)
+    notes += best.notes
+    return replace(best, ranges_before=source.ranges, reference=source.reference, predicted=predicted, notes=notes)
 
 
 def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Mapping[str, float]]:
@@ -322,6 +338,15 @@ class Search:
         )
         self.progress.say(note)
         return replace(less, notes=(note,))
+
+    def too_far(self, decided: Decided) -> Fidelity | None:
+        """Return how far the eps of a tool that runs decoder-only encoders, by default in fp32, would take a plan's
+        function where that is further than bf16 does; else None."""
+        hosted = self.options.hosted(decided.layout.family.model_type)
+        if self.reference is None or decided.plan.drift is None or hosted is None or not hosted.sizes:
+            return None
+        found = tried_drift(self.opened, self.reference, self.progress)(decided.layout, decided.plan)
+        return None if is_acceptable(found, 1.0) else found
 
     def best(self, weakest: Decided) -> Decided:
         """Return the plan for the target that suits whoever is to read the output, given that for the weakest."""

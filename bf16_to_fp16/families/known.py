@@ -21,7 +21,7 @@ from .glm4_moe import GLM4_MOE
 from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from .longt5 import LONGT5
 from .mbart import MBART
-from .mistral3 import MISTRAL3
+from .mistral3 import MINISTRAL3, MISTRAL3
 from .moe import MIXTRAL, OLMOE, QWEN3_MOE
 from .olmo import OLMO2, OLMO3
 from .pegasus import PEGASUS
@@ -50,6 +50,7 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA,
     MISTRAL,
     MISTRAL3,
+    MINISTRAL3,
     QWEN2,
     QWEN3,
     QWEN2_5_VL,

@@ -1,4 +1,5 @@
-"""Mistral 3: Mistral's text model, into whose stream a Pixtral tower brings what it sees.
+"""Ministral 3, and Mistral 3: Mistral's or Ministral 3's text model, into whose stream a Pixtral tower brings what it
+sees. Ministral 3 is Mistral but for queries, which grow with the logarithm of their position once they are turned.
 
 A projector reads the tower's outputs through a norm, makes one of four, and a token of that with two linears and a GELU
 between them. Its norm has the text model's eps, which goes with the square of the stream's factor while the tower's
@@ -7,14 +8,17 @@ outputs carry none: images drift by that, which is predicted and measured, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from ..errors import UserError
 from .configs import looked_up
-from .llama import INSIDE, MISTRAL, heads, image_classes
+from .llama import INSIDE, MISTRAL, block, classes, heads, image_classes, layers
 from .parts import Style
 from .types import (
     RESIDUAL,
+    Attention,
     FeedForward,
     ImageInput,
     Kind,
@@ -78,10 +82,62 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
     return (part,)
 
 
+def growth(config: Mapping[str, object]) -> tuple[float, float]:
+    """Return by how much queries grow, and behind how many positions; raise UserError for what stock code cannot use,
+    or what would shrink them."""
+    rotation = config.get("rope_parameters") or DEFAULT_ROTATION
+    given = [rotation.get(key) for key in DEFAULT_ROTATION] if isinstance(rotation, Mapping) else [None]
+    numbers = [float(n) for n in given if isinstance(n, (int, float)) and not isinstance(n, bool)]
+    if len(numbers) != 2 or not 0 <= numbers[0] < math.inf or not 0 < numbers[1] < math.inf:
+        named = " and ".join(DEFAULT_ROTATION)
+        raise UserError(
+            f"config.json: 'rope_parameters' have the {named} {given!r}, which have to be numbers, not negative and"
+            " positive; take them from the original checkpoint"
+        )
+    return numbers[0], numbers[1]
+
+
+def growing(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of layer ``i`` of Ministral 3."""
+    attention, feed_forward = block(config, i, biases={})
+    assert isinstance(attention.topology, Attention)
+    return replace(attention, topology=replace(attention.topology, growth=growth(config))), feed_forward
+
+
+def of_either(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of layer ``i`` of the text model that the config inside names."""
+    kind = config.get("model_type")
+    if kind not in TEXT_MODELS:
+        raise UserError(
+            f"config.json: {TEXT_TYPE!r} is {kind!r}, whose layers have no place; known are {', '.join(TEXT_MODELS)}"
+        )
+    return TEXT_MODELS[str(kind)](config, i)
+
+
+DEFAULT_ROTATION = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16_384}  # stock code's
+TEXT_MODELS: Mapping[str, Callable[[Mapping[str, object], int], Sequence[Part]]] = {
+    "mistral": MISTRAL.encoder.block,
+    "ministral3": growing,
+}
+
+MINISTRAL3 = replace(
+    MISTRAL,
+    name="ministral3",
+    title="Ministral 3",
+    model_type="ministral3",
+    classes=classes("Ministral3ForCausalLM", "Ministral3Model"),
+    defaults={**MISTRAL.defaults, "vocab_size": 131_072, "num_hidden_layers": 34, "head_dim": 128},
+    encoder=layers(growing),
+    eps=1e-5,
+    initialisation=replace(MISTRAL.initialisation, title="Ministral 3"),
+)
+
 SIZES = {"vocab_size": 131_072, "hidden_size": 5120, "intermediate_size": 32_768, "num_hidden_layers": 40}
 SMALL = {**MISTRAL.defaults, **SIZES, "head_dim": 128}
-TEXT = keys_inside(replace(MISTRAL, defaults=SMALL, eps=1e-5, **heads(body=INSIDE)), "text_config")
 TEXT_TYPE = "text_config.model_type"
+TEXT = keys_inside(
+    replace(MISTRAL, defaults=SMALL, eps=1e-5, encoder=layers(of_either), **heads(body=INSIDE)), "text_config"
+)
 
 MISTRAL3 = replace(
     TEXT,
@@ -104,7 +160,6 @@ MISTRAL3 = replace(
         "tie_word_embeddings": True,
     },
     free_keys=(*TEXT.free_keys, "vision_config.*", "image_token_index", "vision_feature_layer"),
-    alone={TEXT_TYPE: ("mistral", "its own scaling of queries by position has no place; run it in bf16 or fp32")},
     tie_keys=("tie_word_embeddings", *TEXT.tie_keys),
     brings=projector,
     initialisation=replace(TEXT.initialisation, title="Mistral 3"),

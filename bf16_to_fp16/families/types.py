@@ -184,6 +184,9 @@ class Attention:
     """The module that gives the cosines and sines by which queries and keys are turned, channel i with i +
     head_dim/2; where it turns the first channels of a head alone, the others count as if they were."""
     rotary_factor: float = 1.0  # at least what these cosines and sines are multiplied with, and 1
+    growth: tuple[float, float] | None = None
+    """By how much, and behind how many positions, turned queries grow: stock code multiplies those of position p with 1
+    + growth·ln(1 + ⌊p / positions⌋)."""
     interleaved: bool = False  # whether it turns channels 2i and 2i + 1 instead
     runs: int = 1
     """Of how many runs of its channels a head is, in each of which channel i turns with the one half a run further, or
@@ -219,10 +222,11 @@ class Attention:
     @property
     def scaling(self) -> tuple[str, ...]:
         """The sites at which scores are multiplied by a number, or queries and keys by its root; rotary positions take
-        four products and two sums before."""
+        four products before, and queries that grow one more."""
         if self.divides:
             return (f"{self.at}:div",)
-        return (f"{self.at}:mul#5", f"{self.at}:mul#6") if self.rotary else (f"{self.at}:mul", f"{self.at}:mul#2")
+        first = 6 if self.growth else 5 if self.rotary else 1
+        return tuple(f"{self.at}:mul#{count}".removesuffix("#1") for count in (first, first + 1))
 
     @property
     def capping(self) -> str:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ..auditing.attack import worst_ids
 from ..errors import UserError
-from ..families.known import of_model_type
-from ..families.layout import TensorReader
+from ..families.layout import Layout, TensorReader
 from ..families.resolve import resolve
 from ..families.roles import layer_of
 from ..numerics import FP16_MAX
@@ -87,12 +86,10 @@ def learning_rate(schedule: Schedule, step: int) -> float:
     return schedule.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
 
-def freeze_unreached(student: Any) -> None:
+def freeze_unreached(student: Any, layout: Layout) -> None:
     """Take from training what no text goes through, for which processes that share gradients would wait: the model
     inside a stock model that reads something else, and its way into the stream."""
-    family = of_model_type(student.config.model_type)
-    projector = None if family is None else family.projector
-    for path in (projector.tower, projector.at) if projector is not None else ():
+    for path in (path for projector in layout.projectors for path in (projector.tower, projector.at)):
         student.get_submodule(path).requires_grad_(False)
 
 
@@ -136,10 +133,10 @@ class Trainer:
         self.mixed_precision = self._mixed_precision(0)
         if self.processes.engine and len(self.precisions) > 1:
             student.forward = self._in_this_phase(student.forward)
-        freeze_unreached(student)
+        self.layout = resolve(ModelTensors(student))  # as long as this process has the model whole
+        freeze_unreached(student, self.layout)
         trained = [p for p in student.parameters() if p.requires_grad]
         optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
-        self.layout = resolve(ModelTensors(student))  # as long as this process has the model whole
         self.model, self.optimizer = self.processes.prepare(student, optimizer, recipe, calls)
         self.penalty = self._penalty(calls) if recipe.penalty.form != "none" else None
         self.constraint = None

@@ -147,6 +147,9 @@ def _scores(found: dict[str, Tensor], layout: Layout, sublayer: Attention) -> An
                 q, k = q.transpose(1, 2), k.transpose(1, 2)
         if sublayer.rotary:
             q, k = (rotated(x, *kwargs["position_embeddings"], interleaved=sublayer.interleaved) for x in (q, k))
+        if sublayer.growth is not None:
+            growth, positions = sublayer.growth
+            q = q * (1 + growth * (kwargs["position_ids"] // positions).log1p())[:, None, :, None]
         found[f"{sublayer.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 
     return hook

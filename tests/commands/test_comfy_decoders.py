@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,21 @@ def test_a_stream_that_only_linears_read_stays_and_its_overflow_is_said(
         with torch.no_grad():
             wanted, found = model.model(input_ids=IDS, output_hidden_states=True), read_by_comfy(out, model, hosted.eps)
             assert all(error(x, y) < 1e-7 for x, y in zip(found(IDS)[1], wanted.hidden_states, strict=False))
+
+
+def test_where_eps_would_cost_more_than_bf16_the_stream_stays_for_activations_in_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ComfyUI computes in fp32 unless it is told otherwise: there the file is the source, and in fp16 it overflows."""
+    model, out = model_of("gemma3"), tmp_path / "out.safetensors"
+    hosted, source = host(monkeypatch, model), tiny.save(model, tmp_path / "source")
+    done = convert(source, out, layout="comfy", as_class=hosted.stock)
+    (note,) = [note for note in done.notes if "the stream stays as it is, for activations in fp32" in note]
+    cost, bf16 = map(float, re.findall(r"\d\.\de[+-]\d\d", note))
+    assert cost > bf16 and done.plan.residual_exponent == 0 and not done.safe
+    with torch.no_grad():
+        wanted = model.model(input_ids=IDS).last_hidden_state
+        assert error(read_by_comfy(out, model, hosted.eps)(IDS)[0], wanted) < bf16 / 1000
 
 
 def test_a_file_of_comfyui_is_a_source_with_the_models_config(

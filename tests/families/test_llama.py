@@ -3,6 +3,7 @@ configs that leave sizes out or are refused."""
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from safetensors.torch import load_file
 from support import tiny
 from support.adversary import adverse_inputs, observe
 from support.contract import FREE, broken, certified, outputs
+from support.tiny import GROWING
 
 from bf16_to_fp16 import UserError, certify, convert
+from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.families.llama import rotary_factor
+from bf16_to_fp16.families.mistral3 import MINISTRAL3, MISTRAL3
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Kind
 from bf16_to_fp16.rescaling.weights import ModelTensors
@@ -167,3 +171,27 @@ def test_a_bias_that_the_config_asks_for_may_not_be_missing(kind: str, missing: 
     del source.tensors[f"model.layers.0.{missing}.bias"]
     with pytest.raises(UserError, match=rf"{missing}\.bias is missing"):
         resolve(source)
+
+
+def test_queries_that_grow_with_their_position_are_bounded_for_the_length_that_is_asked() -> None:
+    model = tiny.small("ministral3")
+    growth, positions = GROWING["llama_4_scaling_beta"], GROWING["original_max_position_embeddings"]
+    lengths, site = (4, 1 << 15), "model.layers.0.self_attn:mul#5"
+    short, long = (certified(model, Arithmetic(length))[1].at(site) or 0.0 for length in lengths)
+    factors = [1 + growth * math.log1p(length / positions) for length in lengths]
+    assert long / short == pytest.approx(factors[1] / factors[0], rel=1e-9) and long > 1.1 * short
+
+
+@pytest.mark.parametrize("change", [{"llama_4_scaling_beta": -0.1}, {"original_max_position_embeddings": 0}, {}])
+def test_a_growth_of_queries_that_is_none_is_one_line(change: dict[str, float]) -> None:
+    config = tiny.config("ministral3").to_dict()
+    rotation = {key: value for key, value in GROWING.items() if change or not key.startswith("llama_4")}
+    with pytest.raises(UserError, match="'rope_parameters' have the llama_4_scaling_beta and original_max_position"):
+        MINISTRAL3.encoder.block(config | {"rope_parameters": rotation | change}, 0)
+
+
+def test_a_text_model_of_another_type_inside_mistral_3_is_named() -> None:
+    config = tiny.config("mistral3").to_dict()
+    config["text_config"]["model_type"] = "llama"
+    with pytest.raises(UserError, match=r"'text_config.model_type' is 'llama', .* known are mistral, ministral3"):
+        MISTRAL3.encoder.block(config, 0)

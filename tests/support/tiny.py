@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,10 +239,15 @@ def headless(made: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **changes: made(**changes).model
 
 
-def mistral3(**changes: Any) -> Any:
-    """Return a Mistral 3 with a Pixtral tower; changes: to the config of its text model."""
+GROWING: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.02}
+GROWING |= {"original_max_position_embeddings": 4}  # so few that short rows show it
+
+
+def mistral3(kind: str = "mistral", **changes: Any) -> Any:
+    """Return a Mistral 3 with a Pixtral tower; kind, changes: of its text model, and to its config."""
     tied = changes.pop("tie_word_embeddings", False)
-    text = LLAMA_SHAPE | {"model_type": "mistral", "sliding_window": None} | changes
+    own = {"rope_parameters": GROWING} if kind == "ministral3" else {}
+    text = LLAMA_SHAPE | {"model_type": kind, "sliding_window": None} | own | changes
     tower = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     tower |= {"num_attention_heads": 2, "head_dim": 8, "patch_size": 4, "image_size": 32}
     config = transformers.Mistral3Config(
@@ -488,9 +494,16 @@ ENTRIES = (
         alike=("qwen3_vl_text",),
     ),
     Entry(
-        kinds={"mistral3": mistral3, "mistral3-states": headless(mistral3)},
+        kinds={
+            "mistral3": mistral3,
+            "mistral3-states": headless(mistral3),
+            "mistral3-growing": partial(mistral3, "ministral3"),
+        },
         shape=LLAMA_DRAWN,
-        alike=("mistral3-states",),
+        alike=("mistral3-states", "mistral3-growing"),
+    ),
+    Entry(
+        kinds={"ministral3": stock("Ministral3ForCausalLM", LLAMA_SHAPE, rope_parameters=GROWING)}, shape=LLAMA_DRAWN
     ),
     Entry(
         kinds={"olmo2": stock("Olmo2ForCausalLM", LLAMA_SHAPE)},
