@@ -209,7 +209,12 @@ def held(name: str, layers: int) -> None:
         said, _ = [process.communicate()[0] for process in processes]
         found = json.loads(said.splitlines()[-1])
     shares = [(found["step"] + found[each]) / found["step"] for each in ("held", "pulled")]
-    print(f"{name}, {layers} layers: {found}; a step {shares[0]:.2f} and {shares[1]:.2f} times as long")
+    seconds = " | ".join(f"{found[each]:.1f}" for each in ("step", "held", "pulled"))
+    print(
+        f"| {name} | {layers} | {found['parameters'] / 1e6:.0f} M | {seconds} | {shares[0]:.2f} | {shares[1]:.2f} |"
+        f" {found['plain GB']:.2f} | {found['GB']:.2f} |",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -230,6 +235,10 @@ def main() -> None:
         torch.distributed.barrier()
         os._exit(0)  # gloo's threads may still run
     elif options.held:
+        print(
+            "| shapes | layers of a stack | weights | step s | held s | pulled s | held / plain | pulled / plain |"
+            " GB plain | GB |\n|" + "---|" * 10
+        )
         for name in options.shapes:
             held(name, options.layers)
     elif options.child:
