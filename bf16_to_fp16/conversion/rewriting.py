@@ -38,10 +38,10 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
     carried, left_out = carry_over(
         checkpoint.home, work, tokenizer=tokenizer_beside(checkpoint.home, options.subfolder)
     )
-    there = [path.name for path in checkpoint.home.iterdir()]
-    if options.layout == FOLDER_LAYOUT and (options.variant or has_variant(there)):
+    there, one_file = [path.name for path in checkpoint.home.iterdir()], options.layout != FOLDER_LAYOUT
+    if not one_file and (options.variant or has_variant(there)):
         name_variants(work)  # for from_pretrained(variant="fp16")
-    if not has_tokenizer(work):
+    if not one_file and not has_tokenizer(work):
         progress.say(
             f"{checkpoint.name} has no tokenizer, so the output has none; put one beside the source and convert again"
         )

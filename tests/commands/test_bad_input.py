@@ -657,6 +657,8 @@ def test_without_a_tokenizer_it_works_and_says_so(
     shutil.copytree(good, tmp_path / "source")
     ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "source")
     assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "other"), "--no-audit"]) in (0, 1)
+    one_file = ["convert", str(good), str(tmp_path / "file.safetensors"), "--layout", "single", "--no-audit"]
+    assert cli.main(one_file) in (0, 1)  # which never holds one
     assert "has no tokenizer" not in capfd.readouterr().err
 
 
