@@ -100,7 +100,7 @@ def accelerate_config(kind: str, processes: int, deepspeed: str | None = None) -
 
 
 def deepspeed_config(kind: str, precision: str = "fp16") -> dict[str, Any]:
-    """Return what DeepSpeed's JSON for a kind of ZeRO says, under a run's one precision."""
+    """Return what DeepSpeed's JSON for a kind of ZeRO says, in which the engine computes in a precision."""
     zero: dict[str, Any] = {
         "stage": int(kind[4]),
         "overlap_comm": True,
@@ -202,8 +202,6 @@ def excluded(kind: str, recipe: Recipe, place: Place) -> str | None:
         return "needs GPUs: on CPUs accelerate would run DDP instead"
     if in_parts and (recipe.optimizer.offload or recipe.schedule.advised):
         return "goes without " + ("optimizer.offload" if recipe.optimizer.offload else "schedule.advised")
-    if kind.startswith("zero") and "precision" in recipe.model_fields_set and len(recipe.precision) > 1:
-        return "has one precision for a whole run (precision: fp16)"
     return None
 
 
@@ -301,6 +299,8 @@ def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> Lau
     contents = {config: WRITTEN + yaml.safe_dump(tree, sort_keys=False)}
     if choice.kind.startswith("zero"):
         precision = recipe.precision[0] if "precision" in recipe.model_fields_set else "fp16"
+        # Of several precisions none is the engine's.
+        precision = "fp32" if recipe.phases else precision
         contents[deepspeed] = json.dumps(deepspeed_config(choice.kind, precision), indent=2) + "\n"
     for path, text in contents.items():
         _write(path, text)

@@ -6,8 +6,10 @@ without values, under the autocast and with the batch of the recipe, and what is
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -51,7 +53,9 @@ class Needs:
         self.recipe = recipe
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
-            self.model = kind._from_config(config, attn_implementation="eager").train()
+            # Stock code would make it in the checkpoint's dtype, and writes another into the config.
+            dtype = PRECISION_DTYPES[recipe.optimizer.weights]
+            self.model = kind._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype).train()
         blocks = _blocks(self.model)
         sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
         self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -69,26 +73,25 @@ class Needs:
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
     @cache  # noqa: B019  (as long as the one object that a command makes)
-    def activations(self, *, apart: bool) -> int:
+    def activations(self, *, apart: bool, gathers: bool = False) -> int:
         """Return the most bytes that a step's pass of one process holds beside weights and their gradients: what is
         kept for the backward, autocast's copies of the weights, and gradients of the probe's rows until those of the
         batch are added to them.
 
-        apart: batch and probe are each under an autocast of its own, as the engine of DeepSpeed has it. Raises
+        apart: batch and probe have a backward each. gathers: linears are ZeRO-3's, which keep no copies. Raises
         UserError where the class cannot run without values.
         """
         data, dtype, config = self.recipe.data, PRECISION_DTYPES[self.recipe.precision[-1]], config_of(self.model)
         shapes = [(data.batch_size, data.input_length, data.target_length)]
         shapes += [PROBE] if self.recipe.penalty.form != "none" else []
-        groups = [[shape] for shape in shapes] if apart else [shapes]
-        live, losses = _Live(), list[Tensor]()
+        live = _Live(self.model)
         try:
-            with self._mode, live, WidePowers():
-                for group in groups:
+            with self._mode, live, WidePowers(), _gathered_linears() if gathers else nullcontext():
+                for group in [[shape] for shape in shapes] if apart else [shapes]:
                     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
                         values = [values_of(self.model(**_inputs(config, *shape))) for shape in group]
-                    losses += [_distance(config, each.flatten(0, -2)) for each in values]
-                torch.stack(losses).sum().backward()
+                    torch.stack([_distance(config, each.flatten(0, -2)) for each in values]).sum().backward()
+                    del values
         except Exception as error:  # of whatever a class does with values
             raise UserError(
                 f"the memory of a {type(self.model).__name__} cannot be counted without its weights"
@@ -99,14 +102,16 @@ class Needs:
 
 
 class _Live(TorchDispatchMode):
-    """Adds up the bytes of the storages that are made in it and still alive; ``most`` is the largest sum.
+    """Adds up the bytes of the storages that are made in it and still alive, none of them a weight of a model; ``most``
+    is the largest sum.
 
     ``flops``: operations of products by the formulas of torch's counter, which itself would keep tensors alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.live = self.most = self.flops = 0
+        self.weights: set[int] = {p.untyped_storage()._cdata for p in model.parameters()}
         self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +125,7 @@ class _Live(TorchDispatchMode):
 
     def _add(self, storage: Any) -> None:
         key: int = storage._cdata
-        if key not in self.sizes:
+        if key not in self.sizes and key not in self.weights:
             self.sizes[key] = storage.nbytes()
             self.live += self.sizes[key]
             self.most = max(self.most, self.live)
@@ -128,6 +133,35 @@ class _Live(TorchDispatchMode):
 
     def _drop(self, key: int) -> None:
         self.live -= self.sizes.pop(key)
+
+
+class _GatheredLinear(torch.autograd.Function):
+    """A linear as ZeRO-3 has it: it keeps what it is given, and casts to autocast's dtype for each product alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weight.dtype
+        out = x @ weight.t()
+        return out if bias is None else out + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        (x, weight), rows = ctx.saved_tensors, gradient.flatten(0, -2)
+        with torch.autocast("cpu", ctx.dtype, enabled=ctx.dtype != weight.dtype):
+            of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+            return gradient @ weight, rows.t() @ x.flatten(0, -2), of_bias
+
+
+@contextmanager
+def _gathered_linears() -> Iterator[None]:
+    """Have all linears be those of ZeRO-3, in recomputations too, which no function mode sees."""
+    stock = nn.functional.linear
+    nn.functional.linear = _GatheredLinear.apply
+    try:
+        yield
+    finally:
+        nn.functional.linear = stock
 
 
 def _says_tied(config: Any) -> bool:
@@ -185,7 +219,7 @@ def terms(kind: str, needs: Needs, recipe: Recipe, processes: int, teacher_bytes
     if kind == "fsdp":
         held["gathered layers"] = float((2 * needs.largest_block + needs.outside_blocks) * each)
     held["teacher"] = teacher / processes + needs.largest_block * teacher_bytes if in_parts else teacher
-    held["activations"] = float(needs.activations(apart=kind.startswith("zero")))
+    held["activations"] = float(needs.activations(apart=share > 1, gathers=kind.startswith("zero3")))
     return {name: size for name, size in held.items() if size}
 
 

@@ -61,8 +61,14 @@ class Processes:
         zero = self._config.get("zero_optimization", {})
         return zero.get("offload_optimizer", {}).get("device", "none") != "none"
 
-    def prepare(self, model: Any, optimizer: Any, recipe: Recipe) -> tuple[Any, Any]:
-        """Return model and optimizer as the processes run them; raise UserError for an optimizer that they cannot."""
+    @property
+    def in_16_bits(self) -> bool:
+        """Whether the engine computes with weights of 16 bits, without autocast."""
+        return self.engine and self._config.get("bf16", {}).get("enabled") is True
+
+    def prepare(self, model: Any, optimizer: Any, recipe: Recipe, calls: int) -> tuple[Any, Any]:
+        """Return model and optimizer as the processes run them, with so many backwards a step; raise UserError for an
+        optimizer that they cannot."""
         if self.sharded and recipe.optimizer.offload:
             raise UserError(
                 "optimizer.offload is for whole weights; leave it out, and launch with"
@@ -77,10 +83,14 @@ class Processes:
         if self.engine:
             config, zero = self._config, self._config.get("zero_optimization", {})
             config["train_micro_batch_size_per_gpu"] = recipe.data.batch_size
-            config["gradient_accumulation_steps"] = recipe.data.gradient_accumulation
+            config["gradient_accumulation_steps"] = calls
             config["gradient_clipping"] = CLIP_NORM
+            if recipe.phases:
+                # Of one dtype, in which gradients would be exchanged in every phase.
+                config["torch_autocast"] = {"enabled": False}
             if zero.get("stage") == 3:
                 zero["stage3_gather_16bit_weights_on_model_save"] = True
+        self.accelerator.gradient_accumulation_steps = calls
         # accelerate would give the embedding an FSDP group of its own, which torch refuses where encoder, decoder and
         # head share its weight.
         model.get_input_embeddings = model.get_output_embeddings = lambda: None
@@ -112,11 +122,19 @@ class Processes:
 
         return list(gather_object(items))
 
+    def agreed(self, value: Any) -> Any:
+        """Return what the first process has."""
+        if self.world == 1:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([value])[0]
+
     @contextmanager
     def synchronised(self, model: Any, last: bool) -> Iterator[None]:
-        """Let only the last pass of a step exchange gradients."""
+        """Let only the last backward of a step exchange gradients; of parts each, since whole ones would not fit."""
         self.accelerator.gradient_state._set_sync_gradients(last)
-        if last or self.engine:
+        if last or self.sharded:
             yield
         else:
             with self.accelerator.no_sync(model):
@@ -214,6 +232,11 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
             "DeepSpeed's fp16 keeps weights in fp16, in which nothing is trained here; put torch_autocast with dtype"
             " float16 in its place in the JSON"
         )
+    phases = recipe.phases
+    if phases and config.get("bf16", {}).get("enabled") is True:
+        raise UserError("DeepSpeed's bf16 is for the whole run; take it out of its JSON, or set precision: bf16")
+    if phases:
+        return phases if has_bf16 else ("fp32", *phases[1:])
     cast = config.get("torch_autocast", {})
     configured = (
         {"float16": "fp16", "bfloat16": "bf16"}.get(cast.get("dtype"), "fp32") if cast.get("enabled") else "fp32"
@@ -227,8 +250,6 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
         )
     if "precision" not in recipe.model_fields_set:
         return (configured,)
-    if len(recipe.precision) > 1:
-        raise UserError("precision [bf16, fp16] cannot change inside a DeepSpeed run; make it two recipes")
     wanted = recipe.precision[0]
     if configured != wanted:
         raise UserError(

@@ -293,6 +293,12 @@ class Recipe(Section):
         return self.model_copy(update={"penalty": self.penalty.model_copy(update={"certify": certify})})
 
     @property
+    def phases(self) -> tuple[Precision, ...]:
+        """Return the precisions, one after the other, where several are asked for; of the default an engine has its
+        own."""
+        return self.precision if len(self.precision) > 1 and "precision" in self.model_fields_set else ()
+
+    @property
     def planned_target(self) -> str:
         """Return what plans aim at: with ``penalty.certify`` the arithmetic whose bounds are trained."""
         return "half" if self.penalty.certify else self.target

@@ -53,7 +53,7 @@ from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
 from ..run.stock import attentions_of, load, load_config
 from .corpus import Corpus
-from .distillation import Teacher, arguments, counted_positions, task_loss
+from .distillation import Teacher, arguments, counted_positions, deal_out, task_loss
 from .goals import Command, judged
 from .log import RunLog, curves
 from .mixed_precision import MixedPrecision
@@ -252,7 +252,11 @@ def train(
                 shutil.rmtree(folder)
             accelerator.end_training()
             return Run(folder, Outcome(0, 0, (), (), ()), {}, accelerator.num_processes, (), None, recipe, rehearsed)
-        fits = check_start(student, recipe, corpus, accelerator, progress)
+        tried = student
+        if weights_in_parts(accelerator):  # no card need hold it whole
+            tried = deal_out(load(start, torch.float32, attention="eager").requires_grad_(False), accelerator.device)
+        fits = check_start(tried, recipe, corpus, accelerator, progress)
+        del tried
     log = None
     if main:
         log = RunLog(folder / "log.jsonl", recipe.logging.wandb.mode, Path(recipe.out).name, recipe.describe())

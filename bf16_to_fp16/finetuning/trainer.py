@@ -8,10 +8,10 @@ processes takes the steps of one: losses are sums over all positions of a step d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ..auditing.attack import worst_ids
 from ..errors import UserError
-from ..families.known import of_model_type
-from ..families.layout import Layout
+from ..families.layout import Layout, TensorReader
 from ..families.resolve import resolve
 from ..families.roles import layer_of
 from ..numerics import FP16_MAX
@@ -37,13 +36,14 @@ from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
 from .evaluation import MOST_EXAMPLES, Evaluator, nearest
 from .log import RunLog
-from .mixed_precision import PRECISION_DTYPES, LossScale, MixedPrecision, recomputation
+from .mixed_precision import PRECISION_DTYPES, MixedPrecision, recomputation
 from .optimizers import make_optimizer
 from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
 from .stability import LEFT_OUT, RunPosition, Watch
 from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
+from .whole_weights import WholeWeights
 
 FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16
 SEARCH_EVERY = 50  # steps between searches for hard inputs: one costs as much as a few dozen steps
@@ -86,12 +86,10 @@ def learning_rate(schedule: Schedule, step: int) -> float:
     return schedule.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
 
-def freeze_unreached(student: Any) -> None:
+def freeze_unreached(student: Any, layout: Layout) -> None:
     """Take from training what no text goes through, for which processes that share gradients would wait: the model
     inside a stock model that reads something else, and its way into the stream."""
-    family = of_model_type(student.config.model_type)
-    projector = None if family is None else family.projector
-    for path in (projector.tower, projector.at) if projector is not None else ():
+    for path in (path for projector in layout.projectors for path in (projector.tower, projector.at)):
         student.get_submodule(path).requires_grad_(False)
 
 
@@ -123,6 +121,8 @@ class Trainer:
         self.precisions = precisions_of(recipe, accelerator)
         self.stock = student
         self.passes = recipe.data.gradient_accumulation
+        self._apart = self.processes.sharded and recipe.penalty.form != "none"
+        calls = self.passes * (2 if self._apart else 1)
         student.train()
         if recipe.gradient_checkpointing:
             student.config.use_cache = False
@@ -131,15 +131,17 @@ class Trainer:
         if weights != torch.float32:
             student.to(weights)
         self.mixed_precision = self._mixed_precision(0)
-        freeze_unreached(student)
+        if self.processes.engine and len(self.precisions) > 1:
+            student.forward = self._in_this_phase(student.forward)
+        self.layout = resolve(ModelTensors(student))  # as long as this process has the model whole
+        freeze_unreached(student, self.layout)
         trained = [p for p in student.parameters() if p.requires_grad]
         optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
-        layout = self.layout if recipe.penalty.certify else None  # as long as this process has the model whole
-        self.model, self.optimizer = self.processes.prepare(student, optimizer, recipe)
-        self.penalty = self._penalty() if recipe.penalty.form != "none" else None
+        self.model, self.optimizer = self.processes.prepare(student, optimizer, recipe, calls)
+        self.penalty = self._penalty(calls) if recipe.penalty.form != "none" else None
         self.constraint = None
-        if layout is not None:
-            self.constraint = BoundConstraint(layout, student, engine=self.processes.engine)
+        if recipe.penalty.certify:
+            self.constraint = BoundConstraint(self.layout, student, engine=self.processes.engine)
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.position = RunPosition()
         self.states = RunFolder(folder)
@@ -148,30 +150,29 @@ class Trainer:
 
     # ---- setting up ----------------------------------------------------------------------------------------------
 
-    def _penalty(self) -> ActivationPenalty:
+    def _penalty(self, calls: int) -> ActivationPenalty:
         wanted = self.recipe.penalty
         return ActivationPenalty(
             self.stock,
             headroom_bits=wanted.trained_bits,
             form=wanted.form,
             train_mode=self.recipe.target == "train",
-            accumulation=self.passes,
+            accumulation=calls,
             process_group=torch.distributed.group.WORLD if self.processes.world > 1 else None,
         )
 
-    @cached_property
-    def layout(self) -> Layout:
-        """The layout of the student, where this process has it whole."""
-        return resolve(ModelTensors(self.stock))
-
     def _mixed_precision(self, phase: int) -> MixedPrecision:
-        precision = self.precisions[phase]
-        if not self.processes.engine:
-            return MixedPrecision(precision, self.device)
-        # The engine autocasts, and multiplies the loss by what it is told.
-        mixed_precision = MixedPrecision("fp32", self.device)
-        mixed_precision.loss_scale = LossScale() if precision == "fp16" else None
-        return mixed_precision
+        return MixedPrecision("fp32" if self.processes.in_16_bits else self.precisions[phase], self.device)
+
+    def _in_this_phase(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward under the autocast of the phase that the run is in: an engine takes off one around it."""
+
+        @wraps(forward)
+        def cast(*given: Any, **named: Any) -> Any:
+            with self.mixed_precision.forward():
+                return forward(*given, **named)
+
+        return cast
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -305,23 +306,23 @@ class Trainer:
         torch.manual_seed(seed)
         if self._look_ahead(batches):
             torch.manual_seed(seed)
-        if self.mixed_precision.loss_scale is not None:
+        if "fp16" in self.precisions:
             self.processes.tell_scale(self.mixed_precision.scale)
         if not self.processes.engine:
             self.optimizer.zero_grad()
         sums = torch.zeros(3, dtype=torch.float64)
-        finite = True
-        for index, batch in enumerate(batches):
-            last = index == self.passes - 1
-            with self.processes.synchronised(self.model, last):
+        finite, calls = True, self._calls(batches)
+        for number, (batch, index) in enumerate(calls, 1):
+            with self.processes.synchronised(self.model, number == len(calls)):
                 with self.mixed_precision.forward():
                     loss, task, kl = self._losses(batch)
                     anchor = self._reach_beyond_the_data(index)
-                # Processes and passes are averaged; the sum over all of them is what is wanted.
-                total = loss * (self.processes.world * self.passes / max(1.0, positions))
+                # Processes and calls are averaged; the sum over all of them is what is wanted.
+                share = self.processes.world * len(calls)
+                total = loss * (share / max(1.0, positions))
                 penalty = self.penalty() if self.penalty is not None else torch.zeros((), device=self.device)
-                total = total + penalty if anchor is None else total + penalty + anchor
-                sums += torch.stack([task, kl, penalty.detach().double() / self.passes]).cpu()
+                total = total + penalty if anchor is None else total + penalty + anchor * share
+                sums += torch.stack([task, kl, penalty.detach().double() / len(calls)]).cpu()
                 if self.processes.engine and not self.processes.everywhere(bool(torch.isfinite(total))):
                     finite = False
                     if self.penalty is not None:
@@ -332,12 +333,25 @@ class Trainer:
         norm = self._finish_step(finite)
         return norm, self.processes.sum(sums)
 
-    def _losses(self, batch: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _calls(self, batches: Sequence[TrainingBatch]) -> list[tuple[TrainingBatch | None, int | None]]:
+        """Return what goes through the model before each backward of a step: a pass's batch and the number of its share
+        of the probe.
+
+        Where processes have parts of a model these two have a backward each: in one the gradients of the probe's rows
+        would wait, all weights of them, for those of the batch.
+        """
+        if not self._apart:
+            return [(batch, index) for index, batch in enumerate(batches)]
+        return [call for index, batch in enumerate(batches) for call in ((batch, None), (None, index))]
+
+    def _losses(self, batch: TrainingBatch | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the objective (with its graph), the task's loss and the divergence, summed over positions."""
+        zero = torch.zeros((), device=self.device)
+        if batch is None:
+            return zero, zero.double(), zero.double()
         mix = self.recipe.distillation
         mask = distillation.counted_positions(batch).to(self.device)
         out = self.model(**distillation.arguments(self.stock, batch, self.device))
-        zero = torch.zeros((), device=self.device)
         with torch.autocast(self.device.type, enabled=False):
             if batch.labels is None:
                 if self.teacher is None:
@@ -353,25 +367,27 @@ class Trainer:
         return loss, task.detach().double(), kl.detach().double()
 
     def _look_ahead(self, batches: Sequence[TrainingBatch]) -> bool:
-        """Let the penalty see all passes of a step before the first of them pulls, so that its gradient is that of one
-        large batch; whether there was need to. Gathering parts of a model once more would cost as much as a forward."""
-        if self.penalty is None or self.passes == 1 or self.processes.sharded or not self.penalty.pulls:
+        """Let the penalty see all calls of a step before the first of them pulls, so that its gradient is that of one
+        large batch; whether there was need to."""
+        calls = self._calls(batches)
+        if self.penalty is None or len(calls) == 1 or not self.penalty.pulls:
             return False
-        for index, batch in enumerate(batches):
+        for batch, index in calls:
             with self.penalty.look_ahead(), self.mixed_precision.forward():
-                self.model(**distillation.arguments(self.stock, batch, self.device))
+                if batch is not None:
+                    self.model(**distillation.arguments(self.stock, batch, self.device))
                 self._reach_beyond_the_data(index)
         return True
 
-    def _reach_beyond_the_data(self, index: int) -> Tensor | None:
+    def _reach_beyond_the_data(self, index: int | None) -> Tensor | None:
         """Run a pass's share of a batch of the built-in probe, for the penalty and to stay near the teacher there too:
-        the audit will run what no text contains. Return that part of the loss.
+        the audit will run what no text contains. Return that part of the step's loss; None without a pass.
 
         A step's batch is a function of the step, dealt out to passes and processes, and padded as fp16 asks for. Where
         processes have parts of a model the backward must go through this forward: all must gather the same weights, and
         the penalty pulls in some of them only.
         """
-        if self.penalty is None:
+        if self.penalty is None or index is None:
             return None
         whole, world = spared(self.stock.config, self._drawn()), self.processes.world
         count = len(whole.input_ids)
@@ -392,7 +408,7 @@ class Trainer:
             return nothing
         with torch.autocast(self.device.type, enabled=False):
             far = self.teacher.damped_divergence(out, part) * (first < count)
-        return far * (share * self.passes * world / int(distillation.counted_positions(whole).sum()))
+        return far * (share / int(distillation.counted_positions(whole).sum()))
 
     def _drawn(self) -> Batch:
         """The step's batch of the probe, or of what a search found. Random ids are other ones than the audit's and new
@@ -411,24 +427,44 @@ class Trainer:
         """Every so many steps, look for the inputs that bring the sites furthest past their targets, and keep them for
         the penalty's batches.
 
-        The search is the audit's, over the weights in fp32; every process finds the same. Parts of the weights cannot
-        be searched, and where the bounds are held there is nothing to find.
+        The search is the audit's, over the weights in fp32, and every process finds the same; of parts of the weights
+        all search together. Where the bounds are held there is nothing to find.
         """
         p = self.position
-        if self.penalty is None or self.processes.sharded or self.constraint is not None:
+        if self.penalty is None or self.constraint is not None:
             return
         if p.step == 0 or p.step % SEARCH_EVERY or not (seen := self.penalty.observations()):
             return
         worst = sorted(seen, key=lambda site: -seen[site].excess_bits)
         turn = p.step // SEARCH_EVERY
         sites, length = worst[:SEARCHED_SITES] * SEARCHED_ROWS, SEARCHED_LENGTHS[turn % len(SEARCHED_LENGTHS)]
-        with self._unobserved():
+        with self._unobserved(), self._searchable() as read:
             seed = self.recipe.seed + turn
-            hard = worst_ids(self.stock, self.layout, sites, steps=SEARCH_STEPS, seed=seed, length=length)
-        p.hard = [*hard, *p.hard][:HARD_INPUTS]
+            hard = worst_ids(self.stock, self.layout, sites, steps=SEARCH_STEPS, seed=seed, length=length, read=read)
+        p.hard = [*self.processes.agreed(hard), *p.hard][:HARD_INPUTS]
         if self.log is not None:
             # A part of the step that follows: a run that goes on from this one searches again.
             self.log.write(p.step + 1, {"hard_inputs": len(p.hard)})
+
+    @contextmanager
+    def _searchable(self) -> Iterator[TensorReader | None]:
+        """Keep a model in parts as a search needs it, frozen and in fp32, and yield what reads its weights whole; None
+        where the search has its own copy."""
+        if not self.processes.sharded:
+            yield None
+            return
+        trained = [p for p in self.stock.parameters() if p.requires_grad]
+        mixed_precision, self.mixed_precision = self.mixed_precision, MixedPrecision("fp32", self.device)
+        self.model.eval()
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            yield WholeWeights(self.stock, engine=self.processes.engine).read
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            self.model.train()
+            self.mixed_precision = mixed_precision
 
     def _mixed(self, task: float, kl: float) -> float:
         share = self.recipe.distillation.weight if self.corpus.objective != "text" else 1.0

@@ -63,7 +63,8 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
     def entering(path: str, name: str) -> None:
         module = model.get_submodule(path)
-        hooks.enter_context(module.register_forward_pre_hook(lambda _, inputs: note(name, inputs[0])))
+        # Before others' hooks: behind ZeRO-3's a gradient would end the module's backward, which it never began.
+        hooks.enter_context(module.register_forward_pre_hook(lambda _, inputs: note(name, inputs[0]), prepend=True))
 
     def leaving(path: str, name: str = "") -> None:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -99,15 +99,14 @@ def test_the_penalty_is_part_of_the_loss_however_the_trainer_divides_it(make: Ma
 
 
 def test_headroom_goes_to_wandb_with_the_loss(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # which has kept the environment of an earlier test
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     trainer = make(model(), report_to="wandb", gradient_accumulation_steps=1)
     trainer.add_callback(Fp16Callback(trainer))
     trainer.train()
-    import wandb
-
     wandb.finish()
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     for _ in range(100):  # its own process writes it

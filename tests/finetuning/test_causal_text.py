@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import causal, tiny
+from support.contract import layout_of
 from support.learner import recipe_tree
 from tokenizers import processors
 
@@ -145,7 +146,7 @@ def test_a_causal_model_is_finetuned_on_answers_or_texts_and_keeps_its_class(
 
 def test_what_no_text_goes_through_waits_for_no_gradient() -> None:
     model = tiny.build("gemma3-images")
-    freeze_unreached(model)
+    freeze_unreached(model, layout_of(model))
     frozen = {name.split(".")[1] for name, p in model.named_parameters() if not p.requires_grad}
     trained = {name.split(".")[1] for name, p in model.named_parameters() if p.requires_grad}
     assert frozen == {"vision_tower", "multi_modal_projector"} and trained == {"language_model"}

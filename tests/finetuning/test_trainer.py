@@ -478,7 +478,7 @@ def test_offload_and_deepspeeds_are_kept_apart(folder: Path, tmp_path: Path) -> 
     ):
         recipe = recipe_for(folder, tmp_path / "out", optimizer=settings)
         with pytest.raises(UserError, match=said):
-            processes.prepare(model, make_optimizer(recipe, list(model.parameters())), recipe)
+            processes.prepare(model, make_optimizer(recipe, list(model.parameters())), recipe, 1)
     config["zero_optimization"] = {"stage": 2}
     assert not processes.offloads
 
