@@ -41,24 +41,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> tuple[d
 
 
 @pytest.mark.parametrize("name", DEMOS)
-def test_the_demo_breaks_in_half_before_and_is_clean_after(demo: Any, name: str) -> None:
-    report = demo[0][name]
-    assert report["before"]["verdict"] == "unsafe"
-    assert report["before"]["regimes"]["half"]["nonfinite"] > 0
-    assert report["verdict"] == "safe"
-    for regime in report["regimes"].values():
-        assert (regime["nonfinite"], regime["saturated"]) == (0, 0)
-        assert regime["headroom_bits"] >= 1
-
-
-@pytest.mark.parametrize("name", DEMOS)
-def test_the_demos_fp16_is_at_least_32_times_closer_than_bf16(demo: Any, name: str) -> None:
-    report = demo[0][name]
-    assert report["fidelity"]["kl_fp16"] <= report["fidelity"]["kl_bf16"] / 32
-    assert report["weights"]["lossless_fraction"] >= 0.999
-
-
-@pytest.mark.parametrize("name", DEMOS)
 def test_the_demos_files_compute_the_same_function(demo: Any, name: str) -> None:
     # Exact up to the order of fp32 sums for T5; Pegasus drifts with its eps and Gemma with the gains that round, by no
     # more than twice what was predicted.
@@ -320,11 +302,3 @@ def test_a_dry_run_knows_the_size_of_the_weights_and_a_time_only_where_something
     assert planned.nbytes == blind.nbytes == nbytes and blind.seconds is None
     assert planned.seconds is not None and planned.seconds > 0
     assert written.nbytes is None
-
-
-def test_a_train_mode_audit_sees_the_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tiny.save(tiny.build("t5-encoder", factor=1.0, num_layers=1), tmp_path / "source")
-    capsys.readouterr()
-    cli.main(["audit", str(source), "--regime", "half", "--train-mode", "--json", "-"])
-    names = {s["name"] for s in json.loads(capsys.readouterr().out)["regimes"]["half"]["sites"]}
-    assert any(name.endswith(":grad") for name in names)

@@ -167,23 +167,6 @@ def test_measured_updates_stall_as_a_real_step_does(dtype: str) -> None:
             assert share <= moved + 1e-3 and moved < share + 0.06
 
 
-def test_real_gradients_of_a_few_steps_are_used(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"data": str(DEMO / "held_out.txt"), "batch_size": 2, "rate": 1e-4}
-    one = advise_updates(T5, steps=1, **options)
-    # Adam's first step is the learning rate in size, whatever the gradient.
-    plain = advise_updates(T5, rate=1e-4)
-    names = {row["name"]: row for row in plain["tensors"]}
-    for row in one["tensors"]:
-        if ".q." in row["name"] or ".wi_" in row["name"]:
-            assert row["stalled_fraction"] == pytest.approx(names[row["name"]]["stalled_fraction"], abs=0.02)
-    table = next(row for row in one["tensors"] if row["name"] == "shared.weight")
-    assert table["no_update"] / table["elements"] > 0.5  # bytes that two texts do not have
-    sgd = advise_updates(T5, steps=2, optimizer="sgd", tensors=["encoder.block.0.*"], **options)
-    assert sgd["gradients"]["steps"] == 2 and sgd["total"]["stalled_fraction"] != one["total"]["stalled_fraction"]
-    assert {row["name"] for row in sgd["layers"]} == {"encoder.block.0"}
-    assert sgd == advise_updates(T5, steps=2, optimizer="sgd", tensors=["encoder.block.0.*"], **options)
-
-
 @BOTH
 def test_what_is_looked_at_is_the_last_step_of_weights_that_moved(dtype: str) -> None:
     """Two steps of gradient descent, taken here by hand."""
@@ -223,13 +206,6 @@ def test_adafactor_takes_small_tensors_for_a_thousandth(tmp_path: Path) -> None:
         for rate, optimizer in ((1e-6, "adafactor"), (1e-9, "adamw"))
     )
     assert adafactor == adam and 0.3 < adam < 0.9
-
-
-def test_advice_depends_on_the_share_that_was_asked_for(tmp_path: Path) -> None:
-    file = weights(tmp_path, w=normal(20_000, 0.02).bfloat16())
-    rate = advise_updates(file, share=0.7)["total"]["rate_for_share"]
-    assert advise_updates(file, rate=rate, share=0.7)["advice"] == []
-    assert len(advise_updates(file, rate=rate, share=0.9)["advice"]) == 3
 
 
 def test_a_share_is_known_to_a_sixteenth_of_a_doubling() -> None:

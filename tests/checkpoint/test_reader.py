@@ -185,23 +185,6 @@ def test_pickles_may_be_sharded(folder: Path) -> None:
     assert same(open_checkpoint(folder).read("b"), torch.zeros(2))
 
 
-class Bomb:
-    """An object whose unpickling leaves a trace."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
-        return os.mkdir, (str(self.trace),)
-
-
-def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(folder: Path) -> None:
-    trace = folder / "trace"
-    with pytest.raises(UserError, match="could run code"):
-        open_checkpoint(as_pickle(folder, {"a": torch.ones(2), "b": Bomb(trace)}))
-    assert not trace.exists()
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -261,6 +244,7 @@ BAD_HEADERS: dict[str, tuple[object, int, str]] = {
     "dtype that is a number": ({"a": entry(0, 8, 32)}, 8, "unknown dtype"),
     "negative size": ({"a": entry(0, 8, shape=[-1, -2])}, 8, "has the shape"),
     "fractional size": ({"a": entry(0, 8, shape=[2.0])}, 8, "has the shape"),
+    "a million sizes": ({"a": entry(0, 8, shape=[(1 << 48) - 1] * 400_000)}, 8, "has the shape"),
     "enormous size": ({"a": entry(0, 0, shape=[10**30, 0])}, 0, "has the shape"),
     "shape against bytes": ({"a": entry(0, 8, shape=[3])}, 8, "needs 12 bytes"),
     "offsets backwards": ({"a": entry(8, 0, shape=[2])}, 8, "has the offsets"),
@@ -278,6 +262,7 @@ BAD_WEIGHTS: dict[str, tuple[bytes, str]] = {
     "half a length": (b"\x08\0\0", "too few"),
     "length beyond the file": (b"\xff" * 64, "does not fit"),
     "header of more than 8 MB": ((8_000_001).to_bytes(8, "little") + bytes(8_000_100), "longer than the 8000000"),
+    "bitsandbytes weights": (save({"a": torch.ones(2, dtype=torch.uint8)}), "quantised"),
     "int8 weights": (save({"a": torch.ones(2, dtype=torch.int8)}), "quantised"),
     "fp8 weights": (save({"a": torch.ones(2).to(torch.float8_e4m3fn)}), "quantised"),
 }
@@ -333,7 +318,8 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_that_names_it(folder: Path,
         damage(folder)
     with pytest.raises(UserError, match=problem) as caught:
         open_checkpoint(folder)
-    assert "\n" not in str(caught.value) and str(folder) in str(caught.value) and "; " in str(caught.value)
+    said = str(caught.value)
+    assert "\n" not in said and str(folder) in said and "; " in said and len(said) < 1000
 
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -359,6 +345,7 @@ BAD_INDEXES: dict[str, tuple[Callable[[Path], object], str]] = {
     "path that is empty": (lambda f: write_index(f, {"a": ""}), "leaves the folder"),
     "path with a NUL": (lambda f: write_index(f, {"a": "x\0"}), "leaves the folder"),
     "link out of the folder": (lambda f: link_out(f), "outside the folder"),
+    "link to itself": (lambda f: in_place(f / TWO, lambda file: file.symlink_to(TWO)), "fetch the file again"),
 }
 
 
@@ -374,7 +361,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(sharded: Path, case: s
     damage(sharded)
     with pytest.raises(UserError, match=problem) as caught:
         open_checkpoint(sharded)
-    assert "\n" not in str(caught.value) and str(sharded) in str(caught.value)
+    assert "\n" not in str(caught.value) and str(sharded) in str(caught.value) and "; " in str(caught.value)
 
 
 def test_a_file_that_shrinks_after_opening_is_an_error_and_not_a_crash(folder: Path) -> None:

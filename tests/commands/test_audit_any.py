@@ -19,6 +19,8 @@ from bf16_to_fp16.progress import Progress
 pytestmark = pytest.mark.usefixtures("whole_probe")
 
 SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 24, "intermediate_size": 32}
+ONE_LAYER = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 32))}
+ONE_LAYER |= {"vocab_size": 97, "d_model": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 
 
 def exaone4(folder: Path, factor: float) -> Path:
@@ -36,9 +38,7 @@ def exaone4(folder: Path, factor: float) -> Path:
 
 def bart(folder: Path) -> Path:
     torch.manual_seed(0)
-    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 32))}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = transformers.BartConfig(vocab_size=97, d_model=24, max_position_embeddings=64, **sizes, **heads)
+    config = transformers.BartConfig(max_position_embeddings=64, **ONE_LAYER)
     transformers.BartForConditionalGeneration(config).save_pretrained(folder)
     return folder
 
@@ -84,10 +84,7 @@ def test_a_weight_past_fp16s_range_is_unsafe_though_no_input_met_it(tmp_path: Pa
 
 
 def test_a_head_that_no_family_has_is_audited(tmp_path: Path) -> None:
-    config = transformers.BertConfig(
-        vocab_size=97, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    transformers.BertForTokenClassification(config).save_pretrained(tmp_path / "m")
+    transformers.BertForTokenClassification(transformers.BertConfig(**SMALL)).save_pretrained(tmp_path / "m")
     report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
     assert any(site["name"] == "classifier" for site in report["regimes"]["half"]["sites"])
     assert report["family"] == "BertForTokenClassification"  # no family of the package
@@ -96,18 +93,7 @@ def test_a_head_that_no_family_has_is_audited(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_classifier_of_rows_has_one_end_token_in_each(tmp_path: Path, end: int) -> None:
     torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=97,
-        d_model=24,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        max_position_embeddings=64,
-        forced_eos_token_id=None,
-    )
+    config = transformers.BartConfig(max_position_embeddings=64, forced_eos_token_id=None, **ONE_LAYER)
     config.eos_token_id, config.pad_token_id, config.decoder_start_token_id = end, 1 - end, 1 - end
     model = transformers.BartForSequenceClassification(config)
     with torch.no_grad():
@@ -128,18 +114,7 @@ def test_a_model_of_sound_is_refused_by_its_name(tmp_path: Path) -> None:
 
 
 def test_an_attention_that_a_class_lacks_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = transformers.PegasusXConfig(
-        vocab_size=97,
-        d_model=24,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        block_size=8,
-        num_global_tokens=4,
-    )
+    config = transformers.PegasusXConfig(block_size=8, num_global_tokens=4, **ONE_LAYER)
     model = transformers.PegasusXForConditionalGeneration(config)
     with torch.no_grad():
         model.model.encoder.layers[0].fc1.bias.fill_(1e5)
@@ -189,10 +164,9 @@ def test_a_tensor_that_is_missing_is_not_drawn_at_random(tmp_path: Path) -> None
 
 
 def test_a_model_whose_outputs_have_names_of_their_own_is_audited_by_the_first(tmp_path: Path) -> None:
-    config = transformers.BertConfig(
-        vocab_size=97, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.BertForPreTraining(config)  # prediction_logits, seq_relationship_logits
+    model = transformers.BertForPreTraining(
+        transformers.BertConfig(**SMALL)
+    )  # prediction_logits, seq_relationship_logits
     with torch.no_grad():
         model.cls.predictions.bias.fill_(7e4)
     model.save_pretrained(tmp_path / "m")

@@ -226,18 +226,6 @@ def test_the_config_is_edited_and_not_rewritten(converted: Converted) -> None:
         assert after["layer_norm_epsilon"] == 1e-6 * 4.0**result.plan.residual_exponent
 
 
-def test_the_folder_holds_what_is_promised(gated: Converted) -> None:
-    _, result = gated
-    assert result.out is not None
-    names = {p.name for p in result.out.iterdir()}
-    assert {"config.json", "model.safetensors", "fp16_report.json", "fp16_report.html", "README.md"} <= names
-    report = json.loads((result.out / "fp16_report.json").read_text())
-    keys = {"schema", "source", "family", "verdict", "proof", "regimes", "fidelity", "weights", "plan", "environment"}
-    assert keys <= set(report)
-    digest = hashlib.sha256((result.out / "model.safetensors").read_bytes()).hexdigest()
-    assert report["output"]["files"][0]["sha256"] == digest
-
-
 @pytest.mark.parametrize(  # a drift; eps in the config, gains that round
     "kind", exhaustive.beyond(["mbart"], ["gated", "mbart", "gemma3"])
 )
@@ -311,23 +299,6 @@ def test_a_pickled_checkpoint_is_read_safely_and_left_behind(tmp_path: Path) -> 
     assert "lm_head.weight" in result.report["source"]["dropped"]
 
 
-class Runs:
-    """A pickle that would run code."""
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (Path("pickle-ran"),))
-
-
-def test_a_pickle_that_would_run_code_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = tiny.save(tiny.small("t5"), tmp_path / "source")
-    (source / "model.safetensors").unlink()
-    torch.save({"shared.weight": Runs()}, source / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
-        convert(source, tmp_path / "out")
-    assert not (tmp_path / "pickle-ran").exists() and not (tmp_path / "out").exists()
-
-
 @pytest.mark.usefixtures("brief")
 def test_positions_that_a_file_lacks_are_made_scaled_and_written(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("pegasus", factor=60000.0), tmp_path / "source")
@@ -390,27 +361,6 @@ def test_the_modules_of_a_sentence_encoder_are_carried_over_or_missed_by_name(tm
     assert out is not None and (out / "2_Dropout" / "config.json").read_bytes() == b"{}"
 
 
-def test_out_is_never_touched_unless_forced(tmp_path: Path) -> None:
-    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    out = convert(source, tmp_path / "out", run_model=False).out
-    assert out is not None
-    before = (out / "fp16_report.json").stat().st_ino
-    with pytest.raises(UserError, match="--force"):
-        convert(source, out)
-    assert (out / "fp16_report.json").stat().st_ino == before
-    convert(source, out, force=True, run_model=False)
-    assert (out / "fp16_report.json").stat().st_ino != before
-    assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
-
-
-@pytest.mark.parametrize("place", ["source", "source/inside", "."])
-def test_out_may_not_overlap_the_source(tmp_path: Path, place: str) -> None:
-    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    with pytest.raises(UserError, match="output path"):
-        convert(source, tmp_path / place, force=True)
-    assert (source / "model.safetensors").exists()
-
-
 def test_a_forced_replacement_that_fails_puts_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,17 +393,6 @@ def test_a_failure_after_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(RuntimeError, match="planted"):
         convert(source, tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"source"}
-
-
-def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    tensors[name][0, 0] = float("nan")
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="damaged"):
-        convert(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("brief")
@@ -505,17 +444,6 @@ def test_a_model_shrunk_until_nothing_is_left_is_not_safe(tmp_path: Path) -> Non
     assert all(r["nonfinite"] == r["saturated"] == 0 for r in report["regimes"].values())
     assert report["verdict"] == "unsafe"
     assert any("bf16" in row["signal"] and "finetune" in row["remedy"] for row in report["unsafe"])
-
-
-def test_a_finite_weight_that_no_exponent_carries_is_refused_by_name(tmp_path: Path) -> None:
-    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    tensors[name][0, 0] = -1e6
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"relative_attention_bias.*65504"):
-        convert(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("brief")
@@ -923,15 +851,6 @@ def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, m
     assert not planned.violations and planned.plan.margin_bits == margin
     reached = float(ranges[layout.norms[-1]].input.amax.max()) * 2.0**planned.plan.residual_exponent
     assert reached <= 65504 * 2.0**-margin
-
-
-def test_a_norm_that_is_zero_throughout_is_refused_by_name(tmp_path: Path) -> None:
-    model = tiny.small("t5-encoder", num_layers=1)
-    name = "encoder.block.0.layer.1.layer_norm.weight"
-    model.get_parameter(name).data.zero_()
-    with pytest.raises(UserError, match=f"tensor {name} is zero throughout; the file is damaged"):
-        convert(tiny.save(model, tmp_path / "source"), tmp_path / "out", run_model=False)
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(tmp_path: Path) -> None:

@@ -208,13 +208,6 @@ def test_a_linear_that_cannot_be_written_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_converted_one_is_verified(tmp_path: Path) -> None:
-    source = sentence_encoder(tmp_path / "source", drawn(7), normalised=False)
-    result = convert(source, tmp_path / "out", run_model=False)
-    assert verify(tmp_path / "out", run_model=False)["problems"] == []
-    assert result.safe
-
-
 @pytest.mark.parametrize(("weight", "holds"), [(drawn(2), True), (torch.full((2, WIDTH), 3e4), False)])
 def test_every_tier_asks_what_stands_behind_the_encoder(tmp_path: Path, weight: Tensor, holds: bool) -> None:
     source = sentence_encoder(tmp_path / "source", weight, modes=("cls_token",), normalised=False)

@@ -428,20 +428,6 @@ def test_any_sentence_of_a_long_text_is_reached(opened: Open) -> None:
 # ---- the order of an epoch -------------------------------------------------------------------------------------------
 
 
-@given(
-    count=st.integers(1, 300),
-    step=st.integers(1, 20),
-    position=st.integers(0, 1000),
-    seed=SEEDS,
-)
-@settings(max_examples=100, deadline=None)
-def test_an_epochs_order_has_every_example_once(count: int, step: int, position: int, seed: int) -> None:
-    sizes = rng(seed).integers(1, 50, count)
-    order = epoch_order(sizes, step, position, rng(seed))
-    assert sorted(order) == list(range(count))
-    assert np.array_equal(order, epoch_order(sizes, step, position, rng(seed)))
-
-
 def test_grouping_makes_steps_of_like_lengths_in_a_mixed_order() -> None:
     sizes = rng(1).integers(10, 1000, 4000)
     position = 5  # three examples of the first step came from the epoch before

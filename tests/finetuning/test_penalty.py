@@ -585,15 +585,6 @@ def test_on_a_device_that_waits_a_look_ahead_finds_what_was_far_inside_in_the_st
     assert [total.item() for total in totals] == pytest.approx([4.0, 4.0], abs=0.01) and totals[1].requires_grad
 
 
-def test_a_dropped_step_leaves_no_trace() -> None:
-    one = One(accumulation=2)
-    one.call(64.0)
-    one.penalty.drop_step()
-    assert one.penalty.observations() == {}
-    one.call(4.0, 2.0)
-    assert one.seen.amax == 4.0
-
-
 # -- how it is run ----------------------------------------------------------------------------------------------------
 
 
@@ -665,26 +656,6 @@ def test_where_a_device_waits_a_site_far_inside_is_pulled_from_the_next_step_on(
     one = One(targets={One.SITE: 4.0})
     waiting(one.penalty, True)
     assert one.call(16.0, 1.0, 16.0, 16.0, 3.0, 16.0) == [2.0, 0.0, 0.0, 2.0, 0.0, 2.0]
-
-
-def test_fp16_amp_on_a_cpu_with_fast_products_scaler_and_penalty() -> None:
-    model = built(train=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    penalty = over_everywhere(model)
-    ids = ids_of(3)
-    with penalty, FastProducts():
-        with torch.autocast("cpu", torch.float16):
-            out = model(input_ids=ids, labels=ids)
-        assert out.logits.dtype == torch.float16
-        total = penalty()
-        scaler.scale(out.loss + total).backward()
-    scaler.unscale_(optimizer)
-    assert float(total) > 0
-    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 1024.0
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")

@@ -118,17 +118,6 @@ def run(losses: list[float], scales: list[float] | None = None, **options: Any) 
     return events(Curve(tuple(range(1, count + 1)), tuple(losses), tuple(scales or [None] * count)), **options)
 
 
-def test_a_spike_has_its_steps_height_and_score() -> None:
-    losses = noisy(2.0, 150)
-    losses[100:103] = [3.0, 5.0, 4.0]
-    (spike,) = run(losses)
-    assert isinstance(spike, Spike)
-    assert (spike.start, spike.recovery) == (101, "fast")
-    assert spike.end is not None and 103 < spike.end <= 106
-    assert spike.size == pytest.approx(3.0, abs=0.05)
-    assert spike.z == pytest.approx(3.0 / 0.02, rel=0.35)
-
-
 def test_a_spike_on_a_steep_fall_is_seen_and_the_fall_is_none() -> None:
     fall = [3 * math.exp(-i / 80) + 1 for i in range(300)]
     losses = [*fall]
@@ -162,7 +151,7 @@ def test_fast_ends_at_an_eighth_of_the_window() -> None:
         assert isinstance(spike, Spike) and spike.recovery == recovery, length
 
 
-def test_an_event_is_told_when_it_starts_and_when_it_ends() -> None:
+def test_an_event_is_told_when_it_starts_and_when_it_ends_with_its_height_and_score() -> None:
     detector = Detector()
     losses = noisy(2.0, 150)
     losses[100:103] = [3.0, 5.0, 4.0]
@@ -172,6 +161,7 @@ def test_an_event_is_told_when_it_starts_and_when_it_ends() -> None:
     assert isinstance(first, Spike) and (first.end, first.recovery) == (None, "open")
     assert first.size == pytest.approx(1.0, abs=0.05)
     assert isinstance(last, Spike) and (last.start, last.end, last.recovery) == (101, 105, "fast")
+    assert last.size == pytest.approx(3.0, abs=0.05) and last.z == pytest.approx(3.0 / 0.02, rel=0.35)
     assert detector.events == (last,)
 
 

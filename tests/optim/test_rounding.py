@@ -4,12 +4,10 @@
 """
 
 import math
-import random
 from collections.abc import Callable
 
 import pytest
 import torch
-from support import exhaustive
 from torch import Tensor
 
 from bf16_to_fp16.optim import rounding
@@ -200,78 +198,6 @@ def test_stochastic_rounding_is_exact(dtype: torch.dtype) -> None:
 
 
 # ---- statistics of real draws --------------------------------------------------------------------------------------
-
-DRAWS = 1 << 22
-
-
-def binades(dtype: torch.dtype) -> list[float]:
-    """Return a value between two of the format, at an odd fraction of the gap, for every binade, subnormal ones too."""
-    info = torch.finfo(dtype)
-    lowest = round(math.log2(info.smallest_normal)) - (7 if dtype == BF16 else 10)
-    chance = random.Random(0)
-    found = []
-    for exponent in range(lowest, math.floor(math.log2(info.max)) + 1):
-        gap = 2.0 ** max(exponent - lowest, 0) * 2.0**lowest / (1 << (7 if dtype == BF16 else 10))
-        gap = max(gap, 2.0**lowest)
-        below = math.floor(2.0**exponent * (1 + 0.9 * chance.random()) / gap) * gap
-        found.append(below + gap * chance.choice((1 / 16, 3 / 16, 5 / 16, 9 / 16, 15 / 16)))
-    return found
-
-
-def z_scores(round_: Round, dtype: torch.dtype, some: slice) -> list[float]:
-    """Return for a value in each of some binades how many standard deviations too often it rounds up."""
-    counter = rounding.counters(rounding.CHUNK)
-    scores = []
-    for index, value in enumerate(binades(dtype)[some]):
-        x = torch.full((rounding.CHUNK,), value)
-        assert float(x[0]) == value
-        down, up, probability = (float(t) for t in neighbours(x[:1], dtype))
-        ups = strays = 0
-        for start in range(0, DRAWS, rounding.CHUNK):
-            got = round_(x, rounding.random_bits(counter, rounding.make_key(5, index, 0, first=start)))
-            ups += int((got == up).sum())
-            strays += rounding.CHUNK - int(((got == up) | (got == down)).sum())
-        score = (ups - DRAWS * probability) / math.sqrt(DRAWS * probability * (1 - probability))
-        scores.append(math.inf if strays else score)
-    return scores
-
-
-@pytest.mark.parametrize("some", exhaustive.beyond([0], [0, 1, 2]))
-@DTYPES
-def test_draws_in_every_binade_round_up_as_often_as_they_should(dtype: torch.dtype, some: int) -> None:
-    """A third of the binades each."""
-    assert len(binades(dtype)) == (40 if dtype == FP16 else 261)
-    scores = z_scores(lambda x, bits: rounding.stochastic(x, dtype, bits), dtype, slice(some, None, 3))
-    assert [score for score in scores if not abs(score) < 4] == []
-    assert sum(score**2 for score in scores) / len(scores) == pytest.approx(
-        1, abs=0.6 if dtype == BF16 else 1
-    )  # neither too regular
-
-
-@pytest.mark.parametrize("name", ["fp16 subnormals as normals", "fp16 subnormals as 0", "to nearest"])
-def test_draws_show_a_wrong_formula(name: str) -> None:
-    mistake, dtype, _ = MISTAKES[name]
-    wrong = [
-        not abs(score) < 4 for score in z_scores(mistake, dtype, slice(14) if dtype == FP16 else slice(0, None, 40))
-    ]
-    assert any(wrong)
-    if dtype == FP16:  # right in the normal binades, and seen where it is not
-        assert sum(wrong) >= 9 and not any(wrong[10:])
-
-
-@pytest.mark.parametrize(("dtype", "start"), [(BF16, 1.0), (FP16, 1.0), (FP16, 2.0**-15), (FP16, 0.0)])
-def test_two_thousand_tiny_updates_add_up_to_their_sum(dtype: torch.dtype, start: float) -> None:
-    gap = float(torch.nextafter(torch.tensor(start, dtype=dtype), torch.tensor(9.0, dtype=dtype)).double() - start)
-    gap = max(gap, 2.0**-24)
-    update, steps, count = gap / 400, 2000, 512  # in all five gaps, each update a 200th of half a gap
-    x = torch.full((count,), start, dtype=dtype)
-    for step in range(steps):
-        x = rounded(x.float() + update, dtype, seed=1, step=step)
-    moved = x.double() - start
-    # Each element takes steps·p·(1 − p) gaps² of noise where p = 1/400, and fewer where gaps have grown.
-    deviation = gap * math.sqrt(steps / 400 / count)
-    assert abs(float(moved.mean()) - steps * update) < 4 * deviation
-    assert torch.equal(rounding.nearest(torch.full((1,), 1.0) + 2.0**-12, BF16), torch.ones(1))  # nearest never moves
 
 
 # ---- the other roundings -------------------------------------------------------------------------------------------

@@ -236,12 +236,6 @@ def test_what_is_not_certified_is_listed_in_the_card(tmp_path: Path) -> None:
     assert "No input can make any operation overflow" not in text
 
 
-def test_the_card_says_the_least_precision_rounded_down(tmp_path: Path) -> None:
-    precision = [{"module": "encoder.final_layer_norm", "bits": 11.0}, {"module": "a.layer_norm", "bits": 9.4999}]
-    text = card(tmp_path, fakes.conversion() | {"precision": precision}).text
-    assert "keeps at least 9.49 wherever a norm reads it" in text
-
-
 def test_fidelity_is_given_as_eval_results(tmp_path: Path) -> None:
     report = fakes.conversion() | {"inputs": {"seed": 0, "data": {"name": "mine.txt", "rows": 8}}}
     results = card(tmp_path, report).data.get("eval_results")

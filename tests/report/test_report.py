@@ -49,7 +49,6 @@ from bf16_to_fp16.report.schema import (
     dump,
     json_schema,
     read,
-    read_report,
 )
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
@@ -273,30 +272,6 @@ def test_a_changed_part_keeps_its_place_and_a_new_one_comes_last(written: dict[s
 def test_parts_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         SunkSignal(name="a", amax=1.0).name = "b"
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"plan": None}, "no plan"),
-        ({"plan": 3}, "no plan"),
-        ({"output": {"files": [{"nbytes": 1}]}}, "something else"),
-        ({"target": 3}, "an odd target"),
-        ({"output": {"files": [{"name": "a", "nbytes": True}]}}, "something else"),
-    ],
-)
-def test_what_is_missing_or_of_another_type_is_said_in_one_line(
-    tmp_path: Path, converted: Path, change: dict[str, Any], said: str
-) -> None:
-    data = json.loads((converted / REPORT).read_text()) | change
-    (tmp_path / REPORT).write_text(json.dumps(data))
-    needed = {"plan": "no plan", "output.files": "no files"}
-    with pytest.raises(UserError) as caught:
-        read_report(tmp_path / REPORT, needed, "something else", also=("target",), wrong={"target": "an odd target"})
-    assert str(caught.value).endswith(f"{REPORT}: {said}")
-    # What is not asked for may be anything.
-    (tmp_path / REPORT).write_text(json.dumps(data | {"signals": 3, "family": 3}))
-    assert read_report(tmp_path / REPORT, {"source.path": "no path"}, "something else").source.path == "theirs"
 
 
 @pytest.mark.parametrize(

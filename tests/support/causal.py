@@ -6,16 +6,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 12,
-    "attn_implementation": "eager",
-}
+SHAPE: dict[str, Any] = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "attn_implementation": "eager"}
 
 
 def make(kind: str, seed: int = 0, **changes: Any) -> Any:

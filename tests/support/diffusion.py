@@ -18,14 +18,8 @@ LENGTH = 32  # tokens of a prompt
 WIDTH = 24  # of every encoder here
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
-CLIP = {
-    "hidden_size": 8,
-    "intermediate_size": 9,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "projection_dim": 8,
-    "max_position_embeddings": 218,
-}
+CLIP = {"hidden_size": 8, "intermediate_size": 9, "num_attention_heads": 2, "num_hidden_layers": 1}
+CLIP |= {"projection_dim": 8, "max_position_embeddings": 218}
 
 
 @dataclass(frozen=True)
@@ -89,9 +83,8 @@ def of_bytes() -> Any:
 def clip_tokenizer() -> Any:
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    return transformers.CLIPTokenizer(
-        vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=77
-    )
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
 
 
 def clip(projected: bool = False) -> Any:
@@ -133,25 +126,31 @@ AT = torch.tensor([500.0])
 
 # --- pipelines -------------------------------------------------------------------------------------------------------
 
+SMALL = HEADS | {"in_channels": 4, "num_layers": 1}
+SAME = SMALL | {"out_channels": 4}
+SINGLE = {"num_single_layers": 1}
+AXES = (4, 4, 8)
+LATENTS, FRAMES = (1, 4, 8, 8), (1, 4, 1, 4, 4)
+
+
+def of_clip(*places: str, projected: bool = False) -> dict[str, Any]:
+    """Return a CLIP and its tokenizer for each place, "" or "_2"."""
+    made = [{f"text_encoder{n}": clip(projected), f"tokenizer{n}": clip_tokenizer()} for n in places]
+    return {name: part for each in made for name, part in each.items()}
+
+
+def t5_at(place: str) -> dict[str, Any]:
+    return {f"{name}{place}": part for name, part in t5().items()}
+
+
+def of_bytes_with(encoder: Any) -> dict[str, Any]:
+    return {"text_encoder": encoder, "tokenizer": of_bytes()}
+
 
 def flux() -> dict[str, Any]:
-    return {
-        **flow(),
-        "text_encoder": clip(),
-        "tokenizer": clip_tokenizer(),
-        "text_encoder_2": encoder("t5-encoder"),
-        "tokenizer_2": transformers.ByT5Tokenizer(extra_ids=125),
-        "transformer": model(
-            "FluxTransformer2DModel",
-            **HEADS,
-            in_channels=4,
-            num_layers=1,
-            num_single_layers=1,
-            joint_attention_dim=WIDTH,
-            pooled_projection_dim=8,
-            axes_dims_rope=(4, 4, 8),
-        ),
-    }
+    own = {"joint_attention_dim": WIDTH, "pooled_projection_dim": 8, "axes_dims_rope": AXES}
+    transformer = model("FluxTransformer2DModel", **SMALL, **SINGLE, **own)
+    return {**flow(), **of_clip(""), **t5_at("_2"), "transformer": transformer}
 
 
 def flux_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
@@ -161,54 +160,30 @@ def flux_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
 
 
 def sd3() -> dict[str, Any]:
-    return {
-        **flow(),
-        "text_encoder": clip(projected=True),
-        "tokenizer": clip_tokenizer(),
-        "text_encoder_2": clip(projected=True),
-        "tokenizer_2": clip_tokenizer(),
-        "text_encoder_3": encoder("t5-encoder"),
-        "tokenizer_3": transformers.ByT5Tokenizer(extra_ids=125),
-        "transformer": model(
-            "SD3Transformer2DModel",
-            **HEADS,
-            sample_size=8,
-            in_channels=4,
-            out_channels=4,
-            num_layers=1,
-            joint_attention_dim=WIDTH,
-            caption_projection_dim=32,
-            pooled_projection_dim=16,
-            pos_embed_max_size=8,
-        ),
-    }
+    own = {"sample_size": 8, "joint_attention_dim": WIDTH, "caption_projection_dim": 32}
+    own |= {"pooled_projection_dim": 16, "pos_embed_max_size": 8}
+    encoders = of_clip("", "_2", projected=True) | t5_at("_3")
+    return {**flow(), **encoders, "transformer": model("SD3Transformer2DModel", **SAME, **own)}
 
 
 def sd3_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
-    return pipe.transformer(torch.randn(1, 4, 8, 8), e[0], e[1], AT, return_dict=False)
+    return pipe.transformer(torch.randn(LATENTS), e[0], e[1], AT, return_dict=False)
 
 
 def pixart() -> dict[str, Any]:
-    shape = {"in_channels": 4, "out_channels": 8, "num_layers": 1, "cross_attention_dim": 32, "sample_size": 8}
-    transformer = model("PixArtTransformer2DModel", **HEADS, **shape, caption_channels=WIDTH)
-    return {**steps(), **t5(), "transformer": transformer}
+    shape = SMALL | {"out_channels": 8, "cross_attention_dim": 32, "sample_size": 8, "caption_channels": WIDTH}
+    return {**steps(), **t5(), "transformer": model("PixArtTransformer2DModel", **shape)}
 
 
 def pixart_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
     sizes = {"resolution": None, "aspect_ratio": None}
-    return pipe.transformer(
-        torch.randn(1, 4, 8, 8),
-        e[0],
-        AT.long(),
-        added_cond_kwargs=sizes,
-        encoder_attention_mask=e[1],
-        return_dict=False,
-    )
+    options = {"added_cond_kwargs": sizes, "encoder_attention_mask": e[1], "return_dict": False}
+    return pipe.transformer(torch.randn(LATENTS), e[0], AT.long(), **options)
 
 
 def ltx() -> dict[str, Any]:
-    shape = {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "num_layers": 1, "caption_channels": WIDTH}
-    return {**flow(), **t5(), "transformer": model("LTXVideoTransformer3DModel", **HEADS, **shape)}
+    own = {"cross_attention_dim": 32, "caption_channels": WIDTH}
+    return {**flow(), **t5(), "transformer": model("LTXVideoTransformer3DModel", **SAME, **own)}
 
 
 def ltx_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
@@ -217,18 +192,9 @@ def ltx_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
 
 
 def cogvideox() -> dict[str, Any]:
-    shape = {
-        "in_channels": 4,
-        "out_channels": 4,
-        "time_embed_dim": 8,
-        "text_embed_dim": WIDTH,
-        "num_layers": 1,
-        "sample_width": 4,
-        "sample_height": 4,
-        "sample_frames": 5,
-        "max_text_seq_length": LENGTH,
-    }
-    return {**steps(), **t5(), "transformer": model("CogVideoXTransformer3DModel", **HEADS, **shape)}
+    own = {"time_embed_dim": 8, "text_embed_dim": WIDTH, "max_text_seq_length": LENGTH}
+    own |= {"sample_width": 4, "sample_height": 4, "sample_frames": 5}
+    return {**steps(), **t5(), "transformer": model("CogVideoXTransformer3DModel", **SAME, **own)}
 
 
 def cogvideox_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
@@ -236,88 +202,49 @@ def cogvideox_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
 
 
 def auraflow() -> dict[str, Any]:
-    shape = {
-        "sample_size": 8,
-        "in_channels": 4,
-        "num_mmdit_layers": 1,
-        "num_single_dit_layers": 1,
-        "joint_attention_dim": WIDTH,
-        "caption_projection_dim": 32,
-        "pos_embed_max_size": 16,
-    }
-    transformer = model("AuraFlowTransformer2DModel", **HEADS, **shape)
-    return {**flow(), **t5("umt5-encoder"), "transformer": transformer}
+    shape = HEADS | {"sample_size": 8, "in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 1}
+    shape |= {"joint_attention_dim": WIDTH, "caption_projection_dim": 32, "pos_embed_max_size": 16}
+    return {**flow(), **t5("umt5-encoder"), "transformer": model("AuraFlowTransformer2DModel", **shape)}
 
 
 def auraflow_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
-    return pipe.transformer(torch.randn(1, 4, 8, 8), e[0], AT / 1000, return_dict=False)
+    return pipe.transformer(torch.randn(LATENTS), e[0], AT / 1000, return_dict=False)
 
 
 def wan() -> dict[str, Any]:
-    shape = {"in_channels": 4, "out_channels": 4, "text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 32, "num_layers": 1}
-    transformer = model("WanTransformer3DModel", **HEADS, **shape, rope_max_seq_len=32)
-    return {**flow(), **t5("umt5-encoder"), "transformer": transformer}
+    own = {"text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 32}
+    return {**flow(), **t5("umt5-encoder"), "transformer": model("WanTransformer3DModel", **SAME, **own)}
 
 
 def wan_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
-    return pipe.transformer(torch.randn(1, 4, 1, 4, 4), AT.long(), e[0], return_dict=False)
+    return pipe.transformer(torch.randn(FRAMES), AT.long(), e[0], return_dict=False)
 
 
 def sana() -> dict[str, Any]:
-    shape = {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 1,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 16,
-        "cross_attention_dim": 32,
-        "caption_channels": WIDTH,
-        "sample_size": 8,
-    }
-    transformer = model("SanaTransformer2DModel", **HEADS, **shape)
-    return {**flow(), "text_encoder": headless("gemma2"), "tokenizer": of_bytes(), "transformer": transformer}
+    shape = {"in_channels": 4, "out_channels": 4, "num_layers": 1, "sample_size": 8, "caption_channels": WIDTH}
+    shape |= {"num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32}
+    return {**flow(), **of_bytes_with(headless("gemma2")), "transformer": model("SanaTransformer2DModel", **shape)}
 
 
 def sana_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
-    return pipe.transformer(torch.randn(1, 4, 8, 8), e[0], AT, encoder_attention_mask=e[1], return_dict=False)
+    return pipe.transformer(torch.randn(LATENTS), e[0], AT, encoder_attention_mask=e[1], return_dict=False)
 
 
 def lumina2() -> dict[str, Any]:
-    shape = {
-        "sample_size": 8,
-        "in_channels": 4,
-        "hidden_size": 32,
-        "num_layers": 1,
-        "num_refiner_layers": 1,
-        "num_attention_heads": 2,
-        "num_kv_heads": 1,
-        "multiple_of": 16,
-        "axes_dim_rope": (4, 4, 8),
-        "axes_lens": (64, 16, 16),
-        "cap_feat_dim": WIDTH,
-    }
-    transformer = model("Lumina2Transformer2DModel", **shape)
-    return {**flow(), "text_encoder": headless("gemma2"), "tokenizer": of_bytes(), "transformer": transformer}
+    shape: dict[str, Any] = {"sample_size": 8, "in_channels": 4, "hidden_size": 32, "multiple_of": 16}
+    shape |= {"num_layers": 1, "num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1}
+    shape |= {"axes_dim_rope": AXES, "axes_lens": (64, 16, 16), "cap_feat_dim": WIDTH}
+    return {**flow(), **of_bytes_with(headless("gemma2")), "transformer": model("Lumina2Transformer2DModel", **shape)}
 
 
 def lumina2_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
-    return pipe.transformer(torch.randn(1, 4, 8, 8), AT / 1000, e[0], e[1], return_dict=False)
+    return pipe.transformer(torch.randn(LATENTS), AT / 1000, e[0], e[1], return_dict=False)
 
 
 def z_image() -> dict[str, Any]:
-    shape = {
-        "in_channels": 4,
-        "dim": 32,
-        "n_layers": 1,
-        "n_refiner_layers": 1,
-        "n_heads": 2,
-        "n_kv_heads": 2,
-        "cap_feat_dim": WIDTH,
-        "axes_dims": [4, 4, 8],
-        "axes_lens": [128, 16, 16],
-    }
-    transformer = model("ZImageTransformer2DModel", **shape)
-    return {**flow(), "text_encoder": headless("qwen3"), "tokenizer": of_bytes(), "transformer": transformer}
+    shape: dict[str, Any] = {"in_channels": 4, "dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2}
+    shape |= {"n_kv_heads": 2, "cap_feat_dim": WIDTH, "axes_dims": list(AXES), "axes_lens": [128, 16, 16]}
+    return {**flow(), **of_bytes_with(headless("qwen3")), "transformer": model("ZImageTransformer2DModel", **shape)}
 
 
 def z_image_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
@@ -325,57 +252,25 @@ def z_image_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
 
 
 def hunyuan_video() -> dict[str, Any]:
-    transformer = model(
-        "HunyuanVideoTransformer3DModel",
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        guidance_embeds=False,
-        text_embed_dim=WIDTH,
-        pooled_projection_dim=8,
-        rope_axes_dim=(4, 4, 8),
-    )
-    return {
-        **flow(),
-        "text_encoder": headless("llama", num_hidden_layers=4),
-        "tokenizer": of_bytes(),
-        "text_encoder_2": clip(),
-        "tokenizer_2": clip_tokenizer(),
-        "transformer": transformer,
-    }
+    own = {"num_refiner_layers": 1, "guidance_embeds": False, "text_embed_dim": WIDTH, "rope_axes_dim": AXES}
+    transformer = model("HunyuanVideoTransformer3DModel", **SAME, **SINGLE, **own, pooled_projection_dim=8)
+    encoders = of_bytes_with(headless("llama", num_hidden_layers=4)) | of_clip("_2")
+    return {**flow(), **encoders, "transformer": transformer}
 
 
 def hunyuan_video_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
-    return pipe.transformer(torch.randn(1, 4, 1, 4, 4), AT.long(), e[0], e[2], e[1], return_dict=False)
+    return pipe.transformer(torch.randn(FRAMES), AT.long(), e[0], e[2], e[1], return_dict=False)
 
 
 def hidream() -> dict[str, Any]:
-    transformer = model(
-        "HiDreamImageTransformer2DModel",
-        **HEADS,
-        patch_size=2,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=2,
-        caption_channels=[WIDTH, WIDTH],
-        text_emb_dim=16,
-        num_routed_experts=2,
-        num_activated_experts=1,
-        axes_dims_rope=(4, 4, 8),
-        max_resolution=(16, 16),
-        llama_layers=[0, 1, 2],
-    )
+    own = {"patch_size": 2, "num_single_layers": 2, "caption_channels": [WIDTH, WIDTH], "text_emb_dim": 16}
+    own |= {"num_routed_experts": 2, "num_activated_experts": 1, "axes_dims_rope": AXES}
+    own |= {"max_resolution": (16, 16), "llama_layers": [0, 1, 2]}
+    transformer = model("HiDreamImageTransformer2DModel", **SMALL, **own)
     return {
         **flow(),
-        "text_encoder": clip(projected=True),
-        "tokenizer": clip_tokenizer(),
-        "text_encoder_2": clip(projected=True),
-        "tokenizer_2": clip_tokenizer(),
-        "text_encoder_3": encoder("t5-encoder"),
-        "tokenizer_3": transformers.ByT5Tokenizer(extra_ids=125),
+        **of_clip("", "_2", projected=True),
+        **t5_at("_3"),
         "text_encoder_4": encoder("llama", num_hidden_layers=3, attn_implementation="eager"),
         "tokenizer_4": of_bytes(),
         "transformer": quiet(transformer, *(f"caption_projection.{i}.linear.weight" for i in range(3))),
@@ -383,25 +278,14 @@ def hidream() -> dict[str, Any]:
 
 
 def hidream_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
-    return pipe.transformer(torch.randn(1, 4, 8, 8), AT.long(), e[0], e[1], e[2], return_dict=False)[0]
+    return pipe.transformer(torch.randn(LATENTS), AT.long(), e[0], e[1], e[2], return_dict=False)[0]
 
 
 def flux2_klein() -> dict[str, Any]:
-    shape = {
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "joint_attention_dim": 3 * WIDTH,
-        "timestep_guidance_channels": 8,
-        "axes_dims_rope": (4, 4, 4, 4),
-        "guidance_embeds": False,
-    }
-    return {
-        **flow(),
-        "text_encoder": encoder("qwen3", num_hidden_layers=28, max_window_layers=28),
-        "tokenizer": of_bytes(),
-        "transformer": quiet(model("Flux2Transformer2DModel", **HEADS, **shape), "context_embedder.weight"),
-    }
+    own = {"joint_attention_dim": 3 * WIDTH, "timestep_guidance_channels": 8, "axes_dims_rope": (4, 4, 4, 4)}
+    transformer = model("Flux2Transformer2DModel", **SMALL, **SINGLE, **own, guidance_embeds=False)
+    encoders = of_bytes_with(encoder("qwen3", num_hidden_layers=28, max_window_layers=28))
+    return {**flow(), **encoders, "transformer": quiet(transformer, "context_embedder.weight")}
 
 
 def flux2_klein_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
@@ -416,27 +300,11 @@ def flux2() -> dict[str, Any]:
 
 
 def hunyuan_image() -> dict[str, Any]:
-    transformer = model(
-        "HunyuanImageTransformer2DModel",
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        text_embed_dim=WIDTH,
-        text_embed_2_dim=WIDTH,
-        rope_axes_dim=(8, 8),
-    )
+    own = {"num_refiner_layers": 1, "text_embed_dim": WIDTH, "text_embed_2_dim": WIDTH, "rope_axes_dim": (8, 8)}
+    transformer = model("HunyuanImageTransformer2DModel", **SAME, **SINGLE, **own)
     linears = ("context_embedder.proj_in.weight", "context_embedder.time_text_embed.text_embedder.linear_1.weight")
-    return {
-        **flow(),
-        "text_encoder": encoder("qwen2_5_vl", num_hidden_layers=4),
-        "tokenizer": of_bytes(),
-        "text_encoder_2": encoder("t5-encoder"),
-        "tokenizer_2": transformers.ByT5Tokenizer(extra_ids=125),
-        "transformer": quiet(transformer, *linears),
-    }
+    encoders = of_bytes_with(encoder("qwen2_5_vl", num_hidden_layers=4)) | t5_at("_2")
+    return {**flow(), **encoders, "transformer": quiet(transformer, *linears)}
 
 
 def hunyuan_image_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
@@ -445,15 +313,11 @@ def hunyuan_image_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
 
 ALONE = {"do_classifier_free_guidance": False}
 SHORT = {"max_sequence_length": LENGTH}
+PROMPTS = {"prompt_2": None, "prompt_3": None}
+CROPPED = {"prompt_template": {"template": "{}", "crop_start": 0}}
 CASES = (
     Case("FluxPipeline", flux, flux_step, SHORT, ("text_encoder_2",)),
-    Case(
-        "StableDiffusion3Pipeline",
-        sd3,
-        sd3_step,
-        {**SHORT, **ALONE, "prompt_2": None, "prompt_3": None},
-        ("text_encoder_3",),
-    ),
+    Case("StableDiffusion3Pipeline", sd3, sd3_step, SHORT | ALONE | PROMPTS, ("text_encoder_3",)),
     Case("PixArtAlphaPipeline", pixart, pixart_step, SHORT | ALONE),
     Case("LTXPipeline", ltx, ltx_step, SHORT | ALONE),
     Case("CogVideoXPipeline", cogvideox, cogvideox_step, SHORT | ALONE),
@@ -462,12 +326,7 @@ CASES = (
     Case("SanaPipeline", sana, sana_step, SHORT | ALONE),
     Case("Lumina2Pipeline", lumina2, lumina2_step, SHORT | ALONE | {"system_prompt": "draw"}),
     Case("ZImagePipeline", z_image, z_image_step, SHORT | ALONE),
-    Case(
-        "HunyuanVideoPipeline",
-        hunyuan_video,
-        hunyuan_video_step,
-        SHORT | {"prompt_template": {"template": "{}", "crop_start": 0}},
-    ),
+    Case("HunyuanVideoPipeline", hunyuan_video, hunyuan_video_step, SHORT | CROPPED),
     Case("HiDreamImagePipeline", hidream, hidream_step, SHORT | ALONE, ("text_encoder_3", "text_encoder_4")),
     Case("Flux2KleinPipeline", flux2_klein, flux2_klein_step, SHORT),
     Case("Flux2Pipeline", flux2, flux2_klein_step, SHORT),

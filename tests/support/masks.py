@@ -15,13 +15,8 @@ LOUD = 0  # the token that every other one's query likes, and its own does not; 
 
 SMALL = {"num_layers": 1, "num_decoder_layers": 1}
 
-NARROW = {
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 12,
-    "decoder_attention_heads": 12,
-    "scale_embedding": False,
-}
+NARROW = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 12, "decoder_attention_heads": 12}
+NARROW |= {"scale_embedding": False}
 """Heads so narrow that scaled scores may span more than fp16 holds."""
 
 

@@ -161,25 +161,16 @@ def finetuned(**changes: Any) -> dict[str, Any]:
     recipe |= {"penalty": {"form": "smooth-max", "headroom_bits": 1.5}}
     last: dict[str, Any] = {"step": 200, "held_out_loss": 2.0078, "held_out_divergence": 0.0174, "rougeL": 31.25}
     last |= {"worst_site": "decoder.block.1.layer.2.DenseReluDense.wi_0", "worst_headroom_bits": 1.6987}
-    curves = {
-        "step": list(range(10, 210, 10)),
-        "task_loss": [2.5 - 0.5 * k / 20 for k in range(20)],
-        "headroom_bits": [-1.5 + 3.25 * k / 20 for k in range(20)],
-        "loss_scale": [None] * 5 + [64.0] * 5 + [16.0] * 10,
-    }
+    curves = {"step": list(range(10, 210, 10)), "task_loss": [2.5 - 0.5 * k / 20 for k in range(20)]}
+    curves |= {"headroom_bits": [-1.5 + 3.25 * k / 20 for k in range(20)]}
+    curves |= {"loss_scale": [None] * 5 + [64.0] * 5 + [16.0] * 10}
     fidelity = {"measure": "kl", "kl_bf16": 1e-3, "kl_fp16": 5e-2, "top1_fp16": 0.95, "positions": 815}
-    run: dict[str, Any] = {
-        "recipe": recipe,
-        "data": {"path": "texts.jsonl", "objective": "span-corruption"},
-        "processes": 2,
-        "steps": 200,
-        "tokens": 376_000,
-        "skipped": [{"step": 101, "loss_scale": 32.0, "examples": []}, {"step": 102, "loss_scale": 16.0}],
-        "rewinds": [{"spike": 50, "noticed": 60, "back_to": 40, "steps_of_data_left_out": 30}],
-        "evaluations": [{"step": 0, "held_out_loss": 2.0136, "held_out_divergence": 7.8e-5}, last],
-        "curves": curves,
-        "fidelity": fidelity | {"max_logit_error_bf16": 0.5, "max_logit_error_fp16": 4.0},
-    }
+    run: dict[str, Any] = {"recipe": recipe, "data": {"path": "texts.jsonl", "objective": "span-corruption"}}
+    run |= {"processes": 2, "steps": 200, "tokens": 376_000}
+    run |= {"skipped": [{"step": 101, "loss_scale": 32.0, "examples": []}, {"step": 102, "loss_scale": 16.0}]}
+    run |= {"rewinds": [{"spike": 50, "noticed": 60, "back_to": 40, "steps_of_data_left_out": 30}]}
+    run |= {"evaluations": [{"step": 0, "held_out_loss": 2.0136, "held_out_divergence": 7.8e-5}, last]}
+    run |= {"curves": curves, "fidelity": fidelity | {"max_logit_error_bf16": 0.5, "max_logit_error_fp16": 4.0}}
     return certified(top=900_000.0) | {"finetune": run | changes}
 
 

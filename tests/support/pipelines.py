@@ -11,17 +11,8 @@ from safetensors.torch import save_file
 from support import tiny
 from transformers import ByT5Tokenizer, CLIPTextConfig, CLIPTextModel
 
-CLIP = {
-    "hidden_size": 8,
-    "intermediate_size": 9,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": 50,
-    "projection_dim": 8,
-    "max_position_embeddings": 9,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
+CLIP = {"hidden_size": 8, "intermediate_size": 9, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 50}
+CLIP |= {"projection_dim": 8, "max_position_embeddings": 9, "bos_token_id": 0, "eos_token_id": 2}
 """The shape of a CLIP encoder."""
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"  # a file that is large enough to be linked
@@ -48,11 +39,8 @@ def make(folder: Path, encoders: Mapping[str, Any], **others: Any) -> Path:
 
     others: further entries of its index.
     """
-    index: dict[str, Any] = {
-        "_class_name": "FluxPipeline",
-        "_diffusers_version": "0.42.1",
-        "feature_extractor": [None] * 2,
-    }
+    index: dict[str, Any] = {"_class_name": "FluxPipeline", "_diffusers_version": "0.42.1"}
+    index |= {"feature_extractor": [None] * 2}
     for name, model in encoders.items():
         tiny.save(model, folder / name)
         tokenizer = name.replace("text_encoder", "tokenizer")

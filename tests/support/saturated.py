@@ -74,20 +74,9 @@ HARD_GATE = Site("gate", "decoder.block.1.layer.2.DenseReluDense", (4e4,), tuple
 HARD_SCORES = Site("scores", ENCODER.format(1), (4e4,), (2,))
 HARD_LOGITS = Site("logits", "decoder.final_layer_norm", (4e4,))
 NINE = (3, 17, 40, 77, 101, 150, 202, 256, 311)
-SMALL = {
-    "vocab_size": 259,
-    "hidden_size": 96,
-    "intermediate_size": 224,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-}
+SMALL = {"vocab_size": 259, "hidden_size": 96, "intermediate_size": 224, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 512}
+SMALL |= {"tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 KINDS = {
     "gate": Kind(T5, (Site("gate", "encoder.block.1.layer.1.DenseReluDense", (6.2e5,) * 9, NINE),)),

@@ -24,74 +24,25 @@ from bf16_to_fp16.run.interface import config_of
 
 transformers.logging.set_verbosity_error()
 
-T5_SHAPE = {
-    "d_model": 24,
-    "d_kv": 5,
-    "d_ff": 37,
-    "num_layers": 3,
-    "num_decoder_layers": 2,
-    "num_heads": 3,
-    "vocab_size": 97,
-    "relative_attention_num_buckets": 9,
-    "relative_attention_max_distance": 20,
-    "decoder_start_token_id": 0,
-}
-LONGT5_SHAPE = {
-    "feed_forward_proj": "gated-gelu",
-    "tie_word_embeddings": False,
-    "encoder_attention_type": "transient-global",
-    "local_radius": 2,
-    "global_block_size": 4,
-}
-TIED_LONGT5: dict[str, Any] = {
-    "feed_forward_proj": "relu",
-    "tie_word_embeddings": True,
-    "local_radius": 4,
-    "global_block_size": 3,
-}
-SWITCH_SHAPE = {
-    "num_layers": 3,
-    "num_sparse_encoder_layers": 1,
-    "num_decoder_layers": 2,
-    "num_sparse_decoder_layers": 2,
-    "num_experts": 2,
-    "router_bias": True,
-    "expert_capacity": 5,
-}
-UNTIED_SWITCH: dict[str, Any] = {
-    "tie_word_embeddings": False,
-    "dense_act_fn": "gelu",
-    "router_bias": False,
-    "num_layers": 2,
-}
-PEGASUS_SHAPE = {
-    "d_model": 24,
-    "vocab_size": 97,
-    "encoder_layers": 3,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 3,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 37,
-    "decoder_ffn_dim": 29,
-    "max_position_embeddings": 64,
-    "activation_function": "relu",
-    "scale_embedding": True,
-    "decoder_start_token_id": 0,
-}
+T5_SHAPE = {"d_model": 24, "d_kv": 5, "d_ff": 37, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3}
+T5_SHAPE |= {"vocab_size": 97, "relative_attention_num_buckets": 9, "relative_attention_max_distance": 20}
+T5_SHAPE |= {"decoder_start_token_id": 0}
+LONGT5_SHAPE: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+LONGT5_SHAPE |= {"encoder_attention_type": "transient-global", "local_radius": 2, "global_block_size": 4}
+TIED_LONGT5: dict[str, Any] = {"feed_forward_proj": "relu", "tie_word_embeddings": True, "local_radius": 4}
+TIED_LONGT5 |= {"global_block_size": 3}
+SWITCH_SHAPE = {"num_layers": 3, "num_sparse_encoder_layers": 1, "num_decoder_layers": 2}
+SWITCH_SHAPE |= {"num_sparse_decoder_layers": 2, "num_experts": 2, "router_bias": True, "expert_capacity": 5}
+UNTIED_SWITCH: dict[str, Any] = {"tie_word_embeddings": False, "dense_act_fn": "gelu", "router_bias": False}
+UNTIED_SWITCH |= {"num_layers": 2}
+PEGASUS_SHAPE: dict[str, Any] = {"d_model": 24, "vocab_size": 97, "encoder_layers": 3, "decoder_layers": 2}
+PEGASUS_SHAPE |= {"encoder_attention_heads": 3, "decoder_attention_heads": 2, "encoder_ffn_dim": 37}
+PEGASUS_SHAPE |= {"decoder_ffn_dim": 29, "max_position_embeddings": 64, "activation_function": "relu"}
+PEGASUS_SHAPE |= {"scale_embedding": True, "decoder_start_token_id": 0}
 
-GEMMA3_SHAPE = {
-    "hidden_size": 24,
-    "vocab_size": 97,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "intermediate_size": 37,
-    "query_pre_attn_scalar": 7,
-    "sliding_window": 6,
-    "sliding_window_pattern": 2,
-    "initializer_range": 0.2,
-}
+GEMMA3_SHAPE: dict[str, Any] = {"hidden_size": 24, "vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4}
+GEMMA3_SHAPE |= {"num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 37, "query_pre_attn_scalar": 7}
+GEMMA3_SHAPE |= {"sliding_window": 6, "sliding_window_pattern": 2, "initializer_range": 0.2}
 
 
 def stock(name: str, shape: Mapping[str, Any], **own: Any) -> Callable[..., Any]:
@@ -154,15 +105,8 @@ def switch(kind: str = "SwitchTransformersForConditionalGeneration", **changes: 
     return model
 
 
-VISION = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-}
+VISION = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+VISION |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
 
 
 def gemma3_images(**changes: Any) -> Any:
@@ -177,37 +121,18 @@ def gemma3_images(**changes: Any) -> Any:
     return model
 
 
-LLAMA_SHAPE = {
-    "eos_token_id": 2,
-    "hidden_size": 24,
-    "vocab_size": 97,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "intermediate_size": 37,
-    "initializer_range": 0.2,
-}
-UNTIED_GEMMA3: dict[str, Any] = {
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 6,
-    "tie_word_embeddings": False,
-    "final_logit_softcapping": 30.0,
-}
+LLAMA_SHAPE: dict[str, Any] = {"eos_token_id": 2, "hidden_size": 24, "vocab_size": 97, "num_hidden_layers": 2}
+LLAMA_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 37}
+LLAMA_SHAPE |= {"initializer_range": 0.2}
+UNTIED_GEMMA3: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}
+UNTIED_GEMMA3 |= {"tie_word_embeddings": False, "final_logit_softcapping": 30.0}
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}  # that scores and logits come near
 BIASED_LLAMA: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
 
 
-PATCHES: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "patch_size": 4,
-    "out_hidden_size": 24,
-}
+PATCHES: dict[str, Any] = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+PATCHES |= {"out_hidden_size": 24}
 DEEP = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16, "out_hidden_size": 24}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 1]}
 
@@ -288,12 +213,8 @@ OF_GLM4_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 19, "head_dim": 1
 OF_OLMOE = {"head_dim": None, "num_experts": 5}
 LARGE_SHARED = {"n_shared_experts": 2, "num_experts_per_tok": 3, "norm_topk_prob": False, "use_qk_norm": True}
 
-SLIDING_QWEN2: dict[str, Any] = {
-    "tie_word_embeddings": True,
-    "use_sliding_window": True,
-    "sliding_window": 6,
-    "max_window_layers": 1,
-}
+SLIDING_QWEN2: dict[str, Any] = {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 6}
+SLIDING_QWEN2 |= {"max_window_layers": 1}
 
 
 def t5gemma(**changes: Any) -> Any:
@@ -327,28 +248,14 @@ class Entry:
     alike: tuple[str, ...] = ()
 
 
-T5_DRAWN = {
-    "d_model": range(3, 41),
-    "d_kv": range(1, 10),
-    "num_heads": range(1, 5),
-    "d_ff": range(1, 51),
-    "num_layers": (1, 2),
-    "num_decoder_layers": (1, 2),
-}
-PEGASUS_DRAWN: dict[str, Sequence[Any]] = {
-    "d_model": (12, 24, 36),
-    "encoder_attention_heads": range(1, 5),
-    "decoder_attention_heads": (1, 2, 3),
-    "encoder_ffn_dim": range(1, 51),
-    "decoder_ffn_dim": range(1, 51),
-    "encoder_layers": (1, 2),
-    "decoder_layers": (1, 2),
-    "activation_function": ("relu", "relu", "gelu", "gelu_new", "silu"),
-    "scale_embedding": (False, True),
-}
-LLAMA_DRAWN = {
-    "hidden_size": (12, 24, 36),
-    "num_attention_heads": (2, 4),
+T5_DRAWN: dict[str, Sequence[Any]] = {"d_model": range(3, 41), "d_kv": range(1, 10), "num_heads": range(1, 5)}
+T5_DRAWN |= {"d_ff": range(1, 51), "num_layers": (1, 2), "num_decoder_layers": (1, 2)}
+PEGASUS_DRAWN: dict[str, Sequence[Any]] = {"d_model": (12, 24, 36), "encoder_attention_heads": range(1, 5)}
+PEGASUS_DRAWN |= {"decoder_attention_heads": (1, 2, 3), "encoder_ffn_dim": range(1, 51)}
+PEGASUS_DRAWN |= {"decoder_ffn_dim": range(1, 51), "encoder_layers": (1, 2), "decoder_layers": (1, 2)}
+PEGASUS_DRAWN |= {"activation_function": ("relu", "relu", "gelu", "gelu_new", "silu"), "scale_embedding": (False, True)}
+LLAMA_DRAWN: dict[str, Sequence[Any]] = {"hidden_size": (12, 24, 36), "num_attention_heads": (2, 4)}
+LLAMA_DRAWN |= {
     "num_key_value_heads": (1, 2),
     "head_dim": (2, 6, 10),
     "intermediate_size": range(1, 51),
@@ -547,14 +454,8 @@ SEARCHED = [kind for entry in ENTRIES for kind in entry.kinds if kind not in ent
 FIRST = [kinds[0] for entry in ENTRIES if (kinds := [kind for kind in entry.kinds if kind in SEARCHED])]
 """One of them for each family."""
 
-FEW_LAYERS = {
-    "num_layers": 2,
-    "encoder_layers": 2,
-    "num_hidden_layers": 2,
-    "num_decoder_layers": 1,
-    "decoder_layers": 1,
-    "num_sparse_decoder_layers": 1,
-}
+FEW_LAYERS = {"num_layers": 2, "encoder_layers": 2, "num_hidden_layers": 2, "num_decoder_layers": 1}
+FEW_LAYERS |= {"decoder_layers": 1, "num_sparse_decoder_layers": 1}
 """A stack whose first layer differs from the others, as T5's does, or every other one has two; a third repeats them."""
 
 
