@@ -22,6 +22,8 @@ from ..run.interface import config_of, predicts_tokens
 FIRST_EXPONENT = 16
 """Of two, the loss scale at which torch's dynamic scaler begins; it doubles after 2,000 steps without an overflow."""
 
+LAST_EXPONENT = -10  # of the smallest loss scale that is tried; at less most gradients become 0
+
 SHOWN = 20  # sites that a report lists
 
 
@@ -37,9 +39,9 @@ class GradientSite:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the backward pass shows under fp16 AMP. ``loss_scale``: the largest power of two, up to 2¹⁶, at which no
-    gradient overflows, None where none is small enough; ``flushed``: the share of all elements that are 0 in fp16 and
-    not in fp32; ``largest``: the site that decides the scale, without one the site whose gradient overflows at any,
+    """What the backward pass shows under fp16 AMP. ``loss_scale``: the largest power of two from 2⁻¹⁰ to 2¹⁶ at which
+    no gradient overflows, None where none is small enough; ``flushed``: the share of all elements that are 0 in fp16
+    and not in fp32; ``largest``: the site that decides the scale, without one the site whose gradient overflows at any,
     None where the loss is not finite; ``sites``: from the most flushed on."""
 
     loss_scale: float | None
@@ -67,14 +69,14 @@ def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]
 def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int = 0) -> Gradients:
     """Return the range of a model's gradients on batches, each a step of its own; model: in fp32 and training."""
     inputs = [batch for batch in batches if not batch.generate]
-    fits, fails, sites, broken = -1, FIRST_EXPONENT + 1, dict[str, _Sum](), dict[str, _Sum]()
+    fits, fails, sites, broken = LAST_EXPONENT - 1, FIRST_EXPONENT + 1, dict[str, _Sum](), dict[str, _Sum]()
     tried = FIRST_EXPONENT
     while fails - fits > 1:
         found = _backward(model, inputs, 2.0**tried, autocast=True, seed=seed)
         if found and all(math.isfinite(site.amax) for site in found.values()):
             fits, sites = tried, found
         else:
-            fails, broken = tried if found else 0, found  # where the loss is not finite no scale helps
+            fails, broken = tried if found else LAST_EXPONENT, found  # where the loss is not finite no scale helps
         tried = (fits + fails) // 2
     if not sites:
         past = [name for name, site in broken.items() if not math.isfinite(site.amax)]

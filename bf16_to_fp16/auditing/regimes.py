@@ -50,8 +50,9 @@ DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "
 ATTENTIONS = ("eager", "sdpa")  # those that stock code runs; ``run.scaled_attention.SCALED`` can be asked for as well
 
 LOSS_SCALE = 2.0**10
-"""Loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so that the scale
-itself never breaks pure half; dynamic scalers start at 2¹⁶ and settle lower."""
+"""Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so that
+the scale itself never breaks pure half. Where gradients under AMP need a lower one, it is that, as of a dynamic scaler,
+which starts at 2¹⁶ and settles where they fit."""
 
 _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
 
@@ -206,20 +207,22 @@ def audit_each(
     """Return what each regime shows on all ``inputs``, with the model that ``load`` gives for it, one at a time."""
     share = sum(len(seen_padding(inputs, name)) for name in attention)
     results: dict[str, RegimeResult] = {}
-    for i, regime in enumerate(regimes):
+    scale, first = LOSS_SCALE, "amp" if train_mode else None
+    for i, regime in enumerate(sorted(regimes, key=lambda each: each != first)):
 
         def step(done: int, _: int, before: int = i * share) -> None:
             if advance is not None:
                 advance(before + done, len(regimes) * share)
 
-        options: dict[str, Any] = {"attention": attention, "train_mode": train_mode, "advance": step, "seed": seed}
-        model = load(regime)
-        results[regime] = audit_model(model, inputs, regime=regime, **options)
-        if train_mode and regime == "amp":
+        model, gradients = load(regime), None
+        if regime == first:
             _set_attention(model, attention[0])
             gradients = measure_gradients(model.train(), seen_padding(inputs, attention[0]), seed=seed)
-            results[regime] = replace(results[regime], gradients=gradients)
-    return results
+            scale = min(scale, gradients.loss_scale or scale)
+        options: dict[str, Any] = {"attention": attention, "advance": step, "seed": seed}
+        shown = audit_model(model, inputs, regime=regime, loss_scale=scale if train_mode else None, **options)
+        results[regime] = replace(shown, gradients=gradients)
+    return {regime: results[regime] for regime in regimes}
 
 
 @dataclass(frozen=True)
@@ -413,13 +416,13 @@ def audit_model(
     *,
     regime: str,
     attention: Sequence[str] = ATTENTIONS,
-    train_mode: bool = False,
+    loss_scale: float | None = None,
     advance: Advance | None = None,
     seed: int = 0,
 ) -> RegimeResult:
     """Return what ``model``, already in the dtypes of ``regime``, shows on ``batches`` under each attention. For
-    ``amp`` the model is in fp32 and runs under autocast. ``train_mode``: with dropout (seeded), and the backward of the
-    loss times ``LOSS_SCALE``. The model's mode, attention and gradients are left as they were."""
+    ``amp`` the model is in fp32 and runs under autocast. loss_scale: where one is given, it trains, with dropout
+    (seeded), and the backward of the loss times the scale. Mode, attention and gradients are left as they were."""
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
@@ -427,7 +430,7 @@ def audit_model(
     norms: dict[str, NormMeter] = {}
     nonfinite_logits = steps = 0
     given = {implementation: seen_padding(batches, implementation) for implementation in attention}
-    model.train(train_mode)
+    model.train(loss_scale is not None)
     try:
         for implementation in attention:
             _set_attention(model, implementation)
@@ -437,7 +440,7 @@ def audit_model(
             with observer, metered, torch.random.fork_rng(devices=cards):
                 torch.manual_seed(seed)
                 for batch in given[implementation]:
-                    nonfinite_logits += _step(model, batch, regime, train_mode)
+                    nonfinite_logits += _step(model, batch, regime, loss_scale)
                     steps += 1
                     if advance is not None:
                         advance(steps, sum(map(len, given.values())))
@@ -466,15 +469,15 @@ def _autocast(model: nn.Module, regime: str) -> contextlib.AbstractContextManage
     return torch.autocast(next(model.parameters()).device.type, torch.float16)
 
 
-def _step(model: nn.Module, batch: Batch, regime: str, train_mode: bool) -> int:
+def _step(model: nn.Module, batch: Batch, regime: str, loss_scale: float | None) -> int:
     """Run one batch and return how many of its logits (or last hidden states) are not finite."""
-    if not train_mode or batch.generate:
+    if loss_scale is None or batch.generate:
         output = _forward(model, batch, regime)
     else:
         with _autocast(model, regime):
             output, loss = output_and_loss(model, batch)
         if loss is not None:
-            (loss * LOSS_SCALE).backward()
+            (loss * loss_scale).backward()
             model.zero_grad(set_to_none=True)
     return 0 if output is None else _nonfinite(output)
 

@@ -569,7 +569,7 @@ def gradients_in_words(report: schema.Report) -> str:
             f" {seen.largest.name}, so every step is skipped"
         )
     words = (
-        f"backward under AMP: gradients fit up to a loss scale of {seen.loss_scale:,.0f} (torch begins at 65,536),"
+        f"backward under AMP: gradients fit up to a loss scale of {seen.loss_scale:,.6g} (torch begins at 65,536),"
         f" which {seen.largest.name} sets; at that scale {seen.flushed:.1%} of their elements become 0"
     )
     worst = seen.sites[0] if seen.sites else None

@@ -1,5 +1,6 @@
 """The range of gradients under fp16 AMP, against a backward pass that nothing looks into."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,17 @@ def is_finite(gradients: list[dict[str, torch.Tensor]]) -> bool:
     return all(bool(gradient.isfinite().all()) for each in gradients for gradient in each.values())
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0**9])
-def test_the_loss_scale_is_the_largest_that_no_gradient_overflows_at(factor: float) -> None:
-    model, inputs = model_of(head=factor)
+@pytest.mark.parametrize(("factor", "shrinking"), [(1.0, 0), (2.0**9, 0), (1.0, 18)])
+def test_the_loss_scale_is_the_largest_that_no_gradient_overflows_at(factor: float, shrinking: int) -> None:
+    model, inputs = shrunk(shrinking) if shrinking else model_of(head=factor)
     found = measure_gradients(model, inputs)
     assert found.loss_scale is not None and found.largest is not None
     assert is_finite(gradients_of(model, inputs, found.loss_scale, amp=True))
     if found.loss_scale < 2.0**FIRST_EXPONENT:
         assert not is_finite(gradients_of(model, inputs, 2 * found.loss_scale, amp=True))
         assert 65504 / 4 < found.largest.amax <= 65504
-    assert (found.loss_scale < 2.0**FIRST_EXPONENT) == (factor > 1)
+    assert (found.loss_scale < 2.0**FIRST_EXPONENT) == (factor > 1 or shrinking > 0)
+    assert (found.loss_scale < 1) == (shrinking > 0)
 
 
 def test_what_becomes_zero_is_what_fp32_keeps() -> None:
@@ -73,13 +75,13 @@ def test_what_becomes_zero_is_what_fp32_keeps() -> None:
     assert plain.flushed < found.flushed < 1 and found.sites[0].flushed == max(s.flushed for s in found.sites)
 
 
-def shrunk() -> tuple[Any, list[Any]]:
-    """Return the model with a stream of 2^-40 times the size, which fp32 bears: its gradient is 2^40 times the size."""
+def shrunk(bits: int = 40) -> tuple[Any, list[Any]]:
+    """Return the model with a stream of 2^-bits times the size, which fp32 bears: its gradient grows by as much."""
     model, inputs = model_of()
     for name, parameter in model.named_parameters():
         if name.startswith("shared") or name.endswith((".o.weight", ".wo.weight")):
-            parameter.data.mul_(2.0**-40)
-    model.config.layer_norm_epsilon *= 4.0**-40
+            parameter.data.mul_(2.0**-bits)
+    model.config.layer_norm_epsilon *= 4.0**-bits
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon = model.config.layer_norm_epsilon
@@ -105,3 +107,14 @@ def test_the_audit_in_training_says_so(tmp_path: Path, capsys: pytest.CaptureFix
         assert words in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert main(["audit", str(folder), "--regime", "amp"]) == 1
     assert "backward" not in capsys.readouterr().out
+
+
+def test_a_model_whose_gradients_fit_at_a_small_loss_scale_trains_safely(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As under a dynamic scaler, which goes below 1."""
+    folder = tiny.save(shrunk(18)[0], tmp_path / "source")
+    status = main(["audit", str(folder), "--train-mode", "--regime", "amp", "--json", str(tmp_path / "report.json")])
+    found = json.loads((tmp_path / "report.json").read_text())["regimes"]["amp"]
+    assert status == 0 and found["nonfinite"] == 0 and found["gradients"]["loss_scale"] < 1
+    assert f"a loss scale of {found['gradients']['loss_scale']:g} (torch" in " ".join(capsys.readouterr().out.split())

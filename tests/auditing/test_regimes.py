@@ -12,7 +12,15 @@ import torch
 import transformers
 from support import exhaustive, masks, tiny
 
-from bf16_to_fp16.auditing.regimes import REGIMES, RegimeResult, SiteResult, audit_folder, audit_model, verdict
+from bf16_to_fp16.auditing.regimes import (
+    LOSS_SCALE,
+    REGIMES,
+    RegimeResult,
+    SiteResult,
+    audit_folder,
+    audit_model,
+    verdict,
+)
 from bf16_to_fp16.commands.audit import audit
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
@@ -247,7 +255,7 @@ def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.random.get_rng_state()
     inputs = batches(model.config, None, None)[:2]
-    audit_model(model, inputs, regime="half", train_mode=True, attention=("eager",))
+    audit_model(model, inputs, regime="half", loss_scale=LOSS_SCALE, attention=("eager",))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert model.config._attn_implementation == "sdpa"
     assert not model.training
@@ -296,14 +304,12 @@ def test_what_breaks_under_one_attention_survives_the_other(attention: tuple[str
     assert not both.safe
 
 
-def test_gradients_carry_the_loss_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_carry_the_loss_scale(tmp_path: Path) -> None:
     model = load(saved("gated", tmp_path), torch.float32)
     inputs = batches(model.config, None, None)[:1]
     amax = []
-    for scale in (None, 2.0**13):  # without a change it is 2^10
-        if scale is not None:
-            monkeypatch.setattr("bf16_to_fp16.auditing.regimes.LOSS_SCALE", scale)  # no option sets it
-        result = audit_model(model, inputs, regime="stock", train_mode=True, attention=("eager",))
+    for scale in (LOSS_SCALE, 8 * LOSS_SCALE):
+        result = audit_model(model, inputs, regime="stock", loss_scale=scale, attention=("eager",))
         amax.append(site(result, "lm_head:grad").amax)
     assert amax[1] == 8 * amax[0] > 0
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from bf16_to_fp16 import UserError, certify, convert
-from bf16_to_fp16.auditing.regimes import ATTENTIONS, audit_model
+from bf16_to_fp16.auditing.regimes import ATTENTIONS, LOSS_SCALE, audit_model
 from bf16_to_fp16.bounds import factored, spectral
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, UNIT32, Arithmetic, norm_units
 from bf16_to_fp16.bounds.attention import capped_span, soft_capped, summed_scores, turned, turned_score_bounds
@@ -272,7 +272,7 @@ def test_dropout_multiplies_the_bounds_in_train_mode(kind: str) -> None:
     _, certificate = certified(model, Arithmetic(train=True))
     _, still = certified(model)
     inputs = [b for b in batches(model.config, None, None) if not b.generate][:4]
-    sites = audit_model(model, inputs, regime="half", attention=("eager",), train_mode=True).sites
+    sites = audit_model(model, inputs, regime="half", attention=("eager",), loss_scale=LOSS_SCALE).sites
     forward = [s for s in sites if ":grad" not in s.name and "constant" not in s.name and s.dtype == "float16"]
     # The loss is not covered; cubes are held to a limit of their own.
     for site in forward:

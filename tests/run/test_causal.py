@@ -156,13 +156,13 @@ def test_in_training_it_is_pulled_by_its_next_tokens_and_a_token_alone_has_none(
     alone = Batch("one token", given.input_ids[:, :1], given.attention_mask[:, :1])
     pulls: list[torch.Tensor] = []
     handle = model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: pulls.append(outputs[0]))
-    audit_model(model, [given], regime="stock", train_mode=True, attention=("eager",))
+    audit_model(model, [given], regime="stock", loss_scale=LOSS_SCALE, attention=("eager",))
     handle.remove()
     # A cross-entropy pulls by at most 1 over the number of tokens; what pulls logits to zero grows with them.
     count = int((given.labels() != IGNORED_LABEL).sum())
     assert len(pulls) == 1 and 0.5 < float(pulls[0].abs().max()) * count / LOSS_SCALE < 1.001
     assert not pulls[0][:, -1].any()  # nothing follows the last
-    shown = audit_model(model, [alone], regime="stock", train_mode=True, attention=("eager",))
+    shown = audit_model(model, [alone], regime="stock", loss_scale=LOSS_SCALE, attention=("eager",))
     assert shown.nonfinite == 0 and any(site.name.endswith(":grad") for site in shown.sites)
 
 

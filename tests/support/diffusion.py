@@ -223,7 +223,11 @@ def wan_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
 def sana() -> dict[str, Any]:
     shape = {"in_channels": 4, "out_channels": 4, "num_layers": 1, "sample_size": 8, "caption_channels": WIDTH}
     shape |= {"num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32}
-    return {**flow(), **of_bytes_with(headless("gemma2")), "transformer": model("SanaTransformer2DModel", **shape)}
+    return {
+        **flow(),
+        **of_bytes_with(headless("gemma2")),
+        "transformer": model("SanaTransformer2DModel", **HEADS, **shape),
+    }
 
 
 def sana_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
