@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..auditing.attack import worst_ids
-from ..auditing.gradients import LAST_EXPONENT
 from ..errors import UserError
 from ..families.layout import Layout, TensorReader
 from ..families.resolve import resolve
@@ -292,7 +291,7 @@ class Trainer:
             seen = [] if self.penalty is None else self.penalty.observations().values()
             forward_is_finite = bool(sums.isfinite().all()) and all(o.amax < math.inf for o in seen)
             # What is not finite before the backward is the same under every scale: a skipped step like any other.
-            if scale.scale < 2.0**LAST_EXPONENT or not forward_is_finite:
+            if scale.scale < 1 or not forward_is_finite:
                 scale.scale, scale.overflows = before[0] / 2, before[1] + 1
                 return norm, sums
             if self.penalty is not None and penalty is not None:
