@@ -24,12 +24,13 @@ FOLDER_LAYOUT = "hf"  # a folder of stock names, the only layout that is not one
 class Size:
     """One size of which a tool has a class: the numbers of a config by their keys, beside those that all have. ``fit``:
     the pipelines that read its last states, or inner ones through a norm. ``unfit``: those that read inner states
-    through a linear."""
+    through a linear. ``left_out``: what its published config has beside ``Hosted.fixed`` and the tool leaves out."""
 
     title: str
     numbers: Mapping[str, int]
     fit: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()
+    left_out: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Hosted:
     ``naming``: of its tensors. ``eps``: of its norms, which no file can change. ``activations``: those that it has.
     ``target``: what suits it where that costs little. ``tokenizer``: the tensor whose bytes are its tokenizer, and the
     file in a folder that has them, "" where the tool has its own. ``sizes``: none where it takes any. ``stock``: the
-    class whose names ``naming`` translates, "" where tensors tell it.
+    class whose names ``naming`` translates, "" where tensors tell it. ``fixed``: what its classes compute, by keys of
+    the text model's stock config, of a tuple layer by layer and over again; None for nothing.
     """
 
     title: str
@@ -50,6 +52,7 @@ class Hosted:
     tokenizer: tuple[str, str] = ("", "")
     sizes: tuple[Size, ...] = ()
     stock: str = ""
+    fixed: Mapping[str, object] = field(default_factory=dict)
 
     def size_of(self, config: Mapping[str, object]) -> Size | None:
         """Return its size with the numbers of a config, None where it has none."""
@@ -61,12 +64,17 @@ SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 """Keys of a config in the order in which ``sized`` takes their numbers."""
 
 
-def sized(title: str, shape: str, fit: str = "", unfit: str = "", **others: int) -> Size:
+def sized(title: str, shape: str, fit: str = "", unfit: str = "", left_out: Mapping[str, object] | None = None) -> Size:
     """Return a size; shape: width, neurons, layers, heads, heads of keys, channels of a head and vocabulary in one
     string, fit and unfit: names apart by commas."""
-    numbers = dict(zip(SHAPE, map(int, shape.split()), strict=True)) | others
-    names = (tuple(name for name in each.split(", ") if name) for each in (fit, unfit))
-    return Size(title, numbers, *names)
+    numbers = dict(zip(SHAPE, map(int, shape.split()), strict=True))
+    fits, unfits = (tuple(name for name in each.split(", ") if name) for each in (fit, unfit))
+    return Size(title, numbers, fits, unfits, left_out or {})
+
+
+def turned(base: float) -> dict[str, object]:
+    """Return the keys of rotary positions of this base, in every layer alike."""
+    return {"rope_parameters.rope_theta": base, "rope_parameters.rope_type": "default"}
 
 
 def naming(*beginnings: tuple[str, str]) -> Naming:
@@ -77,6 +85,7 @@ def naming(*beginnings: tuple[str, str]) -> Naming:
 TEXT = naming(("", "model."))  # a text model that stands alone
 STACK = (("language_model.", "model."), ("language_model.model.", "model."))  # the second is how files name it
 PROJECTED = ("multi_modal_projector.", "multi_modal_projector.")
+PLAIN = {"attention_bias": False, "mlp_bias": False, "sliding_window": None}
 SPIECE, TEKKEN = ("spiece_model", "tokenizer.model"), ("tekken_model", "tekken.json")
 
 LLAMA = Hosted(
@@ -87,9 +96,15 @@ LLAMA = Hosted(
     "half",
     sizes=(
         sized("Llama 3 8B", "4096 14336 32 32 8 128 128320", unfit="HunyuanVideo"),
-        sized("Llama 3.1 8B", "4096 14336 32 32 8 128 128256", unfit="HiDream"),
+        sized(
+            "Llama 3.1 8B",
+            "4096 14336 32 32 8 128 128256",
+            unfit="HiDream",
+            left_out={"rope_parameters.rope_type": "llama3"},
+        ),
     ),
     stock="LlamaModel",
+    fixed=PLAIN | turned(5e5),
 )
 MISTRAL = replace(
     LLAMA,
@@ -97,6 +112,7 @@ MISTRAL = replace(
     tokenizer=TEKKEN,
     sizes=(sized("Mistral Small 3 24B", "5120 32768 40 32 8 128 131072", unfit="Flux 2"),),
     stock="MistralModel",
+    fixed=PLAIN | turned(1e9) | {"model_type": "mistral"},
 )
 QWEN3 = replace(
     LLAMA,
@@ -109,6 +125,7 @@ QWEN3 = replace(
         sized("Qwen3 8B", "4096 12288 36 32 8 128 151936", unfit="Flux 2 Klein"),
     ),
     stock="Qwen3Model",
+    fixed=PLAIN | turned(1e6),
 )
 QWEN2_5_VL = replace(
     QWEN3,
@@ -125,22 +142,38 @@ QWEN2_5_VL = replace(
     ),
     stock="Qwen2_5_VLModel",
 )
+GEMMA = {"query_pre_attn_scalar": 256, "use_bidirectional_attention": False}
 GEMMA2 = replace(
     QWEN3,
     title="Gemma 2",
     activations=TANH,
     tokenizer=SPIECE,
-    sizes=(sized("Gemma 2 2B", "2304 9216 26 8 4 256 256000", "Lumina 2", query_pre_attn_scalar=256),),
+    sizes=(
+        sized(
+            "Gemma 2 2B",
+            "2304 9216 26 8 4 256 256000",
+            "Lumina 2",
+            left_out={"attn_logit_softcapping": 50.0, "sliding_window": 4096},
+        ),
+    ),
     stock="Gemma2Model",
+    fixed=GEMMA | turned(1e4) | {"attn_logit_softcapping": None, "sliding_window": None},
 )
+LAYERS = (*["sliding_attention"] * 5, "full_attention")
+FAR = {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}
+NEAR = {"rope_theta": 1e4, "rope_type": "default"}
 GEMMA3 = replace(
     GEMMA2,
     title="Gemma 3",
     sizes=(
-        sized("Gemma 3 4B", "2560 10240 34 8 4 256 262208", "NewBie", query_pre_attn_scalar=256),
-        sized("Gemma 3 12B", "3840 15360 48 16 8 256 262208", "LTX-2", query_pre_attn_scalar=256),
+        sized("Gemma 3 4B", "2560 10240 34 8 4 256 262208", "NewBie"),
+        sized("Gemma 3 12B", "3840 15360 48 16 8 256 262208", "LTX-2"),
     ),
     stock="Gemma3TextModel",
+    fixed=GEMMA
+    | {f"rope_parameters.{LAYERS[5]}.{key}": value for key, value in FAR.items()}
+    | {f"rope_parameters.{LAYERS[0]}.{key}": value for key, value in NEAR.items()}
+    | {"sliding_window": 1024, "layer_types": LAYERS},
 )
 
 COMFY_MODELS = {

@@ -189,7 +189,11 @@ def convert_by(
         report = write_report(work, report)
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     states = entered(decided.layout, decided.of_source)
-    notes = *decided.notes, *filter(None, [options.of_inner_states(decided.layout, decided.plan.residual_exponent)])
+    tool = (
+        options.of_inner_states(decided.layout, decided.plan.residual_exponent),
+        options.leaves_out(decided.layout, opened.checkpoint.folder),
+    )
+    notes = *decided.notes, *filter(None, tool)
     how: dict[str, Any] = {"notes": notes, "next": then, "entered": states}
     return Conversion(dump(report), place.out, decided.planned, measured.plan, **how)
 

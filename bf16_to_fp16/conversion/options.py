@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import cycle, islice
 from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -20,6 +21,7 @@ from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS, Hosted, S
 from ..checkpoint.places import own_name
 from ..checkpoint.staging import check_out
 from ..errors import UserError
+from ..families.configs import looked_up
 from ..numerics import MAX_LENGTH, MOST_POSITIONS
 from ..targets import AUTO, MARGIN_BITS, RECORDS, TARGETS
 
@@ -263,8 +265,8 @@ class Options:
             other = "--exact" if self.exact else "--no-audit"
             raise UserError(f"--max-kl accepts what edits cost, and {other} makes none; leave out one of the two")
 
-    def check_layout(self, layout: Layout, where: str) -> None:
-        """Raise UserError for a model that the tool of the layout has no class for."""
+    def check_layout(self, layout: Layout, folder: Path, where: str) -> None:
+        """Raise UserError for a model, with its config in ``folder``, that the tool of the layout has no class for."""
         chosen = LAYOUTS.get(self.layout)
         if chosen is None or chosen.tool is None:
             return
@@ -286,6 +288,11 @@ class Options:
             raise UserError(
                 f"{where}: {chosen.tool} has classes for {sizes}, and this is another size; choose --layout single"
             )
+        for key, value in self.unlike(layout, folder, refused=True):
+            raise UserError(
+                f"{where}: {chosen.tool} computes {hosted.title} with {key} {hosted.fixed[key]!r}, and the config says"
+                f" {value!r}; choose --layout single"
+            )
         for name in layout.tensors:
             hosted.naming.from_stock(name)  # which refuses what has none
 
@@ -298,6 +305,29 @@ class Options:
         """Return the size of which the tool of the layout has a class for a model, None where it takes any."""
         hosted = self.hosted(layout.family.model_type)
         return None if hosted is None else hosted.size_of(layout.stack_numbers)
+
+    def unlike(self, layout: Layout, folder: Path, *, refused: bool) -> Iterator[tuple[str, object]]:
+        """Yield the keys and values by which the config of a text model differs from what the class of the tool of the
+        layout computes: those that are refused, or those that the tool is known to leave out."""
+        hosted, size = self.hosted(layout.family.model_type), self.size_of(layout)
+        if hosted is None or size is None:
+            return
+        from ..run.stock import any_config
+
+        text = any_config(folder).get_text_config().to_dict()
+        for key, wanted in hosted.fixed.items():
+            value, known = looked_up(text, key), key in size.left_out
+            if isinstance(wanted, tuple):  # layer by layer
+                same = isinstance(value, list) and list(islice(cycle(wanted), len(value))) == value
+            else:
+                same = value == wanted or not (value or wanted)
+            if not same and refused != (known and value == size.left_out[key]):
+                yield key, value
+
+    def leaves_out(self, layout: Layout, folder: Path) -> str:
+        """Return what the tool of the layout leaves out of what the config of a text model says; else nothing."""
+        parts = [f"{key} {value}" for key, value in self.unlike(layout, folder, refused=False)]
+        return f"{LAYOUTS[self.layout].tool} computes without what the config says: {', '.join(parts)}" if parts else ""
 
     def holds_stream(self, layout: Layout) -> bool:
         """Return whether all that the tool of the layout does with a model reads its inner states in linears of its

@@ -117,7 +117,7 @@ def open_source(
     place.check(checkpoint.folder)
     checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
-    options.check_layout(layout, checkpoint.name)
+    options.check_layout(layout, checkpoint.folder, checkpoint.name)
     beside = tokenizer_beside(checkpoint.folder, checkpoint.subfolder)
     if lacks := options.without_tokenizer(layout.family.model_type, checkpoint.folder, beside):
         progress.say(lacks)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from support import exhaustive, tiny, tools
 from bf16_to_fp16 import certify, convert, undo, verify
 from bf16_to_fp16.checkpoint import layouts
 from bf16_to_fp16.cli import main
+from bf16_to_fp16.conversion.options import Options
+from bf16_to_fp16.families import known
+from bf16_to_fp16.families.configs import looked_up
 
 KINDS = ("qwen3", "qwen2_5_vl", "gemma3-images", "llama", "mistral3")
 IDS = torch.arange(1, 96).view(19, 5)  # within the window, which ComfyUI had none of before 2026
@@ -33,6 +38,7 @@ def host(monkeypatch: pytest.MonkeyPatch, model: Any, fit: str = "One", unfit: s
     text, kind = model.config.get_text_config(), model.config.model_type
     shape = " ".join(str(getattr(text, key)) for key in layouts.SHAPE)
     hosted = replace(layouts.COMFY_MODELS[kind], sizes=(layouts.sized("Small", shape, fit, unfit),))
+    hosted = replace(hosted, fixed={key: looked_up(text.to_dict(), key) for key in hosted.fixed})
     monkeypatch.setitem(layouts.COMFY_MODELS, kind, hosted)
     return hosted
 
@@ -145,6 +151,109 @@ REFUSED = {
     ),
     "another family": ("olmo2", ["--as", "Olmo2Model"], "Gemma 2 or Gemma 3, and this is 'olmo2'"),
 }
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 5e5},
+    "mistral": {"rope_theta": 1e9, "sliding_window": None},
+    "mistral3": {"model_type": "mistral", "rope_theta": 1e9, "sliding_window": None},
+    "qwen3": {"rope_theta": 1e6, "sliding_window": 4096, "use_sliding_window": False, "attention_bias": False},
+    "qwen2_5_vl": {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+    "gemma2": {"rope_theta": 1e4, "sliding_window": 4096, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 256},
+    "gemma3_text": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 1024},
+    "gemma3": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 1024},
+}
+"""What published configs say of what the classes fix, as they say it."""
+
+OTHERWISE: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_theta": 1e4}, "rope_parameters.rope_theta 500000.0, and the config says 10000.0"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_type 'default', and the config says 'yarn'",
+    ),
+    ("llama", {"attention_bias": True}, "attention_bias False"),
+    ("llama", {"mlp_bias": True}, "mlp_bias False"),
+    ("mistral", {"rope_theta": 1e8}, "the config says 100000000.0"),  # the first Mistral Small 3
+    ("mistral", {"sliding_window": 4096}, "sliding_window None"),
+    ("mistral3", {"model_type": "ministral3"}, "model_type 'mistral', and the config says 'ministral3'"),
+    ("qwen3", {"rope_theta": 5e6}, "the config says 5000000.0"),  # Qwen3 4B of July 2025
+    ("qwen3", {"attention_bias": True}, "attention_bias False"),
+    ("qwen3", {"use_sliding_window": True}, "sliding_window None, and the config says 4096"),
+    ("qwen2_5_vl", {"rope_theta": 1e4}, "the config says 10000.0"),
+    ("gemma2", {"attn_logit_softcapping": 20.0}, "attn_logit_softcapping None, and the config says 20.0"),
+    ("gemma2", {"sliding_window": 128}, "the config says 128"),
+    ("gemma2", {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar 256"),
+    ("gemma3_text", {"rope_scaling": None}, "full_attention.rope_type 'linear'"),
+    ("gemma3", {"rope_local_base_freq": 5e4}, "sliding_attention.rope_theta 10000.0, and the config says 50000.0"),
+    ("gemma3", {"sliding_window": 512}, "sliding_window 1024"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention False"),
+    ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"] * 17}, "layer_types"),
+]
+
+
+def unlike(kind: str, size: layouts.Size, folder: Path, changes: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return what is refused, and what is said, of a published config of a size with these changes."""
+    says: dict[str, Any] = {"model_type": NESTED.get(kind, kind), **size.numbers, **PUBLISHED[kind], **changes}
+    config = {"model_type": kind, "text_config": says} if kind in NESTED else says
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    family = known.of_model_type(kind)
+    assert family is not None
+    layout: Any = SimpleNamespace(family=family, stack_numbers=dict(size.numbers))
+    options = Options(layout="comfy")
+    refused, said = (list(options.unlike(layout, folder, refused=each)) for each in (True, False))
+    fixed = layouts.COMFY_MODELS[kind].fixed
+    return [f"{key} {fixed[key]!r}, and the config says {value!r}" for key, value in refused], [k for k, _ in said]
+
+
+NESTED = {"mistral3": "mistral", "qwen2_5_vl": "qwen2_5_vl_text", "gemma3": "gemma3_text"}
+
+
+def test_published_configs_are_what_comfyuis_classes_compute_but_for_what_is_said(tmp_path: Path) -> None:
+    hosted = {kind: each for kind, each in layouts.COMFY_MODELS.items() if each.sizes}
+    assert hosted.keys() == PUBLISHED.keys()
+    for kind, each in hosted.items():
+        for size in each.sizes:
+            refused, said = unlike(kind, size, tmp_path / "config", dict(PUBLISHED_OF_SIZES.get(size.title, {})))
+            assert refused == [] and set(said) == set(size.left_out), size.title
+
+
+PUBLISHED_OF_SIZES = {
+    "Llama 3.1 8B": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "max_position_embeddings": 131_072,
+    }
+}
+
+
+@pytest.mark.parametrize(("kind", "changes", "said"), OTHERWISE)
+def test_a_config_that_comfyuis_class_does_not_compute_is_refused(
+    kind: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    refused, _ = unlike(kind, layouts.COMFY_MODELS[kind].sizes[0], tmp_path / "config", changes)
+    assert any(said in each for each in refused)
+
+
+def test_another_base_of_positions_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of("qwen3")
+    host(monkeypatch, model)
+    model.config.rope_parameters["rope_theta"] *= 5
+    source = tiny.save(model, tmp_path / "source")
+    line = ["convert", str(source), str(tmp_path / "out.safetensors"), "--layout", "comfy", "--as", "Qwen3Model"]
+    capsys.readouterr()
+    assert main(line) == 2
+    (said,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error: ")]
+    assert "ComfyUI computes Qwen3 with rope_parameters.rope_theta" in said and "choose --layout single" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
