@@ -33,7 +33,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             models = sorted(path.parent.name for path in folder.glob("*/config.json"))
             names = " or ".join([name for name in models if "text_encoder" in name] or models) or "its folder"
             raise UserError(f"{folder} is a pipeline of several models; name one with --subfolder: {names}")
-        raise UserError(f"{folder}: no config.json; give the folder of a checkpoint, or --subfolder for one below it")
+        files = sorted(folder.glob("*.safetensors"))
+        alone = f", or its file alone: {files[0]}" if len(files) == 1 else ""
+        raise UserError(
+            f"{folder}: no config.json; give the folder of a checkpoint, or --subfolder for one below it{alone}"
+        )
     config = read_json(contained(folder, "config.json"), "config")
     if config.get("quantization_config"):
         raise UserError(

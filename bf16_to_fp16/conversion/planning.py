@@ -282,8 +282,8 @@ class Search:
 
     ranges, reference: what modules reach, and the outputs in fp32, and of the source in bf16; None where nothing is
     run. bounds: what modules can reach, by the last bounds that were made, and unmoved: the sites that no exact
-    exponent moves and that do not hold by these. failing: by target those, and those behind a sentence encoder. tables:
-    of the weights, from one plan to the next.
+    exponent moves and that do not hold by these. failing: by target those, and those behind a sentence encoder or
+    an image's tower. tables: of the weights, from one plan to the next.
     """
 
     opened: Opened
@@ -311,7 +311,9 @@ class Search:
             self.bounds = bounds.ranges
             self.unmoved = {s.name for s in bounds.sites if not s.holds and not traits(s.kind).movable}
             behind = {site.name for site in sites_behind(bounds, layout, modules) if not site.holds}
-            self.failing[target] = self.unmoved | behind
+            squares = {f"{projector.norm} (sum of squares)" for projector in layout.projectors}
+            towers = {site.name for site in bounds.sites if not site.holds and site.name in squares}
+            self.failing[target] = self.unmoved | behind | towers
 
         bounds = bound_source(opened.weights, target, self.options.max_length, self.progress, opened.spectra, note)
         grounds = Grounds(self.ranges, bounds, acceptable, weaker, self.tables)
