@@ -63,10 +63,7 @@ def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbos
         screen.print(Text(f"finetune: {facts.moved_by(report.finetune)}"))
     if report.safe or report.short:
         screen.say(load_line(out))
-    then = then or report.next
-    if not then and report.safe:
-        then = f"check it on the machine that will run it, best with --data and your own text: {verify_command(out)}"
-    print_next(screen, then)
+    print_next(screen, then or report.next or check_next(report, out))
     screen.say(f"report: {out / schema.PAGE}")
 
 
@@ -135,7 +132,7 @@ def print_file(report: schema.Report, out: Path, notes: Sequence[str], *, then: 
     print_outcome(screen, report)
     for line in (runtimes_line(report), *notes):
         screen.say(line)
-    print_next(screen, then)
+    print_next(screen, then or check_next(report, out))
     screen.say(f"written: {out}")
 
 
@@ -237,6 +234,12 @@ def print_next(screen: Output, then: str) -> None:
     """Print how to go on, unfolded, so that the command can be copied."""
     if then:
         screen.say(f"next: {then}")
+
+
+def check_next(report: schema.Report, out: Path) -> str:
+    """Return how to check a safe output where it will run."""
+    how = f"check it on the machine that will run it, best with --data and your own text: {verify_command(out)}"
+    return how if report.safe else ""
 
 
 def load_line(out: Path) -> str:
