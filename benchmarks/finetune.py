@@ -65,6 +65,7 @@ from bf16_to_fp16.svg import follow_schemes
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 DEMOS = {"T5": "t5-gated-bytes", "Pegasus": "pegasus-bytes"}
+IN_AMP = {**DEMOS, "Gemma 3": "gemma3-bytes"}
 LEVELS = (1.0, 3.0)
 STAYS = 10
 
@@ -283,15 +284,15 @@ def compare(bench: Bench, seeds: Sequence[int], forms: Sequence[str]) -> dict[tu
     return {key: found[0]["headroom"] for key, found in runs.items()}
 
 
-def amp_recipe(demo: str, source: Path, out: Path, steps: int) -> Any:
-    """Return the recipe of an ordinary finetune of ``source`` in fp16: no penalty, no rescaling, no teacher."""
+def amp_recipe(demo: str, source: Path, out: Path, steps: int, precision: str = "fp16") -> Any:
+    """Return the recipe of an ordinary finetune of ``source``: no penalty, no rescaling, no teacher."""
     return parse_recipe(
         {
             "source": str(source),
             "out": str(out),
             "device": "cpu",
             "rescale": False,
-            "precision": "fp16",
+            "precision": precision,
             "data": data_of(demo),
             "schedule": {"steps": steps},
             "penalty": {"form": "none"},
@@ -302,12 +303,12 @@ def amp_recipe(demo: str, source: Path, out: Path, steps: int) -> Any:
     )
 
 
-def train_in_amp(demo: str, source: Path, work: Path, steps: int) -> str:
+def train_in_amp(demo: str, source: Path, work: Path, steps: int, precision: str = "fp16") -> str:
     """Finetune and return one line of a table: steps, skipped, first and last loss scale, held-out loss."""
     shutil.rmtree(work, ignore_errors=True)
     run = work / "run"
     run.mkdir(parents=True)
-    recipe = amp_recipe(demo, source, work / "out", steps)
+    recipe = amp_recipe(demo, source, work / "out", steps, precision)
     # Not by train, which refuses a start that overflows.
     corpus = Corpus(recipe.data, source, load_config(source))
     student = load(source, torch.float32, attention="eager")
@@ -319,7 +320,7 @@ def train_in_amp(demo: str, source: Path, work: Path, steps: int) -> str:
         print(f"{source.name}: {error}", file=sys.stderr)
     log.close()
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    scales = [row["loss_scale"] for row in rows if "loss_scale" in row]
+    scales = [row["loss_scale"] for row in rows if row.get("loss_scale") is not None] or [1.0]
     skipped = [row["step"] for row in trainer.position.skipped]
     losses = [e["held_out_loss"] for e in trainer.position.evaluations]
     cells = (
@@ -337,11 +338,15 @@ def compare_in_amp(demos: list[str], steps: int) -> None:
     print("| checkpoint | steps | skipped | first loss scale | last | held-out loss |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         for demo in demos:
-            source = ROOT / "bf16_to_fp16" / "demo_data" / DEMOS[demo]
-            converted = Path(scratch) / f"{demo}-converted"
+            source = ROOT / "bf16_to_fp16" / "demo_data" / IN_AMP[demo]
+            converted, run = Path(scratch) / f"{demo}-converted", Path(scratch) / "run"
             convert(source, converted)
-            for name, folder in (("as trained", source), ("converted", converted)):
-                print(f"| {demo}, {name} | {train_in_amp(demo, folder, Path(scratch) / 'run', steps)} |", flush=True)
+            for name, folder, precision in (
+                ("as trained", source, "fp16"),
+                ("converted", converted, "fp16"),
+                ("converted, in fp32", converted, "fp32"),
+            ):
+                print(f"| {demo}, {name} | {train_in_amp(demo, folder, run, steps, precision)} |", flush=True)
 
 
 class Stopwatch(RunLog):
@@ -464,7 +469,8 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="of the penalty")
     parser.add_argument("--amp", type=int, metavar="STEPS", help="finetune under fp16 AMP instead, for so many steps")
     parser.add_argument("--cost", type=int, metavar="STEPS", help="time a step instead, over so many steps")
-    parser.add_argument("--models", nargs="+", choices=list(DEMOS), default=list(DEMOS))
+    models: dict[str, Any] = {"choices": list(IN_AMP), "default": list(DEMOS), "help": "Gemma 3 for --amp alone"}
+    parser.add_argument("--models", nargs="+", **models)
     parser.add_argument("--plot", type=Path, default=HERE / "finetune.svg")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -51,7 +51,7 @@ SECTIONS: dict[str, list[str]] = {
     "Other runtimes": ["runtimes", "llama-cpp"],
     "Quantisers": ["quantisers"],
     "Finetuning": [
-        *("amp", "penalties", "penalties-pegasus", "long-run", "certified", "certified-penalty-alone"),
+        *("amp", "amp-gemma", "penalties", "penalties-pegasus", "long-run", "certified", "certified-penalty-alone"),
         *("certified-in-the-loss", "step-cost", "penalty-cost"),
     ],
     "The optimizer": ["optimizer", "moments"],

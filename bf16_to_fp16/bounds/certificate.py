@@ -556,9 +556,10 @@ class _Walk(Findings):
             self.activation(sublayer, plain)
             neurons = PlainNeurons(plain, sublayer.activation, self.arithmetic, self.kept("neurons"), self.spectra)
             mean_square = plain_square / 2
-        if self.kept("neurons") != 1.0 and sublayer.dropouts:
-            self.note(f"{sublayer.dropouts[0]}:mul", SiteKind.PRODUCT, neurons.bound)
-            self.dropout(sublayer.dropouts[0], self.kept("neurons"))
+        if self.kept("neurons") != 1.0:
+            path = sublayer.dropouts[0] if sublayer.dropouts else sublayer.at
+            self.note(f"{path}:mul", SiteKind.PRODUCT, neurons.bound)
+            self.dropout(path, self.kept("neurons"))
         weight, bias = self.weight(sublayer.output)
         linears = filter(None, (sublayer.gate, sublayer.linear, sublayer.output))
         made = self.spectra.output(

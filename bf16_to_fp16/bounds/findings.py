@@ -170,8 +170,10 @@ class Findings:
         self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
     def dropout(self, path: str, keep: float) -> None:
-        """Record the steps of a dropout in module ``path``: a mask of 0 and 1, divided by 1 − p."""
-        self.inner[f"{path}:bernoulli"] = self.inner[f"{path}:div"] = (1 + UNIT) / keep
+        """Record the steps of a dropout in module ``path``: a mask of 0 and 1, divided by 1 − p; of several there the
+        largest counts."""
+        for site in (f"{path}:bernoulli", f"{path}:div"):
+            self.inner[site] = max(self.inner.get(site, 0.0), (1 + UNIT) / keep)
 
     def kept(self, what: DropoutKind) -> float:
         """Return a lower bound of 1 over the factor that a dropout multiplies with; 1 outside training."""

@@ -18,7 +18,7 @@ from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from .glm4 import GLM4
 from .glm4_moe import GLM4_MOE
-from .llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from .llama import LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from .longt5 import LONGT5
 from .mbart import MBART
 from .mistral3 import MINISTRAL3, MISTRAL3
@@ -53,6 +53,7 @@ FAMILIES: tuple[Family, ...] = (
     MINISTRAL3,
     QWEN2,
     QWEN3,
+    SEED_OSS,
     QWEN2_5_VL,
     QWEN2_5_VL_TEXT,
     QWEN3_VL,

@@ -1,9 +1,9 @@
-"""Llama, Mistral, Qwen2 and Qwen3: causal language models of one stack, with rotary positions and a SiLU gate.
+"""Llama, Mistral, Qwen2, Qwen3 and Seed-OSS: causal language models with rotary positions and a SiLU gate.
 
-They differ in which linears have a bias, and in Qwen3's norms of queries and keys, which carry the stream's factor.
-Without those a factor passes a rotation where both channels of a pair have it: queries and keys have one exponent for
-each pair of each head of keys. Gains are stored as they are, so every norm can move. Other families of one stack begin
-from these records.
+They have one stack, and differ in which linears have a bias, in Seed-OSS's dropouts, and in Qwen3's norms of queries
+and keys, which carry the stream's factor. Without such norms a factor passes a rotation where both channels of a pair
+have it: queries and keys have one exponent for each pair of each head of keys. Gains are stored as they are, so
+every norm can move. Other families of one stack begin from these records.
 """
 
 from __future__ import annotations
@@ -209,16 +209,20 @@ def head_norms(at: str) -> dict[str, str]:
     return {"query_norm": f"{at}.self_attn.q_norm", "key_norm": f"{at}.self_attn.k_norm"}
 
 
-def block(config: Mapping[str, object], i: int, *, biases: Biases, normed: bool = False) -> Sequence[Part]:
+def block(
+    config: Mapping[str, object], i: int, *, biases: Biases, normed: bool = False, dropped: bool = False
+) -> Sequence[Part]:
     """Return the parts of layer ``i``; raise UserError for a config with a part that no record states.
 
-    normed: whether queries and keys are normalised, head by head.
+    normed: whether queries and keys are normalised, head by head. dropped: whether a sublayer drops its own output.
     """
     check_window(config)
     style = Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"
     w = wired_attention(config, at, norms_by_position=normed, **(head_norms(at) if normed else {}))
     gated = wired_feed_forward(at, config["hidden_act"])
+    if dropped:
+        w, gated = replace(w, dropout=w.at), replace(gated, dropouts=(gated.at,))
     return attention(w, style, shared_values(config)), feed_forward(gated, style)
 
 
@@ -252,6 +256,7 @@ def image_classes(conditional: str, bare: str, style: Style = PLAIN) -> tuple[St
 
 QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
 ATTENTION = (*QUERIES_KEYS_VALUES, "o_proj")
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 EMBEDDING = "embed_tokens"
 
 LLAMA = Family(
@@ -281,7 +286,7 @@ LLAMA = Family(
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
     },
-    encoder=layers(block, biases={"attention_bias": ATTENTION, "mlp_bias": ("gate_proj", "up_proj", "down_proj")}),
+    encoder=layers(block, biases={"attention_bias": ATTENTION, "mlp_bias": FEED_FORWARD}),
     encoder_ends=ends(StackEnds("", EMBEDDING, "norm"), table(f"{EMBEDDING}.weight")),
     encoder_output=states("norm"),
     **heads(),
@@ -342,4 +347,36 @@ QWEN3 = replace(
     defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     encoder=layers(block, biases={"attention_bias": ATTENTION}, normed=True),
     initialisation=replace(LLAMA.initialisation, title="Qwen3"),
+)
+
+SEED_OSS = replace(
+    LLAMA,
+    name="seed_oss",
+    title="Seed-OSS",
+    model_type="seed_oss",
+    classes=classes("SeedOssForCausalLM", "SeedOssModel"),
+    defaults={
+        **LLAMA.defaults,
+        "vocab_size": 155_136,
+        "intermediate_size": 27_648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+    },
+    encoder=layers(
+        block,
+        biases={
+            "attention_bias": QUERIES_KEYS_VALUES,
+            "attention_out_bias": ("o_proj",),
+            "mlp_bias": FEED_FORWARD,
+        },
+        dropped=True,
+    ),
+    dropout={"stream": "residual_dropout", "attention": "attention_dropout"},
+    initialisation=replace(LLAMA.initialisation, title="Seed-OSS"),
 )

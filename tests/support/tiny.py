@@ -379,6 +379,13 @@ ENTRIES = (
     Entry(kinds={"qwen2": stock("Qwen2ForCausalLM", LLAMA_SHAPE, **SLIDING_QWEN2)}, shape=LLAMA_DRAWN),
     Entry(kinds={"qwen3": stock("Qwen3ForCausalLM", LLAMA_SHAPE)}, shape=LLAMA_DRAWN),
     Entry(
+        kinds={
+            "seed_oss": stock("SeedOssForCausalLM", LLAMA_SHAPE),
+            "seed_oss-biased": stock("SeedOssModel", LLAMA_SHAPE, attention_out_bias=True, mlp_bias=True),
+        },
+        shape=LLAMA_DRAWN | dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), (False, True)),
+    ),
+    Entry(
         kinds={"glm4": stock("Glm4ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},
         shape=LLAMA_DRAWN | {"head_dim": (4, 8, 10), "attention_bias": (False, True)},
     ),
