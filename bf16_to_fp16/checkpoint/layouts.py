@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import UserError
+from ..numerics import FP16_MAX
 from .naming import STOCK, WAN, Naming
 
 GELU, RELU = "gelu_new", "relu"  # the activations that the tools' classes of T5 have, by stock names
@@ -41,7 +42,8 @@ class Hosted:
     ``target``: what suits it where that costs little. ``tokenizer``: the tensor whose bytes are its tokenizer, and the
     file in a folder that has them, "" where the tool has its own. ``sizes``: none where it takes any. ``stock``: the
     class whose names ``naming`` translates, "" where tensors tell it. ``fixed``: what its classes compute, by keys of
-    the text model's stock config, of a tuple layer by layer and over again; None for nothing.
+    the text model's stock config, of a tuple layer by layer and over again; None for nothing. ``mask``: what its masks
+    take from a score in fp16.
     """
 
     title: str
@@ -53,6 +55,7 @@ class Hosted:
     sizes: tuple[Size, ...] = ()
     stock: str = ""
     fixed: Mapping[str, object] = field(default_factory=dict)
+    mask: float = FP16_MAX
 
     def size_of(self, config: Mapping[str, object]) -> Size | None:
         """Return its size with the numbers of a config, None where it has none."""
@@ -105,6 +108,7 @@ LLAMA = Hosted(
     ),
     stock="LlamaModel",
     fixed=PLAIN | turned(5e5),
+    mask=FP16_MAX / 4,
 )
 MISTRAL = replace(
     LLAMA,

@@ -44,6 +44,7 @@ from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..numerics import FP16_MAX
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..ranges import NormRange
@@ -292,6 +293,13 @@ def for_the_tool(report: Report, layout: FileLayout, config: Mapping[str, Any]) 
         notes.append(
             f"not safe where norms compute in fp16: {tier.reason}; safe where ComfyUI keeps activations in fp32,"
             " as it does by default, and not where they are fp16"
+        )
+    bounds = [] if report.certificate is None else report.certificate.sites
+    span = max((site.bound for site in bounds if site.name.endswith(":masked")), default=0.0)
+    if hosted.mask < span <= FP16_MAX:  # past which the verdict says so
+        notes.append(
+            f"not proven where ComfyUI's activations are fp16: its masks take {hosted.mask:g} from a score there, and"
+            f" masking may need {span:.0f}; safe where they are fp32, as by default"
         )
     return tuple(notes)
 

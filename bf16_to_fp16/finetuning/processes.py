@@ -156,6 +156,17 @@ class Processes:
         optimizer.torch_autocast_gradscaler = None
         optimizer.override_loss_scale(scale)
 
+    def drop_gradients(self) -> None:
+        """Have the engine forget the gradients of a step that ends before its last backward, as its own step does of
+        one that overflows; accelerate's ``zero_grad`` leaves them, and the next step would add to them. By names of
+        DeepSpeed 0.19."""
+        optimizer = self._engine.optimizer
+        optimizer.zero_grad()
+        optimizer.averaged_gradients.clear()
+        if self._config.get("zero_optimization", {}).get("stage") != 3:  # which begins to count anew by itself
+            optimizer.all_grad_tensors.clear()
+            optimizer.micro_step_id = -1
+
     def engine_norm(self) -> float:
         """Return the gradient's norm of the step that the engine has taken in the last backward, inf if it did not."""
         skipped, self._skipped = self._skipped, int(self._engine.skipped_steps)

@@ -477,7 +477,7 @@ class Trainer:
             if finite:
                 norm = self.processes.engine_norm()
             else:
-                self.optimizer.zero_grad()
+                self.processes.drop_gradients()
             if self.mixed_precision.loss_scale is not None:
                 self.mixed_precision.loss_scale.update(overflowed=not norm < math.inf)
             return norm

@@ -142,6 +142,22 @@ def test_a_file_of_comfyui_is_a_source_with_the_models_config(
     assert "give its config.json with --config" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("gain", "shown"), [(10.0, False), (69.0, True)])
+def test_scores_that_pass_comfyuis_smaller_masks_are_said(
+    gain: float, shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its masks are a quarter of fp16's range, stock code's the whole."""
+    model = model_of("qwen3")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight.fill_(gain)
+            layer.self_attn.k_norm.weight.fill_(gain)
+    host(monkeypatch, model)
+    source, out = tiny.save(model, tmp_path / "source"), tmp_path / "out.safetensors"
+    done = convert(source, out, layout="comfy", as_class="Qwen3Model", run_model=False)
+    assert any("its masks take 16376 from a score" in note for note in done.notes) is shown
+
+
 REFUSED = {
     "a head": ("qwen3", [], "ComfyUI reads encoders alone; add --as Qwen3Model, or choose --layout single"),
     "another size": (

@@ -226,6 +226,36 @@ def test_zero_takes_the_steps_of_one_process(
     assert_in_shares(tmp_path / "out")
 
 
+INFINITE = """
+from bf16_to_fp16.finetuning.trainer import Trainer
+
+reach = Trainer._reach_beyond_the_data
+
+def infinite(self, index):
+    far = reach(self, index)
+    return far if far is None or self.position.step != 2 else far * float("inf")
+
+Trainer._reach_beyond_the_data = infinite
+"""
+
+
+@pytest.mark.parametrize("stage", beyond(["zero2"], ["zero2", "zero3", "zero2-offload", "zero3-offload"]))
+def test_a_step_that_zero_breaks_off_leaves_no_gradient_behind(
+    stage: str, recipe: Path, warm_python: Path, tmp_path: Path
+) -> None:
+    """The text's backward of the third step has been when the probe turns out infinite."""
+    config = ("--deepspeed_config_file", str(without_autocast(stage, tmp_path)))
+    whole = command(warm_python, "single", 1, recipe, tmp_path / "one", settings=(PLAINLY_CLIPPED, "data.batch_size=8"))
+    words = command(warm_python, stage, 2, recipe, tmp_path / "parts", *config, settings=(PLAINLY_CLIPPED,))
+    for each in (whole, words):
+        run_by(INFINITE + AS_IT_IS, each, tmp_path, status=MISSED)
+    rows, wanted = logged(tmp_path / "parts"), logged(tmp_path / "one")
+    assert [row["skipped"] for row in rows] == [row["skipped"] for row in wanted] == [0, 0, 1, 1, 1, 1]
+    for row, want in zip(rows[3:], wanted[3:], strict=True):
+        for key in ("loss", "gradient_norm"):
+            assert row[key] == pytest.approx(want[key], rel=3e-2 if row["step"] == STEPS else 1e-5), (row["step"], key)
+
+
 @pytest.fixture(scope="module")
 def uncertified(recipe: Path) -> Path:
     """The recipe, of a model whose scores and gates no rescaling brings under their limits, to end with a proof."""
