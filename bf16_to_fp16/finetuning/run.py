@@ -508,10 +508,10 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
             )
     broken = overflowing(student, given, first, device, progress)
     if broken is not None:
+        wider = "precision: fp32" if first == "bf16" else "precision: [bf16, fp16]"
         raise UserError(
             f"{broken} is not finite in {first} before the first step, and a penalty on it has no gradient;"
-            + (" set precision: fp32" if first == "bf16" else " set precision: [bf16, fp16]")
-            + ("" if recipe.rescale else ", or rescale: true")
+            f" set {wider if recipe.rescale else f'rescale: true, or {wider}'}"
         )
     return first == "fp16"
 
