@@ -172,7 +172,7 @@ def test_the_best_inputs_of_a_goal_may_come_from_any_row() -> None:
     assert elite.best("a") == 5 and elite.best("b") == math.inf
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.SEARCHED))
+@pytest.mark.parametrize("kind", exhaustive.beyond([*tiny.FIRST, "ministral3"], tiny.SEARCHED))
 def test_what_it_climbs_is_what_the_audit_measures(kind: str) -> None:
     model = tiny.build(kind, 3, factor=1.0, **tiny.few_layers(kind))
     model.set_attn_implementation("eager")
