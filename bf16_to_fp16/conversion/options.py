@@ -344,10 +344,10 @@ class Options:
         tool, unfit = LAYOUTS[self.layout].tool, " and ".join(size.unfit)
         if not size.fit:
             return f"the stream stays as it is, since {tool} reads inner states of {size.title} for {unfit}"
+        if not exponent:
+            return ""
         fit = " and ".join(size.fit)
-        return (
-            exponent and f"for {fit} alone: for {unfit} {tool} reads inner states, now 2^{exponent} times as large"
-        ) or ""
+        return f"for {fit} alone: for {unfit} {tool} reads inner states, now 2^{exponent} times as large"
 
     def without_tokenizer(self, model_type: object, *folders: Path | None) -> str:
         """Return what to do where the tool of the layout takes the tokenizer from the file, and none of the folders has

@@ -146,9 +146,8 @@ class Layout:
     """Norms of a model in memory whose eps is another than stock code's and no config could say so, with that eps."""
     held_eps: float | None = None
     """The eps of whoever is to read the output without asking its config, None where the config is asked."""
-    held_stream: bool = (
-        False  # whether whoever is to read the output reads the stream itself, so that nothing scales it
-    )
+    held_stream: bool = False
+    """Whether whoever is to read the output reads the stream itself, so that nothing scales it."""
 
     @property
     def outside(self) -> dict[str, str]:
