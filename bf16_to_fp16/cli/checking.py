@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 @click.option(
     "--attention",
     multiple=True,
-    type=click.Choice(["eager", "sdpa", "scaled"]),
+    type=click.Choice(["eager", "sdpa"]),
     default=["eager", "sdpa"],
-    help="Repeat for several; default: eager and sdpa. scaled: this package's, with √scale in q and in k.",
+    help="Repeat for several; default: both.",
 )
 @click.option("--train-mode", is_flag=True, help="With dropout, and the backward pass under a loss scale.")
 @click.option(
