@@ -4,69 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ..losses.events import Curve, Event
-from ..losses.logs import read_log
-from ..losses.report import (
-    check_picture,
-    event_in_words,
-    loss_report,
-    sparkline,
-    steps_in_words,
-    write_picture,
-)
+from ..losses.report import event_in_words, sparkline, steps_in_words
 from ..report.screen import console
 from ..wording import counted, rounded_up
 from .configs import FAR
-from .formats import advise_format
-from .initialisation import advise_init, with_own_rules
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A report, and what prints it."""
-
-    report: Mapping[str, Any]
-    show: Callable[[], None]
-
-
-def advice_on_updates(source: str, **options: Any) -> Advice:
-    """Return the advice on updates that vanish; options: those of ``advise_updates``."""
-    from .updates import advise_updates  # with torch, seconds that the other questions need not wait
-
-    result = advise_updates(source, **options)
-    return Advice(result, partial(print_updates, result))
-
-
-def advice_on_init(source: str, **options: Any) -> Advice:
-    """Return the advice on initialisation; options: those of ``advise_init``."""
-    result = advise_init(source, **options)
-    return Advice(result, partial(print_init, result))
-
-
-def advice_on_formats(*numbers: str) -> Advice:
-    """Return what formats make of numbers."""
-    result = advise_format(*numbers)
-    return Advice(result, partial(print_format, result))
-
-
-def advice_on_losses(source: str, *, window: int, z: float, picture: Path | None) -> Advice:
-    """Return what went wrong in a log, and draw it where that is asked for."""
-    if picture is not None:
-        check_picture(picture)
-    curve = read_log(source)
-    result, curve_events = loss_report(source, curve, z=z, window=window)
-    if picture is not None:
-        write_picture(picture, curve, curve_events, Path(source).name)
-    return Advice(result, partial(print_losses, result, curve, curve_events))
+from .initialisation import with_own_rules
 
 
 def table(*columns: str, title: str | None = None) -> Table:

@@ -37,24 +37,10 @@ from ..families.other_class import read_as
 from ..families.resolve import resolve
 from ..progress import Progress, shown_by
 from ..quiet import quiet
+from ..report import schema
 from ..report.build import Decided, kept_bits_of, signals_of, tiers_of
 from ..report.page import Result
 from ..report.remedies import UNSAFE_BY_REPORT
-from ..report.schema import (
-    REPORT,
-    CertificateEntry,
-    Claim,
-    Environment,
-    FidelityEntry,
-    Inputs,
-    ProblemEntry,
-    Report,
-    Source,
-    TierEntry,
-    Verification,
-    dump,
-    regimes_of,
-)
 from ..report.stored import Packed, read_packed
 from ..rescaling.edits import listed_edits
 from ..rescaling.plan import Plan
@@ -128,32 +114,32 @@ def verify(
     if subject.packed is None and not problems:
         look_beside(subject, original, found, alone=subfolder is not None and revision is not None)
     if not claim.safe:
-        said_in = REPORT if subject.packed is None else subject.place.name
+        said_in = schema.REPORT if subject.packed is None else subject.place.name
         problems.append(Problem("report", said_in, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
     totals = None
     if found.certificate is not None:
         totals = {key: value for key, value in found.certificate.to_json().items() if key != "sites"}
     return Result(
-        dump(
-            Verification(
+        schema.dump(
+            schema.Verification(
                 schema=SCHEMA,
                 verdict="unsafe" if problems else "safe",
                 verified=not problems,
                 as_reported=not claim.safe and only_what_is_reported(problems, claim),
-                source=Source(path=name, revision=revision),
-                report=Claim(verdict=claim.verdict, proof=claim.proof, family=claim.family),
+                source=schema.Source(path=name, revision=revision),
+                report=schema.Claim(verdict=claim.verdict, proof=claim.proof, family=claim.family),
                 checks=found.outcome,
-                problems=[ProblemEntry(**asdict(problem)) for problem in problems],
+                problems=[schema.ProblemEntry(**asdict(problem)) for problem in problems],
                 not_checked=found.unchecked,
                 notes=found.notes,
                 files=files,
                 target=claim.target,
-                certificate=None if totals is None else CertificateEntry.model_validate(totals),
+                certificate=None if totals is None else schema.CertificateEntry.model_validate(totals),
                 tiers=found.tiers,
                 padding=found.padding,
-                regimes=regimes_of(found.regimes),
+                regimes=schema.regimes_of(found.regimes),
                 edits=found.edits,
-                environment=Environment.model_validate(on.environment()),
+                environment=schema.Environment.model_validate(on.environment()),
             )
         )
     )
@@ -177,9 +163,9 @@ class Subject:
     many positions its certificate is; packed: of one file, what it says of itself."""
 
     place: Path
-    claim: Report
+    claim: schema.Report
     plan: Plan
-    source: Source
+    source: schema.Source
     max_length: int
     packed: Packed | None = None
 
@@ -196,7 +182,7 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
     outcome: dict[str, str] = field(default_factory=lambda: dict.fromkeys(CHECKS, "not run"))
     certificate: Certificate | None = None
-    tiers: dict[str, TierEntry] = field(default_factory=dict)
+    tiers: dict[str, schema.TierEntry] = field(default_factory=dict)
     regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
     padding: int | None = 0
     unchecked: dict[str, str] = field(default_factory=dict)
@@ -252,7 +238,7 @@ def examine(
         if subject.packed is None and claim.regimes:
             if again.same_text:
                 problems += check_inputs(claim, again.described(generates=layout.stock.is_language_model))
-            entries = regimes_of(again.ran.regimes)
+            entries = schema.regimes_of(again.ran.regimes)
             problems += [] if problems else check_regimes(claim, entries, same_text=again.same_text)
         found.add("audit", problems)
     layout_before = None if replayed is None or replayed.problems else replayed.layout
@@ -313,7 +299,9 @@ def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint,
         said = {"path": path, "revision": subject.source.revision}
         given = {"path": original.source.partition("@")[0], "revision": original.revision}
         problems += compared("replay", said, given, "source")
-    return problems + compared("replay", None if weights is None else dump(weights), dump(replayed.weights), "weights")
+    return problems + compared(
+        "replay", None if weights is None else schema.dump(weights), schema.dump(replayed.weights), "weights"
+    )
 
 
 @dataclass(frozen=True)
@@ -322,7 +310,7 @@ class Repeated:
     it showed. ``same_text``: whether it ran on what the report says."""
 
     inputs: list[Batch]
-    said: Inputs
+    said: schema.Inputs
     data: str | None
     in_fp32: list[Batch]
     ran: Audited
@@ -343,7 +331,7 @@ class Repeated:
 
 def run_again(
     folder: Path,
-    report: Report,
+    report: schema.Report,
     progress: Progress,
     device: Device,
     *,
@@ -354,7 +342,7 @@ def run_again(
 
     original: with its layout, whose weights choose the ids anew, and with which outputs are to be compared.
     """
-    said, config = report.inputs or Inputs(), load_config(folder)
+    said, config = report.inputs or schema.Inputs(), load_config(folder)
     seed, swept = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
     how: dict[str, Any] = {"seed": seed, "sweep": swept, "progress": progress}
     with torch.random.fork_rng(devices=[]):
@@ -374,7 +362,7 @@ def run_again(
 
 
 def check_few(
-    original: Checkpoint, checkpoint: Checkpoint, layout: Layout, report: Report, plan: Plan, progress: Progress
+    original: Checkpoint, checkpoint: Checkpoint, layout: Layout, report: schema.Report, plan: Plan, progress: Progress
 ) -> list[Problem]:
     """Return where fidelity and drift of what was not audited are not what a few short rows show again."""
     rows = [probe.few_rows(load_config(original.folder))]
@@ -383,17 +371,17 @@ def check_few(
     return problems + outputs_as_said(report, errors_of(layout, plan, reference, ran))
 
 
-def outputs_as_said(report: Report, errors: Mapping[str, OutputError]) -> list[Problem]:
+def outputs_as_said(report: schema.Report, errors: Mapping[str, OutputError]) -> list[Problem]:
     """Return the outputs whose recorded errors are not those that were measured again."""
     found = {name: asdict(error) for name, error in errors.items()}
     said = {name: {key: getattr(report.outputs.get(name), key, None) for key in found[name]} for name in found}
     return compared("fidelity", said, found, "outputs")
 
 
-def close_as_said(report: Report, close: Fidelity, plan: Plan) -> list[Problem]:
+def close_as_said(report: schema.Report, close: Fidelity, plan: Plan) -> list[Problem]:
     """Return where recorded fidelity and drift are not those that were measured again."""
-    again = dump(FidelityEntry.model_validate(close.to_json()))
-    problems = compared("fidelity", dump(report).get("fidelity"), again, "fidelity")
+    again = schema.dump(schema.FidelityEntry.model_validate(close.to_json()))
+    problems = compared("fidelity", schema.dump(report).get("fidelity"), again, "fidelity")
     if plan.drift is not None and report.plan is not None and report.plan.drift is not None:
         problems += compared("fidelity", report.plan.drift.model_dump(), plan.drift.model_dump(), "plan.drift")
     return problems
@@ -403,7 +391,7 @@ def check_fidelity(
     original: Checkpoint,
     checkpoint: Checkpoint,
     layout: Layout,
-    report: Report,
+    report: schema.Report,
     plan: Plan,
     again: Repeated,
     progress: Progress,
@@ -415,18 +403,18 @@ def check_fidelity(
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         edits = measured_edits(checkpoint, Decided(layout, plan, report.target or "half"), again.in_fp32)
         close, drifted = compare(original, layout, plan, reference, again.ran, again.inputs, again.in_fp32)
-    said, problems = dump(report), close_as_said(report, close, drifted)
+    said, problems = schema.dump(report), close_as_said(report, close, drifted)
     problems += outputs_as_said(report, errors_of(layout, plan, reference, again.ran))
     said_of, found_of = ({edit.site: {"measured": edit.measured} for edit in each} for each in (report.inexact, edits))
     problems += compared("fidelity", said_of, found_of, "inexact")
     for key, describe in (("signals", signals_of), ("precision", kept_bits_of)):
         if said.get(key):  # not where a stored plan was replayed without observing anything
-            again_said = [dump(entry) for entry in describe(layout, plan, ranges)]
+            again_said = [schema.dump(entry) for entry in describe(layout, plan, ranges)]
             problems += compared("fidelity", said[key], again_said, key)
     return problems
 
 
-def check_command(report: Report, config: Mapping[str, Any], layout: str | None = None) -> list[Problem]:
+def check_command(report: schema.Report, config: Mapping[str, Any], layout: str | None = None) -> list[Problem]:
     """Return where the command that is said to do the same again is no command of this program, or would do another
     thing. config: what was written. layout: of one file."""
     line, options = report.command or "", None
@@ -439,7 +427,7 @@ def check_command(report: Report, config: Mapping[str, Any], layout: str | None 
     if options is None:
         return [Problem("claims", "command", "is no command that convert records")]
     (source, _), given = options
-    said, inside = report.inputs or Inputs(), report.source.subfolder
+    said, inside = report.inputs or schema.Inputs(), report.source.subfolder
     path = report.source.path or ""
     wanted: dict[str, Any] = {
         "source": path.removesuffix(f"/{inside}") if inside else path,
@@ -475,7 +463,7 @@ def check_packed(subject: Subject, config: Mapping[str, Any]) -> list[Problem]:
     """Return where what one file says of itself is not what its plan and its other claims give; config: its own."""
     inside, said = subject.packed, summary_of(subject.place)
     assert inside is not None and said is not None  # it was opened as such
-    plan, source = inside.plan, dump(inside.source)
+    plan, source = inside.plan, schema.dump(inside.source)
     wanted = {
         "layout": inside.layout,
         "residual_exponent": plan.residual_exponent,
@@ -498,7 +486,7 @@ def packed_subject(file: Path) -> Subject:
     inside = read_packed(file)
     try:
         known = {key: said[key] for key in ("verdict", "proof", "target", "tiers")}
-        claim, longest = Report.model_validate({"schema": SCHEMA} | known), int(said["max_length"])
+        claim, longest = schema.Report.model_validate({"schema": SCHEMA} | known), int(said["max_length"])
         if claim.target not in TARGETS or longest < 1:
             raise ValueError
     except (KeyError, TypeError, ValueError) as error:
@@ -507,7 +495,7 @@ def packed_subject(file: Path) -> Subject:
     return Subject(file, claim, inside.plan, inside.source, longest, inside)
 
 
-def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:
+def only_what_is_reported(problems: Sequence[Problem], report: schema.Report) -> bool:
     """Return whether the problems of an unsafe checkpoint are those that its report names itself: the verdict, and
     sites that break."""
     broken = {entry.signal for entry in report.unsafe if entry.kind == "broke"}
@@ -515,12 +503,12 @@ def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:
 
 
 def recompute(
-    checkpoint: Checkpoint, layout: Layout, report: Report, progress: Progress, device: Device
+    checkpoint: Checkpoint, layout: Layout, report: schema.Report, progress: Progress, device: Device
 ) -> tuple[Certificate, dict[str, bool]]:
     """Return the certificate of the files, for the same target, length and partial sums as the recorded one, and by
     tier whether its own holds."""
     recorded, target = report.certificate, report.target or "half"
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
-        raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
+        raise UserError(f"{schema.REPORT}: its certificate names no target and length; convert the source again")
     arithmetic = Arithmetic(recorded.max_length, splits=recorded.splits)
     return bounded(checkpoint, layout, target, arithmetic, device, progress)
