@@ -91,7 +91,7 @@ def verify(
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
     if original is not None:
         local_source(original)  # hashing takes long
-    on, name, revision, found = Device(device, progress), own_name(source), None, Findings()
+    on, name, revision, findings = Device(device, progress), own_name(source), None, Findings()
     if Path(source).is_file():
         subject, files = packed_subject(Path(source)), 1
     else:
@@ -104,21 +104,21 @@ def verify(
         subject = Subject(folder, report, report.plan, report.source, report.certificate.max_length)
         files = len(report.output.files)
         with progress.step("Hashing the files") as advance:
-            found.add("files", check_files(folder, report, extra=extra, advance=advance))
-    claim, problems = subject.claim, found.problems
+            findings.add("files", check_files(folder, report, extra=extra, advance=advance))
+    claim, problems = subject.claim, findings.problems
     if not problems:
         origin = None if original is None else open_checkpoint(original, endpoint=endpoint)
         if origin is not None and (other := subject.source.class_in("after")) is not None:
             origin = read_as(origin, other)
-        examine(subject, origin, data, found, run_model=run_model, device=on, progress=progress)
+        examine(subject, origin, data, findings, run_model=run_model, device=on, progress=progress)
     if subject.packed is None and not problems:
-        look_beside(subject, original, found, alone=subfolder is not None and revision is not None)
+        look_beside(subject, original, findings, alone=subfolder is not None and revision is not None)
     if not claim.safe:
         said_in = schema.REPORT if subject.packed is None else subject.place.name
         problems.append(Problem("report", said_in, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
     totals = None
-    if found.certificate is not None:
-        totals = {key: value for key, value in found.certificate.to_json().items() if key != "sites"}
+    if findings.certificate is not None:
+        totals = {key: value for key, value in findings.certificate.to_json().items() if key != "sites"}
     return Result(
         schema.dump(
             schema.Verification(
@@ -128,30 +128,30 @@ def verify(
                 as_reported=not claim.safe and only_what_is_reported(problems, claim),
                 source=schema.Source(path=name, revision=revision),
                 report=schema.Claim(verdict=claim.verdict, proof=claim.proof, family=claim.family),
-                checks=found.outcome,
+                checks=findings.outcome,
                 problems=[schema.ProblemEntry(**asdict(problem)) for problem in problems],
-                not_checked=found.unchecked,
-                notes=found.notes,
+                not_checked=findings.unchecked,
+                notes=findings.notes,
                 files=files,
                 target=claim.target,
                 certificate=None if totals is None else schema.CertificateEntry.model_validate(totals),
-                tiers=found.tiers,
-                padding=found.padding,
-                regimes=schema.regimes_of(found.regimes),
-                edits=found.edits,
+                tiers=findings.tiers,
+                padding=findings.padding,
+                regimes=schema.regimes_of(findings.regimes),
+                edits=findings.edits,
                 environment=schema.Environment.model_validate(on.environment()),
             )
         )
     )
 
 
-def look_beside(subject: Subject, original: str | Path | None, found: Findings, *, alone: bool) -> None:
+def look_beside(subject: Subject, original: str | Path | None, findings: Findings, *, alone: bool) -> None:
     """Check the pipeline that a folder lies in, where there is one; alone: whether nothing else of it is here."""
     place = Path(original) if original is not None and Path(original).is_dir() else None
     if (wrong := check_pipeline(subject.place, subject.claim, place)) is not None:
-        found.add("pipeline", wrong)
+        findings.add("pipeline", wrong)
     elif alone:
-        found.notes.append(
+        findings.notes.append(
             "only this folder of the repository was looked at; download the whole to check what else a pipeline needs"
             " changed"
         )
@@ -199,7 +199,7 @@ def examine(
     subject: Subject,
     original: Checkpoint | None,
     data: str | None,
-    found: Findings,
+    findings: Findings,
     *,
     run_model: bool,
     device: Device,
@@ -209,59 +209,61 @@ def examine(
     again; then hold all else that the report says against these."""
     claim, plan, checkpoint = subject.claim, subject.plan, open_checkpoint(subject.place)
     layout, replayed, again = agreed_layout(checkpoint), None, None
-    found.padding, found.notes = padding_entry(layout.config), notes_on(checkpoint, layout, subject)
+    findings.padding, findings.notes = padding_entry(layout.config), notes_on(checkpoint, layout, subject)
     if subject.packed is not None:
-        found.add("files", check_tensors(subject.place, checkpoint, subject.packed))
+        findings.add("files", check_tensors(subject.place, checkpoint, subject.packed))
     else:
-        found.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
+        findings.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
     beside = claim if subject.packed is None else None  # one file lists nothing beside its plan
-    found.add(
+    findings.add(
         "plan", check_plan(checkpoint, layout, plan, subject.source, beside, subject.own_eps(layout.family.model_type))
     )
-    found.edits = 0 if found.problems else len(listed_edits(layout, plan))
+    findings.edits = 0 if findings.problems else len(listed_edits(layout, plan))
     if original is not None:
         replayed = replay(original, checkpoint, plan, subject.source, progress)
-        found.unchecked |= replayed.unchecked
-        found.add("replay", replayed.problems + compare_replayed(subject, replayed, original, found))
+        findings.unchecked |= replayed.unchecked
+        findings.add("replay", replayed.problems + compare_replayed(subject, replayed, original, findings))
     if subject.packed is None:
-        found.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
-        found.add("certificate", check_certificate(found.certificate, claim))
+        findings.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
+        findings.add("certificate", check_certificate(findings.certificate, claim))
     else:
         arithmetic, target = Arithmetic(subject.max_length), claim.target or "half"
-        found.certificate, certified = bounded(checkpoint, layout, target, arithmetic, device, progress)
-        found.add("certificate", check_proof(found.certificate, claim))
+        findings.certificate, certified = bounded(checkpoint, layout, target, arithmetic, device, progress)
+        findings.add("certificate", check_proof(findings.certificate, claim))
     if run_model:
         of_original = None if original is None or replayed is None else (original, replayed.layout)
         again = run_again(checkpoint.folder, claim, progress, device, data=data, original=of_original)
-        found.regimes = again.ran.regimes
-        problems = check_audit(found.regimes)
+        findings.regimes = again.ran.regimes
+        problems = check_audit(findings.regimes)
         if subject.packed is None and claim.regimes:
             if again.same_text:
                 problems += check_inputs(claim, again.described(generates=layout.stock.is_language_model))
             entries = schema.regimes_of(again.ran.regimes)
             problems += [] if problems else check_regimes(claim, entries, same_text=again.same_text)
-        found.add("audit", problems)
+        findings.add("audit", problems)
     layout_before = None if replayed is None or replayed.problems else replayed.layout
     if original is not None and layout_before is not None:  # what is not its output differs anyhow
         if again is not None and claim.regimes and again.same_text:
-            found.add(
+            findings.add(
                 "fidelity", check_fidelity(original, checkpoint, layout_before, claim, plan, again, progress, device)
             )
         elif not claim.regimes and claim.fidelity is not None:
-            found.add("fidelity", check_few(original, checkpoint, layout_before, claim, plan, progress))
-    found.tiers = tiers_of(layout, certified, found.regimes)
-    found.add("tiers", check_tiers(found.tiers, certified, claim, ran=run_model))
+            findings.add("fidelity", check_few(original, checkpoint, layout_before, claim, plan, progress))
+    findings.tiers = tiers_of(layout, certified, findings.regimes)
+    findings.add("tiers", check_tiers(findings.tiers, certified, claim, ran=run_model))
     if subject.packed is not None:
-        found.add("claims", check_packed(subject, checkpoint.config))
-        found.unchecked |= dict.fromkeys(("environment", "drift_of_eps", "source.path"), How.NEVER.value)
-        found.unchecked |= {} if replayed else {"plan": How.ORIGINAL.value, "weights": How.ORIGINAL.value}
+        findings.add("claims", check_packed(subject, checkpoint.config))
+        findings.unchecked |= dict.fromkeys(("environment", "drift_of_eps", "source.path"), How.NEVER.value)
+        findings.unchecked |= {} if replayed else {"plan": How.ORIGINAL.value, "weights": How.ORIGINAL.value}
         return
     said = {"family": claim.family, "padding": claim.padding, "older": claim.older}
     older = differences(layout, checkpoint.config)
-    true = {"family": layout.family.name, "padding": found.padding, "older": older}
-    found.add("claims", check_claims(claim) + compared("claims", said, true) + check_command(claim, checkpoint.config))
+    true = {"family": layout.family.name, "padding": findings.padding, "older": older}
+    findings.add(
+        "claims", check_claims(claim) + compared("claims", said, true) + check_command(claim, checkpoint.config)
+    )
     problems, unseen = check_views(checkpoint.folder, claim, checkpoint.config)
-    found.add("views", problems)
+    findings.add("views", problems)
     ran, whole = again is not None and bool(claim.regimes), replayed is not None and replayed.source is not None
     same_text = again is None or again.same_text
     known = not_checked(claim, ran=ran, original=whole, same_text=same_text)
@@ -272,7 +274,7 @@ def examine(
         known |= dict.fromkeys(beside_weights(checkpoint.folder), How.ORIGINAL.value)
     elif original.revision is not None:
         known = {key: why for key, why in known.items() if key not in ("source.path", "source.revision")}
-    found.unchecked = known | unseen | found.unchecked
+    findings.unchecked = known | unseen | findings.unchecked
 
 
 def notes_on(checkpoint: Checkpoint, layout: Layout, subject: Subject) -> list[str]:
@@ -287,13 +289,13 @@ def notes_on(checkpoint: Checkpoint, layout: Layout, subject: Subject) -> list[s
     ]
 
 
-def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint, found: Findings) -> list[Problem]:
+def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint, findings: Findings) -> list[Problem]:
     """Return where the source and the weights' counts are not what the replay shows."""
     if replayed.source is None or replayed.weights is None:
         return []
     weights = subject.claim.weights if subject.packed is None else subject.packed.weights
     problems, unchecked = check_source(subject.source, replayed.source)
-    found.unchecked |= unchecked
+    findings.unchecked |= unchecked
     if original.revision is not None:
         path = str(subject.source.path).partition("@")[0]
         said = {"path": path, "revision": subject.source.revision}
@@ -373,9 +375,9 @@ def check_few(
 
 def outputs_as_said(report: schema.Report, errors: Mapping[str, OutputError]) -> list[Problem]:
     """Return the outputs whose recorded errors are not those that were measured again."""
-    found = {name: asdict(error) for name, error in errors.items()}
-    said = {name: {key: getattr(report.outputs.get(name), key, None) for key in found[name]} for name in found}
-    return compared("fidelity", said, found, "outputs")
+    measured = {name: asdict(error) for name, error in errors.items()}
+    said = {name: {key: getattr(report.outputs.get(name), key, None) for key in measured[name]} for name in measured}
+    return compared("fidelity", said, measured, "outputs")
 
 
 def close_as_said(report: schema.Report, close: Fidelity, plan: Plan) -> list[Problem]:
@@ -453,10 +455,10 @@ def check_command(report: schema.Report, config: Mapping[str, Any], layout: str 
             wanted["--margin"] = None if asked == MARGIN_BITS else f"{asked:g}"
         if run or "--data" in given:
             wanted["--data"] = said.data and given.get("--data") and said.data.name
-    found = {key: source if key == "source" else given.get(key) for key in wanted}
+    recorded = {key: source if key == "source" else given.get(key) for key in wanted}
     if "--data" in wanted and said.data is not None and "--data" not in given:
         return [Problem("claims", "command", "gives no --data, and the report names some")]
-    return compared("claims", found, wanted, "command")
+    return compared("claims", recorded, wanted, "command")
 
 
 def check_packed(subject: Subject, config: Mapping[str, Any]) -> list[Problem]:

@@ -33,7 +33,7 @@ def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of encoder layer ``i``."""
     at = f"encoder.layers.{i}"
     m = f"{at}.self_attn.self"
-    w = Attention(
+    attention = Attention(
         m,
         f"{at}.self_attn_layer_norm",
         f"{m}.query",
@@ -46,7 +46,7 @@ def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
         weights_dropout=f"{m}.dropout",
         attributes=StockAttributes(heads="num_attention_heads", head_size="attention_head_size"),
     )
-    return attention_part(w, style(config)), pegasus.neurons(at, config)
+    return attention_part(attention, style(config)), pegasus.neurons(at, config)
 
 
 def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
