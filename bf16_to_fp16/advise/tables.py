@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..families.known import FAMILIES
 from ..losses.events import Curve, Event
 from ..losses.report import event_in_words, sparkline, steps_in_words
 from ..report.screen import console
 from ..wording import counted, rounded_up
 from .configs import FAR
-from .initialisation import with_own_rules
 
 
 def table(*columns: str, title: str | None = None) -> Table:
@@ -95,13 +95,14 @@ def print_init(result: Mapping[str, Any]) -> None:
     known = table("rule", f"standard deviation at h = {hidden:,}")
     known.add_row("Transformers without Tears, √(2/(5h))", f"{rules['small']:.3g}")
     known.add_row("MT-NLG 530B, √(1/(3h))", f"{rules['megatron']:.3g}")
-    for family in {family.initialisation.title: family for family in with_own_rules()}.values():
-        own, title = rules[family.name], family.initialisation.title
-        if isinstance(own, Mapping):
-            listed = ", ".join(f"{name} {rule:.3g}" for name, rule in own.items())
-            known.add_row(f"{title} (heads of 64, 4h neurons)", listed)
-        else:
-            known.add_row(title, f"{own:g}")
+    by_rule: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        own = rules[family.name]
+        rule = f"{own:g}" if not isinstance(own, Mapping) else ", ".join(f"{name} {x:.3g}" for name, x in own.items())
+        by_rule.setdefault(rule, []).append(family.title)
+    for rule, (title, *others) in by_rule.items():
+        size = " (heads of 64, 4h neurons)" if "," in rule else ""
+        known.add_row(f"{title} and {counted(len(others), 'other')}{size}", rule)
     screen.print(known)
     if result["source"] is None:
         return

@@ -80,5 +80,5 @@ BIGBIRD_PEGASUS = replace(
     tied_head=tied_head(FINAL_NORM, HEAD, pegasus.STYLE, LOGITS_BIAS),
     untied_head=untied_head(FINAL_NORM, head("lm_head.weight"), pegasus.STYLE, LOGITS_BIAS),
     free_keys=(*PEGASUS.free_keys, "block_size", "num_random_blocks"),
-    initialisation=pegasus.learned_positions("BigBird-Pegasus"),
+    initialisation=pegasus.learned_positions(),
 )
