@@ -393,19 +393,15 @@ _SYNONYMS = {"lr": "learning_rate", "epochs": "steps", "model": "source", "outpu
 
 
 def nearest_key(place: Sequence[str]) -> str:
-    """Return the dotted key that is closest to the unknown one at ``place``.
-
-    A slip within the same section comes first, then the same name elsewhere, then what is less like it.
-    """
+    """Return the dotted key whose name is most like that of the unknown one at ``place``, rather in the same section."""
     *section, name = place
     name = _SYNONYMS.get(name, name)
-    known = list(_key_paths(Recipe))
-    here = [key for key in known if key[:-1] == tuple(section)]
-    for among, least in ((here, 0.8), (known, 1.0), (here, 0.6), (known, 0.6), (here, 0.0), (known, 0.0)):
-        ranked = difflib.get_close_matches(name, {key[-1] for key in among}, 1, least)
-        if ranked:
-            return ".".join(next(key for key in among if key[-1] == ranked[0]))
-    raise ValueError("a recipe has keys")
+
+    def nearness(key: Iterable[str]) -> float:
+        *above, last = key
+        return difflib.SequenceMatcher(None, name, last).ratio() + (0.2 if above == section else 0.0)
+
+    return ".".join(max(_key_paths(Recipe), key=nearness))
 
 
 def _key_paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
