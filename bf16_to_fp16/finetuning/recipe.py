@@ -393,7 +393,7 @@ _SYNONYMS = {"lr": "learning_rate", "epochs": "steps", "model": "source", "outpu
 
 
 def nearest_key(place: Sequence[str]) -> str:
-    """Return the dotted key whose name is most like that of the unknown one at ``place``, rather in the same section."""
+    """Return the dotted key whose name is most like that of the one at ``place``, rather in the same section."""
     *section, name = place
     name = _SYNONYMS.get(name, name)
 
