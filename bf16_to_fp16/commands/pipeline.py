@@ -131,8 +131,7 @@ def convert_pipeline_by(
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
-            inside = Destination(work / name)
-            done[name] = converted(options, pipeline, uses, name, inside, endpoint, progress)
+            done[name] = converted(options, pipeline, uses, name, Destination(work / name), endpoint, progress)
             encoders.append(entry_of(pipeline, name, done[name].report))
             readings += readings_of(pipeline, uses, name, done[name])
         for name, first in pipeline.same.items():
@@ -147,12 +146,11 @@ def convert_pipeline_by(
         for name, sha256 in written.items():
             known.append({"name": name, "nbytes": (work / name).stat().st_size, "sha256": sha256})
         files = sorted([*records(work, links | written), *known], key=lambda entry: str(entry["name"]))
+        shown = own_name(pipeline.source) if local else pipeline.source
         report = schema.PipelineReport(
             schema=SCHEMA,
             verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
-            source=schema.Source(
-                path=pipeline.source if not local else own_name(pipeline.source), revision=pipeline.revision
-            ),
+            source=schema.Source(path=shown, revision=pipeline.revision),
             pipeline=pipeline.kind,
             encoders=encoders,
             assumed=list(uses.assumed),
