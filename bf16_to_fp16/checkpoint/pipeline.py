@@ -16,7 +16,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from .. import system
 from ..errors import UserError
 from .files import read_json
 from .folder import copy, is_weights
@@ -79,8 +78,8 @@ def open_pipeline(
         name for name in parts if (config := config_of(folder, name)) is not None and wanted(kind, name, config)
     ]
     if not encoders:
-        found = f"{source} is a pipeline without a text encoder of a known family"
-        raise UserError(f"{found} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
+        said = f"{source} is a pipeline without a text encoder of a known family"
+        raise UserError(f"{said} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
     homes = {name: (folder / name).resolve() for name in encoders}
     same = {name: first for name in encoders if (first := next(n for n in encoders if homes[n] == homes[name])) != name}
     there, left_out = files_below(folder) if names is None else (names, [])
@@ -218,7 +217,7 @@ def bring(folder: Path, names: Iterable[str], target: Path, *, link: bool = True
 def linked_to(file: Path, place: Path) -> bool:
     """Make ``place`` a hard link to a file, or to what that is a link to; return whether it could be made."""
     try:
-        system.link_file(file.resolve(), place)
+        os.link(file.resolve(), place)
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
