@@ -35,7 +35,6 @@ from ..ranges import NormRange
 from ..run import probe
 from ..run.batch import SHORT, Batch, run_batch, seen_padding, values_of
 from ..run.lanes import Lane, Walk, results_of
-from ..run.scaled_attention import SCALED, register
 from ..run.sentence_vectors import SentenceVectors
 from ..run.stock import attentions_of, load, load_config, set_attention
 from .every_output import EveryOutput, add_every_output, batches_shown
@@ -47,7 +46,7 @@ REGIMES = ("stock", "amp", "half")
 DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
 """In which dtype stock code loads a regime's weights; under ``half`` what stays in fp32 is then cast."""
 
-ATTENTIONS = ("eager", "sdpa")  # those that stock code runs; ``run.scaled_attention.SCALED`` can be asked for as well
+ATTENTIONS = ("eager", "sdpa")  # those that stock code runs
 
 LOSS_SCALE = 2.0**10
 """Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so that
@@ -313,12 +312,10 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
     unknown = [regime for regime in regimes if regime not in REGIMES]
     if unknown:
         raise UserError(f"{unknown[0]}: no such regime; choose from {', '.join(REGIMES)}")
-    other = [name for name in attention if name not in (*ATTENTIONS, SCALED)]
+    other = [name for name in attention if name not in ATTENTIONS]
     if other or not attention:
         named = other[0] if other else "none"
-        raise UserError(f"{named}: no such attention; choose from {', '.join((*ATTENTIONS, SCALED))}")
-    if SCALED in attention:
-        register()
+        raise UserError(f"{named}: no such attention; choose from {', '.join(ATTENTIONS)}")
 
 
 def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
