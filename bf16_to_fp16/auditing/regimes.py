@@ -35,19 +35,18 @@ from ..ranges import NormRange
 from ..run import probe
 from ..run.batch import SHORT, Batch, run_batch, seen_padding, values_of
 from ..run.lanes import Lane, Walk, results_of
-from ..run.scaled_attention import SCALED, register
 from ..run.sentence_vectors import SentenceVectors
 from ..run.stock import attentions_of, load, load_config, set_attention
 from .every_output import EveryOutput, add_every_output, batches_shown
 from .fidelity import Outputs, add_outputs, compared, output_on
-from .gradients import Gradients, measure_gradients, output_and_loss
+from .gradients import LAST_EXPONENT, Gradients, measure_gradients, output_and_loss
 
 REGIMES = ("stock", "amp", "half")
 
 DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
 """In which dtype stock code loads a regime's weights; under ``half`` what stays in fp32 is then cast."""
 
-ATTENTIONS = ("eager", "sdpa")  # those that stock code runs; ``run.scaled_attention.SCALED`` can be asked for as well
+ATTENTIONS = ("eager", "sdpa")  # those that stock code runs
 
 LOSS_SCALE = 2.0**10
 """Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so that
@@ -219,10 +218,20 @@ def audit_each(
             _set_attention(model, attention[0])
             gradients = measure_gradients(model.train(), seen_padding(inputs, attention[0]), seed=seed)
             scale = min(scale, gradients.loss_scale or scale)
-        options: dict[str, Any] = {"attention": attention, "advance": step, "seed": seed}
-        shown = audit_model(model, inputs, regime=regime, loss_scale=scale if train_mode else None, **options)
+        options: dict[str, Any] = {"regime": regime, "attention": attention, "advance": step, "seed": seed}
+        shown, least = audit_model(model, inputs, loss_scale=scale if train_mode else None, **options), scale
+        # Where the stream is in fp16 too, a scaler falls further than under autocast.
+        while scale < LOSS_SCALE and least > 2.0**LAST_EXPONENT and _breaks_backwards_alone(shown):
+            least = max(least / 16, 2.0**LAST_EXPONENT)
+            shown = audit_model(model, inputs, loss_scale=least, **options)
         results[regime] = replace(shown, gradients=gradients)
     return {regime: results[regime] for regime in regimes}
+
+
+def _breaks_backwards_alone(result: RegimeResult) -> bool:
+    """Return whether gradients pass their limits, and nothing else."""
+    broken = [site.name for site in result.sites if site.benign is None and (site.nonfinite or site.saturated)]
+    return bool(broken) and all(":grad" in name for name in broken)
 
 
 @dataclass(frozen=True)
@@ -303,12 +312,10 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
     unknown = [regime for regime in regimes if regime not in REGIMES]
     if unknown:
         raise UserError(f"{unknown[0]}: no such regime; choose from {', '.join(REGIMES)}")
-    other = [name for name in attention if name not in (*ATTENTIONS, SCALED)]
+    other = [name for name in attention if name not in ATTENTIONS]
     if other or not attention:
         named = other[0] if other else "none"
-        raise UserError(f"{named}: no such attention; choose from {', '.join((*ATTENTIONS, SCALED))}")
-    if SCALED in attention:
-        register()
+        raise UserError(f"{named}: no such attention; choose from {', '.join(ATTENTIONS)}")
 
 
 def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:

@@ -159,15 +159,15 @@ class SiteObserver(TorchDispatchMode):
 
     def from_scores_on(self) -> dict[str, dict[str, float]]:
         """Return the largest |x|, by module path and operation, of what attentions do from their scores on."""
-        found: dict[str, dict[str, float]] = {}
+        by_path: dict[str, dict[str, float]] = {}
         for path, sites in self._sites.items():
             amax: dict[str, float] = {}
             for (name, *_), site in sites.items():  # in the order in which they first ran
                 if name == "scores" or amax:
                     amax[name] = max(amax.get(name, 0.0), site.amax)
             if amax:
-                found[path] = amax
-        return found
+                by_path[path] = amax
+        return by_path
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         operator = self._operators.get(func)
@@ -402,9 +402,9 @@ def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None
     site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
     origin = origins.origin_of(args[0])
     if site is not None and origin is not None and origin.masked is not None:
-        found = (weights > FP16_STEP) & origin.masked
-        if bool(found.any()):
-            site.saturated += _count(found & ~origin.masked.all(-1, keepdim=True))
+        weighted = (weights > FP16_STEP) & origin.masked
+        if bool(weighted.any()):
+            site.saturated += _count(weighted & ~origin.masked.all(-1, keepdim=True))
 
 
 def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
@@ -432,8 +432,8 @@ def _settle(frame: _Frame, output: Any) -> None:
     """Judge the NaN of rows that see nothing, now that their module has ended: by design where none is left."""
     if not frame.pending:
         return
-    made = output[0] if isinstance(output, (tuple, list)) and output else output
-    cut_off = isinstance(made, Tensor) and not bool(made.isnan().any())
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    cut_off = isinstance(first, Tensor) and not bool(first.isnan().any())
     for site, count, order in frame.pending:
         if cut_off:
             site.benign += count

@@ -15,7 +15,7 @@ from ..families.older import with_older_keys
 from ..families.types import OutputScale
 from ..run.stock import eps_attribute
 from .centred import centred_tensor, centred_tensors
-from .plan import Plan, check_plan_fits, correction_of, exponents_of
+from .plan import Plan, check_plan_fits, correction_of, exponents_of, norm_exponents
 from .weights import source_weights
 
 
@@ -56,24 +56,26 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
     attributes are multiplied by 4^r, also where no config could say so (LayerNorm).
     """
     check_plan_fits(layout, plan)
-    found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     done: set[int] = set()
     with torch.no_grad():
         # Of weights that are not scaled yet.
         replaced = centred_tensors(layout, plan.centred_keys).items()
-        centred = {name: centred_tensor(found.__getitem__, layout, name, w) for name, w in replaced}
+        centred = {name: centred_tensor(parameters.__getitem__, layout, name, w) for name, w in replaced}
         for name, values in centred.items():
-            found[name].copy_(values)
+            parameters[name].copy_(values)
         for name, tensor in layout.tensors.items():
-            parameter = found[name]
+            parameter = parameters[name]
             if id(parameter) in done:
                 continue
             done.add(id(parameter))
             scale(parameter, exponents_of(tensor, plan).full(tensor.shape), tensor.offset, correction_of(tensor, plan))
-    for path, stream in layout.streams_read.items():
+    for path, exponent in norm_exponents(layout, plan).items():
         norm = model.get_submodule(path)
         attribute = eps_attribute(norm)
-        setattr(norm, attribute, getattr(norm, attribute) * 4.0 ** plan.stream_exponent(stream))
+        setattr(norm, attribute, getattr(norm, attribute) * 4.0**exponent)
     return model
 
 
