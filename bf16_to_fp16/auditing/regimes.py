@@ -206,7 +206,7 @@ def audit_each(
     """Return what each regime shows on all ``inputs``, with the model that ``load`` gives for it, one at a time."""
     share = sum(len(seen_padding(inputs, name)) for name in attention)
     results: dict[str, RegimeResult] = {}
-    scale, first = LOSS_SCALE, "amp" if train_mode else None
+    scale, fits, first = LOSS_SCALE, train_mode, "amp" if train_mode else None
     for i, regime in enumerate(sorted(regimes, key=lambda each: each != first)):
 
         def step(done: int, _: int, before: int = i * share) -> None:
@@ -217,11 +217,11 @@ def audit_each(
         if regime == first:
             _set_attention(model, attention[0])
             gradients = measure_gradients(model.train(), seen_padding(inputs, attention[0]), seed=seed)
-            scale = min(scale, gradients.loss_scale or scale)
+            scale, fits = min(scale, gradients.loss_scale or scale), gradients.loss_scale is not None
         options: dict[str, Any] = {"regime": regime, "attention": attention, "advance": step, "seed": seed}
         shown, least = audit_model(model, inputs, loss_scale=scale if train_mode else None, **options), scale
-        # Where the stream is in fp16 too, a scaler falls further than under autocast.
-        while scale < LOSS_SCALE and least > 2.0**LAST_EXPONENT and _breaks_backwards_alone(shown):
+        # Where the stream is in fp16 too, a scaler falls further than under autocast, where that finds a scale at all.
+        while fits and least > 2.0**LAST_EXPONENT and _breaks_backwards_alone(shown):
             least = max(least / 16, 2.0**LAST_EXPONENT)
             shown = audit_model(model, inputs, loss_scale=least, **options)
         results[regime] = replace(shown, gradients=gradients)

@@ -373,5 +373,5 @@ SEED_OSS = replace(
         },
         dropped=True,
     ),
-    dropout={"stream": "residual_dropout", "attention": "attention_dropout"},
+    dropout={"branch": "residual_dropout", "attention": "attention_dropout"},
 )

@@ -565,9 +565,9 @@ class Initialisation:
         return any(drawn is not None and drawn.over for drawn in self.modules.values())
 
 
-DropoutKind = Literal["stream", "attention", "neurons", "head"]
-"""What a dropout is applied to: the residual stream and what joins it, attention weights, neurons, what a classifier
-reads."""
+DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
+"""What a dropout is applied to: the residual stream and what joins it, or what joins it alone, attention weights,
+neurons, what a classifier reads."""
 
 
 @dataclass(frozen=True)

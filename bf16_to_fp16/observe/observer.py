@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import FP16_MAX, FP16_STEP, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
-from ..run.products import is_cpu_half, is_matrix_product, product_in_fp32
+from ..run.products import is_computed, is_matrix_product, product_in_fp32
 from . import origins
 from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Call, Site, is_linear, site_name
 
@@ -73,7 +73,7 @@ class SiteObserver(TorchDispatchMode):
     entered again; the sites accumulate. A row of attention that sees nothing is NaN under a mask of −inf, which counts
     unless it is cut off before the module's end.
 
-    fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does. only: measure the modules at
+    fast_products: compute matrix products on the CPU as ``FastProducts`` does. only: measure the modules at
     these paths alone. beside: the observer of another run by a copy of the model, whose sites this run adds to, as seen
     after all that was seen there.
     """
@@ -173,7 +173,7 @@ class SiteObserver(TorchDispatchMode):
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = _describe(func)
-        if operator.matmul and self.fast_products and is_cpu_half(args):
+        if operator.matmul and self.fast_products and is_computed(args):
             out = product_in_fp32(func, args, kwargs)
         elif kwargs:
             out = func(*args, **kwargs)

@@ -178,7 +178,9 @@ def plan_in_full(plan: Plan) -> str:
         for channel, value in enumerate(exponent):
             if value:
                 where.setdefault(value, []).append(channel)
-        moved: dict[str | int, object] = {value: runs(channels) for value, channels in sorted(where.items())}
+        moved: dict[str | int, object] = {
+            value: runs(channels) if len(channels) > 1 else channels[0] for value, channels in sorted(where.items())
+        }
         return {"channels": len(exponent)} | moved
 
     data = {key: value for key, value in dump(plan).items() if key != "exponents"}

@@ -561,7 +561,7 @@ def fidelity_table(close: FidelityEntry, reference: str, bf16: str, fp16: str = 
     rows = [(what, scientific(close.kl_bf16), scientific(close.kl_fp16))]
     if close.kl_fp32 is not None:
         same = " (the same function, to the bit)" if close.exact else ""
-        rows.append((f"output's weights in fp32{same}", "–", scientific(close.kl_fp32)))
+        rows.append((f"the converted weights in fp32{same}", "–", scientific(close.kl_fp32)))
     largest = scientific(close.max_logit_error_bf16), scientific(close.max_logit_error_fp16)
     rows.append((f"largest {'logit error' if kl else 'error of a state'}", *largest))
     if close.kl_bf16 is None and close.max_logit_error_bf16 is None:

@@ -496,7 +496,7 @@ def figure_rows(report: schema.Report) -> list[tuple[str, str]]:
         rows.append((f"{measure}, output in fp16", f"{error_of(close.kl_fp16)}{ratio(close.kl_bf16, close.kl_fp16)}"))
         if close.kl_fp32 is not None:
             same = ": the same function, to the bit" if close.exact else ""
-            rows.append((f"{measure}, output's weights in fp32", f"{error_of(close.kl_fp32)}{same}"))
+            rows.append((f"{measure}, the converted weights in fp32", f"{error_of(close.kl_fp32)}{same}"))
         if finetune is not None and finetune.fidelity is not None:
             rows.append((f"{measure} of the original, output in fp16", error_of(finetune.fidelity.kl_fp16)))
         if finetune is not None and finetune.holds_bounds:
