@@ -132,6 +132,11 @@ def replace_file(old: Path, new: Path) -> None:
     _patiently(os.replace, old, new)
 
 
+def link_file(old: Path, new: Path) -> None:
+    """Give a file a second name; raise OSError where that cannot be."""
+    os.link(old, new)
+
+
 def available_memory() -> float:
     """Return the bytes that this process may still take: what is free, less where a cgroup or a limit leaves less."""
     limits = [float(psutil.virtual_memory().available)]

@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from .. import system
 from ..errors import UserError
 from .files import read_json
 from .folder import copy, is_weights
@@ -215,7 +216,7 @@ def bring(folder: Path, names: Iterable[str], target: Path, *, link: bool = True
 def linked_to(file: Path, place: Path) -> bool:
     """Make ``place`` a hard link to a file, or to what that is a link to; return whether it could be made."""
     try:
-        os.link(file.resolve(), place)
+        system.link_file(file.resolve(), place)
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
