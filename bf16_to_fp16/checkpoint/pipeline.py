@@ -57,9 +57,7 @@ def is_pipeline(folder: Path) -> bool:
     return (folder / MODEL_INDEX).is_file()
 
 
-def open_pipeline(
-    source: str | Path, wanted: Callable[[str, str, Mapping[str, Any]], bool], endpoint: str | None = None
-) -> Pipeline | None:
+def open_pipeline(source: str | Path, wanted: Callable[[str, str, Mapping[str, Any]], bool]) -> Pipeline | None:
     """Return the pipeline that a source (folder or Hub id, of which only small files are fetched here) is, else None.
     wanted: says by the pipeline's class, a component's name and its config.json whether it is to be converted. Raises
     UserError for a pipeline that holds nothing to convert, or was converted already."""
@@ -68,10 +66,10 @@ def open_pipeline(
         return None
     names: Sequence[str] | None = None
     if folder is None:
-        folder, revision = fetched(str(source), SMALL_FILES, endpoint)
+        folder, revision = fetched(str(source), SMALL_FILES)
         if not is_pipeline(folder):
             return None
-        names = list(hub_files(str(source), folder, endpoint))
+        names = list(hub_files(str(source), folder))
     if (folder / PIPELINE).is_file():
         raise UserError(f"{source} is a converted pipeline already; convert what it was made from")
     parts, kind = components(folder), class_of(folder)
@@ -79,8 +77,8 @@ def open_pipeline(
         name for name in parts if (config := config_of(folder, name)) is not None and wanted(kind, name, config)
     ]
     if not encoders:
-        found = f"{source} is a pipeline without a text encoder of a known family"
-        raise UserError(f"{found} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
+        said = f"{source} is a pipeline without a text encoder of a known family"
+        raise UserError(f"{said} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
     homes = {name: (folder / name).resolve() for name in encoders}
     same = {name: first for name in encoders if (first := next(n for n in encoders if homes[n] == homes[name])) != name}
     there, left_out = files_below(folder) if names is None else (names, [])

@@ -108,12 +108,10 @@ class Opened:
         return self.before.spectra.under(read, changed_by(self.layout, self.edits) | lacking)
 
 
-def open_source(
-    source: str | Path, options: Options, place: Destination, endpoint: str | None, progress: Progress
-) -> Opened:
+def open_source(source: str | Path, options: Options, place: Destination, progress: Progress) -> Opened:
     """Open a source (folder or Hub id), classify its tensors, and gather what to run it on."""
     device = Device(options.device, progress)
-    checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
+    checkpoint = opened_with_notes(source, options.subfolder, options.config, progress)
     place.check(checkpoint.folder)
     checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
@@ -144,15 +142,11 @@ def as_it_is_loaded(checkpoint: Checkpoint, name: str | None, progress: Progress
 
 
 def opened_with_notes(
-    source: str | Path,
-    subfolder: str | None,
-    config: str | Path | None,
-    progress: Progress,
-    endpoint: str | None = None,
+    source: str | Path, subfolder: str | None, config: str | Path | None, progress: Progress
 ) -> Checkpoint:
     """Open a source and say what there is to say of how it was read."""
     path = None if config is None else Path(config)
-    checkpoint = open_checkpoint(source, subfolder, config=path, endpoint=endpoint)
+    checkpoint = open_checkpoint(source, subfolder, config=path)
     for note in checkpoint.notes:
         progress.say(note)
     return checkpoint

@@ -32,7 +32,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import check_out, overlap, put_in_place, scratch, staged
 from ..checkpoint.writer import write_fp16
 from ..commands.convert import Conversion, convert_by
-from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
+from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance, shown_in_a_command
 from ..conversion.planning import Opened, checkpoint_batches, decide
 from ..devices import Device, check_all_is_used, find_device, shown
 from ..environment import how_to_install
@@ -89,7 +89,6 @@ def finetune(
     force: bool = False,
     overrides: tuple[str, ...] = (),
     progress: Progress | bool | None = None,
-    endpoint: str | None = None,
 ) -> Conversion | None:
     """Finetune by ``recipe`` and return what ``convert`` made of the trained checkpoint; None on every process but the
     first.
@@ -109,7 +108,7 @@ def finetune(
     out = Path(recipe.out)
     check_recipe(recipe)
     check_out(out, recipe.source, force=force)  # before a download
-    checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
+    checkpoint = open_checkpoint(recipe.source, recipe.subfolder)
     check_out(out, recipe.source, checkpoint.folder, force=force)
     progress = shown_by(progress)
     run = train_on_device(recipe, checkpoint, progress, may_stop=not force)
@@ -276,7 +275,6 @@ def convert_or_finetune(
     source: str | Path,
     place: Destination,
     *,
-    endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert ``source`` as ``convert_by`` does; where rescaling alone leaves it unsafe, or without a certificate that
@@ -294,21 +292,21 @@ def convert_or_finetune(
     chosen = read_as.settled()
     check_recipe(chosen)
     check_out(out, source, force=force)
-    checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
+    checkpoint = open_checkpoint(source, options.subfolder)
     check_out(out, checkpoint.folder, force=force)
     check_run_folder(run_folder(chosen), chosen)
     with scratch(out, "rescaled") as beside:
         work = beside / out.name
         insists = bool(read_as.penalty.certify)
         asked = replace(options, target=read_as.planned_target, prove=insists)
-        result = convert_by(asked, source, Destination(work), endpoint=endpoint, progress=progress)
+        result = convert_by(asked, source, Destination(work), progress=progress)
         if result.safe and (not insists or result.report["proof"] == "certified"):
             put_in_place(work, out.absolute(), force=force)
             return replace(result, out=out)
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
     left = ("uncertified" if result.safe else "unsafe") + (f" ({worst})" if worst else "")
     progress.say(f"Rescaling alone leaves it {left}: finetuning")
-    finetuned = finetune(recipe, overrides=overrides, force=force, progress=progress, endpoint=endpoint)
+    finetuned = finetune(recipe, overrides=overrides, force=force, progress=progress)
     assert finetuned is not None  # the only process is the first one
     return finetuned
 
@@ -599,7 +597,8 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
         if written[section][key] != value
     }
     # A report is published; of local paths only the last part says anything to others.
-    out, source, path = Path(recipe.out).name, local_name(recipe.source), local_name(recipe.data.path)
+    out = Path(recipe.out).name
+    source, path = map(shown_in_a_command, (recipe.source, recipe.data.path))
     settings = written | {
         "source": source,
         "out": out,
@@ -626,8 +625,3 @@ def start_outputs(folder: Path) -> dict[str, OfChannels]:
     """Return by output the log2 of the factor by which the start of a run multiplies it, without those at 0."""
     file = folder / START_OUTPUTS
     return read_json(file, "factors of the start's outputs") if file.is_file() else {}
-
-
-def local_name(place: str) -> str:
-    """Return the last part of a path that exists here, and any other name as it is."""
-    return Path(place).name if Path(place).exists() else place
