@@ -34,7 +34,7 @@ DATA = Path(str(files("bf16_to_fp16") / "demo_data"))
 def demo(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> tuple[dict[str, Any], str, str, Path]:
     """Return the demo's JSON by name, its standard output and error, and where it wrote."""
     root = tmp_path_factory.mktemp("demo")
-    done = command(warm_python, "demo", "--json", "report.json", cwd=root)
+    done = command(warm_python, "demo", "--json", "report.json", cwd=root, whole=True)
     assert done.returncode == 0, done.stderr
     reports = {r["name"]: r for r in json.loads((root / "report.json").read_text())["demos"]}
     return reports, done.stdout, done.stderr, root / "fp16-demo"
@@ -87,7 +87,7 @@ def test_the_demo_ends_with_the_table_of_the_readme(demo: Any) -> None:
             assert one == pytest.approx(other, rel=0.05)
 
 
-def command(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def command(python: Path, *arguments: str, cwd: Path, whole: bool = False) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own."""
     return subprocess.run(
         [python, "-m", "bf16_to_fp16", *arguments],
@@ -95,7 +95,7 @@ def command(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         timeout=600,
-        env=os.environ | {"NO_COLOR": "1"},
+        env=os.environ | {"NO_COLOR": "1"} | ({"WHOLE": "1"} if whole else {}),
     )
 
 
