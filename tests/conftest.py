@@ -19,6 +19,8 @@ import pytest
 import torch
 from support import brief, warm
 
+from bf16_to_fp16.run import probe
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--exhaustive``, which ``make test-all`` gives."""
@@ -103,6 +105,12 @@ def whole_probe(brief_runs: tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]) -> It
     brief_runs[1].undo()
     yield
     brief.probe_briefly(brief_runs[1])
+
+
+@pytest.fixture
+def whole_probe_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test's runs have all of it."""
+    monkeypatch.setattr(probe, "_probe", brief.WHOLE_PROBE)
 
 
 @pytest.fixture(scope="session")
