@@ -340,10 +340,13 @@ def compare_in_amp(demos: list[str], steps: int) -> None:
         for demo in demos:
             source = ROOT / "bf16_to_fp16" / "demo_data" / IN_AMP[demo]
             converted, run = Path(scratch) / f"{demo}-converted", Path(scratch) / "run"
+            for_training = Path(scratch) / f"{demo}-for-training"
             convert(source, converted)
+            convert(source, for_training, target="train")
             for name, folder, precision in (
                 ("as trained", source, "fp16"),
                 ("converted", converted, "fp16"),
+                ("converted with --target train", for_training, "fp16"),
                 ("converted, in fp32", converted, "fp32"),
             ):
                 print(f"| {demo}, {name} | {train_in_amp(demo, folder, run, steps, precision)} |", flush=True)

@@ -40,7 +40,7 @@ from ..run.sentence_vectors import SentenceVectors
 from ..run.stock import attentions_of, load, load_config, set_attention
 from .every_output import EveryOutput, add_every_output, batches_shown
 from .fidelity import Outputs, add_outputs, compared, output_on
-from .gradients import Gradients, measure_gradients, output_and_loss
+from .gradients import LAST_EXPONENT, Gradients, measure_gradients, output_and_loss
 
 REGIMES = ("stock", "amp", "half")
 
@@ -219,10 +219,20 @@ def audit_each(
             _set_attention(model, attention[0])
             gradients = measure_gradients(model.train(), seen_padding(inputs, attention[0]), seed=seed)
             scale = min(scale, gradients.loss_scale or scale)
-        options: dict[str, Any] = {"attention": attention, "advance": step, "seed": seed}
-        shown = audit_model(model, inputs, regime=regime, loss_scale=scale if train_mode else None, **options)
+        options: dict[str, Any] = {"regime": regime, "attention": attention, "advance": step, "seed": seed}
+        shown, least = audit_model(model, inputs, loss_scale=scale if train_mode else None, **options), scale
+        # Where the stream is in fp16 too, a scaler falls further than under autocast.
+        while scale < LOSS_SCALE and least > 2.0**LAST_EXPONENT and _breaks_backwards_alone(shown):
+            least = max(least / 16, 2.0**LAST_EXPONENT)
+            shown = audit_model(model, inputs, loss_scale=least, **options)
         results[regime] = replace(shown, gradients=gradients)
     return {regime: results[regime] for regime in regimes}
+
+
+def _breaks_backwards_alone(result: RegimeResult) -> bool:
+    """Return whether gradients pass their limits, and nothing else."""
+    broken = [site.name for site in result.sites if site.benign is None and (site.nonfinite or site.saturated)]
+    return bool(broken) and all(":grad" in name for name in broken)
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ class _Walk(Findings):
     def add(self, sublayer: Sublayer, made: Projection, square: Tensor, axes: Tensor | None) -> None:
         """Add a sublayer's output, of mean square ``square``, to the residual stream, channel by channel; axes: squared
         ones of an ellipsoid that it lies in, where they are known."""
-        keep, branch = self.kept("stream"), made.bound
+        keep, branch = min(self.kept("stream"), self.kept("branch")), made.bound
         width = branch.numel()
         length = min(made.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
         total = (self.stream_norm + length) * (1 + self.arithmetic.unit)

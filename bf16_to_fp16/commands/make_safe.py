@@ -34,7 +34,7 @@ from ..rescaling.centred import centred, centred_tensors
 from ..rescaling.edits import OfChannels
 from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.outputs import output_factors
-from ..rescaling.plan import Plan, exponents_of, inverse
+from ..rescaling.plan import Plan, exponents_of, inverse, norm_exponents
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.stock import eps_attribute
 from ..targets import MARGIN_BITS, TARGETS, WHERE
@@ -159,12 +159,13 @@ def make_fp16_safe(
 
     Nothing is copied and nothing printed. The fp32 outputs keep every bit, ``undo`` gives every weight back to the bit,
     and after training exactly the trained function; gains that are stored less an offset and move, as far as fp32 holds
-    them so. The config's eps goes with the weights, so that
-    ``save_pretrained`` writes a pair that belongs together at any time (Pegasus has no eps in its config: undo it
-    before you save it). target: as ``convert`` takes them; ``train`` leaves room for dropout, gradients and weights
-    that move. margin_bits: kept between what the built-in probe shows and each limit. max_length: positions for which
-    the certificate holds. A model that has been made safe, or that a certificate holds for as it is, stays as it is.
-    Raises UserError for a model of no known family, in 16 bits, with an adapter, or spread over devices.
+    them so. The config's eps goes with the weights, so that ``save_pretrained`` writes a pair that belongs together at
+    any time; undo it before you save a Pegasus, which has no eps in its config, or, to the bit, a model with norms
+    behind linears, which for ``train`` have an eps of their own in memory. target: as ``convert`` takes them; ``train``
+    leaves room for dropout, gradients and weights that move. margin_bits: kept between what the built-in probe shows
+    and each limit. max_length: positions for which the certificate holds. A model that has been made safe, or that a
+    certificate holds for as it is, stays as it is. Raises UserError for a model of no known family, in 16 bits, with an
+    adapter, or spread over devices.
     """
     if target not in TARGETS:
         raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
@@ -193,7 +194,7 @@ def make_fp16_safe(
         if made.changed:
             apply(model, layout, plan)
             if layout.family.eps_key is not None:
-                set_eps(model, layout, planned.eps)
+                set_eps(model, planned, planned.eps)
     model.__dict__[MARK] = made
     return made
 
@@ -219,21 +220,18 @@ def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> T
 
 def layout_under(layout: Layout, plan: Plan) -> Layout:
     """Return the layout of a model in memory after ``plan``, whose norms of the residual stream have the scaled eps."""
-    if layout.family.eps_key is None:
-        read = layout.streams_read.items()
-        eps = {path: layout.eps * 4.0 ** plan.stream_exponent(stream) for path, stream in read}
-        return replace(layout, eps_in_memory=eps)
+    eps = {path: layout.eps * 4.0**exponent for path, exponent in norm_exponents(layout, plan).items()}
     config = layout.config
     for key in layout.family.eps_keys:
         config = with_value(config, key, layout.eps * 4.0**plan.residual_exponent)
-    return replace(layout, config=config)
+    return replace(layout, config=config, eps_in_memory=eps)
 
 
 def set_eps(model: Any, layout: Layout, eps: float) -> None:
-    """Give every norm of the residual stream an eps, and every config of a model that has a key for it."""
+    """Give every norm of the residual stream an eps, or its own, and every config of a model that has a key for it."""
     for path in layout.norms:
         norm = model.get_submodule(path)
-        setattr(norm, eps_attribute(norm), eps)
+        setattr(norm, eps_attribute(norm), layout.eps_in_memory.get(path, eps))
     for key in layout.family.eps_keys:
         *inside, last = key.split(".")
         for module in model.modules():

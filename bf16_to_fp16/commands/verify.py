@@ -461,8 +461,10 @@ def check_command(report: Report, config: Mapping[str, Any], layout: str | None 
             wanted["--eps"] = FIXED if report.plan.eps_held else None
         margin = report.plan.margin_bits if report.plan is not None else None
         if run and "--plan" not in given and margin is not None:
-            asked = margin - (TRAIN_MARGIN_BITS if report.target == "train" else 0.0)
-            wanted["--margin"] = None if asked == MARGIN_BITS else f"{asked:g}"
+            # Where gains would round to it, no further margin is kept for training.
+            further = (TRAIN_MARGIN_BITS, 0.0) if report.target == "train" else (0.0,)
+            asked = [None if margin - bits == MARGIN_BITS else f"{margin - bits:g}" for bits in further]
+            wanted["--margin"] = given.get("--margin") if given.get("--margin") in asked else asked[0]
         if run or "--data" in given:
             wanted["--data"] = said.data and given.get("--data") and said.data.name
     found = {key: source if key == "source" else given.get(key) for key in wanted}

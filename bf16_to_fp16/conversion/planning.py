@@ -36,7 +36,7 @@ from ..ranges import ModuleRange, norms_of
 from ..report.build import Decided
 from ..rescaling.apply import through_fp16
 from ..rescaling.edits import OfChannels, changed_by, edited_weights, edits_of, with_edits, without_edits
-from ..rescaling.plan import Plan, check_plan_fits, exponents_of
+from ..rescaling.plan import Plan, check_plan_fits, exponents_of, norm_exponents
 from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, RESIDUAL_RANGE, TRAIN_MARGIN_BITS, Planned, make_plan
 from ..rescaling.rounding_loss import Tables
 from ..rescaling.squares import can_fit, squares_of
@@ -684,11 +684,12 @@ def drifted_outputs(
 
     walk = Walk(checkpoint)
     lanes = add_outputs(walk, inputs, torch.float32, change=corrected)
-    eps = plan.eps if plan.eps_held else layout.fixed_eps
-    if eps is not None:
-        for lane, (path, stream) in product(lanes, layout.streams_read.items()):
+    fixed = plan.eps if plan.eps_held else layout.fixed_eps
+    eps = layout.eps * 4.0**plan.residual_exponent if fixed is None else fixed
+    for lane, (path, exponent) in product(lanes, norm_exponents(layout, plan).items()):
+        if fixed is not None or exponent != plan.residual_exponent:
             norm: Any = lane.model.get_submodule(path)
-            setattr(norm, eps_attribute(norm), eps * 4.0 ** -plan.stream_exponent(stream))
+            setattr(norm, eps_attribute(norm), eps * 4.0**-exponent)
     for lane, projector in product(lanes, (w for w in layout.projectors if w.shares_eps)):
         norm = lane.model.get_submodule(projector.norm)
         setattr(norm, eps_attribute(norm), layout.eps * 4.0**plan.residual_exponent)

@@ -377,6 +377,6 @@ SEED_OSS = replace(
         },
         dropped=True,
     ),
-    dropout={"stream": "residual_dropout", "attention": "attention_dropout"},
+    dropout={"branch": "residual_dropout", "attention": "attention_dropout"},
     initialisation=replace(LLAMA.initialisation, title="Seed-OSS"),
 )

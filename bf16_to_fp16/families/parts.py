@@ -25,6 +25,7 @@ from .types import (
     StackEnds,
     Sublayer,
     Tensor,
+    before,
     divided_by,
     input_of,
     multiplied_by,
@@ -57,8 +58,11 @@ class Style:
 
     def linear(self, path: str, rows: str, columns: str, *axes: Axis | None) -> tuple[Tensor, ...]:
         """Return the weight of a linear, and its bias where it has one."""
-        through = axes == (multiplied_by(RESIDUAL), divided_by(RESIDUAL))  # the stream's factor, which leaves it alone
-        weight = Tensor(f"{path}.weight", (rows, columns), (None, None) if through else axes)
+        written, read = axes
+        if written is not None and written.signal == RESIDUAL and read == divided_by(RESIDUAL):
+            # The stream's factor goes through and leaves the weight alone.
+            written, read = (written.others[0] if written.others else None), None
+        weight = Tensor(f"{path}.weight", (rows, columns), (written, read))
         if path.rpartition(".")[2] not in self.biased:
             return (weight,)
         return weight, Tensor(f"{path}.bias", (rows,), axes[:1])
@@ -76,12 +80,25 @@ class Style:
         signal = Signal(norm, Kind.FIXED if self.offset else Kind.NORM, self.model, (output_of(norm),))
         return (signal,), self.norm(norm, None if self.offset else multiplied_by(norm))
 
+    def before(self, norm: str, linear: str, size: str = "") -> tuple[Signal, ...]:
+        """Return what a linear gives to a norm alone, nothing without one."""
+        if not norm:
+            return ()
+        seen = (output_of(linear), input_of(norm))
+        return (Signal(before(norm), Kind.BEFORE_NORM, size or self.model, (), beside=seen),)
+
     def behind(self, wiring: Sublayer) -> tuple[Tensor, ...]:
         """Return the gains between a sublayer and the stream, none where nothing is there."""
         return self.norm(wiring.post_norm, multiplied_by(RESIDUAL)) if wiring.post_norm else ()
 
 
 PLAIN = Style()
+
+
+def to_norm(norm: str) -> Axis:
+    """Return the axis of what writes the stream, or to a norm that reads what carries the stream's factor."""
+    stream = multiplied_by(RESIDUAL)
+    return stream.beside(multiplied_by(before(norm))) if norm else stream
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
@@ -127,7 +144,7 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
     values = multiplied_by(value, rows[2])
     inner: list[Tensor] = []
     if wiring.query_norm:
-        queries = keys = multiplied_by(RESIDUAL)
+        queries, keys = to_norm(wiring.query_norm), to_norm(wiring.key_norm)
         stream += [
             output_of(wiring.query),
             output_of(wiring.key),
@@ -172,6 +189,9 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
             Signal(RESIDUAL, Kind.RESIDUAL, style.model, tuple(stream)),
             *normed,
             *scored,
+            *style.before(wiring.query_norm, wiring.query, style.inner),
+            *style.before(wiring.key_norm, wiring.key, style.kv_inner),
+            *style.before(wiring.post_norm, wiring.output),
             priced,
             Signal(
                 value, Kind.VALUE, style.kv_inner, (output_of(wiring.value, 1, rows[2]), input_of(wiring.output, share))
@@ -180,7 +200,7 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
         tensors=(
             *gains,
             *linears,
-            *style.linear(wiring.output, style.model, style.inner, multiplied_by(RESIDUAL), divided_by(value, share)),
+            *style.linear(wiring.output, style.model, style.inner, to_norm(wiring.post_norm), divided_by(value, share)),
             *style.behind(wiring),
         ),
         topology=wiring,
@@ -215,11 +235,12 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
             *normed,
             Signal(neuron, Kind.NEURON if moves else Kind.ASYMPTOTIC, style.ff, seen),
             *((pre_activations,) if wiring.gate else ()),
+            *style.before(wiring.post_norm, wiring.output),
         ),
         tensors=(
             *gains,
             *style.linear(wiring.linear, f"gate_and_{style.ff}" if wiring.fused else style.ff, style.model, out, own),
-            *style.linear(wiring.output, style.model, style.ff, multiplied_by(RESIDUAL), back),
+            *style.linear(wiring.output, style.model, style.ff, to_norm(wiring.post_norm), back),
             *gated,
             *style.behind(wiring),
         ),

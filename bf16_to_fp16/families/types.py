@@ -36,6 +36,9 @@ class Kind(StrEnum):
     LOGITS = "logits"
     """The same of what a softmax over choices reads: one exponent where the embedding serves as head, since the norm in
     front carries it, else one for each choice."""
+    BEFORE_NORM = "before_norm"
+    """What a linear gives to a norm alone: one exponent beside the stream's, which the norm takes out again but for
+    its eps, so that gradients there need not grow as the stream shrinks."""
     FIXED = "fixed"  # a signal that no power of two can move: states that users read
 
     @property
@@ -46,7 +49,7 @@ class Kind(StrEnum):
     @property
     def may_be_one_number(self) -> bool:
         """Whether axes of any length can carry such a signal, which then has one exponent."""
-        return self in (Kind.RESIDUAL, Kind.LOGITS)
+        return self in (Kind.RESIDUAL, Kind.LOGITS, Kind.BEFORE_NORM)
 
 
 ROOT = "model"  # what sites call the model itself
@@ -112,6 +115,11 @@ class ObservationPoint:
 def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPoint:
     """Return the output of the module at a path, where a signal's exponent is observed with this sign."""
     return ObservationPoint(sign, module, "output", spread)
+
+
+def before(norm: str) -> str:
+    """Return the name of what the norm at a path reads, where a linear gives it to the norm alone."""
+    return f"{norm}.input"
 
 
 def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
@@ -558,9 +566,9 @@ class Initialisation:
         return any(drawn is not None and drawn.over for drawn in self.modules.values())
 
 
-DropoutKind = Literal["stream", "attention", "neurons", "head"]
-"""What a dropout is applied to: the residual stream and what joins it, attention weights, neurons, what a classifier
-reads."""
+DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
+"""What a dropout is applied to: the residual stream and what joins it, or what joins it alone, attention weights,
+neurons, what a classifier reads."""
 
 
 @dataclass(frozen=True)

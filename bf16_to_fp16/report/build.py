@@ -40,7 +40,7 @@ from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, OfChannels
 from ..rescaling.outputs import joined, output_factors
-from ..rescaling.plan import Plan, describe_plan
+from ..rescaling.plan import Plan, describe_plan, norm_exponents
 from ..rescaling.planner import ROUNDING, Planned
 from ..rescaling.rounding_loss import STEP_NOISE
 from ..rescaling.squares import squares_of
@@ -298,12 +298,12 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
 def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.PrecisionEntry]:
     """Return how many significant bits the residual stream keeps where each norm reads it. fp16 has 11. A channel that
     falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square."""
-    rows, place = [], places(layout)
+    rows, place, of_norms = [], places(layout), norm_exponents(layout, plan)
     for path, stream in layout.entrances.items():
         module = ranges.get(path)
         if module is None:
             continue
-        square = module.input.mean_square.double() * 4.0 ** plan.stream_exponent(stream)
+        square = module.input.mean_square.double() * 4.0 ** of_norms.get(path, plan.stream_exponent(stream))
         noise = STEP_NOISE * square.numel() / max(float(square.sum()), 1e-300)
         bits = 11 - 0.5 * math.log2(1 + noise / ONE_ROUNDING)
         rows.append(schema.PrecisionEntry(module=path, **place(path).to_json(), bits=bits))

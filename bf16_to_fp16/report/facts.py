@@ -565,8 +565,8 @@ def gradients_in_words(report: schema.Report) -> str:
         return "backward under AMP: the forward pass overflows already, so at any loss scale every step is skipped"
     if seen.loss_scale is None:
         return (
-            "backward under AMP: the forward pass is finite, and gradients overflow at any loss scale, first at"
-            f" {seen.largest.name}, so every step is skipped"
+            "backward under AMP: the forward pass is finite, and gradients overflow at every loss scale down to 2^-10,"
+            f" first at {seen.largest.name}, so every step is skipped"
         )
     words = (
         f"backward under AMP: gradients fit up to a loss scale of {seen.loss_scale:,.6g} (torch begins at 65,536),"

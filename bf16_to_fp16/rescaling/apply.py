@@ -15,7 +15,7 @@ from ..families.older import with_older_keys
 from ..families.types import OutputScale
 from ..run.stock import eps_attribute
 from .centred import centred_tensor, centred_tensors
-from .plan import Plan, check_plan_fits, correction_of, exponents_of
+from .plan import Plan, check_plan_fits, correction_of, exponents_of, norm_exponents
 from .weights import source_weights
 
 
@@ -70,10 +70,10 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
                 continue
             done.add(id(parameter))
             scale(parameter, exponents_of(tensor, plan).full(tensor.shape), tensor.offset, correction_of(tensor, plan))
-    for path, stream in layout.streams_read.items():
+    for path, exponent in norm_exponents(layout, plan).items():
         norm = model.get_submodule(path)
         attribute = eps_attribute(norm)
-        setattr(norm, attribute, getattr(norm, attribute) * 4.0 ** plan.stream_exponent(stream))
+        setattr(norm, attribute, getattr(norm, attribute) * 4.0**exponent)
     return model
 
 

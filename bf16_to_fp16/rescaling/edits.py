@@ -19,8 +19,8 @@ from ..families.types import LOGITS, Attention, Experts
 from ..ranges import ModuleRange
 from .apply import scale
 from .centred import centred, centred_tensors
+from .channels import excess_bits, folded, known_points
 from .plan import Plan, exponents_of
-from .planner import excess_bits, folded, known_points
 from .weights import source_weights
 
 MOST_FOR_A_PROOF = 2.0

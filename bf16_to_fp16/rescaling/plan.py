@@ -18,7 +18,7 @@ from ..checkpoint.shards import LARGEST_EXPONENT
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
 from ..families.spread import all_carry, channels_along, spread_out
-from ..families.types import RESIDUAL, Axis, Kind, carried_by
+from ..families.types import RESIDUAL, Axis, Kind, before, carried_by
 from .centred import centrable
 
 Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
@@ -73,7 +73,10 @@ class Plan(BaseModel):
         """What makes it drift, in words."""
         if self.eps_held:
             return "the eps that is held"
-        return "LayerNorm's eps" if self.eps is None else "rounded gains"
+        if self.eps is None:
+            return "LayerNorm's eps"
+        before_norms = any(name.endswith(before("")) for name in self.exponents)
+        return "norms' eps and rounded gains" if before_norms else "rounded gains"
 
     def exponent(self, signal: str) -> int | list[int]:
         """Return the exponent(s) of a signal, 0 where the plan does not move it."""
@@ -86,7 +89,7 @@ class Plan(BaseModel):
         return [self.residual_exponent, *others]
 
     def stream_exponent(self, signal: str) -> int:
-        """Return the exponent of a residual signal."""
+        """Return the exponent of a residual signal, or another that has one number."""
         exponent = self.exponent(signal)
         assert isinstance(exponent, int)
         return exponent
@@ -146,6 +149,12 @@ def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
     return Exponents(scalar, per_axis[0], per_axis[1] if len(per_axis) > 1 else None, tensor.offset)
 
 
+def norm_exponents(layout: Layout, plan: Plan) -> dict[str, int]:
+    """Return by module path the exponent of what each norm reads that a residual exponent scales."""
+    streams = layout.streams_read.items()
+    return {path: plan.stream_exponent(stream) + plan.stream_exponent(before(path)) for path, stream in streams}
+
+
 def correction_of(tensor: ResolvedTensor, plan: Plan) -> float:
     """Return the plan's gain correction for a norm's weight, 1 for every other tensor."""
     return plan.gain_correction.get(tensor.name, 1.0)
@@ -160,7 +169,8 @@ def check_plan_fits(layout: Layout, plan: Plan) -> None:
         )
     for signal, exponent in plan.exponents.items():
         known = layout.signals.get(signal)
-        whole = isinstance(exponent, list) and known is not None and known.kind is Kind.RESIDUAL
+        single = Kind.RESIDUAL, Kind.BEFORE_NORM
+        whole = isinstance(exponent, list) and known is not None and known.kind in single
         if known is None or known.kind is Kind.FIXED or signal == RESIDUAL or whole:
             raise UserError(
                 f"the plan moves {signal!r}, which this checkpoint does not have; use the plan of this checkpoint"

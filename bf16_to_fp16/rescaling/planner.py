@@ -26,6 +26,8 @@ from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, PROOF_LIMIT, PROOF_MA
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
 from ..targets import MARGIN_BITS, SQUARING
+from .before_norms import Known, with_smaller_gradients
+from .channels import RESIDUAL_RANGE, ROUNDING, as_shares, excess_bits, folded, known_points, same, whole_log2
 from .plan import Drift, Plan
 from .rounding_loss import (
     LossTable,
@@ -41,10 +43,6 @@ TRAIN_MARGIN_BITS = 2.0
 """Further bits that the target ``train`` keeps: for weights that move, and gradients that flow back."""
 
 CHANNEL_RANGE = 24  # channel exponents are searched from −24 to 24
-RESIDUAL_RANGE = 24  # residual exponents are searched from −24 to 24
-
-ROUNDING = 2.0**-24
-"""Scale of one unavoidable fp16 rounding, (2⁻¹¹)²/4, in relative squared error; costs well under it do not matter."""
 
 EXCESS = 1e6  # cost of one bit over a hard limit: more than any precision, so that limits come first
 
@@ -203,8 +201,9 @@ class _Costs:
                     self.touched[carried.signal].append((tensor, place, carried))
 
     def planned(self, carried: Iterable[Axis]) -> list[Axis]:
-        """Return what is carried of signals that an exact plan may move."""
-        return [c for c in carried if not self.layout.signals[c.signal].kind.has_price]
+        """Return what is carried of signals that an exact plan may move, whatever the target."""
+        kinds = ((c, self.layout.signals[c.signal].kind) for c in carried)
+        return [c for c, kind in kinds if not kind.has_price and kind is not Kind.BEFORE_NORM]
 
     # -- what is known ----------------------------------------------------------------------------------------------
 
@@ -576,6 +575,9 @@ class _PlanSearch(_Costs):
             drift=Drift(relative_error=math.sqrt(drift / len(self.layout.norms))) if drift or unscaled else None,
             margin_bits=self.margin_bits,
         )
+        if self.target == "train":
+            known = Known(self.layout, self.weights, self.ranges, self.bounds or {}, self.limit)
+            plan = with_smaller_gradients(plan, known)
         return Planned(
             plan,
             tuple(self.violations(plan)),
@@ -679,51 +681,3 @@ class _PlanSearch(_Costs):
                 if excess > 0:
                     worst[place] = max(worst.get(place, 0.0), excess)
         return [Violation(*place) for place in sorted(worst.items(), key=lambda item: -item[1])]
-
-
-def known_points(
-    ranges: Mapping[str, ModuleRange], signal: ResolvedSignal
-) -> Iterator[tuple[ObservationPoint, ChannelRange]]:
-    """Yield the points of a signal whose modules are known, with what its channels reach there, those that elements
-    share over all of them."""
-    for point in signal.seen:
-        if (module := ranges.get(point.module)) is None:
-            continue
-        reached = module.input if point.side == "input" else module.output
-        if point.spread:
-            amax, square = (shared(x, point.spread) for x in (reached.amax, reached.mean_square))
-            reached = ChannelRange(amax.amax(1), square.mean(1), reached.rows)
-        yield point, reached
-
-
-def excess_bits(amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
-    """Return by how many bits ``amax`` passes ``limit``, 0 where it does not."""
-    return torch.log2((amax / limit).clamp(min=1.0))
-
-
-def as_shares(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` divided by their sum, equal shares where the sum is 0."""
-    total = values.sum()
-    return values / total if float(total) > 0 else torch.full_like(values, 1 / values.numel())
-
-
-def whole_log2(x: float) -> int:
-    """Return the exponent of the largest power of two up to x; for inf the largest residual exponent, for 0 and NaN the
-    least."""
-    if x == math.inf:
-        return RESIDUAL_RANGE
-    return math.floor(math.log2(x)) if x > 0 else -RESIDUAL_RANGE
-
-
-def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Return whether two exponent vectors are equal; None stands for all zeros."""
-    if one is None or other is None:
-        given = one if one is not None else other
-        return given is None or not bool((given != 0).any())
-    return bool((one == other).all())
-
-
-def folded(values: torch.Tensor) -> int | list[int]:
-    """Return a vector as one integer if all its elements agree, else as a list."""
-    items = [int(v) for v in values]
-    return items[0] if len(set(items)) == 1 else items

@@ -11,7 +11,7 @@ from ..families.layout import Layout
 from ..families.types import RESIDUAL
 from ..numerics import FP16_MAX, NORM_FLOOR
 from ..ranges import NormRange
-from .plan import Plan
+from .plan import Plan, norm_exponents
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ def squares_of(layout: Layout, norms: Mapping[str, NormRange], plan: Plan | None
     """Return the squares of the stream that norms read, by module path, after its rescaling; None where none was
     seen."""
     seen = [
-        (norms[path], 4.0 ** (0 if plan is None else plan.stream_exponent(stream)))
-        for path, stream in layout.streams_read.items()
+        (norms[path], 4.0**exponent)
+        for path, exponent in norm_exponents(layout, plan or Plan(family=layout.family.name)).items()
         if path in norms
     ]
     if not seen:

@@ -4,6 +4,7 @@ tight; and complete: every place that an audit names has a bound."""
 import copy
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,10 @@ from bf16_to_fp16.bounds.linear import (
 )
 from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue, largest_eigenvalues
 from bf16_to_fp16.cli import main
+from bf16_to_fp16.families.known import FAMILIES, of_model_type
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, Experts, FeedForward
+from bf16_to_fp16.families.types import Attention, DropoutKind, Experts, FeedForward
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 from bf16_to_fp16.run.batch import GENERATE, PADDED, RANDOM, REPEATED
@@ -264,15 +266,26 @@ def test_rms_norms_stay_in_their_ball() -> None:
         assert 0.9999 * width**0.5 < float(lengths.max()) <= radius
 
 
-@pytest.mark.parametrize(
-    "kind", ["gated", "t5", "switch", "t5gemma", "seed_oss", "pegasus", "mbart", "bigbird_pegasus"]
-)
+DROPPED = ("gated", "t5", "switch", "t5gemma", "seed_oss", "pegasus", "mbart", "bigbird_pegasus")
+RATES: dict[DropoutKind, float] = {"stream": 0.3, "branch": 0.3, "attention": 0.2, "neurons": 0.4, "head": 0.1}
+"""One module's dropouts have rates of their own, and the last one's is not the largest."""
+
+
+def dropouts_of(kind: str) -> Mapping[DropoutKind, str]:
+    family = of_model_type(tiny.config(kind).model_type)
+    assert family is not None
+    return family.dropout
+
+
+def test_every_way_to_drop_is_tried() -> None:
+    every = [dict(family.dropout) for family in FAMILIES if family.dropout.keys() > {"attention"}]
+    assert all(dropout in [dropouts_of(kind) for kind in DROPPED] for dropout in every)
+
+
+@pytest.mark.parametrize("kind", DROPPED)
 def test_dropout_multiplies_the_bounds_in_train_mode(kind: str) -> None:
-    # One module's dropouts have rates of their own, and the last one's is not the largest.
-    centred: dict[str, Any] = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.4}
-    own = {"t5gemma": {"attention_dropout": 0.2}, "seed_oss": {"residual_dropout": 0.3, "attention_dropout": 0.4}}
-    rates: dict[str, Any] = {"dropout_rate": 0.3} | own.get(kind, {})
-    model = tiny.build(kind, 2, factor=1.0, **(centred if kind in CENTRED else rates)).half()
+    rates: dict[str, Any] = {key: RATES[what] for what, key in reversed([*dropouts_of(kind).items()])}
+    model = tiny.build(kind, 2, factor=1.0, **rates).half()
     _, certificate = certified(model, Arithmetic(train=True))
     _, still = certified(model)
     inputs = [b for b in batches(model.config, None, None) if not b.generate][:4]

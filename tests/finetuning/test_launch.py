@@ -340,6 +340,14 @@ def test_zero_takes_the_steps_of_amp(
         rows = logged(tmp_path / name)
         assert [row["precision"] for row in rows] == precisions
         assert [row["loss_scale"] for row in rows] == [{"fp16": 65536.0, "bf16": None}[each] for each in precisions]
+    if "bf16" in precisions:
+        whole, states = logged(tmp_path / "zero"), sorted((tmp_path / "zero.run").glob("step-*"))
+        before = [state for state in states if int(state.name.removeprefix("step-")) < 3]
+        assert before and len(states) > len(before)
+        for folder in (tmp_path / "zero", *(state for state in states if state not in before)):
+            shutil.rmtree(folder)
+        run_by(AS_ON_CARDS, words, tmp_path, status=MISSED)
+        assert logged(tmp_path / "zero") == whole  # across the change of phase, to the bit
 
 
 def test_two_processes_that_are_killed_go_on_to_the_same_bits(

@@ -39,7 +39,7 @@ from bf16_to_fp16.run.probe import few_rows, images
 from bf16_to_fp16.run.stock import set_attention, setting
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-MOVABLE = (Kind.RESIDUAL, Kind.NORM, Kind.VALUE, Kind.QUERY_KEY, Kind.NEURON)
+MOVABLE = (Kind.RESIDUAL, Kind.NORM, Kind.VALUE, Kind.QUERY_KEY, Kind.NEURON, Kind.BEFORE_NORM)
 
 FREE = ("residual", "embedding", "statistic")
 """Kinds that depend on what enters the stream, which the adversary does not move."""
@@ -106,6 +106,8 @@ def random_plan(layout: Layout, kinds: tuple[Kind, ...], seed: int = 0) -> Plan:
         for name, signal in layout.signals.items()
         if signal.kind in kinds and signal.kind is not Kind.RESIDUAL
     }
+    one = {n: e[0] for n, e in exponents.items() if isinstance(e, list) and layout.signals[n].kind.may_be_one_number}
+    exponents |= one
     r = -4 if Kind.RESIDUAL in kinds else 0
     exponents |= {name: r for name in layout.streams if name != RESIDUAL and r}
     return Plan(family=layout.family.name, residual_exponent=r, exponents=exponents)
@@ -147,7 +149,7 @@ def check_classified(model: Any) -> None:
                 signal = layout.signals[each.signal]
                 assert signal.kind.may_be_one_number or signal.size == channels_along(size, each.spread)
     for signal in layout.signals.values():
-        assert signal.seen or signal.kind.has_price
+        assert signal.seen or signal.beside or signal.kind.has_price
         for point in signal.seen:
             model.get_submodule(point.module)
 

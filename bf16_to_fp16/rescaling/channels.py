@@ -1,0 +1,66 @@
+"""What is known of a signal's channels, and the arithmetic of their exponents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from ..families.layout import ResolvedSignal
+from ..families.spread import shared
+from ..families.types import ObservationPoint
+from ..ranges import ChannelRange, ModuleRange
+
+RESIDUAL_RANGE = 24  # residual exponents are searched from −24 to 24
+
+ROUNDING = 2.0**-24
+"""Scale of one unavoidable fp16 rounding, (2⁻¹¹)²/4, in relative squared error; costs well under it do not matter."""
+
+
+def known_points(
+    ranges: Mapping[str, ModuleRange], signal: ResolvedSignal
+) -> Iterator[tuple[ObservationPoint, ChannelRange]]:
+    """Yield the points of a signal whose modules are known, with what its channels reach there, those that elements
+    share over all of them."""
+    for point in signal.seen:
+        if (module := ranges.get(point.module)) is None:
+            continue
+        reached = module.input if point.side == "input" else module.output
+        if point.spread:
+            amax, square = (shared(x, point.spread) for x in (reached.amax, reached.mean_square))
+            reached = ChannelRange(amax.amax(1), square.mean(1), reached.rows)
+        yield point, reached
+
+
+def excess_bits(amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+    """Return by how many bits ``amax`` passes ``limit``, 0 where it does not."""
+    return torch.log2((amax / limit).clamp(min=1.0))
+
+
+def as_shares(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` divided by their sum, equal shares where the sum is 0."""
+    total = values.sum()
+    return values / total if float(total) > 0 else torch.full_like(values, 1 / values.numel())
+
+
+def whole_log2(x: float) -> int:
+    """Return the exponent of the largest power of two up to x; for inf the largest residual exponent, for 0 and NaN the
+    least."""
+    if x == math.inf:
+        return RESIDUAL_RANGE
+    return math.floor(math.log2(x)) if x > 0 else -RESIDUAL_RANGE
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Return whether two exponent vectors are equal; None stands for all zeros."""
+    if one is None or other is None:
+        given = one if one is not None else other
+        return given is None or not bool((given != 0).any())
+    return bool((one == other).all())
+
+
+def folded(values: torch.Tensor) -> int | list[int]:
+    """Return a vector as one integer if all its elements agree, else as a list."""
+    items = [int(v) for v in values]
+    return items[0] if len(set(items)) == 1 else items
