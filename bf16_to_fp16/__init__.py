@@ -38,69 +38,43 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "ActivationPenalty",
-    "Adam",
-    "AdamW",
-    "Certificate",
-    "Conversion",
-    "Fp16Callback",
-    "MadeSafe",
-    "PipelineConversion",
-    "Plan",
-    "UserError",
-    "advise_format",
-    "advise_init",
-    "advise_losses",
-    "advise_updates",
-    "audit",
-    "certify",
-    "check",
-    "convert",
-    "convert_adapter",
-    "convert_pipeline",
-    "finetune",
-    "make_fp16_safe",
-    "publish",
-    "rescale",
-    "undo",
-    "undo_pipeline",
-    "verify",
-]
+    "ActivationPenalty", "Adam", "AdamW", "Certificate", "Conversion", "Fp16Callback", "MadeSafe",
+    "PipelineConversion", "Plan", "UserError", "advise_format", "advise_init", "advise_losses", "advise_updates",
+    "audit", "certify", "check", "convert", "convert_adapter", "convert_pipeline", "finetune", "make_fp16_safe",
+    "publish", "rescale", "undo", "undo_pipeline", "verify",
+]  # fmt: skip
 
 _HOMES = {
-    "ActivationPenalty": "finetuning.penalty",
-    "Adam": "optim.adamw",
-    "AdamW": "optim.adamw",
-    "advise_format": "advise.formats",
-    "advise_init": "advise.initialisation",
-    "advise_losses": "losses.report",
-    "advise_updates": "advise.updates",
-    "audit": "commands.audit",
-    "certify": "commands.certify",
-    "check": "commands.check",
-    "Certificate": "bounds.findings",
-    "convert": "commands.convert",
-    "Conversion": "commands.convert",
-    "convert_adapter": "commands.adapter",
-    "PipelineConversion": "commands.pipeline",
-    "convert_pipeline": "commands.pipeline",
-    "undo_pipeline": "commands.pipeline",
-    "finetune": "finetuning.run",
-    "Fp16Callback": "finetuning.callback",
-    "MadeSafe": "commands.make_safe",
-    "make_fp16_safe": "commands.make_safe",
-    "publish": "commands.publish",
-    "rescale": "commands.rescale",
-    "undo": "commands.undo",
-    "Plan": "rescaling.plan",
-    "verify": "commands.verify",
+    "advise.formats": ("advise_format",),
+    "advise.initialisation": ("advise_init",),
+    "advise.updates": ("advise_updates",),
+    "bounds.findings": ("Certificate",),
+    "commands.adapter": ("convert_adapter",),
+    "commands.audit": ("audit",),
+    "commands.certify": ("certify",),
+    "commands.check": ("check",),
+    "commands.convert": ("Conversion", "convert"),
+    "commands.make_safe": ("MadeSafe", "make_fp16_safe"),
+    "commands.pipeline": ("PipelineConversion", "convert_pipeline", "undo_pipeline"),
+    "commands.publish": ("publish",),
+    "commands.rescale": ("rescale",),
+    "commands.undo": ("undo",),
+    "commands.verify": ("verify",),
+    "finetuning.callback": ("Fp16Callback",),
+    "finetuning.penalty": ("ActivationPenalty",),
+    "finetuning.run": ("finetune",),
+    "losses.report": ("advise_losses",),
+    "optim.adamw": ("Adam", "AdamW"),
+    "rescaling.plan": ("Plan",),
 }
+"""The public names by the module that has them."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from the module that has it."""
-    if name in _HOMES:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f".{home}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -5,7 +5,6 @@ Standard output belongs to data. Colours and bars come from rich, which respects
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,8 +18,6 @@ from rich.text import Text
 from .visible import visible
 
 Advance = Callable[[int, int], None]  # called with (done, total) as work proceeds
-MEASURED_FOR = 2.0  # seconds of work after which it is said how long the whole will take
-LONG = 20.0  # seconds of a step that are announced
 
 
 class VisibleConsole(Console):
@@ -52,30 +49,17 @@ class Progress:
     def step(self, text: str) -> Iterator[Advance]:
         """Announce a step and yield a function that shows how far it is.
 
-        On a terminal or in a notebook a bar with the time left and, once the first of the work has been measured, how
-        long it will take.
+        On a terminal or in a notebook that is a bar with the time left.
         """
         notebook = self.console.is_jupyter and find_spec("ipywidgets") is not None  # which draws the bars there
         if not self.console.is_terminal and not notebook:
             self.say(text)
             yield lambda done, total: None
             return
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Count(), _Remaining())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Count(), TimeRemainingColumn())
         with ProgressBar(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task(text, total=None)
-            begun, announced = time.monotonic(), False
-
-            def advance(done: int, total: int) -> None:
-                nonlocal announced
-                bar.update(task, completed=done, total=total)
-                spent = time.monotonic() - begun
-                if not announced and done and spent >= MEASURED_FOR:
-                    announced = True
-                    whole = spent / done * total
-                    if whole >= LONG:
-                        bar.update(task, description=f"{text}, {roughly(whole)}")
-
-            yield advance
+            yield lambda done, total: bar.update(task, completed=done, total=total)
         self.say(text)
 
 
@@ -87,13 +71,6 @@ def shown_by(progress: Progress | bool | None) -> Progress:
 
 class _Count(MofNCompleteColumn):
     """How much of how much is done, once that is known."""
-
-    def render(self, task: Task) -> Text:
-        return Text() if task.total is None else super().render(task)
-
-
-class _Remaining(TimeRemainingColumn):
-    """The time left, once that can be known."""
 
     def render(self, task: Task) -> Text:
         return Text() if task.total is None else super().render(task)

@@ -6,7 +6,6 @@ people.
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -85,16 +84,3 @@ def parse_yaml(text: str, name: str) -> Any:
         raise UserError(f"{name}: not YAML ({str(error).splitlines()[0]}); write the file as plain text") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: not YAML ({type(error).__name__}); write `key: value` lines") from error
-
-
-def kind_in_words(value: Any) -> str:
-    """Return what a value of YAML is, for a message: "text", "a list"."""
-    if isinstance(value, bool):
-        return "a yes or no"
-    if isinstance(value, int):
-        return "a whole number"
-    if isinstance(value, float):
-        return "a number" if math.isfinite(value) else "not finite"
-    if isinstance(value, str):
-        return "text"
-    return "a section" if isinstance(value, dict) else "a list" if isinstance(value, list) else type(value).__name__

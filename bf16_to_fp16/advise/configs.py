@@ -45,17 +45,17 @@ def config_alone(source: str | Path) -> tuple[dict[str, Any], str] | None:
     if path.is_dir():
         if not (path / "config.json").is_file() or any(path.glob("*.safetensors*")) or any(path.glob("*.bin*")):
             return None
-        found = read_config(path)
+        config = read_config(path)
     elif path.suffix == ".json" and path.is_file():
         try:
-            found = loads(path.read_text(encoding="utf-8"))
+            config = loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: not JSON; give a config.json or a folder with one") from error
-        if not isinstance(found, dict):
+        if not isinstance(config, dict):
             raise UserError(f"{path}: not a config; give a config.json or a folder with one")
     else:
         return None
-    return dict(found), str(found.get("model_type", ""))
+    return dict(config), str(config.get("model_type", ""))
 
 
 def judged_config(config: Mapping[str, Any], name: str, hidden: int | None = None) -> dict[str, Any]:

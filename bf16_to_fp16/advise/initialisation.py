@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def rules_for(hidden: int) -> dict[str, Any]:
-    """Return every rule for a hidden size: ``small``, ``megatron``, and by the names of the families that have rules of
-    their own one number for every matrix, or one each by the kind of matrix.
+    """Return every rule for a hidden size: ``small``, ``megatron``, and by the names of the families one number for
+    every matrix, or one each by the kind of matrix.
 
     Those with heads of 64, as many as fill the hidden size, and four times as many neurons. Raises UserError for a size
     that is not positive.
@@ -41,21 +41,12 @@ def rules_for(hidden: int) -> dict[str, Any]:
         raise UserError(f"the hidden size is {hidden}; give a positive number")
     usual = {"model": hidden, "ff": 4 * hidden, "inner": hidden, "head": 64}
     rules: dict[str, Any] = {"hidden_size": hidden, "small": small(hidden), "megatron": megatron(hidden)}
-    for family in with_own_rules():
+    for family in FAMILIES:
         own = family.initialisation
         rules[family.name] = (
             {name: deviation(own, name, usual.__getitem__) for name in own.shown} if own.shown else own.default
         )
     return rules
-
-
-def with_own_rules() -> list[Family]:
-    """Return the families whose rules no family before them has."""
-    first: list[Family] = []
-    for family in FAMILIES:
-        if all(family.initialisation != other.initialisation for other in first):
-            first.append(family)
-    return first
 
 
 def deviation(

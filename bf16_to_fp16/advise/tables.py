@@ -4,69 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ..families.known import FAMILIES
 from ..losses.events import Curve, Event
-from ..losses.logs import read_log
-from ..losses.report import (
-    check_picture,
-    event_in_words,
-    loss_report,
-    sparkline,
-    steps_in_words,
-    write_picture,
-)
+from ..losses.report import event_in_words, sparkline, steps_in_words
 from ..report.screen import console
 from ..wording import counted, rounded_up
 from .configs import FAR
-from .formats import advise_format
-from .initialisation import advise_init, with_own_rules
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A report, and what prints it."""
-
-    report: Mapping[str, Any]
-    show: Callable[[], None]
-
-
-def advice_on_updates(source: str, **options: Any) -> Advice:
-    """Return the advice on updates that vanish; options: those of ``advise_updates``."""
-    from .updates import advise_updates  # with torch, seconds that the other questions need not wait
-
-    result = advise_updates(source, **options)
-    return Advice(result, partial(print_updates, result))
-
-
-def advice_on_init(source: str, **options: Any) -> Advice:
-    """Return the advice on initialisation; options: those of ``advise_init``."""
-    result = advise_init(source, **options)
-    return Advice(result, partial(print_init, result))
-
-
-def advice_on_formats(*numbers: str) -> Advice:
-    """Return what formats make of numbers."""
-    result = advise_format(*numbers)
-    return Advice(result, partial(print_format, result))
-
-
-def advice_on_losses(source: str, *, window: int, z: float, picture: Path | None) -> Advice:
-    """Return what went wrong in a log, and draw it where that is asked for."""
-    if picture is not None:
-        check_picture(picture)
-    curve = read_log(source)
-    result, curve_events = loss_report(source, curve, z=z, window=window)
-    if picture is not None:
-        write_picture(picture, curve, curve_events, Path(source).name)
-    return Advice(result, partial(print_losses, result, curve, curve_events))
 
 
 def table(*columns: str, title: str | None = None) -> Table:
@@ -146,13 +95,14 @@ def print_init(result: Mapping[str, Any]) -> None:
     known = table("rule", f"standard deviation at h = {hidden:,}")
     known.add_row("Transformers without Tears, √(2/(5h))", f"{rules['small']:.3g}")
     known.add_row("MT-NLG 530B, √(1/(3h))", f"{rules['megatron']:.3g}")
-    for family in {family.initialisation.title: family for family in with_own_rules()}.values():
-        own, title = rules[family.name], family.initialisation.title
-        if isinstance(own, Mapping):
-            listed = ", ".join(f"{name} {rule:.3g}" for name, rule in own.items())
-            known.add_row(f"{title} (heads of 64, 4h neurons)", listed)
-        else:
-            known.add_row(title, f"{own:g}")
+    by_rule: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        own = rules[family.name]
+        rule = f"{own:g}" if not isinstance(own, Mapping) else ", ".join(f"{name} {x:.3g}" for name, x in own.items())
+        by_rule.setdefault(rule, []).append(family.title)
+    for rule, (title, *others) in by_rule.items():
+        size = " (heads of 64, 4h neurons)" if "," in rule else ""
+        known.add_row(f"{title} and {counted(len(others), 'other')}{size}", rule)
     screen.print(known)
     if result["source"] is None:
         return

@@ -20,6 +20,7 @@ from ..rescaling.edits import OfChannels
 from ..rescaling.outputs import LAST
 from ..run.batch import Batch, run_batch
 from ..run.lanes import Lane, Walk
+from ..run.products import FastProducts
 
 EveryOutput = Mapping[str, tuple[Tensor, ...]]
 """What a stock class gives on one batch, by the names of ``output_factors``: one tensor, or one for each layer."""
@@ -71,7 +72,8 @@ def batches_shown(compared: Sequence[Batch]) -> list[Batch]:
 def every_output(model: Any, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
     """Return all that a stock model gives on a batch, [rows, positions, …] each, on the CPU; the last of
     ``hidden_states`` is the last state."""
-    output = run_batch(model, batch, **SHOWN)
+    with FastProducts():
+        output = run_batch(model, batch, **SHOWN)
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, value in output.items():
         layers = value if isinstance(value, (tuple, list)) else (value,)

@@ -90,8 +90,8 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 
 
 def add_outputs(walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **options: Any) -> list[Lane[Tensor]]:
-    """Add to a walk one lane for each batch that is compared, whose results are ``Outputs``; 16-bit products are those
-    of ``FastProducts``. options: of ``Walk.add``."""
+    """Add to a walk one lane for each batch that is compared, whose results are ``Outputs``; products are those of
+    ``FastProducts``. options: of ``Walk.add``."""
 
     def run(batch: Batch, model: Any) -> Tensor:
         with FastProducts():
@@ -113,7 +113,9 @@ def add_differences(
     ``expected`` one: outputs of many runs, of a large vocabulary, would fill the memory."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
-        return difference(source, output_on(batch, run_batch(model, batch)) * scale, probabilities=probabilities)
+        with FastProducts():
+            output = run_batch(model, batch)
+        return difference(source, output_on(batch, output) * scale, probabilities=probabilities)
 
     pairs = zip(compared(batches), expected, strict=True)
     return [walk.add(partial(run, batch, source), torch.float32, **options) for batch, source in pairs]

@@ -35,7 +35,6 @@ from ..ranges import NormRange
 from ..run import probe
 from ..run.batch import SHORT, Batch, run_batch, seen_padding, values_of
 from ..run.lanes import Lane, Walk, results_of
-from ..run.scaled_attention import SCALED, register
 from ..run.sentence_vectors import SentenceVectors
 from ..run.stock import attentions_of, load, load_config, set_attention
 from .every_output import EveryOutput, add_every_output, batches_shown
@@ -47,7 +46,7 @@ REGIMES = ("stock", "amp", "half")
 DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
 """In which dtype stock code loads a regime's weights; under ``half`` what stays in fp32 is then cast."""
 
-ATTENTIONS = ("eager", "sdpa")  # those that stock code runs; ``run.scaled_attention.SCALED`` can be asked for as well
+ATTENTIONS = ("eager", "sdpa")  # those that stock code runs
 
 LOSS_SCALE = 2.0**10
 """Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so that
@@ -207,7 +206,7 @@ def audit_each(
     """Return what each regime shows on all ``inputs``, with the model that ``load`` gives for it, one at a time."""
     share = sum(len(seen_padding(inputs, name)) for name in attention)
     results: dict[str, RegimeResult] = {}
-    scale, first = LOSS_SCALE, "amp" if train_mode else None
+    scale, fits, first = LOSS_SCALE, train_mode, "amp" if train_mode else None
     for i, regime in enumerate(sorted(regimes, key=lambda each: each != first)):
 
         def step(done: int, _: int, before: int = i * share) -> None:
@@ -218,11 +217,11 @@ def audit_each(
         if regime == first:
             _set_attention(model, attention[0])
             gradients = measure_gradients(model.train(), seen_padding(inputs, attention[0]), seed=seed)
-            scale = min(scale, gradients.loss_scale or scale)
+            scale, fits = min(scale, gradients.loss_scale or scale), gradients.loss_scale is not None
         options: dict[str, Any] = {"regime": regime, "attention": attention, "advance": step, "seed": seed}
         shown, least = audit_model(model, inputs, loss_scale=scale if train_mode else None, **options), scale
-        # Where the stream is in fp16 too, a scaler falls further than under autocast.
-        while scale < LOSS_SCALE and least > 2.0**LAST_EXPONENT and _breaks_backwards_alone(shown):
+        # Where the stream is in fp16 too, a scaler falls further than under autocast, where that finds a scale at all.
+        while fits and least > 2.0**LAST_EXPONENT and _breaks_backwards_alone(shown):
             least = max(least / 16, 2.0**LAST_EXPONENT)
             shown = audit_model(model, inputs, loss_scale=least, **options)
         results[regime] = replace(shown, gradients=gradients)
@@ -313,12 +312,10 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
     unknown = [regime for regime in regimes if regime not in REGIMES]
     if unknown:
         raise UserError(f"{unknown[0]}: no such regime; choose from {', '.join(REGIMES)}")
-    other = [name for name in attention if name not in (*ATTENTIONS, SCALED)]
+    other = [name for name in attention if name not in ATTENTIONS]
     if other or not attention:
         named = other[0] if other else "none"
-        raise UserError(f"{named}: no such attention; choose from {', '.join((*ATTENTIONS, SCALED))}")
-    if SCALED in attention:
-        register()
+        raise UserError(f"{named}: no such attention; choose from {', '.join(ATTENTIONS)}")
 
 
 def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:

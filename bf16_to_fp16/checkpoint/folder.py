@@ -114,12 +114,12 @@ def copy(file: Path, place: Path, folder: Path) -> None:
 def records(folder: Path, known: Collection[str] = ()) -> list[dict[str, object]]:
     """Return name, size in bytes (``nbytes``) and SHA-256 of every file below ``folder`` whose name is not ``known``,
     by name."""
-    found: list[dict[str, object]] = []
+    entries: list[dict[str, object]] = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name not in known:
-            found.append({"name": name, "nbytes": path.stat().st_size, "sha256": sha256_of(path)})
-    return found
+            entries.append({"name": name, "nbytes": path.stat().st_size, "sha256": sha256_of(path)})
+    return entries
 
 
 def sha256_of(path: Path) -> str:

@@ -75,7 +75,7 @@ def rescale_columns(
     and only finds what it would become. Raises UserError where a product is not exact, and for a full disk; the file
     then is as it was.
     """
-    found = check_scalable(file, exponents)
+    info = check_scalable(file, exponents)
     before, after, done, amax = hashlib.sha256(), hashlib.sha256(), 0, 0.0
     new = file.with_name(f"{file.name}.rescaled")
     with reading(file) as source:
@@ -83,7 +83,7 @@ def rescale_columns(
 
         def pieces() -> Iterator[memoryview]:
             nonlocal done, amax
-            for old, data, largest in scaled(source, size, found, exponents, name or str(file)):
+            for old, data, largest in scaled(source, size, info, exponents, name or str(file)):
                 amax = max(amax, largest)
                 before.update(old)
                 after.update(data)

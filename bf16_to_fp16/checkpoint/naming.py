@@ -46,8 +46,8 @@ class Naming:
     def to_stock(self, name: str) -> str:
         """Return the stock name of a tensor, and the name as it is where it is in no table."""
         begun = ((stock, own) for stock, own in self.beginnings if name.startswith(own))
-        if (found := next(begun, None)) is not None:
-            return found[0] + name.removeprefix(found[1])
+        if (beginning := next(begun, None)) is not None:
+            return beginning[0] + name.removeprefix(beginning[1])
         return translated(name, tuple((own, stock) for stock, own in self.pairs))
 
     def from_stock(self, name: str) -> str:
@@ -114,17 +114,17 @@ def pattern(template: str) -> re.Pattern[str]:
 def translated(name: str, table: Iterable[tuple[str, str]]) -> str:
     """Return the name that a table of templates gives for another, the first that fits; else the name itself."""
     for one, other in table:
-        if found := pattern(one).fullmatch(name):
-            return other.format(**found.groupdict())
+        if match := pattern(one).fullmatch(name):
+            return other.format(**match.groupdict())
     return name
 
 
 def found_in(names: Iterable[str]) -> list[tuple[str, Naming]]:
     """Return every prefix under which tensors of these names are a T5 encoder's, and how they are named there."""
     names = frozenset(names)
-    found = []
+    encoders = []
     for naming in NAMINGS:
         first, *others = naming.anchors
         prefixes = (name.removesuffix(first) for name in names if name.endswith(first))
-        found += [(p, naming) for p in prefixes if not p or p.endswith(".") if all(p + o in names for o in others)]
-    return sorted(found, key=lambda pair: pair[0])
+        encoders += [(p, naming) for p in prefixes if not p or p.endswith(".") if all(p + o in names for o in others)]
+    return sorted(encoders, key=lambda pair: pair[0])

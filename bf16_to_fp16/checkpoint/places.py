@@ -54,6 +54,10 @@ def local_source(source: str | Path) -> Path | None:
     """Return the folder or the file of weights that a source names, None for a Hub id; raise UserError for others."""
     file = local_path(source)
     if file.name.endswith(SINGLE_FILES) and file.is_file():
+        if file.suffix == ".gguf":
+            raise UserError(
+                f"{file}: GGUF holds quantised weights; give the file in bf16 or fp32 that it was made from"
+            )
         return file
     return local_folder(source)
 

@@ -106,8 +106,6 @@ def naming_by(config: Mapping[str, Any], layout: str = "comfy") -> Naming | None
 def read_any(file: Path) -> dict[str, formats.TensorInfo]:
     """Return where every tensor of a file lies, in safetensors or as torch.save writes it; raise UserError for other
     formats, and where it holds nothing."""
-    if file.suffix == ".gguf":
-        raise UserError(f"{file}: GGUF holds quantised weights; give the file in bf16 or fp32 that it was made from")
     safetensors = file.suffix in (".safetensors", ".sft")
     tensors = formats.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
     if not tensors:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -12,9 +13,6 @@ from ..conversion.options import SEED
 from ..errors import UserError
 from ..visible import show
 from .shared import FOLDER, PATH, SAFE, Grouped, Ordered, json_file, make_progress, source, subfolder, write_result
-
-if TYPE_CHECKING:
-    from ..advise.tables import Advice
 
 # Each question, and what it is asked about.
 QUESTIONS = {"updates": "SOURCE", "init": "SOURCE", "format": "NUMBER", "losses": "LOG"}
@@ -85,9 +83,10 @@ def updates_command(source: str, json_file: str | None, **options: Any) -> int:
 
         local_files(options["data"])
     local_folder(source, or_file=True)
-    from ..advise.tables import advice_on_updates
+    from ..advise.tables import print_updates
+    from ..advise.updates import advise_updates
 
-    return answer(advice_on_updates(source, progress=make_progress(), **options), json_file)
+    return answer(json_file, advise_updates(source, progress=make_progress(), **options), print_updates)
 
 
 @advise_command.command("init", cls=Grouped)
@@ -99,9 +98,11 @@ def init_command(source: str, tensors: tuple[str, ...], subfolder: str | None, j
     """Say how large weights should begin; SOURCE is a checkpoint, a config or a hidden size."""
     if not source.isdigit():
         local_folder(source, or_file=True)
-    from ..advise.tables import advice_on_init
+    from ..advise.initialisation import advise_init
+    from ..advise.tables import print_init
 
-    return answer(advice_on_init(source, tensors=tensors, subfolder=subfolder, progress=make_progress()), json_file)
+    result = advise_init(source, tensors=tensors, subfolder=subfolder, progress=make_progress())
+    return answer(json_file, result, print_init)
 
 
 # A negative number looks like an option.
@@ -113,9 +114,10 @@ def format_command(numbers: tuple[str, ...], json_file: str | None) -> int:
     for number in numbers:
         if number.startswith("--"):
             raise UserError(f"no such option: {number} (see bf16-to-fp16 advise format --help)")
-    from ..advise.tables import advice_on_formats
+    from ..advise.formats import advise_format
+    from ..advise.tables import print_format
 
-    return answer(advice_on_formats(*numbers), json_file)
+    return answer(json_file, advise_format(*numbers), print_format)
 
 
 @advise_command.command("losses", cls=Grouped)
@@ -126,14 +128,22 @@ def format_command(numbers: tuple[str, ...], json_file: str | None) -> int:
 @json_file
 def losses_command(log: str, picture: Path | None, window: int, z: float, json_file: str | None) -> int:
     """Say what went wrong in a training log: LOG is the log or its folder."""
-    from ..advise.tables import advice_on_losses
+    from ..advise.tables import print_losses
+    from ..losses.logs import read_log
+    from ..losses.report import check_picture, loss_report, write_picture
 
-    return answer(advice_on_losses(log, window=window, z=z, picture=picture), json_file)
+    if picture is not None:
+        check_picture(picture)
+    curve = read_log(log)
+    result, events = loss_report(log, curve, z=z, window=window)
+    if picture is not None:
+        write_picture(picture, curve, events, Path(log).name)
+    return answer(json_file, result, lambda report: print_losses(report, curve, events))
 
 
-def answer(advice: Advice, json_file: str | None) -> int:
-    """Write and print an advice, and return the exit status."""
-    write_result(json_file, advice.report)
+def answer(json_file: str | None, result: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None]) -> int:
+    """Write an advice, print it by ``show``, and return the exit status."""
+    write_result(json_file, result)
     if json_file != "-":
-        advice.show()
+        show(result)
     return SAFE

@@ -12,36 +12,15 @@ from ..environment import how_to_install
 from ..errors import UserError
 from ..run.runtimes import NAMES
 from ..targets import RECORDS, TARGETS
-from .shared import (
-    CONFIG,
-    FOLDER,
-    PATH,
-    SAFE,
-    UNSAFE,
-    Grouped,
-    check_given,
-    checked_target,
-    config,
-    data,
-    device,
-    endpoint,
-    json_file,
-    make_progress,
-    max_length,
-    seed,
-    source,
-    subfolder,
-    sweep,
-    verbose,
-    write_result,
-)
+from . import shared
+from .shared import SAFE, UNSAFE, Grouped
 
 if TYPE_CHECKING:
     from ..report.schema import Report
 
 
 @click.command("audit", cls=Grouped)
-@source
+@shared.source
 @click.option(
     "--regime",
     "regimes",
@@ -50,13 +29,13 @@ if TYPE_CHECKING:
     default=["stock", "amp", "half"],
     help="Repeat for several; default: all.",
 )
-@data
+@shared.data
 @click.option(
     "--attention",
     multiple=True,
-    type=click.Choice(["eager", "sdpa", "scaled"]),
+    type=click.Choice(["eager", "sdpa"]),
     default=["eager", "sdpa"],
-    help="Repeat for several; default: eager and sdpa. scaled: this package's, with √scale in q and in k.",
+    help="Repeat for several; default: both.",
 )
 @click.option("--train-mode", is_flag=True, help="With dropout, and the backward pass under a loss scale.")
 @click.option(
@@ -66,13 +45,13 @@ if TYPE_CHECKING:
     metavar="STEPS",
     help="Search by gradient for the input that comes nearest to each limit, and compare with the certificate.",
 )
-@subfolder
-@config
-@seed
-@sweep
-@device
-@click.option("--html", type=FOLDER, metavar="FILE", help="Write the report as a page.")
-@json_file
+@shared.subfolder
+@shared.config
+@shared.seed
+@shared.sweep
+@shared.device
+@click.option("--html", type=shared.FOLDER, metavar="FILE", help="Write the report as a page.")
+@shared.json_file
 def audit_command(
     source: str,
     data: str | None,
@@ -83,14 +62,14 @@ def audit_command(
     **options: Any,
 ) -> int:
     """Run SOURCE in fp16 in the ways people run it, and measure every operation's output."""
-    check_given(source, data, {config: CONFIG}, subfolder)
-    checked_target(html, "--html")
+    shared.check_given(source, data, {config: shared.CONFIG}, subfolder)
+    shared.checked_target(html, "--html")
     from ..commands.audit import audit
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = audit(source, data=data, subfolder=subfolder, config=config, progress=make_progress(), **options)
-    write_result(json_file, result)
+    result = audit(source, data=data, subfolder=subfolder, config=config, progress=shared.make_progress(), **options)
+    shared.write_result(json_file, result)
     if html is not None:
         from ..checkpoint.staging import replacing
         from ..report.page import write_page
@@ -107,7 +86,7 @@ def audit_command(
 
 
 @click.command("certify", cls=Grouped)
-@source
+@shared.source
 @click.option(
     "--target",
     type=click.Choice(TARGETS),
@@ -115,17 +94,17 @@ def audit_command(
     show_default=True,
     help=" ".join(f"{target.name}: every value {target.where}." for target in RECORDS),
 )
-@max_length
+@shared.max_length
 @click.option(
     "--adapter",
-    type=FOLDER,
+    type=shared.FOLDER,
     metavar="DIR",
     help="Bound SOURCE merged with this LoRA adapter, which is for SOURCE: what runs when it is merged, not beside it.",
 )
-@subfolder
-@config
-@device
-@json_file
+@shared.subfolder
+@shared.config
+@shared.device
+@shared.json_file
 def certify_command(
     source: str,
     adapter: Path | None,
@@ -135,13 +114,17 @@ def certify_command(
     **options: Any,
 ) -> int:
     """Bound what any input can make of every value in SOURCE, from its weights alone."""
-    check_given(source, None, {config: CONFIG, adapter: "the folder of an adapter"}, subfolder, known=True)
+    shared.check_given(
+        source, None, {config: shared.CONFIG, adapter: "the folder of an adapter"}, subfolder, known=True
+    )
     from ..commands.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = certify(source, adapter=adapter, subfolder=subfolder, config=config, progress=make_progress(), **options)
-    write_result(json_file, result)
+    result = certify(
+        source, adapter=adapter, subfolder=subfolder, config=config, progress=shared.make_progress(), **options
+    )
+    shared.write_result(json_file, result)
     if json_file != "-":
         report = read(Report, result)
         terminal.print_certificate(report, report.next if adapter else exact_next(report, source, subfolder))
@@ -161,20 +144,20 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 
 
 @click.command("verify", cls=Grouped)
-@source
+@shared.source
 @click.option(
     "--original",
-    type=PATH,
+    type=shared.PATH,
     metavar="SOURCE",
     help="What was converted (folder or Hub id): replay the recorded plan on it too.",
 )
-@data
+@shared.data
 @click.option("--no-audit", is_flag=True, help="Run nothing: hashes, plan and certificate only.")
-@subfolder
-@device
-@endpoint
-@verbose
-@json_file
+@shared.subfolder
+@shared.device
+@shared.endpoint
+@shared.verbose
+@shared.json_file
 def verify_command(
     source: str,
     original: str | None,
@@ -187,21 +170,21 @@ def verify_command(
     """Check a converted folder, file or Hub id against its report, and run it on this machine."""
     if not Path(source).is_file():
         local_folder(source, CONVERTED)
-    check_given(original, data)
+    shared.check_given(original, data)
     from ..commands.verify import verify
     from ..report import terminal
     from ..report.schema import Verification, read
 
-    run_model, progress = not no_audit, make_progress()
+    run_model, progress = not no_audit, shared.make_progress()
     result = verify(source, original=original, data=data, run_model=run_model, progress=progress, **options)
-    write_result(json_file, result)
+    shared.write_result(json_file, result)
     if json_file != "-":
         terminal.print_verification(read(Verification, result), verbose=verbose)
     return SAFE if result["verified"] else UNSAFE
 
 
 @click.command("check", cls=Grouped, epilog=f"The runtimes are an extra: {how_to_install('runtimes')}.")
-@click.argument("out", type=PATH, metavar="OUT")
+@click.argument("out", type=shared.PATH, metavar="OUT")
 @click.option(
     "--runtime",
     type=click.Choice(NAMES),
@@ -210,22 +193,22 @@ def verify_command(
 )
 @click.option(
     "--source",
-    type=PATH,
+    type=shared.PATH,
     metavar="SOURCE",
     help="What OUT was converted from (folder or Hub id), to run beside it.",
 )
-@seed
-@json_file
+@shared.seed
+@shared.json_file
 def check_command(out: str, runtime: str, source: str | None, seed: int, json_file: str | None) -> int:
     """Run OUT in another runtime, and say how close it comes to fp32 and whether it computed in fp16."""
-    check_given(out)
-    check_given(source)
+    shared.check_given(out)
+    shared.check_given(source)
     from ..commands.check import check
     from ..report import terminal
     from ..report.schema import RuntimeCheck, read
 
-    result = check(out, runtime, source=source, seed=seed, progress=make_progress())
-    write_result(json_file, result)
+    result = check(out, runtime, source=source, seed=seed, progress=shared.make_progress())
+    shared.write_result(json_file, result)
     if json_file != "-":
         terminal.print_check(read(RuntimeCheck, result))
     return UNSAFE if result["verdict"] == "unsafe" else SAFE

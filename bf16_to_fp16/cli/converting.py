@@ -13,23 +13,9 @@ from ..checkpoint.places import written_folder
 from ..conversion.options import FLAGS, FOLDER_LAYOUT, Destination, Options
 from ..errors import UserError
 from ..visible import show
+from . import shared
 from .publishing import check_publishable, push, status_of
-from .shared import (
-    CONFIG,
-    FOLDER,
-    SAFE,
-    UNSAFE,
-    Grouped,
-    check_given,
-    field_option,
-    force,
-    given_options,
-    json_file,
-    make_progress,
-    source,
-    verbose,
-    write_result,
-)
+from .shared import SAFE, UNSAFE, Grouped
 
 if TYPE_CHECKING:
     from ..checkpoint.pipeline import Pipeline
@@ -40,7 +26,7 @@ BESIDE = (
     click.option(
         "--finetune",
         "recipe",
-        type=FOLDER,
+        type=shared.FOLDER,
         metavar="RECIPE",
         help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into it.",
     ),
@@ -51,30 +37,32 @@ BESIDE = (
     ),
     click.option(
         "--adapter",
-        type=FOLDER,
+        type=shared.FOLDER,
         metavar="DIR",
         help="Write this LoRA adapter, trained on what SOURCE was converted from, for SOURCE, a converted folder.",
     ),
     click.option(
         "--copy", is_flag=True, help="Of a whole pipeline: copy the other files instead of linking large ones."
     ),
-    force,
-    verbose,
-    json_file,
+    shared.force,
+    shared.verbose,
+    shared.json_file,
 )
 """The options of ``convert`` that are no fields of ``Options``."""
 
 
 def every_option(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command the options of a conversion, and those beside them."""
-    for option in reversed((*map(field_option, FLAGS), *BESIDE)):  # the last decorator is the first in ``--help``
+    for option in reversed(
+        (*map(shared.field_option, FLAGS), *BESIDE)
+    ):  # the last decorator is the first in ``--help``
         command = option(command)
     return command
 
 
 @click.command("convert", cls=Grouped)
-@source
-@click.argument("out", type=FOLDER, required=False)
+@shared.source
+@click.argument("out", type=shared.FOLDER, required=False)
 @every_option
 def convert_command(
     source: str,
@@ -99,8 +87,13 @@ def convert_command(
     options = Options(**fields)
     folder = options.layout == FOLDER_LAYOUT
     others = {options.plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
-    check_given(
-        source, options.data, others | {options.config: CONFIG}, options.subfolder, known=True, layout=options.layout
+    shared.check_given(
+        source,
+        options.data,
+        others | {options.config: shared.CONFIG},
+        options.subfolder,
+        known=True,
+        layout=options.layout,
     )
     if out is not None and not dry_run:
         check_free(out, Path(source), folder=folder, force=force)
@@ -126,9 +119,9 @@ def convert_command(
         from ..finetuning.run import convert_or_finetune
 
         run = partial(convert_or_finetune, recipe)
-    result = run(options, source, place, progress=make_progress())
+    result = run(options, source, place, progress=shared.make_progress())
     published = push(out, push_to, result)
-    write_result(json_file, result.report, published=published)
+    shared.write_result(json_file, result.report, published=published)
     if json_file != "-":
         show_conversion(result, published, verbose=verbose)
     return status_of(dry_run or result.safe, published)
@@ -137,7 +130,7 @@ def convert_command(
 def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, json_file: str | None) -> int:
     """Write an adapter for the other side of a conversion: ``convert`` for what was converted, ``undo`` back."""
     context = click.get_current_context()
-    for name, flag in given_options(context):
+    for name, flag in shared.given_options(context):
         if name not in ("source", "folder", "out", "adapter", "force", "json_file"):
             raise UserError(f"{flag} is for checkpoints; leave it out with --adapter")
     if out is None:
@@ -148,7 +141,7 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
     from ..commands.adapter import convert_adapter
 
     result = convert_adapter(adapter, out, base, back=context.command.name == "undo", force=force)
-    write_result(json_file, result.to_json())
+    shared.write_result(json_file, result.to_json())
     if json_file != "-":
         show(f"{result.out} holds {len(result.tensors)} tensors of an adapter for {result.base}")
         for note in result.notes:
@@ -191,9 +184,9 @@ def convert_whole(
     from ..commands.pipeline import convert_pipeline_by
     from ..report import terminal
 
-    result = convert_pipeline_by(options, pipeline, place, copy=copy, progress=make_progress())
+    result = convert_pipeline_by(options, pipeline, place, copy=copy, progress=shared.make_progress())
     reports = {name: one.report for name, one in result.encoders.items()}
-    write_result(json_file, {**result.report, "reports": reports})
+    shared.write_result(json_file, {**result.report, "reports": reports})
     if json_file != "-":
         for name, one in result.encoders.items():
             terminal.print_title(name)
@@ -243,17 +236,17 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
 
 
 @click.command("undo", cls=Grouped)
-@click.argument("folder", metavar="DIR", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@click.argument("folder", metavar="DIR", type=shared.FOLDER)
+@click.argument("out", type=shared.FOLDER)
 @click.option("--subfolder", metavar="NAME", help="Folder inside DIR; without it a pipeline is brought back whole.")
 @click.option(
     "--adapter",
-    type=FOLDER,
+    type=shared.FOLDER,
     metavar="ADAPTER",
     help="Write this LoRA adapter, which is for DIR, for what DIR was converted from.",
 )
-@force
-@json_file
+@shared.force
+@shared.json_file
 def undo_command(
     folder: Path, out: Path, subfolder: str | None, adapter: Path | None, force: bool, json_file: str | None
 ) -> int:
@@ -278,8 +271,8 @@ def undo_command(
     elif (folder / REPORT).is_file():  # what is no converted folder ``undo`` refuses in words of its own
         check_out(out, folder, force=force, back=True)
         words = terminal.brought_back(folder)  # before anything is written
-    written = undo(folder, out, force=force, progress=make_progress())
-    write_result(json_file, {"out": str(written)})
+    written = undo(folder, out, force=force, progress=shared.make_progress())
+    shared.write_result(json_file, {"out": str(written)})
     if json_file != "-":
         show(f"{written} holds {words}")
     return SAFE
@@ -294,9 +287,9 @@ def undo_whole(folder: Path, out: Path, *, force: bool, json_file: str | None) -
     names = [entry.subfolder for entry in read_pipeline(folder).encoders]
     check_out(out, folder, force=force, back=True)
     words = {name: terminal.brought_back(folder / name) for name in names}
-    done = undo_pipeline(folder, out, force=force, progress=make_progress())
+    done = undo_pipeline(folder, out, force=force, progress=shared.make_progress())
     lists = {"missing": done.missing, "rescaled": done.rescaled, "changed": done.changed}
-    write_result(json_file, {"out": str(done.out), **{key: list(names) for key, names in lists.items()}})
+    shared.write_result(json_file, {"out": str(done.out), **{key: list(names) for key, names in lists.items()}})
     if json_file != "-":
         for name, said in words.items():
             show(f"{done.out / name} holds {said}")

@@ -102,14 +102,6 @@ for command in COMMANDS:
     for each in command.commands.values() if isinstance(command, click.Group) else [command]:
         each.callback = apart(each)
 
-MOVED = {
-    "--public": "convert first, then: bf16-to-fp16 publish OUT REPO_ID --public",
-    "--allow-unsafe": "convert first, then: bf16-to-fp16 publish OUT REPO_ID --allow-unsafe",
-    "--endpoint": "set the variable HF_ENDPOINT to the address instead",
-    "--workers": "leave it out; the number of processes is chosen for you",
-}
-"""Options that ``convert`` and ``finetune`` had, and what to do instead."""
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
@@ -135,9 +127,6 @@ def main(arguments: list[str] | None = None) -> int:
     except click.ClickException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "bf16-to-fp16"
         hint = f" (see {command} --help)" if isinstance(error, click.UsageError) else ""
-        moved = command.endswith((" convert", " finetune"))
-        if moved and isinstance(error, click.NoSuchOption) and error.option_name in MOVED:
-            return complain(f"{command} has no {error.option_name} any more; {MOVED[error.option_name]}")
         return complain(f"{error.format_message()}{hint}")
     except (KeyboardInterrupt, click.Abort):
         return interrupted()

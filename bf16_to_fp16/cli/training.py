@@ -8,17 +8,9 @@ import click
 
 from ..checkpoint.places import local_folder
 from ..visible import show
+from . import shared
 from .publishing import check_publishable, push, status_of
-from .shared import (
-    FOLDER,
-    SAFE,
-    Grouped,
-    force,
-    json_file,
-    make_progress,
-    verbose,
-    write_result,
-)
+from .shared import SAFE, Grouped
 
 
 def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> None:
@@ -33,7 +25,7 @@ def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> 
 
 
 @click.command("finetune", cls=Grouped)
-@click.argument("recipe", type=FOLDER, metavar="RECIPE")
+@click.argument("recipe", type=shared.FOLDER, metavar="RECIPE")
 @click.option(
     "--keys", is_flag=True, is_eager=True, expose_value=False, callback=show_keys, help="List every key of a recipe."
 )
@@ -44,9 +36,9 @@ def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> 
     help="auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps, instead of the recipe's.",
 )
 @click.option("--push-to", metavar="REPO_ID", help="Publish the result without asking.")
-@force
-@verbose
-@json_file
+@shared.force
+@shared.verbose
+@shared.json_file
 def finetune_command(
     recipe: Path,
     overrides: tuple[str, ...],
@@ -76,15 +68,15 @@ def finetune_command(
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = finetune(recipe, overrides=overrides, force=force, progress=make_progress())
+    result = finetune(recipe, overrides=overrides, force=force, progress=shared.make_progress())
     if result is None:  # not the first process
         return SAFE
     if result.out is None:
-        write_result(json_file, result.report)
+        shared.write_result(json_file, result.report)
         show(result.next, aside=json_file == "-" or push_to is not None)
         return SAFE
     published = push(Path(asked.out), push_to, result)
-    write_result(json_file, result.report, published=published)
+    shared.write_result(json_file, result.report, published=published)
     if json_file != "-":
         terminal.print_conversion(read(Report, result.report), result.out, then=result.next, verbose=verbose)
         if published is not None:

@@ -257,7 +257,7 @@ def merged_weights(adapter: Path, folder: Path, layout: Layout, stored: TensorRe
 
 def scaling_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, float]:
     """Return by module path what an adapter multiplies B·A with: alpha/r, or alpha/√r with ``use_rslora``."""
-    found = {}
+    scalings = {}
     for name, values in tensors.items():
         target, part = part_of(name)
         if part is None or part.suffix not in (".lora_A.weight", ".lora_embedding_A"):
@@ -266,5 +266,5 @@ def scaling_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict
         patterns: Mapping[str, Any] = config.get("alpha_pattern") or {}
         fitting = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path))
         alpha = float(next(fitting, config.get("lora_alpha", 8)))
-        found[path] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return found
+        scalings[path] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return scalings

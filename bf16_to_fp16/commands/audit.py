@@ -55,9 +55,9 @@ def audit(
     every site, environment; of a converted folder, certificate and tiers as well.
 
     Its many parameters are the command's options, as keywords. data: text to run on besides the built-in probe.
-    train_mode: with dropout and the backward pass under a loss scale. attention: implementations, of ``ATTENTIONS`` and
-    "scaled". attack_steps: gradient steps of a search for every site's worst input, reported beside the certificate's
-    bounds. sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda, cuda:N or mps. config: the
+    train_mode: with dropout and the backward pass under a loss scale. attention: of ``ATTENTIONS``.
+    attack_steps: gradient steps of a search for every site's worst input, reported beside the certificate's bounds.
+    sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda, cuda:N or mps. config: the
     config.json of one file of weights, else inferred. Raises ``UserError`` for what cannot be used.
     """
     progress = shown_by(progress)

@@ -65,18 +65,18 @@ def certify(
     if adapter is not None:
         weights = merged_weights(Path(adapter), checkpoint.folder, layout, fp16_weights(checkpoint, layout))
         progress.say(f"{checkpoint.name} is bounded as it is when {own_name(adapter)} is merged into it")
-    found, tiers = bounded(checkpoint, layout, target, Arithmetic(max_length), on, progress, weights=weights)
+    certificate, tiers = bounded(checkpoint, layout, target, Arithmetic(max_length), on, progress, weights=weights)
     if (made_for := recorded_target(checkpoint.folder)) in WHERE and made_for != target:
         progress.say(f"{checkpoint.name} was converted for use {WHERE[made_for]}; --target {made_for} bounds it there")
-    described, converted = CertificateEntry.model_validate(found.to_json()), is_converted(checkpoint.folder)
+    described, converted = CertificateEntry.model_validate(certificate.to_json()), is_converted(checkpoint.folder)
     then = going_on_from(shown_in_a_command(source), {}, converted, subfolder) if adapter is None else MERGE
     unproven = over_limits(described, converted=converted)
     if converted and normalising_is_all(unproven):
         then = NORMALISE_IN_FP32
     report = Report(
         schema=SCHEMA,
-        verdict="safe" if found.holds else "unsafe",
-        proof="certified" if found.holds else "observed",
+        verdict="safe" if certificate.holds else "unsafe",
+        proof="certified" if certificate.holds else "observed",
         family=layout.family.name,
         source=Source.of(checkpoint).model_copy(
             update={"adapter": None if adapter is None else own_name(adapter), "dropped": layout.outside}
@@ -86,7 +86,7 @@ def certify(
         tiers=tiers_of(layout, tiers, {}),
         certificate=described,
         uncertified=unproven,
-        next="" if found.holds else then,
+        next="" if certificate.holds else then,
         environment=Environment.model_validate(on.environment()),
     )
     return Result(dump(speaking_of(report, layout)))

@@ -68,7 +68,7 @@ def check(
     with progress.step(f"{yardstick.name} in torch, in bf16"):
         values, _ = expected(chosen, yardstick.folder, torch.bfloat16, batch)
         bf16 = compared(yardstick.name, values, reference)
-    found = RuntimeCheck(
+    result = RuntimeCheck(
         schema=SCHEMA,
         verdict=verdict(output, bf16, native=outcome.arithmetic.native),
         runtime=chosen.name,
@@ -82,7 +82,7 @@ def check(
         bf16=bf16,
         environment=Environment.model_validate(environment("cpu", {})),
     )
-    return Result(dump(found))
+    return Result(dump(result))
 
 
 def opened(source: str | Path) -> tuple[Checkpoint, Layout]:

@@ -153,7 +153,8 @@ def convert_by(
         more["outputs"] = reports.outputs_of(output_factors(decided.layout, decided.plan), {})
         summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals, **more)
         nbytes = sum(
-            math.prod(w.shape) * w.dtype.itemsize for w in writes(opened.checkpoint, decided.layout, decided.plan)
+            math.prod(write.shape) * write.dtype.itemsize
+            for write in writes(opened.checkpoint, decided.layout, decided.plan)
         )
         seconds = WHOLE * (time.monotonic() - begun) if decided.ranges else None
         return Conversion(dump(summary), None, decided.planned, decided.plan, nbytes, seconds)

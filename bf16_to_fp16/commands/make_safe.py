@@ -190,13 +190,13 @@ def make_fp16_safe(
         worst = min(proof.sites, key=lambda site: site.headroom_bits)
         originals = {name: source.read(name).clone() for name in centred_tensors(layout, plan.centred_keys)}
         facts = proof.holds, worst.headroom_bits, worst.name, layout.eps
-        made = MadeSafe(plan, target, *facts, originals=originals, outputs=output_factors(planned, plan))
-        if made.changed:
+        safe = MadeSafe(plan, target, *facts, originals=originals, outputs=output_factors(planned, plan))
+        if safe.changed:
             apply(model, layout, plan)
             if layout.family.eps_key is not None:
                 set_eps(model, planned, planned.eps)
-    model.__dict__[MARK] = made
-    return made
+    model.__dict__[MARK] = safe
+    return safe
 
 
 def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> TensorReader:

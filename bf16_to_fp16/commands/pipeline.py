@@ -32,18 +32,7 @@ from ..errors import UserError
 from ..families.known import is_converted_in
 from ..progress import Progress, shown_by
 from ..quiet import quiet
-from ..report import facts
-from ..report.schema import (
-    FileEntry,
-    Output,
-    PipelineEntry,
-    PipelineReport,
-    ReadingEntry,
-    Report,
-    Source,
-    dump,
-    read,
-)
+from ..report import facts, schema
 from ..report.stored import read_origin
 from ..wording import counted, listed
 from .convert import Conversion, convert_by, next_of
@@ -137,13 +126,12 @@ def convert_pipeline_by(
             fetch_others(pipeline, endpoint, progress)
             check_linears(pipeline.folder, uses)
         nbytes, links = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
-        encoders: list[PipelineEntry] = []
-        readings: list[ReadingEntry] = []
+        encoders: list[schema.PipelineEntry] = []
+        readings: list[schema.ReadingEntry] = []
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
-            inside = Destination(work / name)
-            done[name] = converted(options, pipeline, uses, name, inside, endpoint, progress)
+            done[name] = converted(options, pipeline, uses, name, Destination(work / name), endpoint, progress)
             encoders.append(entry_of(pipeline, name, done[name].report))
             readings += readings_of(pipeline, uses, name, done[name])
         for name, first in pipeline.same.items():
@@ -158,10 +146,11 @@ def convert_pipeline_by(
         for name, sha256 in written.items():
             known.append({"name": name, "nbytes": (work / name).stat().st_size, "sha256": sha256})
         files = sorted([*records(work, links | written), *known], key=lambda entry: str(entry["name"]))
-        report = PipelineReport(
+        shown = own_name(pipeline.source) if local else pipeline.source
+        report = schema.PipelineReport(
             schema=SCHEMA,
             verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
-            source=Source(path=pipeline.source if not local else own_name(pipeline.source), revision=pipeline.revision),
+            source=schema.Source(path=shown, revision=pipeline.revision),
             pipeline=pipeline.kind,
             encoders=encoders,
             assumed=list(uses.assumed),
@@ -169,25 +158,25 @@ def convert_pipeline_by(
             rescaled=rescaled,
             left_out=list(pipeline.left_out),
             command=options.command(pipeline.source, place.out) + (" --copy" if copy else ""),
-            environment=read(Report, next(iter(done.values())).report).environment,
-            output=Output(files=[FileEntry.model_validate(entry) for entry in files]),
+            environment=schema.read(schema.Report, next(iter(done.values())).report).environment,
+            output=schema.Output(files=[schema.FileEntry.model_validate(entry) for entry in files]),
             linked=len(links),
             copied=len(pipeline.others) - len(links) - len(rescaled),
             nbytes=nbytes,
         )
-        write_json(work / PIPELINE, dump(report))
+        write_json(work / PIPELINE, schema.dump(report))
     moved = {}
     for name, one in done.items():
         # The finetune leaves a folder beside the pipeline.
         asked, beside = replace(options, subfolder=name), f"{place.out}-{name}"
-        then = next_of(asked, read(Report, one.report), pipeline.source, beside) if one.next else ""
+        then = next_of(asked, schema.read(schema.Report, one.report), pipeline.source, beside) if one.next else ""
         moved[name] = replace(one, out=place.out / name, next=then)
-    return PipelineConversion(dump(report), place.out, moved)
+    return PipelineConversion(schema.dump(report), place.out, moved)
 
 
-def readings_of(pipeline: Pipeline, uses: Uses, name: str, done: Conversion) -> list[ReadingEntry]:
+def readings_of(pipeline: Pipeline, uses: Uses, name: str, done: Conversion) -> list[schema.ReadingEntry]:
     """Return where a pipeline reads states of an encoder that a conversion multiplied."""
-    return met(pipeline, name, uses.readings[name], read(Report, done.report), done.entered)
+    return met(pipeline, name, uses.readings[name], schema.read(schema.Report, done.report), done.entered)
 
 
 def converted(
@@ -235,11 +224,13 @@ def bring_others(
     return nbytes, links
 
 
-def entry_of(pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: str | None = None) -> PipelineEntry:
+def entry_of(
+    pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: str | None = None
+) -> schema.PipelineEntry:
     """Return what is recorded of a converted sub-folder."""
     folder = pipeline.folder / name
     texts = {n: (folder / n).read_text(encoding="utf-8") for n in REWRITTEN if (folder / n).is_file()}
-    return PipelineEntry(
+    return schema.PipelineEntry(
         subfolder=name,
         **({} if same is None else {"same": same}),
         verdict=report["verdict"],
@@ -264,13 +255,13 @@ class Undone:
     changed: tuple[str, ...] = ()
 
 
-def read_pipeline(folder: Path) -> PipelineReport:
+def read_pipeline(folder: Path) -> schema.PipelineReport:
     """Return what a converted pipeline says of itself; raise UserError where it does not."""
     file = folder / PIPELINE
     if not file.is_file():
         raise UserError(f"{folder} is a pipeline that convert did not write; give a converted one, or --subfolder NAME")
     try:
-        report = read(PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
+        report = schema.read(schema.PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
     except ValidationError as error:
         raise UserError(f"{file}: is not what convert writes; convert the pipeline again") from error
     names = [name for entry in report.encoders for name in (entry.subfolder, *entry.files, *entry.texts)]
@@ -310,7 +301,7 @@ def undo_pipeline(
     return Undone(out, tuple(missing), tuple(entry.name for entry in report.rescaled), changed)
 
 
-def as_it_was(back: Path, entry: PipelineEntry, converted: Path) -> list[str]:
+def as_it_was(back: Path, entry: schema.PipelineEntry, converted: Path) -> list[str]:
     """Give an encoder that was brought back the files and texts of the source, and return the names of those that it
     cannot have.
 

@@ -286,10 +286,10 @@ def token_of(token: str | None, endpoint: str | None) -> str:
     """Return the token that is given, or the one of the environment or the log-in; raise UserError without any."""
     from huggingface_hub import constants, get_token
 
-    found = token or get_token()
-    if not found:
+    known = token or get_token()
+    if not known:
         raise UserError(f"not logged in to {(endpoint or constants.ENDPOINT).removeprefix('https://')}; {LOG_IN}")
-    return found
+    return known
 
 
 @dataclass(frozen=True)

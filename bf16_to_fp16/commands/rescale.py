@@ -60,10 +60,10 @@ def opened(model: Any) -> tuple[ModelTensors, Layout]:
 
 def check_tied(model: Any, layout: Layout, where: str) -> None:
     """Raise UserError for a tensor that has the values of another one and would be left as it is."""
-    found = dict(model.named_parameters(remove_duplicate=False))
-    known = {id(found[name]) for name in layout.tensors if name in found}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = {id(parameters[name]) for name in layout.tensors if name in parameters}
     for name in layout.dropped:
-        if name in found and name not in layout.family.ignorable and id(found[name]) not in known:
+        if name in parameters and name not in layout.family.ignorable and id(parameters[name]) not in known:
             raise UserError(
                 f"{where}: {name} has the values of {layout.family.embedding} and is not tied to it; call"
                 " model.tie_weights(), or set model.config.tie_word_embeddings = False for a head of its own"

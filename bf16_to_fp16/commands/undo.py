@@ -106,12 +106,12 @@ def write_beside(checkpoint: Checkpoint, origin: Source, work: Path) -> None:
 
 def config_before(config: Mapping[str, Any], origin: Source) -> dict[str, Any]:
     """Return the config that a conversion made another one of."""
-    found = dict(config)
+    before = dict(config)
     for key, sides in origin.config_changes.items():
         if key == "architectures" and class_before(origin) is None:  # whose head was left out
             continue
-        found = with_value(found, key, sides["before"]) if "before" in sides else without_value(found, key)
-    return found
+        before = with_value(before, key, sides["before"]) if "before" in sides else without_value(before, key)
+    return before
 
 
 def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path:

@@ -37,24 +37,10 @@ from ..families.other_class import read_as
 from ..families.resolve import resolve
 from ..progress import Progress, shown_by
 from ..quiet import quiet
+from ..report import schema
 from ..report.build import Decided, kept_bits_of, signals_of, tiers_of
 from ..report.page import Result
 from ..report.remedies import UNSAFE_BY_REPORT
-from ..report.schema import (
-    REPORT,
-    CertificateEntry,
-    Claim,
-    Environment,
-    FidelityEntry,
-    Inputs,
-    ProblemEntry,
-    Report,
-    Source,
-    TierEntry,
-    Verification,
-    dump,
-    regimes_of,
-)
 from ..report.stored import Packed, read_packed
 from ..rescaling.edits import listed_edits
 from ..rescaling.plan import Plan
@@ -105,7 +91,7 @@ def verify(
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
     if original is not None:
         local_source(original)  # hashing takes long
-    on, name, revision, found = Device(device, progress), own_name(source), None, Findings()
+    on, name, revision, findings = Device(device, progress), own_name(source), None, Findings()
     if Path(source).is_file():
         subject, files = packed_subject(Path(source)), 1
     else:
@@ -118,54 +104,54 @@ def verify(
         subject = Subject(folder, report, report.plan, report.source, report.certificate.max_length)
         files = len(report.output.files)
         with progress.step("Hashing the files") as advance:
-            found.add("files", check_files(folder, report, extra=extra, advance=advance))
-    claim, problems = subject.claim, found.problems
+            findings.add("files", check_files(folder, report, extra=extra, advance=advance))
+    claim, problems = subject.claim, findings.problems
     if not problems:
         origin = None if original is None else open_checkpoint(original, endpoint=endpoint)
         if origin is not None and (other := subject.source.class_in("after")) is not None:
             origin = read_as(origin, other)
-        examine(subject, origin, data, found, run_model=run_model, device=on, progress=progress)
+        examine(subject, origin, data, findings, run_model=run_model, device=on, progress=progress)
     if subject.packed is None and not problems:
-        look_beside(subject, original, found, alone=subfolder is not None and revision is not None)
+        look_beside(subject, original, findings, alone=subfolder is not None and revision is not None)
     if not claim.safe:
-        said_in = REPORT if subject.packed is None else subject.place.name
+        said_in = schema.REPORT if subject.packed is None else subject.place.name
         problems.append(Problem("report", said_in, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
     totals = None
-    if found.certificate is not None:
-        totals = {key: value for key, value in found.certificate.to_json().items() if key != "sites"}
+    if findings.certificate is not None:
+        totals = {key: value for key, value in findings.certificate.to_json().items() if key != "sites"}
     return Result(
-        dump(
-            Verification(
+        schema.dump(
+            schema.Verification(
                 schema=SCHEMA,
                 verdict="unsafe" if problems else "safe",
                 verified=not problems,
                 as_reported=not claim.safe and only_what_is_reported(problems, claim),
-                source=Source(path=name, revision=revision),
-                report=Claim(verdict=claim.verdict, proof=claim.proof, family=claim.family),
-                checks=found.outcome,
-                problems=[ProblemEntry(**asdict(problem)) for problem in problems],
-                not_checked=found.unchecked,
-                notes=found.notes,
+                source=schema.Source(path=name, revision=revision),
+                report=schema.Claim(verdict=claim.verdict, proof=claim.proof, family=claim.family),
+                checks=findings.outcome,
+                problems=[schema.ProblemEntry(**asdict(problem)) for problem in problems],
+                not_checked=findings.unchecked,
+                notes=findings.notes,
                 files=files,
                 target=claim.target,
-                certificate=None if totals is None else CertificateEntry.model_validate(totals),
-                tiers=found.tiers,
-                padding=found.padding,
-                regimes=regimes_of(found.regimes),
-                edits=found.edits,
-                environment=Environment.model_validate(on.environment()),
+                certificate=None if totals is None else schema.CertificateEntry.model_validate(totals),
+                tiers=findings.tiers,
+                padding=findings.padding,
+                regimes=schema.regimes_of(findings.regimes),
+                edits=findings.edits,
+                environment=schema.Environment.model_validate(on.environment()),
             )
         )
     )
 
 
-def look_beside(subject: Subject, original: str | Path | None, found: Findings, *, alone: bool) -> None:
+def look_beside(subject: Subject, original: str | Path | None, findings: Findings, *, alone: bool) -> None:
     """Check the pipeline that a folder lies in, where there is one; alone: whether nothing else of it is here."""
     place = Path(original) if original is not None and Path(original).is_dir() else None
     if (wrong := check_pipeline(subject.place, subject.claim, place)) is not None:
-        found.add("pipeline", wrong)
+        findings.add("pipeline", wrong)
     elif alone:
-        found.notes.append(
+        findings.notes.append(
             "only this folder of the repository was looked at; download the whole to check what else a pipeline needs"
             " changed"
         )
@@ -177,9 +163,9 @@ class Subject:
     many positions its certificate is; packed: of one file, what it says of itself."""
 
     place: Path
-    claim: Report
+    claim: schema.Report
     plan: Plan
-    source: Source
+    source: schema.Source
     max_length: int
     packed: Packed | None = None
 
@@ -196,7 +182,7 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
     outcome: dict[str, str] = field(default_factory=lambda: dict.fromkeys(CHECKS, "not run"))
     certificate: Certificate | None = None
-    tiers: dict[str, TierEntry] = field(default_factory=dict)
+    tiers: dict[str, schema.TierEntry] = field(default_factory=dict)
     regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
     padding: int | None = 0
     unchecked: dict[str, str] = field(default_factory=dict)
@@ -213,7 +199,7 @@ def examine(
     subject: Subject,
     original: Checkpoint | None,
     data: str | None,
-    found: Findings,
+    findings: Findings,
     *,
     run_model: bool,
     device: Device,
@@ -223,59 +209,61 @@ def examine(
     again; then hold all else that the report says against these."""
     claim, plan, checkpoint = subject.claim, subject.plan, open_checkpoint(subject.place)
     layout, replayed, again = agreed_layout(checkpoint), None, None
-    found.padding, found.notes = padding_entry(layout.config), notes_on(checkpoint, layout, subject)
+    findings.padding, findings.notes = padding_entry(layout.config), notes_on(checkpoint, layout, subject)
     if subject.packed is not None:
-        found.add("files", check_tensors(subject.place, checkpoint, subject.packed))
+        findings.add("files", check_tensors(subject.place, checkpoint, subject.packed))
     else:
-        found.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
+        findings.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
     beside = claim if subject.packed is None else None  # one file lists nothing beside its plan
-    found.add(
+    findings.add(
         "plan", check_plan(checkpoint, layout, plan, subject.source, beside, subject.own_eps(layout.family.model_type))
     )
-    found.edits = 0 if found.problems else len(listed_edits(layout, plan))
+    findings.edits = 0 if findings.problems else len(listed_edits(layout, plan))
     if original is not None:
         replayed = replay(original, checkpoint, plan, subject.source, progress)
-        found.unchecked |= replayed.unchecked
-        found.add("replay", replayed.problems + compare_replayed(subject, replayed, original, found))
+        findings.unchecked |= replayed.unchecked
+        findings.add("replay", replayed.problems + compare_replayed(subject, replayed, original, findings))
     if subject.packed is None:
-        found.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
-        found.add("certificate", check_certificate(found.certificate, claim))
+        findings.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
+        findings.add("certificate", check_certificate(findings.certificate, claim))
     else:
         arithmetic, target = Arithmetic(subject.max_length), claim.target or "half"
-        found.certificate, certified = bounded(checkpoint, layout, target, arithmetic, device, progress)
-        found.add("certificate", check_proof(found.certificate, claim))
+        findings.certificate, certified = bounded(checkpoint, layout, target, arithmetic, device, progress)
+        findings.add("certificate", check_proof(findings.certificate, claim))
     if run_model:
         of_original = None if original is None or replayed is None else (original, replayed.layout)
         again = run_again(checkpoint.folder, claim, progress, device, data=data, original=of_original)
-        found.regimes = again.ran.regimes
-        problems = check_audit(found.regimes)
+        findings.regimes = again.ran.regimes
+        problems = check_audit(findings.regimes)
         if subject.packed is None and claim.regimes:
             if again.same_text:
                 problems += check_inputs(claim, again.described(generates=layout.stock.is_language_model))
-            entries = regimes_of(again.ran.regimes)
+            entries = schema.regimes_of(again.ran.regimes)
             problems += [] if problems else check_regimes(claim, entries, same_text=again.same_text)
-        found.add("audit", problems)
+        findings.add("audit", problems)
     layout_before = None if replayed is None or replayed.problems else replayed.layout
     if original is not None and layout_before is not None:  # what is not its output differs anyhow
         if again is not None and claim.regimes and again.same_text:
-            found.add(
+            findings.add(
                 "fidelity", check_fidelity(original, checkpoint, layout_before, claim, plan, again, progress, device)
             )
         elif not claim.regimes and claim.fidelity is not None:
-            found.add("fidelity", check_few(original, checkpoint, layout_before, claim, plan, progress))
-    found.tiers = tiers_of(layout, certified, found.regimes)
-    found.add("tiers", check_tiers(found.tiers, certified, claim, ran=run_model))
+            findings.add("fidelity", check_few(original, checkpoint, layout_before, claim, plan, progress))
+    findings.tiers = tiers_of(layout, certified, findings.regimes)
+    findings.add("tiers", check_tiers(findings.tiers, certified, claim, ran=run_model))
     if subject.packed is not None:
-        found.add("claims", check_packed(subject, checkpoint.config))
-        found.unchecked |= dict.fromkeys(("environment", "drift_of_eps", "source.path"), How.NEVER.value)
-        found.unchecked |= {} if replayed else {"plan": How.ORIGINAL.value, "weights": How.ORIGINAL.value}
+        findings.add("claims", check_packed(subject, checkpoint.config))
+        findings.unchecked |= dict.fromkeys(("environment", "drift_of_eps", "source.path"), How.NEVER.value)
+        findings.unchecked |= {} if replayed else {"plan": How.ORIGINAL.value, "weights": How.ORIGINAL.value}
         return
     said = {"family": claim.family, "padding": claim.padding, "older": claim.older}
     older = differences(layout, checkpoint.config)
-    true = {"family": layout.family.name, "padding": found.padding, "older": older}
-    found.add("claims", check_claims(claim) + compared("claims", said, true) + check_command(claim, checkpoint.config))
+    true = {"family": layout.family.name, "padding": findings.padding, "older": older}
+    findings.add(
+        "claims", check_claims(claim) + compared("claims", said, true) + check_command(claim, checkpoint.config)
+    )
     problems, unseen = check_views(checkpoint.folder, claim, checkpoint.config)
-    found.add("views", problems)
+    findings.add("views", problems)
     ran, whole = again is not None and bool(claim.regimes), replayed is not None and replayed.source is not None
     same_text = again is None or again.same_text
     known = not_checked(claim, ran=ran, original=whole, same_text=same_text)
@@ -286,7 +274,7 @@ def examine(
         known |= dict.fromkeys(beside_weights(checkpoint.folder), How.ORIGINAL.value)
     elif original.revision is not None:
         known = {key: why for key, why in known.items() if key not in ("source.path", "source.revision")}
-    found.unchecked = known | unseen | found.unchecked
+    findings.unchecked = known | unseen | findings.unchecked
 
 
 def notes_on(checkpoint: Checkpoint, layout: Layout, subject: Subject) -> list[str]:
@@ -301,19 +289,21 @@ def notes_on(checkpoint: Checkpoint, layout: Layout, subject: Subject) -> list[s
     ]
 
 
-def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint, found: Findings) -> list[Problem]:
+def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint, findings: Findings) -> list[Problem]:
     """Return where the source and the weights' counts are not what the replay shows."""
     if replayed.source is None or replayed.weights is None:
         return []
     weights = subject.claim.weights if subject.packed is None else subject.packed.weights
     problems, unchecked = check_source(subject.source, replayed.source)
-    found.unchecked |= unchecked
+    findings.unchecked |= unchecked
     if original.revision is not None:
         path = str(subject.source.path).partition("@")[0]
         said = {"path": path, "revision": subject.source.revision}
         given = {"path": original.source.partition("@")[0], "revision": original.revision}
         problems += compared("replay", said, given, "source")
-    return problems + compared("replay", None if weights is None else dump(weights), dump(replayed.weights), "weights")
+    return problems + compared(
+        "replay", None if weights is None else schema.dump(weights), schema.dump(replayed.weights), "weights"
+    )
 
 
 @dataclass(frozen=True)
@@ -322,7 +312,7 @@ class Repeated:
     it showed. ``same_text``: whether it ran on what the report says."""
 
     inputs: list[Batch]
-    said: Inputs
+    said: schema.Inputs
     data: str | None
     in_fp32: list[Batch]
     ran: Audited
@@ -343,7 +333,7 @@ class Repeated:
 
 def run_again(
     folder: Path,
-    report: Report,
+    report: schema.Report,
     progress: Progress,
     device: Device,
     *,
@@ -354,7 +344,7 @@ def run_again(
 
     original: with its layout, whose weights choose the ids anew, and with which outputs are to be compared.
     """
-    said, config = report.inputs or Inputs(), load_config(folder)
+    said, config = report.inputs or schema.Inputs(), load_config(folder)
     seed, swept = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
     how: dict[str, Any] = {"seed": seed, "sweep": swept, "progress": progress}
     with torch.random.fork_rng(devices=[]):
@@ -374,7 +364,7 @@ def run_again(
 
 
 def check_few(
-    original: Checkpoint, checkpoint: Checkpoint, layout: Layout, report: Report, plan: Plan, progress: Progress
+    original: Checkpoint, checkpoint: Checkpoint, layout: Layout, report: schema.Report, plan: Plan, progress: Progress
 ) -> list[Problem]:
     """Return where fidelity and drift of what was not audited are not what a few short rows show again."""
     rows = [probe.few_rows(load_config(original.folder))]
@@ -383,17 +373,17 @@ def check_few(
     return problems + outputs_as_said(report, errors_of(layout, plan, reference, ran))
 
 
-def outputs_as_said(report: Report, errors: Mapping[str, OutputError]) -> list[Problem]:
+def outputs_as_said(report: schema.Report, errors: Mapping[str, OutputError]) -> list[Problem]:
     """Return the outputs whose recorded errors are not those that were measured again."""
-    found = {name: asdict(error) for name, error in errors.items()}
-    said = {name: {key: getattr(report.outputs.get(name), key, None) for key in found[name]} for name in found}
-    return compared("fidelity", said, found, "outputs")
+    measured = {name: asdict(error) for name, error in errors.items()}
+    said = {name: {key: getattr(report.outputs.get(name), key, None) for key in measured[name]} for name in measured}
+    return compared("fidelity", said, measured, "outputs")
 
 
-def close_as_said(report: Report, close: Fidelity, plan: Plan) -> list[Problem]:
+def close_as_said(report: schema.Report, close: Fidelity, plan: Plan) -> list[Problem]:
     """Return where recorded fidelity and drift are not those that were measured again."""
-    again = dump(FidelityEntry.model_validate(close.to_json()))
-    problems = compared("fidelity", dump(report).get("fidelity"), again, "fidelity")
+    again = schema.dump(schema.FidelityEntry.model_validate(close.to_json()))
+    problems = compared("fidelity", schema.dump(report).get("fidelity"), again, "fidelity")
     if plan.drift is not None and report.plan is not None and report.plan.drift is not None:
         problems += compared("fidelity", report.plan.drift.model_dump(), plan.drift.model_dump(), "plan.drift")
     return problems
@@ -403,7 +393,7 @@ def check_fidelity(
     original: Checkpoint,
     checkpoint: Checkpoint,
     layout: Layout,
-    report: Report,
+    report: schema.Report,
     plan: Plan,
     again: Repeated,
     progress: Progress,
@@ -415,18 +405,18 @@ def check_fidelity(
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         edits = measured_edits(checkpoint, Decided(layout, plan, report.target or "half"), again.in_fp32)
         close, drifted = compare(original, layout, plan, reference, again.ran, again.inputs, again.in_fp32)
-    said, problems = dump(report), close_as_said(report, close, drifted)
+    said, problems = schema.dump(report), close_as_said(report, close, drifted)
     problems += outputs_as_said(report, errors_of(layout, plan, reference, again.ran))
     said_of, found_of = ({edit.site: {"measured": edit.measured} for edit in each} for each in (report.inexact, edits))
     problems += compared("fidelity", said_of, found_of, "inexact")
     for key, describe in (("signals", signals_of), ("precision", kept_bits_of)):
         if said.get(key):  # not where a stored plan was replayed without observing anything
-            again_said = [dump(entry) for entry in describe(layout, plan, ranges)]
+            again_said = [schema.dump(entry) for entry in describe(layout, plan, ranges)]
             problems += compared("fidelity", said[key], again_said, key)
     return problems
 
 
-def check_command(report: Report, config: Mapping[str, Any], layout: str | None = None) -> list[Problem]:
+def check_command(report: schema.Report, config: Mapping[str, Any], layout: str | None = None) -> list[Problem]:
     """Return where the command that is said to do the same again is no command of this program, or would do another
     thing. config: what was written. layout: of one file."""
     line, options = report.command or "", None
@@ -439,7 +429,7 @@ def check_command(report: Report, config: Mapping[str, Any], layout: str | None 
     if options is None:
         return [Problem("claims", "command", "is no command that convert records")]
     (source, _), given = options
-    said, inside = report.inputs or Inputs(), report.source.subfolder
+    said, inside = report.inputs or schema.Inputs(), report.source.subfolder
     path = report.source.path or ""
     wanted: dict[str, Any] = {
         "source": path.removesuffix(f"/{inside}") if inside else path,
@@ -467,17 +457,17 @@ def check_command(report: Report, config: Mapping[str, Any], layout: str | None 
             wanted["--margin"] = given.get("--margin") if given.get("--margin") in asked else asked[0]
         if run or "--data" in given:
             wanted["--data"] = said.data and given.get("--data") and said.data.name
-    found = {key: source if key == "source" else given.get(key) for key in wanted}
+    recorded = {key: source if key == "source" else given.get(key) for key in wanted}
     if "--data" in wanted and said.data is not None and "--data" not in given:
         return [Problem("claims", "command", "gives no --data, and the report names some")]
-    return compared("claims", found, wanted, "command")
+    return compared("claims", recorded, wanted, "command")
 
 
 def check_packed(subject: Subject, config: Mapping[str, Any]) -> list[Problem]:
     """Return where what one file says of itself is not what its plan and its other claims give; config: its own."""
     inside, said = subject.packed, summary_of(subject.place)
     assert inside is not None and said is not None  # it was opened as such
-    plan, source = inside.plan, dump(inside.source)
+    plan, source = inside.plan, schema.dump(inside.source)
     wanted = {
         "layout": inside.layout,
         "residual_exponent": plan.residual_exponent,
@@ -500,7 +490,7 @@ def packed_subject(file: Path) -> Subject:
     inside = read_packed(file)
     try:
         known = {key: said[key] for key in ("verdict", "proof", "target", "tiers")}
-        claim, longest = Report.model_validate({"schema": SCHEMA} | known), int(said["max_length"])
+        claim, longest = schema.Report.model_validate({"schema": SCHEMA} | known), int(said["max_length"])
         if claim.target not in TARGETS or longest < 1:
             raise ValueError
     except (KeyError, TypeError, ValueError) as error:
@@ -509,7 +499,7 @@ def packed_subject(file: Path) -> Subject:
     return Subject(file, claim, inside.plan, inside.source, longest, inside)
 
 
-def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:
+def only_what_is_reported(problems: Sequence[Problem], report: schema.Report) -> bool:
     """Return whether the problems of an unsafe checkpoint are those that its report names itself: the verdict, and
     sites that break."""
     broken = {entry.signal for entry in report.unsafe if entry.kind == "broke"}
@@ -517,12 +507,12 @@ def only_what_is_reported(problems: Sequence[Problem], report: Report) -> bool:
 
 
 def recompute(
-    checkpoint: Checkpoint, layout: Layout, report: Report, progress: Progress, device: Device
+    checkpoint: Checkpoint, layout: Layout, report: schema.Report, progress: Progress, device: Device
 ) -> tuple[Certificate, dict[str, bool]]:
     """Return the certificate of the files, for the same target, length and partial sums as the recorded one, and by
     tier whether its own holds."""
     recorded, target = report.certificate, report.target or "half"
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
-        raise UserError(f"{REPORT}: its certificate names no target and length; convert the source again")
+        raise UserError(f"{schema.REPORT}: its certificate names no target and length; convert the source again")
     arithmetic = Arithmetic(recorded.max_length, splits=recorded.splits)
     return bounded(checkpoint, layout, target, arithmetic, device, progress)

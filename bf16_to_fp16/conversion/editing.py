@@ -86,16 +86,16 @@ def needed_edits(
     observed is all."""
     possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
     seen = excess_of_signals(layout, ranges, FP16_MAX * 2.0**-margin_bits)
-    found = {}
+    needed = {}
     for name, bits in possible.items():
         passed = torch.minimum(bits, seen[name]) if name in seen else torch.zeros(1)
         proven, observed = (bool((x > 0).any()) and bool((x <= CHANNEL_RANGE).all()) for x in (bits, passed))
         enough = exponents_for(passed) if observed else None
         if proven:
-            found[name] = Needed(exponents_for(bits), enough)
+            needed[name] = Needed(exponents_for(bits), enough)
         elif enough is not None:
-            found[name] = Needed(enough, enough)
-    return found
+            needed[name] = Needed(enough, enough)
+    return needed
 
 
 def needlessly_shared(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
@@ -103,10 +103,10 @@ def needlessly_shared(layout: Layout, weights: TensorReader, bounds: Mapping[str
     of those that hold tables of position biases, where what these have in common is large."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
-    def needless(w: Attention) -> bool:
-        if tables := tables_of(w):
+    def needless(attention: Attention) -> bool:
+        if tables := tables_of(attention):
             return float(shared_biases(list(map(weights, tables))).abs().max()) >= LARGE_BIAS
-        return bool((passed[f"{w.at}.scores"] > 0).any())
+        return bool((passed[f"{attention.at}.scores"] > 0).any())
 
     return [w.at for w in centrable(layout) if needless(w)]
 
@@ -185,9 +185,9 @@ class Trial:
                 return mean_divergence([lane.result for lane in lanes[n, k]])
             return mean_divergence([difference(x, x * scales[n], **how) for x in sources[k]])
 
-        found = [[divergence(n, k) for k in range(len(sources))] for n in range(len(plans))]
+        divergences = [[divergence(n, k) for k in range(len(sources))] for n in range(len(plans))]
         prices = [known.price for known in self.known]
-        return [Cost(each[0], max(x / price for x, price in zip(each, prices, strict=True))) for each in found]
+        return [Cost(each[0], max(x / price for x, price in zip(each, prices, strict=True))) for each in divergences]
 
 
 def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:

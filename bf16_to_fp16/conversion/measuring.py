@@ -117,8 +117,8 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
     alone = [undone(exponents.keys() - {edit.signal}) for edit in edits]
     lanes = [add_differences(walk, some, source, change=change, **how) for change in alone]
     walk.run()
-    found = [mean_divergence(results_of(each)) for each in lanes]
-    return tuple(replace(edit, measured=cost) for edit, cost in zip(edits, found, strict=True))
+    costs = [mean_divergence(results_of(each)) for each in lanes]
+    return tuple(replace(edit, measured=cost) for edit, cost in zip(edits, costs, strict=True))
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
@@ -151,8 +151,8 @@ def compare(
     """Return how far a written checkpoint is from its source, and its plan with what a drift was predicted to cost and
     what it does; inputs, in_fp32: what it ran on in fp16, and in fp32 as well."""
 
-    def distance(expected: Outputs, found: Outputs, bf16: Outputs | None = None) -> Fidelity:
-        return fidelity(expected, bf16, found, probabilities=layout.gives_probabilities)
+    def distance(expected: Outputs, outputs: Outputs, bf16: Outputs | None = None) -> Fidelity:
+        return fidelity(expected, bf16, outputs, probabilities=layout.gives_probabilities)
 
     beside = outputs_on(in_fp32, inputs, reference.fp32)
     function = distance(beside, ran.fp32)
@@ -263,8 +263,8 @@ def attack_unproven(work: Path, measured: Measured, steps: int, opened: Opened, 
         return measured
     rows = unproven * max(1, GROUP // len(unproven))
     layout = agreed_layout(open_checkpoint(work))
-    found = attacked(work, layout, measured.certificate, steps, 0, opened.device, progress, sites=rows)
-    return replace(measured, attack=found)
+    attack = attacked(work, layout, measured.certificate, steps, 0, opened.device, progress, sites=rows)
+    return replace(measured, attack=attack)
 
 
 def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> FidelityEntry:
@@ -272,5 +272,5 @@ def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch
     in fp32."""
     reference = reference_of(original, inputs)
     probabilities = resolve(original).gives_probabilities
-    found = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
-    return FidelityEntry.model_validate(found.to_json())
+    close = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
+    return FidelityEntry.model_validate(close.to_json())

@@ -68,7 +68,8 @@ class Flag:
         return bool(self.click.get("is_flag"))
 
 
-def flag(
+def option(
+    default: Any,
     name: str,
     help: str,
     *,
@@ -76,9 +77,9 @@ def flag(
     read: Callable[[Any], Any] | None = None,
     written: Callable[[Any], str] = str,
     **more: Any,
-) -> dict[str, Flag]:
-    """Return the metadata of a field that stands on the command line; more: arguments of ``click.option``."""
-    return {"flag": Flag(name, help, more, path, read, written)}
+) -> Any:
+    """Return a field that stands on the command line; more: arguments of ``click.option``."""
+    return field(default=default, metadata={"flag": Flag(name, help, more, path, read, written)})
 
 
 def parse_size(text: str) -> int:
@@ -112,132 +113,101 @@ class Options:
     fp16 as well, as is done where the source has them.
     """
 
-    target: str = field(
-        default=AUTO,
-        metadata=flag(
-            "--target",
-            "Where it must be safe. auto: the strictest of the next three that costs next to nothing. "
-            + " ".join(f"{target.name}: {target.made}" for target in RECORDS),
-            type=click.Choice((AUTO, *TARGETS)),
-            show_default=True,
-        ),
+    target: str = option(
+        AUTO,
+        "--target",
+        "Where it must be safe. auto: the strictest of the next three that costs next to nothing. "
+        + " ".join(f"{target.name}: {target.made}" for target in RECORDS),
+        type=click.Choice((AUTO, *TARGETS)),
+        show_default=True,
     )
-    data: str | None = field(
-        default=None,
-        metadata=flag(
-            "--data",
-            "Text to run on besides the built-in probe: JSONL, CSV, Parquet, text (.gz too), or a Hub dataset.",
-            path=str,
-            metavar="FILE",
-        ),
+    data: str | None = option(
+        None,
+        "--data",
+        "Text to run on besides the built-in probe: JSONL, CSV, Parquet, text (.gz too), or a Hub dataset.",
+        path=str,
+        metavar="FILE",
     )
-    run_model: bool = field(
-        default=True,
-        metadata=flag(
-            "--no-audit",
-            "Run nothing but a few short rows: the bounds make the plan, and the certificate decides.",
-            read=not_,
-            is_flag=True,
-        ),
+    run_model: bool = option(
+        True,
+        "--no-audit",
+        "Run nothing but a few short rows: the bounds make the plan, and the certificate decides.",
+        read=not_,
+        is_flag=True,
     )
-    subfolder: str | None = field(
-        default=None, metadata=flag("--subfolder", "Folder inside SOURCE (diffusers: text_encoder_2).", metavar="NAME")
+    subfolder: str | None = option(
+        None, "--subfolder", "Folder inside SOURCE (diffusers: text_encoder_2).", metavar="NAME"
     )
-    config: str | Path | None = field(
-        default=None,
-        metadata=flag(
-            "--config",
-            "config.json of a SOURCE that is one file of weights; default: told from its names and shapes.",
-            path=Path,
-            metavar="FILE",
-        ),
+    config: str | Path | None = option(
+        None,
+        "--config",
+        "config.json of a SOURCE that is one file of weights; default: told from its names and shapes.",
+        path=Path,
+        metavar="FILE",
     )
-    as_class: str | None = field(
-        default=None,
-        metadata=flag(
-            "--as",
-            "Convert for this stock class of the same weights. One without a head gives the source's last states.",
-            metavar="CLASS",
-        ),
+    as_class: str | None = option(
+        None,
+        "--as",
+        "Convert for this stock class of the same weights. One without a head gives the source's last states.",
+        metavar="CLASS",
     )
-    plan: str | Path | None = field(
-        default=None,
-        metadata=flag("--plan", "Replay the plan of a report instead of observing.", path=Path, metavar="REPORT"),
+    plan: str | Path | None = option(
+        None, "--plan", "Replay the plan of a report instead of observing.", path=Path, metavar="REPORT"
     )
-    layout: str = field(
-        default=FOLDER_LAYOUT,
-        metadata=flag(
-            "--layout",
-            "hf: a folder. Else OUT is one file: comfy for ComfyUI and Forge, wan for Wan's, single with stock names.",
-            type=click.Choice(LAYOUT_NAMES),
-            show_default=True,
-        ),
+    layout: str = option(
+        FOLDER_LAYOUT,
+        "--layout",
+        "hf: a folder. Else OUT is one file: comfy for ComfyUI and Forge, wan for Wan's, single with stock names.",
+        type=click.Choice(LAYOUT_NAMES),
+        show_default=True,
     )
-    eps: str = field(
-        default=OF_CONFIG,
-        metadata=flag(
-            "--eps",
-            "config: the norms' eps is rescaled. fixed: it stays, for a tool that has an eps of its own.",
-            type=click.Choice(EPS),
-            show_default=True,
-        ),
+    eps: str = option(
+        OF_CONFIG,
+        "--eps",
+        "config: the norms' eps is rescaled. fixed: it stays, for a tool that has an eps of its own.",
+        type=click.Choice(EPS),
+        show_default=True,
     )
-    margin_bits: float = field(
-        default=MARGIN_BITS,
-        metadata=flag(
-            "--margin",
-            f"Bits kept between what is observed and each limit, 0 to {MOST_MARGIN}; default: {MARGIN_BITS}.",
-            written="{:g}".format,
-            type=click.FloatRange(0, MOST_MARGIN),
-            metavar="BITS",
-        ),
+    margin_bits: float = option(
+        MARGIN_BITS,
+        "--margin",
+        f"Bits kept between what is observed and each limit, 0 to {MOST_MARGIN}; default: {MARGIN_BITS}.",
+        written="{:g}".format,
+        type=click.FloatRange(0, MOST_MARGIN),
+        metavar="BITS",
     )
-    max_length: int = field(
-        default=MAX_LENGTH,
-        metadata=flag(
-            "--max-length",
-            f"Positions for which the certificate holds; default {MAX_LENGTH}.",
-            type=click.IntRange(1, MOST_POSITIONS),
-            metavar="N",
-        ),
+    max_length: int = option(
+        MAX_LENGTH,
+        "--max-length",
+        f"Positions for which the certificate holds; default {MAX_LENGTH}.",
+        type=click.IntRange(1, MOST_POSITIONS),
+        metavar="N",
     )
-    max_shard_size: int | None = field(
-        default=None,
-        metadata=flag(
-            "--max-shard-size",
-            "Such as 5GB; default: sharded like the source.",
-            read=parse_size,
-            written="{}B".format,
-            metavar="SIZE",
-        ),
+    max_shard_size: int | None = option(
+        None,
+        "--max-shard-size",
+        "Such as 5GB; default: sharded like the source.",
+        read=parse_size,
+        written="{}B".format,
+        metavar="SIZE",
     )
-    seed: int = field(default=0, metadata=flag("--seed", "Seed of the built-in probe.", type=SEED, show_default=True))
-    sweep: bool = field(
-        default=False,
-        metadata=flag("--sweep", "Run every id of a large vocabulary, not a choice of them.", is_flag=True),
+    seed: int = option(0, "--seed", "Seed of the built-in probe.", type=SEED, show_default=True)
+    sweep: bool = option(False, "--sweep", "Run every id of a large vocabulary, not a choice of them.", is_flag=True)
+    device: str | torch.device = option(
+        "auto",
+        "--device",
+        "auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps; default: auto.",
+        read=checked_device,
+        metavar="DEVICE",
     )
-    device: str | torch.device = field(
-        default="auto",
-        metadata=flag(
-            "--device",
-            "auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps; default: auto.",
-            read=checked_device,
-            metavar="DEVICE",
-        ),
-    )
-    exact: bool = field(
-        default=False,
-        metadata=flag("--exact", "Make no edits: every exponent cancels.", is_flag=True),
-    )
-    max_kl: float | None = field(
-        default=None,
-        metadata=flag(
-            "--max-kl",
-            "Accept an output up to X nats from the source (of states: relative squared error), though bf16 is nearer.",
-            written="{:g}".format,
-            type=click.FloatRange(0, min_open=True),
-            metavar="X",
-        ),
+    exact: bool = option(False, "--exact", "Make no edits: every exponent cancels.", is_flag=True)
+    max_kl: float | None = option(
+        None,
+        "--max-kl",
+        "Accept an output up to X nats from the source (of states: relative squared error), though bf16 is nearer.",
+        written="{:g}".format,
+        type=click.FloatRange(0, min_open=True),
+        metavar="X",
     )
     prove: bool = False
     variant: bool = False

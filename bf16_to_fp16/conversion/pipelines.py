@@ -105,14 +105,14 @@ def check_linears(folder: Path, uses: Uses) -> None:
 
 def files_of(folder: Path, component: str, weight: str) -> list[Path]:
     """Return the files of a pipeline's component that hold a weight; raise UserError where none does."""
-    found = holders(folder / component, weight)
-    if not found:
+    files = holders(folder / component, weight)
+    if not files:
         raise UserError(
             f"{folder / component}: no safetensors file here has {weight}, which reads inner states of an encoder and"
             " has to carry a power of two; save the whole pipeline with save_pretrained, or convert the encoder alone"
             " with --subfolder"
         )
-    return found
+    return files
 
 
 # --- factors ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of encoder layer ``i``."""
     at = f"encoder.layers.{i}"
     m = f"{at}.self_attn.self"
-    w = Attention(
+    attention = Attention(
         m,
         f"{at}.self_attn_layer_norm",
         f"{m}.query",
@@ -46,7 +46,7 @@ def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
         weights_dropout=f"{m}.dropout",
         attributes=StockAttributes(heads="num_attention_heads", head_size="attention_head_size"),
     )
-    return attention_part(w, style(config)), pegasus.neurons(at, config)
+    return attention_part(attention, style(config)), pegasus.neurons(at, config)
 
 
 def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
@@ -80,5 +80,5 @@ BIGBIRD_PEGASUS = replace(
     tied_head=tied_head(FINAL_NORM, HEAD, pegasus.STYLE, LOGITS_BIAS),
     untied_head=untied_head(FINAL_NORM, head("lm_head.weight"), pegasus.STYLE, LOGITS_BIAS),
     free_keys=(*PEGASUS.free_keys, "block_size", "num_random_blocks"),
-    initialisation=pegasus.learned_positions("BigBird-Pegasus"),
+    initialisation=pegasus.learned_positions(),
 )

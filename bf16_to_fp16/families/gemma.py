@@ -48,5 +48,4 @@ GEMMA = replace(
     **heads(STYLE),
     nullable=(),
     older_notes={},
-    initialisation=replace(GEMMA2.initialisation, title="Gemma"),
 )

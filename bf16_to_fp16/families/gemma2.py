@@ -33,5 +33,4 @@ GEMMA2 = replace(
     },
     encoder=layers(block, normed=False, cap="attn_logit_softcapping"),
     alone=WITHOUT_BIASES,
-    initialisation=replace(GEMMA3.initialisation, title="Gemma 2"),
 )

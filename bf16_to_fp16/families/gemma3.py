@@ -112,7 +112,6 @@ GEMMA3 = replace(
     attributes=StockAttributes(
         head_size="head_dim", embedding_scale="scalar_embed_scale", groups="num_key_value_groups"
     ),
-    initialisation=replace(LLAMA.initialisation, title="Gemma 3"),
 )
 
 

@@ -61,5 +61,4 @@ GLM4 = replace(
     encoder=layers(block),
     eps=1.5625e-7,
     free_keys=(*LLAMA.free_keys, "partial_rotary_factor"),
-    initialisation=replace(LLAMA.initialisation, title="GLM-4-0414"),
 )

@@ -109,5 +109,4 @@ GLM4_MOE = replace(
     alone={"n_group": (1, "transformers 4.57 and 5 choose among groups of experts in different ways")},
     stored_experts=StoredExperts(),
     variants=({"first_k_dense_replace": 0},),
-    initialisation=replace(LLAMA.initialisation, title="GLM-4.5"),
 )

@@ -238,10 +238,10 @@ def spare_padding(config: Mapping[str, object]) -> float:
         return 0
     full = full_config(family, config)
     windows = (part.topology for part in family.encoder.block(full, 0))
-    w = next((w for w in windows if isinstance(w, Attention) and w.radius), None)
-    if w is None:
+    windowed = next((windowed for windowed in windows if isinstance(windowed, Attention) and windowed.radius), None)
+    if windowed is None:
         return 0
-    return int(str(full[w.block])) if w.block else math.inf
+    return int(str(full[windowed.block])) if windowed.block else math.inf
 
 
 def padding_entry(config: Mapping[str, object]) -> int | None:

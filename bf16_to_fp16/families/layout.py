@@ -252,10 +252,10 @@ class Layout:
         number = min(number_of(self.family, self.config, experts.chosen, "a number of experts"), len(experts.experts))
         scale = 1.0
         if experts.scaling:
-            found = config_value(self.family, self.config, experts.scaling)
-            if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < math.inf:
-                raise UserError(f"config.json: {experts.scaling!r} is {found!r}, not a number to multiply with")
-            scale = float(found)
+            scaling = config_value(self.family, self.config, experts.scaling)
+            if isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or not 0 <= scaling < math.inf:
+                raise UserError(f"config.json: {experts.scaling!r} is {scaling!r}, not a number to multiply with")
+            scale = float(scaling)
         convex = not experts.sigmoid or bool(config_value(self.family, self.config, experts.normalised))
         return number, scale, scale if convex else scale * number
 

@@ -301,7 +301,6 @@ LLAMA = Family(
     free_keys=("max_position_embeddings", "pretraining_tp", "rope_parameters", "rope_scaling", "rope_theta"),
     attributes=StockAttributes(head_size="head_dim", groups="num_key_value_groups"),
     initialisation=Initialisation(
-        title="Llama",
         factor="initializer_range",
         default=0.02,
         modules={"*norm": None, "*": Deviation()},
@@ -323,7 +322,6 @@ MISTRAL = replace(
     defaults=SHARED_DEFAULTS | {"intermediate_size": 14_336, "num_key_value_heads": 8},
     encoder=layers(block, biases={}),
     free_keys=(*LLAMA.free_keys, "sliding_window"),
-    initialisation=replace(LLAMA.initialisation, title="Mistral"),
 )
 
 QWEN2 = replace(
@@ -335,7 +333,6 @@ QWEN2 = replace(
     defaults=SHARED_DEFAULTS | {"vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32},
     encoder=layers(block, biases={"": QUERIES_KEYS_VALUES}),
     free_keys=(*LLAMA.free_keys, "layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
-    initialisation=replace(LLAMA.initialisation, title="Qwen2"),
 )
 
 QWEN3 = replace(
@@ -346,7 +343,6 @@ QWEN3 = replace(
     classes=classes("Qwen3ForCausalLM", "Qwen3Model"),
     defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     encoder=layers(block, biases={"attention_bias": ATTENTION}, normed=True),
-    initialisation=replace(LLAMA.initialisation, title="Qwen3"),
 )
 
 SEED_OSS = replace(
@@ -378,5 +374,4 @@ SEED_OSS = replace(
         dropped=True,
     ),
     dropout={"branch": "residual_dropout", "attention": "attention_dropout"},
-    initialisation=replace(LLAMA.initialisation, title="Seed-OSS"),
 )

@@ -84,7 +84,6 @@ LONGT5 = replace(
     kept_in_fp32=(),
     initialisation=replace(
         T5.initialisation,
-        title="LongT5",
         modules={
             **T5.initialisation.modules,
             "global_relative_attention_bias": INPUTS,

@@ -84,5 +84,5 @@ MBART = replace(
     tied_head=Part(
         (*FINAL_STATES.signals, logits(HEAD)), (*STYLE.norm(FINAL_NORM, multiplied_by(LOGITS)), LOGITS_BIAS), HEAD
     ),
-    initialisation=pegasus.learned_positions("mBART"),
+    initialisation=pegasus.learned_positions(),
 )

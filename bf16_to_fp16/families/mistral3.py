@@ -129,7 +129,6 @@ MINISTRAL3 = replace(
     defaults={**MISTRAL.defaults, "vocab_size": 131_072, "num_hidden_layers": 34, "head_dim": 128},
     encoder=layers(growing),
     eps=1e-5,
-    initialisation=replace(MISTRAL.initialisation, title="Ministral 3"),
 )
 
 SIZES = {"vocab_size": 131_072, "hidden_size": 5120, "intermediate_size": 32_768, "num_hidden_layers": 40}
@@ -162,5 +161,4 @@ MISTRAL3 = replace(
     free_keys=(*TEXT.free_keys, "vision_config.*", "image_token_index", "vision_feature_layer"),
     tie_keys=("tie_word_embeddings", *TEXT.tie_keys),
     brings=projector,
-    initialisation=replace(TEXT.initialisation, title="Mistral 3"),
 )

@@ -79,7 +79,6 @@ MIXTRAL = replace(
     eps=1e-5,
     free_keys=(*MISTRAL.free_keys, *ROUTER),
     stored_experts=TWO_LINEARS,
-    initialisation=replace(LLAMA.initialisation, title="Mixtral"),
 )
 
 QWEN3_MOE = replace(
@@ -108,7 +107,6 @@ QWEN3_MOE = replace(
     stored_experts=StoredExperts(),
     aliases={"num_experts": "num_local_experts"},
     variants=({"decoder_sparse_step": 2},),
-    initialisation=replace(LLAMA.initialisation, title="Qwen3-MoE"),
 )
 
 OLMOE = replace(
@@ -136,5 +134,4 @@ OLMOE = replace(
     nullable=("clip_qkv",),
     alone={"clip_qkv": (None, "clipped queries, keys and values pass no factor on; its own checkpoints have none")},
     stored_experts=StoredExperts(),
-    initialisation=replace(LLAMA.initialisation, title="OLMoE"),
 )

@@ -48,7 +48,6 @@ OLMO2 = replace(
     eps=1e-5,
     norm_site="to#2",
     norm_rounds_once=True,
-    initialisation=replace(LLAMA.initialisation, title="OLMo 2"),
 )
 
 OLMO3 = replace(
@@ -59,5 +58,4 @@ OLMO3 = replace(
     classes=classes("Olmo3ForCausalLM", "Olmo3Model"),
     free_keys=(*LLAMA.free_keys, "layer_types", "sliding_window"),
     older_rotary={"full_attention": ("rope_theta", "rope_scaling"), "sliding_attention": ("rope_theta", "")},
-    initialisation=replace(LLAMA.initialisation, title="OLMo 3"),
 )

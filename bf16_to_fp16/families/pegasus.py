@@ -158,7 +158,6 @@ PEGASUS = Family(
     free_keys=("encoder_layerdrop", "decoder_layerdrop"),
     attributes=StockAttributes(heads="num_heads", head_size="head_dim", embedding_scale="embed_scale"),
     initialisation=Initialisation(
-        title="Pegasus",
         factor="init_std",
         default=0.02,
         modules={
@@ -173,7 +172,7 @@ PEGASUS = Family(
 )
 
 
-def learned_positions(title: str) -> Initialisation:
+def learned_positions() -> Initialisation:
     """Return how a family whose positions are learned draws its weights."""
     rules = {name: rule for name, rule in PEGASUS.initialisation.modules.items() if rule is not None}
-    return replace(PEGASUS.initialisation, title=title, modules=rules)
+    return replace(PEGASUS.initialisation, modules=rules)

@@ -109,7 +109,6 @@ def of_qwen3(config: Mapping[str, object]) -> Sequence[Part]:
 def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[str, object], eps: float) -> Family:
     """Return a text model without a head, which stock code has by itself."""
     stock = StockClass((kind,), end=states("norm", PLAIN), gives=("last_hidden_state",))
-    initialisation = replace(family.initialisation, title=title)
     return replace(
         family,
         name=name,
@@ -118,7 +117,6 @@ def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[st
         classes=(stock,),
         defaults={key: value for key, value in family.defaults.items() if key not in family.tie_keys} | dict(defaults),
         eps=eps,
-        initialisation=initialisation,
     )
 
 
@@ -141,7 +139,6 @@ def with_images(text: Family, name: str, title: str, kinds: tuple[str, str], wid
         defaults={**text.defaults, "vision_config.hidden_size": width, across: 2, "tie_word_embeddings": False},
         free_keys=(*text.free_keys, "vision_config.*", *ids),
         tie_keys=tuple(dict.fromkeys(("tie_word_embeddings", *text.tie_keys))),
-        initialisation=replace(text.initialisation, title=title),
         **heads(body=INSIDE),
         **own,
     )

@@ -47,8 +47,8 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
     config, names = checkpoint.config, set(checkpoint.tensors)
     stock, family = class_of(config), placed_family(config)
     for key, (only, why) in family.alone.items():
-        if (found := config_value(family, config, key)) != only:
-            raise UserError(f"config.json: {key!r} is {found!r}, and {why}")
+        if (value := config_value(family, config, key)) != only:
+            raise UserError(f"config.json: {key!r} is {value!r}, and {why}")
     embedding = next((n for n in (family.embedding, *family.copies) if n in names), None)
     if embedding is None:
         raise UserError(
@@ -138,10 +138,10 @@ def carried(checkpoint: TensorSource, family: Family) -> dict[str, ResolvedTenso
     projector = family.projector
     if projector is None:
         return {}
-    found = {name: info for name, info in checkpoint.tensors.items() if name.startswith(f"{projector.tower}.")}
-    for name in found:
+    tower = {name: info for name, info in checkpoint.tensors.items() if name.startswith(f"{projector.tower}.")}
+    for name in tower:
         check_floating(checkpoint, name)
-    return {n: ResolvedTensor(n, n, tuple(info.shape), (None,) * len(info.shape)) for n, info in found.items()}
+    return {n: ResolvedTensor(n, n, tuple(info.shape), (None,) * len(info.shape)) for n, info in tower.items()}
 
 
 def check_floating(checkpoint: TensorSource, name: str) -> None:

@@ -65,8 +65,8 @@ def last(path: str) -> str:
 
 def stack_of(path: str) -> str | None:
     """Return the stack, "encoder" or "decoder", that a module or one of its sites belongs to, None for a head."""
-    found = _STACK.search(path)
-    return found[1] if found else None
+    match = _STACK.search(path)
+    return match[1] if match else None
 
 
 def stack_in(path: str, family: Family | None) -> str | None:
@@ -77,8 +77,8 @@ def stack_in(path: str, family: Family | None) -> str | None:
 
 def block_of(path: str) -> int | None:
     """Return the number of the block that a module or one of its sites belongs to, None for ends and head."""
-    found = _BLOCK.search(path)
-    return int(found[1]) if found else None
+    match = _BLOCK.search(path)
+    return int(match[1]) if match else None
 
 
 def layer_of(site: str) -> str:

@@ -119,7 +119,6 @@ SWITCH = replace(
     free_keys=(CAPACITY, "router_aux_loss_coef", "router_z_loss_coef", "router_ignore_padding_tokens"),
     initialisation=replace(
         T5.initialisation,
-        title="Switch Transformers",
         modules={"*.expert_*.wo": INPUTS, **T5.initialisation.modules, "classifier": Deviation()},
     ),
     ties_all_or_nothing=True,

@@ -236,7 +236,6 @@ T5 = Family(
     buckets=("relative_attention_num_buckets", "relative_attention_max_distance"),
     attributes=StockAttributes(heads="n_heads", head_size="key_value_proj_dim"),
     initialisation=Initialisation(
-        title="T5",
         factor="initializer_factor",
         default=1.0,
         modules={

@@ -547,13 +547,12 @@ class Deviation:
 class Initialisation:
     """How the stock class draws its weights; biases begin at 0.
 
-    ``title``: of the rule. ``factor``: config key of the number that multiplies deviations, ``default`` where the
-    config has none. ``modules``: by the last part of a module's name, or by all of it, which may have wildcards, of
-    which the first that fits counts; None for what is not drawn. ``shown``: the modules that stand for the rule in a
-    list of rules; none where every matrix has the same. ``alike``: model types of no family that draw in the same way.
+    ``factor``: config key of the number that multiplies deviations, ``default`` where the config has none. ``modules``:
+    by the last part of a module's name, or by all of it, which may have wildcards, of which the first that fits counts;
+    None for what is not drawn. ``shown``: the modules that stand for the rule in a list of rules; none where every
+    matrix has the same. ``alike``: model types of no family that draw in the same way.
     """
 
-    title: str
     factor: str
     default: float
     modules: Mapping[str, Deviation | None]

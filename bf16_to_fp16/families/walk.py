@@ -45,7 +45,7 @@ def norms_inside(sublayer: Sublayer | None) -> list[str]:
     """Return the norms of a sublayer that read something else than the stream."""
     if sublayer is None:
         return []
-    found = [sublayer.post_norm]
+    norms = [sublayer.post_norm]
     if isinstance(sublayer, Attention):
-        found += [sublayer.block_norm, sublayer.query_norm, sublayer.key_norm]
-    return [norm for norm in found if norm]
+        norms += [sublayer.block_norm, sublayer.query_norm, sublayer.key_norm]
+    return [norm for norm in norms if norm]

@@ -19,7 +19,7 @@ from ..checkpoint.places import local_path
 from ..devices import DEVICE_NAMES, is_device_name
 from ..errors import UserError
 from ..targets import AskedTarget
-from ..yaml_files import kind_in_words, parse_yaml, read_yaml
+from ..yaml_files import parse_yaml, read_yaml
 from .shipped import names
 
 Precision = Literal["fp16", "bf16", "fp32"]
@@ -318,7 +318,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if tree is None:
         raise UserError(f"{path}: the recipe is empty; it needs at least source, out and data")
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: a recipe is made of `key: value` lines, not {kind_in_words(tree)}")
+        raise UserError(f"{path}: a recipe is made of `key: value` lines; write it so")
     for override in overrides:
         _override(tree, override, str(path))
     recipe = parse_recipe(tree, str(path))
@@ -344,9 +344,6 @@ def parse_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
     except ValidationError as error:
         # An unknown key first: a key that is missing may be the one that it was meant for.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        gone = [".".join(_place(problem)) for problem in problems if _is_gone(problem)]
-        if _is_gone(problems[0]) and len(gone) > 1:  # an old recipe has many, and says them at once
-            raise UserError(f"{name}: {', '.join(gone)} are fixed now; leave them out") from None
         more = f" ({len(problems) - 1} more after it)" if len(problems) > 1 else ""
         raise UserError(f"{name}: {_problem(problems[0])}{more}") from None
 
@@ -370,103 +367,41 @@ def _override(tree: dict[Any, Any], override: str, name: str) -> None:
 
 # ---- what pydantic found, in one line --------------------------------------------------------------------------------
 
-_BOUNDS = {
-    "greater_than": "greater than",
-    "greater_than_equal": "at least",
-    "less_than": "less than",
-    "less_than_equal": "at most",
-}
-_WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "int_parsing_size": "a smaller whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "tuple_type": "a list, like [a, b]",
-} | dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a section: keys on indented lines under it")
-
-
-def _place(error: Any) -> list[str]:
-    """Return the names of the sections and the key that an error is about."""
-    return [part for part in error["loc"] if isinstance(part, str)]
-
-
-def _is_gone(error: Any) -> bool:
-    """Whether an error is about a key that recipes had."""
-    return error["type"] == "extra_forbidden" and ".".join(_place(error)) in FIXED
-
 
 def _problem(error: Any) -> str:
     """Return what is wrong with which key and how to mend it."""
-    place = _place(error)
-    key, kind, value, context = ".".join(place) or "recipe", error["type"], error["input"], error.get("ctx", {})
-    if _is_gone(error):
-        return f"{key} is fixed now; leave it out"
+    place = [part for part in error["loc"] if isinstance(part, str)]
+    key, kind = ".".join(place) or "recipe", error["type"]
     if kind == "extra_forbidden":
         return f"unknown key {key}; did you mean {nearest_key(place)}?"
     if kind == "value_error":
         # A message about one field begins with a verb; one about a section names its own fields.
-        message = str(context["error"])
+        message = str(error["ctx"]["error"])
         return f"{key} {message}" if message.startswith("is ") else f"{key}: {message}" if place else message
-    field: Any = _field(place) if place else None
     if kind == "missing":
-        return f"{key} is missing; add it: {field.description}"
-    if kind == "literal_error":
-        close = difflib.get_close_matches(str(value), _choices(place), 1)
-        nearest = f" (nearest: {close[0]})" if close else ""
-        return f"{key} is {_shown(value)}; use one of {', '.join(_choices(place))}{nearest}"
-    if kind in _BOUNDS:
-        (bound,) = context.values()
-        return f"{key} is {_shown(value)}; it must be {_BOUNDS[kind]} {bound:g}"
+        return f"{key} is missing; add it: {_field(place).description}"
     if kind in ("string_too_short", "string_pattern_mismatch"):
-        return f"{key} is empty; give {field.description or 'a text'}"
-    if kind not in _WANTED:
-        return f"{key}: {error['msg']}"
-    if value is None:
-        return f"{key} is empty; give {_WANTED[kind]}"
-    open_too = field is not None and type(None) in get_args(field.annotation)
-    wanted = _WANTED[kind].replace(" or ", ", ") + " or null" if open_too else _WANTED[kind]
-    return f"{key} is {_shown(value)}, {kind_in_words(value)}; give {wanted}"
+        return f"{key} is empty; give {_field(place).description}"
+    wanted = error["msg"].removeprefix("Input should be ")
+    if kind in ("model_type", "model_attributes_type"):
+        wanted = "a section: keys on indented lines under it"
+    return f"{key} is {_shown(error['input'])}; it should be {wanted}"
 
-
-FIXED = {"attention", "compile", "stability"} | {
-    f"{section}.{name}"
-    for section, names in {
-        "data": "streaming shuffle_buffer gap_ratio group_by_length seed",
-        "optimizer": "name betas epsilon weight_decay clip_norm",
-        "penalty": "train_mode probe search_every dual_step weight",
-        "schedule": "warmup decay",
-        "distillation": "temperature teacher top_k",
-        "quality": "max_loss_rise",
-        "evaluation": "max_new_tokens examples beams generate",
-        "logging": "local every",
-        "logging.wandb": "project entity name",
-        "checkpointing": "keep",
-    }.items()
-    for name in names.split()
-}
-"""Keys that recipes had, whose one good value is a constant of the module that uses it."""
 
 _SYNONYMS = {"lr": "learning_rate", "epochs": "steps", "model": "source", "output": "out", "dtype": "precision"}
 """What other programs call the same thing."""
 
 
 def nearest_key(place: Sequence[str]) -> str:
-    """Return the dotted key that is closest to the unknown one at ``place``.
-
-    A slip within the same section comes first, then the same name elsewhere, then what is less like it.
-    """
+    """Return the dotted key whose name is most like that of the one at ``place``, rather in the same section."""
     *section, name = place
     name = _SYNONYMS.get(name, name)
-    known = list(_key_paths(Recipe))
-    here = [key for key in known if key[:-1] == tuple(section)]
-    for among, least in ((here, 0.8), (known, 1.0), (here, 0.6), (known, 0.6), (here, 0.0), (known, 0.0)):
-        ranked = difflib.get_close_matches(name, {key[-1] for key in among}, 1, least)
-        if ranked:
-            return ".".join(next(key for key in among if key[-1] == ranked[0]))
-    raise ValueError("a recipe has keys")
+
+    def nearness(key: Iterable[str]) -> float:
+        *above, last = key
+        return difflib.SequenceMatcher(None, name, last).ratio() + (0.2 if above == section else 0.0)
+
+    return ".".join(max(_key_paths(Recipe), key=nearness))
 
 
 def _key_paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -502,7 +437,7 @@ def _choices(place: Sequence[str]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    text = repr(value) if value is not None and not isinstance(value, bool) else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -39,13 +39,13 @@ class WholeWeights:
 
     def leaves(self, names: Iterable[str]) -> list[Tensor]:
         """Return weights whole, as leaves of a graph that ``read`` gives under every name of theirs until ``write``."""
-        found = []
+        leaves = []
         for name in names:
             weight = self._named[name]
             if id(weight) not in self._leaves:
                 self._leaves[id(weight)] = self._gathered(weight).requires_grad_() if self.in_parts else weight
-            found.append(self._leaves[id(weight)])
-        return found
+            leaves.append(self._leaves[id(weight)])
+        return leaves
 
     def write(self) -> None:
         """Put the leaves, as they are now, where the weights are; those of the first process where others differ."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import FP16_MAX, FP16_STEP, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
-from ..run.products import is_cpu_half, is_matrix_product, product_in_fp32
+from ..run.products import is_computed, is_matrix_product, product_in_fp32
 from . import origins
 from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Call, Site, is_linear, site_name
 
@@ -73,7 +73,7 @@ class SiteObserver(TorchDispatchMode):
     entered again; the sites accumulate. A row of attention that sees nothing is NaN under a mask of −inf, which counts
     unless it is cut off before the module's end.
 
-    fast_products: compute 16-bit matrix products on the CPU as ``FastProducts`` does. only: measure the modules at
+    fast_products: compute matrix products on the CPU as ``FastProducts`` does. only: measure the modules at
     these paths alone. beside: the observer of another run by a copy of the model, whose sites this run adds to, as seen
     after all that was seen there.
     """
@@ -159,21 +159,21 @@ class SiteObserver(TorchDispatchMode):
 
     def from_scores_on(self) -> dict[str, dict[str, float]]:
         """Return the largest |x|, by module path and operation, of what attentions do from their scores on."""
-        found: dict[str, dict[str, float]] = {}
+        by_path: dict[str, dict[str, float]] = {}
         for path, sites in self._sites.items():
             amax: dict[str, float] = {}
             for (name, *_), site in sites.items():  # in the order in which they first ran
                 if name == "scores" or amax:
                     amax[name] = max(amax.get(name, 0.0), site.amax)
             if amax:
-                found[path] = amax
-        return found
+                by_path[path] = amax
+        return by_path
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = _describe(func)
-        if operator.matmul and self.fast_products and is_cpu_half(args):
+        if operator.matmul and self.fast_products and is_computed(args):
             out = product_in_fp32(func, args, kwargs)
         elif kwargs:
             out = func(*args, **kwargs)
@@ -402,9 +402,9 @@ def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None
     site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
     origin = origins.origin_of(args[0])
     if site is not None and origin is not None and origin.masked is not None:
-        found = (weights > FP16_STEP) & origin.masked
-        if bool(found.any()):
-            site.saturated += _count(found & ~origin.masked.all(-1, keepdim=True))
+        weighted = (weights > FP16_STEP) & origin.masked
+        if bool(weighted.any()):
+            site.saturated += _count(weighted & ~origin.masked.all(-1, keepdim=True))
 
 
 def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
@@ -432,8 +432,8 @@ def _settle(frame: _Frame, output: Any) -> None:
     """Judge the NaN of rows that see nothing, now that their module has ended: by design where none is left."""
     if not frame.pending:
         return
-    made = output[0] if isinstance(output, (tuple, list)) and output else output
-    cut_off = isinstance(made, Tensor) and not bool(made.isnan().any())
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    cut_off = isinstance(first, Tensor) and not bool(first.isnan().any())
     for site, count, order in frame.pending:
         if cut_off:
             site.benign += count

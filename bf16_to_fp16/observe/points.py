@@ -128,19 +128,19 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -
     return torch.cat((turning * cos.unsqueeze(1) + other * sin.unsqueeze(1), rest), -1)
 
 
-def _scores(found: dict[str, Tensor], layout: Layout, sublayer: Attention) -> Any:
+def _scores(values: dict[str, Tensor], layout: Layout, sublayer: Attention) -> Any:
     """A hook that makes an attention's scores again of the queries and keys that were found."""
     heads = layout.heads(sublayer), layout.kv_heads(sublayer)
 
     def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         both = (
-            found[sublayer.query].split(sublayer.fused, -1)[:2]
+            values[sublayer.query].split(sublayer.fused, -1)[:2]
             if sublayer.fused
-            else (found[sublayer.query], found[sublayer.key])
+            else (values[sublayer.query], values[sublayer.key])
         )
         q, k = (x.unflatten(-1, (number, -1)).transpose(1, 2) for x, number in zip(both, heads, strict=True))
         if sublayer.query_norm:
-            q, k = (found[f"{path}:{layout.family.norm_site}"] for path in (sublayer.query_norm, sublayer.key_norm))
+            q, k = (values[f"{path}:{layout.family.norm_site}"] for path in (sublayer.query_norm, sublayer.key_norm))
             if sublayer.norms_whole:
                 q, k = (x.unflatten(-1, (number, -1)) for x, number in zip((q, k), heads, strict=True))
             if sublayer.norms_by_position or sublayer.norms_whole:
@@ -150,7 +150,7 @@ def _scores(found: dict[str, Tensor], layout: Layout, sublayer: Attention) -> An
         if sublayer.growth is not None:
             growth, positions = sublayer.growth
             q = q * (1 + growth * (kwargs["position_ids"] // positions).log1p())[:, None, :, None]
-        found[f"{sublayer.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
+        values[f"{sublayer.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 
     return hook
 

@@ -89,10 +89,10 @@ def check_moments(kind: str, devices: set[str]) -> None:
         raise UserError(f"AdamW: moments={kind!r} needs torchao: pip install torchao, or choose 'bfloat16' (4 bytes)")
     module, name, _ = BLOCKED[kind]
     try:
-        found = hasattr(import_module(module), name)
+        there = hasattr(import_module(module), name)
     except ImportError:
-        found = False
-    if not found:
+        there = False
+    if not there:
         raise UserError(f"AdamW: the installed torchao has no {module}.{name}; pip install --upgrade torchao")
     if kind == "fp8" and "mps" in devices:
         raise UserError("AdamW: moments='fp8' is for CPUs and CUDA, as mps has no float8; choose '8bit'")

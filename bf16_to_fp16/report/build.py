@@ -403,24 +403,24 @@ def config_of_source(checkpoint: Checkpoint) -> Mapping[str, Any]:
 def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[str, str]:
     """Return the SHA-256 of the source's files besides its weights: config, index, and what was carried over."""
     names = {"config.json", INDEX, *carried}
-    found = {}
+    hashes = {}
     for name in sorted(names):
         path = checkpoint.home / name
         inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         for file in inside:
             if file.is_file():
-                found[file.relative_to(checkpoint.home).as_posix()] = checkpoint.sha256(file)
-    return found
+                hashes[file.relative_to(checkpoint.home).as_posix()] = checkpoint.sha256(file)
+    return hashes
 
 
 def replaced_by(layout: Layout, plan: Plan, checkpoint: Checkpoint) -> dict[str, schema.Original]:
     """Return the tensors of the source, by name, in place of which a plan writes others."""
-    found = {}
+    originals = {}
     for name in centred_tensors(layout, plan.centred_keys):
         values = bytes_of(checkpoint.read(str(layout.tensors[name].source)))
         digest = hashlib.sha256(values).hexdigest()
-        found[name] = schema.Original(values=base64.b64encode(values).decode(), sha256=digest)
-    return found
+        originals[name] = schema.Original(values=base64.b64encode(values).decode(), sha256=digest)
+    return originals
 
 
 def made_of(layout: Layout) -> list[str]:
@@ -468,8 +468,8 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
                 total = total + exponents(*joined[point.module, point.side])
             before, after = (carrying(x, point.spread) for x in (amax, amax * 2.0**total))
             rows.append(entry(point.module, point.side, str(signal.kind), float(before.amax()), float(after.amax())))
-    for w in layout.topology:
-        if isinstance(w, Attention) and w.at in ranges and (seen := ranges[w.at].scores) is not None:
-            moved = torch.as_tensor(plan.exponent(f"{w.at}.scores"), dtype=torch.float64)
-            rows.append(entry(w.at, "output", "scores", seen.largest, seen.largest * 2.0 ** float(moved.amin())))
+    for path in (sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)):
+        if path in ranges and (seen := ranges[path].scores) is not None:
+            moved = torch.as_tensor(plan.exponent(f"{path}.scores"), dtype=torch.float64)
+            rows.append(entry(path, "output", "scores", seen.largest, seen.largest * 2.0 ** float(moved.amin())))
     return rows

@@ -178,7 +178,9 @@ def plan_in_full(plan: Plan) -> str:
         for channel, value in enumerate(exponent):
             if value:
                 where.setdefault(value, []).append(channel)
-        moved: dict[str | int, object] = {value: runs(channels) for value, channels in sorted(where.items())}
+        moved: dict[str | int, object] = {
+            value: runs(channels) if len(channels) > 1 else channels[0] for value, channels in sorted(where.items())
+        }
         return {"channels": len(exponent)} | moved
 
     data = {key: value for key, value in dump(plan).items() if key != "exponents"}
@@ -207,34 +209,34 @@ def front_matter(folder: Path) -> dict[str, Any]:
     if not card.is_file() and (folder.parent / "model_index.json").is_file():
         card = folder.parent / "README.md"
     try:
-        found = metadata_load(card) or {}
+        metadata = metadata_load(card) or {}
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
         # A card that cannot be read says nothing, and no conversion should fail for it.
         return {}
     result: dict[str, Any] = {}
     for key in ("license", "license_name", "license_link", "pipeline_tag"):
-        if isinstance(found.get(key), str):
-            result[key] = found[key]
+        if isinstance(metadata.get(key), str):
+            result[key] = metadata[key]
     for key in ("license", "language", "tags"):
-        values = found.get(key)
+        values = metadata.get(key)
         # YAML reads the language code of Norwegian as false; only text is taken.
         if isinstance(values, list) and (kept := [v for v in values if isinstance(v, str)]):
             result[key] = kept
-    if isinstance(found.get("language"), str):
-        result["language"] = found["language"]
+    if isinstance(metadata.get("language"), str):
+        result["language"] = metadata["language"]
     return result
 
 
 @cache
 def card_template() -> Template:
     """Return the template of the card, which is compiled once in a process."""
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
-    made.filters |= {"bound": bound_magnitude, "significant": significant_bits}
-    made.globals |= {"facts": facts, "page": page, "notice": notice}
-    return made.get_template("card.md.jinja")
+    environment.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
+    environment.filters |= {"bound": bound_magnitude, "significant": significant_bits}
+    environment.globals |= {"facts": facts, "page": page, "notice": notice}
+    return environment.get_template("card.md.jinja")
 
 
 def card_text(report: Report, architecture: str, *, licensed: bool, languages: bool = True) -> str:

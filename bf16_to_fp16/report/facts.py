@@ -184,24 +184,24 @@ def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[Distance]]:
     close = run.fidelity
     kl = close is None or close.measure == "kl"
     what, unit = ("KL", " nats per token") if close is None or kl else (close.measure, "")
-    found, last = [], run.last
+    measured, last = [], run.last
     for kind, where in KINDS.items():
         value = last.get(f"{kind}_divergence")
         if kind == "audit" and close is not None:
             bf16 = (close.kl_bf16 or 0.0, 1.0 if close.top1_bf16 is None else close.top1_bf16)
-            found.append(Distance(close.kl_fp16, where, close.top1_fp16, *bf16))
+            measured.append(Distance(close.kl_fp16, where, close.top1_fp16, *bf16))
         elif isinstance(value, (int, float)):
-            found.append(Distance(float(value), where, last.get(f"{kind}_agreement")))
-    return f"{what} to the original", unit, found
+            measured.append(Distance(float(value), where, last.get(f"{kind}_agreement")))
+    return f"{what} to the original", unit, measured
 
 
 def furthest(run: schema.FinetuneEntry) -> str:
     """Return on which kind of input a finetune's result is furthest from the original, and how far, with what its
     untrained start had there if that was nearer and did not hold the bounds; empty where nothing was measured."""
-    what, unit, found = distances(run)
-    if not found:
+    what, unit, measured = distances(run)
+    if not measured:
         return ""
-    worst = max(found, key=lambda each: math.inf if each.value is None else each.value)
+    worst = max(measured, key=lambda each: math.inf if each.value is None else each.value)
     same = "" if worst.agreement is None else f", {math.floor(100 * worst.agreement)}% with the same best choice"
     measure = what.partition(" to ")[0]
     said = f"furthest from the original on {worst.where}: {measure} {scientific(worst.value)}{unit}{same}"
@@ -215,11 +215,11 @@ def furthest(run: schema.FinetuneEntry) -> str:
 
 def moved_by(run: schema.FinetuneEntry) -> str:
     """Return in a sentence how far a finetune moved the function from the original's."""
-    what, unit, found = distances(run)
-    if not found:
+    what, unit, measured = distances(run)
+    if not measured:
         return "how far the result is from the original was not measured"
-    units = [unit, *[""] * (len(found) - 1)]
-    said = listed([f"{scientific(each.value)}{of} on {each.where}" for each, of in zip(found, units, strict=True)])
+    units = [unit, *[""] * (len(measured) - 1)]
+    said = listed([f"{scientific(each.value)}{of} on {each.where}" for each, of in zip(measured, units, strict=True)])
     return f"{what} is {said}"
 
 
@@ -280,8 +280,8 @@ def tower_advice(report: schema.Report) -> tuple[str, str]:
 
 def has_blind_padding(family: str | None) -> bool:
     """Return whether padding may see no position in models of the family of this name."""
-    found = named(family)
-    return found is not None and found.blind_padding
+    known_family = named(family)
+    return known_family is not None and known_family.blind_padding
 
 
 def padding_advice(report: schema.Report) -> str:
@@ -465,11 +465,11 @@ def broken_by_search(report: schema.Report) -> str:
     """Return what a gradient search drove past its limit, in words; empty where it found nothing."""
     if report.attack is None or (site := attack_breaks(report)) is None:
         return ""
-    found = [entry for entry in report.unsafe if entry.kind == "found"]
-    worst = max(found, key=lambda entry: entry.excess_bits, default=None)
+    overflowing = [entry for entry in report.unsafe if entry.kind == "found"]
+    worst = max(overflowing, key=lambda entry: entry.excess_bits, default=None)
     if worst is not None:
         site = next((each for each in report.attack.sites if each.name == worst.signal), site)
-    where = f"{counted(len(found), 'site')}, furthest {site.name}" if len(found) > 1 else site.name
+    where = f"{counted(len(overflowing), 'site')}, furthest {site.name}" if len(overflowing) > 1 else site.name
     said = f" ({reached(site.fp32)}, {over_limit(site.fp32, site.limit)})" if site.fp32 > site.limit else ""
     steps = counted(report.attack.steps, "gradient step")
     return f"{steps} of search found an input that overflows {where}{said}"

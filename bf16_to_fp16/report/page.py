@@ -122,14 +122,14 @@ def certificate_parts(report: Report) -> dict[str, Any]:
     """Return what the template needs of a report's certificate."""
     certificate = report.certificate
     assert certificate is not None  # for which this is called
-    unproven, found = facts.uncertified_rows(report), facts.found_by(report)
+    unproven, found_by = facts.uncertified_rows(report), facts.found_by(report)
     one_reason = len({site.reason for site in unproven}) == 1
     columns = UNPROVEN_COLUMNS[: -1 if one_reason else None]
     return {
         "brackets": figures.bracket_pictures(certificate),
         "partial_sums": any(site.partial > 1.1 * site.bound for site in certificate.sites),
         "bounds": bound_table(report),
-        "found_by": found,
+        "found_by": found_by,
         "overflowed": any(site.observed is not None and not site.observed <= FP16_MAX for site in certificate.sites),
         "unproven": Table(columns, unproven[: facts.UNCERTIFIED_SHOWN], id="unproven"),
         "more_unproven": Table(columns, unproven[facts.UNCERTIFIED_SHOWN : facts.MOST_UNCERTIFIED]),
@@ -193,10 +193,10 @@ class Result(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         if "checks" in self:
-            found = read(Verification, self)
-            rows = [(name, outcome, "") for name, outcome in found.checks.items()]
-            rows += [(problem.check, problem.name, problem.reason) for problem in found.problems]
-            return fragment("verified" if found.verified else "not verified", rows)
+            verification = read(Verification, self)
+            rows = [(name, outcome, "") for name, outcome in verification.checks.items()]
+            rows += [(problem.check, problem.name, problem.reason) for problem in verification.problems]
+            return fragment("verified" if verification.verified else "not verified", rows)
         if "runtime" in self:
             check = read(RuntimeCheck, self)
             rows = [
@@ -433,7 +433,9 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
             ("largest logit error", drift.predicted_max_logit_error, drift.measured_max_logit_error),
         ):
             parts = [
-                f"{w} {scientific(v)}" for w, v in (("predicted", predicted), ("measured", measured)) if v is not None
+                f"{word} {scientific(v)}"
+                for word, v in (("predicted", predicted), ("measured", measured))
+                if v is not None
             ]
             if parts:
                 rows.append((f"drift of {plan.drifts_by}, {what}", ", ".join(parts)))
@@ -559,7 +561,7 @@ def fidelity_table(close: FidelityEntry, reference: str, bf16: str, fp16: str = 
     rows = [(what, scientific(close.kl_bf16), scientific(close.kl_fp16))]
     if close.kl_fp32 is not None:
         same = " (the same function, to the bit)" if close.exact else ""
-        rows.append((f"output's weights in fp32{same}", "–", scientific(close.kl_fp32)))
+        rows.append((f"the converted weights in fp32{same}", "–", scientific(close.kl_fp32)))
     largest = scientific(close.max_logit_error_bf16), scientific(close.max_logit_error_fp16)
     rows.append((f"largest {'logit error' if kl else 'error of a state'}", *largest))
     if close.kl_bf16 is None and close.max_logit_error_bf16 is None:

@@ -118,8 +118,8 @@ def unsafe_sites(
         remedy += f", or use {clean}, which is clean"
     rows = []
     for signal in dict.fromkeys(signal for sites in broken.values() for signal in sites):
-        found = {name: sites[signal] for name, sites in broken.items() if signal in sites}
-        nonfinite, saturated = (max(getattr(s, key) for s in found.values()) for key in ("nonfinite", "saturated"))
+        where = {name: sites[signal] for name, sites in broken.items() if signal in sites}
+        nonfinite, saturated = (max(getattr(s, key) for s in where.values()) for key in ("nonfinite", "saturated"))
         counts = ", ".join(
             f"{count:,} {kind}" for count, kind in ((nonfinite, "inf/NaN"), (saturated, "saturated")) if count
         )
@@ -128,17 +128,17 @@ def unsafe_sites(
         # What overflowed was at least 65536.
         excess = [
             -math.log2(FP16_MAX / OVERFLOWED) if s.headroom_bits is None or s.amax == OVERFLOWED else -s.headroom_bits
-            for s in found.values()
+            for s in where.values()
         ]
         rows.append(
             UnsafeEntry(
                 signal=signal,
                 kind="broke",
-                regimes=list(found),
+                regimes=list(where),
                 nonfinite=nonfinite,
                 saturated=saturated,
                 excess_bits=max(0.0, *excess),
-                reason=f"{reason} in {', '.join(found)}",
+                reason=f"{reason} in {', '.join(where)}",
                 remedy=remedy,
             )
         )

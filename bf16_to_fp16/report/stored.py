@@ -57,17 +57,17 @@ class Packed:
 
 def read_packed(file: Path) -> Packed:
     """Return what a file of weights says of how it was made; raise UserError where it does not, or is damaged."""
-    found = way_back_of(file)
-    if found is None:
+    way_back = way_back_of(file)
+    if way_back is None:
         raise UserError(f"{file}: has no plan in its metadata, so convert did not write it; give what convert wrote")
     try:
-        plan, source = Plan.model_validate(found["plan"]), Source.model_validate(found["source"])
-        weights = WeightsEntry.model_validate(found["weights"])
+        plan, source = Plan.model_validate(way_back["plan"]), Source.model_validate(way_back["source"])
+        weights = WeightsEntry.model_validate(way_back["weights"])
     except ValidationError as error:
         raise UserError(f"{file}: the plan in its metadata is damaged; convert the source again") from error
     if not {source.dtype, *source.dtypes.values()} <= STORED:
         raise UserError(f"{file}: does not say what the source was; convert the source again")
-    return Packed(found["layout"], plan, source, weights)
+    return Packed(way_back["layout"], plan, source, weights)
 
 
 def recorded_target(folder: Path) -> str | None:
@@ -107,7 +107,7 @@ def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Ten
     """Return the source's tensors, by name, in place of which a plan wrote others; raise UserError where ``source``
     does not hold these very tensors, unchanged."""
     check_centred(layout, plan)
-    names, found = centred_tensors(layout, plan.centred_keys), {}
+    names, tensors = centred_tensors(layout, plan.centred_keys), {}
     for name in sorted({*names, *source.replaced}):
         entry, dtype = source.replaced.get(name), SAFETENSORS_DTYPES.get(source.dtypes.get(name, str(source.dtype)))
         if entry is None or dtype is None or name not in names:
@@ -121,5 +121,5 @@ def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Ten
             values = b""
         if hashlib.sha256(values).hexdigest() != entry.sha256 or len(values) != math.prod(shape) * dtype.itemsize:
             raise UserError(f"the original of {name} in the report was changed; take the one that convert wrote")
-        found[name] = torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
-    return found
+        tensors[name] = torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
+    return tensors

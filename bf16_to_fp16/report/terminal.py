@@ -316,17 +316,19 @@ def print_attack(screen: Output, attack: schema.AttackEntry, certificate: schema
         f" {wording.below_limit(attack.worst_headroom_bits)}"
     )
     # Where fp16 gave inf or NaN it may have come from a site before: how large a site is by itself, fp32 shows.
-    found = {s.name: s.worst if s.worst <= FP16_MAX else s.fp32 for s in attack.sites}
-    ranked = sorted((s for s in attack.sites if s.name in bounds), key=lambda s: found[s.name] / s.limit, reverse=True)
+    largest = {s.name: s.worst if s.worst <= FP16_MAX else s.fp32 for s in attack.sites}
+    ranked = sorted(
+        (s for s in attack.sites if s.name in bounds), key=lambda s: largest[s.name] / s.limit, reverse=True
+    )
     columns = (
         names("site"),
         numbers("random", "random", wording.reached),
-        numbers("found", lambda site: found[site.name], wording.reached),
+        numbers("found", lambda site: largest[site.name], wording.reached),
         numbers("bound", lambda site: bounds[site.name], bound_of),
         numbers("limit", "limit", plain),
         numbers(
             "bound / found",
-            lambda site: wording.times(wording.tightness(bounds[site.name], found[site.name])).replace("–", "-"),
+            lambda site: wording.times(wording.tightness(bounds[site.name], largest[site.name])).replace("–", "-"),
             str,
         ),
     )
@@ -494,7 +496,7 @@ def figure_rows(report: schema.Report) -> list[tuple[str, str]]:
         rows.append((f"{measure}, output in fp16", f"{error_of(close.kl_fp16)}{ratio(close.kl_bf16, close.kl_fp16)}"))
         if close.kl_fp32 is not None:
             same = ": the same function, to the bit" if close.exact else ""
-            rows.append((f"{measure}, output's weights in fp32", f"{error_of(close.kl_fp32)}{same}"))
+            rows.append((f"{measure}, the converted weights in fp32", f"{error_of(close.kl_fp32)}{same}"))
         if finetune is not None and finetune.fidelity is not None:
             rows.append((f"{measure} of the original, output in fp16", error_of(finetune.fidelity.kl_fp16)))
         if finetune is not None and finetune.holds_bounds:

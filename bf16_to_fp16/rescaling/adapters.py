@@ -80,15 +80,15 @@ def scaled_adapter(
     check_plan_fits(layout, plan)
     named = tensors_by_module(layout)
     embeddings = {part_of(name)[0] for name in tensors if name.endswith(".lora_embedding_A")}
-    found = {}
+    scaled = {}
     for name, values in tensors.items():
         target, part = part_of(name)
         check_known(name, target, layout, named)
         if part is not None and part.magnitude and target in embeddings:
             part = replace(part, axes=(1,))  # PEFT turns an embedding's weight over
         factor = 1.0 if layout.tied or target != layout.family.head else head_gain
-        found[name] = on_tensor(name, values, named[target], part, plan, factor)
-    return found
+        scaled[name] = on_tensor(name, values, named[target], part, plan, factor)
+    return scaled
 
 
 def on_tensor(
@@ -198,7 +198,7 @@ def merged_update(tensors: Mapping[str, Tensor], layout: Layout, scaling: Mappin
     scaling: by module path, alpha/r or what the adapter has in its place. Raises UserError for an adapter that is on
     something else, lacks a half, or of which two parts are on one tensor.
     """
-    found: dict[str, Tensor] = {}
+    updates: dict[str, Tensor] = {}
     named = tensors_by_module(layout)
     for name, values in tensors.items():
         target, part = part_of(name)
@@ -212,7 +212,7 @@ def merged_update(tensors: Mapping[str, Tensor], layout: Layout, scaling: Mappin
             raise UserError(f"{name}: has no A of its rank beside it; save the adapter again")
         update = values.float() @ other.float() * scaling[target.rpartition(".")[0]]
         tensor = named[target].name
-        if tensor in found:
+        if tensor in updates:
             raise UserError(f"{name}: is the second that is merged into {tensor}; merge it with merge_and_unload()")
-        found[tensor] = update.T if "_embedding_" in part.suffix else update
-    return found
+        updates[tensor] = update.T if "_embedding_" in part.suffix else update
+    return updates

@@ -56,16 +56,18 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
     attributes are multiplied by 4^r, also where no config could say so (LayerNorm).
     """
     check_plan_fits(layout, plan)
-    found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     done: set[int] = set()
     with torch.no_grad():
         # Of weights that are not scaled yet.
         replaced = centred_tensors(layout, plan.centred_keys).items()
-        centred = {name: centred_tensor(found.__getitem__, layout, name, w) for name, w in replaced}
+        centred = {name: centred_tensor(parameters.__getitem__, layout, name, w) for name, w in replaced}
         for name, values in centred.items():
-            found[name].copy_(values)
+            parameters[name].copy_(values)
         for name, tensor in layout.tensors.items():
-            parameter = found[name]
+            parameter = parameters[name]
             if id(parameter) in done:
                 continue
             done.add(id(parameter))

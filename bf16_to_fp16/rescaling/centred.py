@@ -24,9 +24,16 @@ def centrable(layout: Layout) -> tuple[Attention, ...]:
     """Return the attentions of a layout whose key bias may be any vector and that read a norm with a bias, and those
     that hold a table of position biases."""
 
-    def free(w: Attention) -> bool:
-        between = w.rotary, w.query_norm, w.key_norm, w.cap, w.radius, w.fused
-        needed = f"{w.key}.bias", f"{norm_of_keys(layout, w)}.bias"
+    def free(attention: Attention) -> bool:
+        between = (
+            attention.rotary,
+            attention.query_norm,
+            attention.key_norm,
+            attention.cap,
+            attention.radius,
+            attention.fused,
+        )
+        needed = f"{attention.key}.bias", f"{norm_of_keys(layout, attention)}.bias"
         return not any(between) and all(name in layout.tensors for name in needed)
 
     return tuple(w for w in layout.topology if isinstance(w, Attention) and (free(w) or tables_of(w)))
@@ -44,8 +51,8 @@ def norm_of_keys(layout: Layout, attention: Attention) -> str:
 
 def centred_tensors(layout: Layout, attentions: Collection[str]) -> dict[str, Attention]:
     """Return the centrable attentions at these paths by the names of what is replaced: a key bias, or tables."""
-    chosen = [w for w in centrable(layout) if w.at in attentions]
-    return {name: w for w in chosen for name in tables_of(w) or (f"{w.key}.bias",)}
+    chosen = [attention for attention in centrable(layout) if attention.at in attentions]
+    return {name: attention for attention in chosen for name in tables_of(attention) or (f"{attention.key}.bias",)}
 
 
 def centred_tensor(weights: TensorReader, layout: Layout, name: str, attention: Attention) -> Tensor:

@@ -78,7 +78,11 @@ def least(exponents: OfChannels) -> int:
 
 def sites_of(layout: Layout) -> dict[str, str]:
     """Return by signal with a price the site that tells whether it has to fall, as the audit names it."""
-    scores = {f"{w.at}.scores": f"{w.at}:scores" for w in layout.topology if isinstance(w, Attention)}
+    scores = {
+        f"{attention.at}.scores": f"{attention.at}:scores"
+        for attention in layout.topology
+        if isinstance(attention, Attention)
+    }
     return {name: scores.get(name) or s.seen[0].module for name, s in layout.signals.items() if s.kind.has_price}
 
 
@@ -111,27 +115,33 @@ def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> 
 def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
     """Return by signal with a price the bits by which each of its channels passes ``limit``: fp64 [channels], or []
     for one number, as of scores that were observed, where nothing says which head reached the largest."""
-    found = {}
+    excess = {}
     for signal in layout.signals.values():
         if not signal.kind.has_price:
             continue
         bits = [excess_bits(reached.amax.double(), limit) for _, reached in known_points(ranges, signal)]
         if bits:
-            found[signal.name] = torch.stack([b for b in bits if len(b) == len(bits[0])]).amax(0)
-    for w in layout.topology:
-        if isinstance(w, Experts) and (routing := f"{w.classifier}.routing") in found:
-            found[routing] = found[routing].amax()  # so that each token goes to the expert that it goes to
-        if isinstance(w, Attention) and w.at in ranges and (seen := ranges[w.at].scores) is not None:
+            excess[signal.name] = torch.stack([b for b in bits if len(b) == len(bits[0])]).amax(0)
+    for attention in layout.topology:
+        if isinstance(attention, Experts) and (routing := f"{attention.classifier}.routing") in excess:
+            excess[routing] = excess[routing].amax()  # so that each token goes to the expert that it goes to
+        if (
+            isinstance(attention, Attention)
+            and attention.at in ranges
+            and (seen := ranges[attention.at].scores) is not None
+        ):
             if (each := seen.excess_bits) is None:
-                found[f"{w.at}.scores"] = excess_bits(torch.tensor(seen.largest, dtype=torch.float64), limit)
+                excess[f"{attention.at}.scores"] = excess_bits(torch.tensor(seen.largest, dtype=torch.float64), limit)
             else:
                 # A norm's gains are the same for all heads.
-                found[f"{w.at}.scores"] = (
-                    each.amax() if w.query_norm and not w.norms_whole else each.repeat_interleave(layout.head_size(w))
+                excess[f"{attention.at}.scores"] = (
+                    each.amax()
+                    if attention.query_norm and not attention.norms_whole
+                    else each.repeat_interleave(layout.head_size(attention))
                 )
     if not layout.gives_probabilities:
-        found.pop(LOGITS, None)
-    return found
+        excess.pop(LOGITS, None)
+    return excess
 
 
 def exponents_for(bits: Tensor) -> OfChannels:

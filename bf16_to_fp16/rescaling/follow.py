@@ -21,8 +21,10 @@ from .plan import Exponents, Plan, check_plan_fits, exponents_of
 def exponents_by_parameter(model: torch.nn.Module, layout: Layout, plan: Plan) -> dict[torch.nn.Parameter, Exponents]:
     """Return the exponents of every parameter of ``model`` that ``plan`` has scaled, each once."""
     check_plan_fits(layout, plan)
-    found = dict(model.named_parameters(remove_duplicate=False))
-    return {found[name]: exponents_of(tensor, plan) for name, tensor in layout.tensors.items() if name in found}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        parameters[name]: exponents_of(tensor, plan) for name, tensor in layout.tensors.items() if name in parameters
+    }
 
 
 def follow(optimizer: torch.optim.Optimizer, exponents: Mapping[torch.nn.Parameter, Exponents]) -> None:

@@ -39,7 +39,9 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
         factors[f"{whose}attentions"] = 0
     if len(stacks) > 1:
         factors["cross_attentions"] = 0
-    brought = {w.gives: plan.stream_exponent(layout.streams[0]) for w in layout.projectors if w.gives}
+    brought = {
+        projector.gives: plan.stream_exponent(layout.streams[0]) for projector in layout.projectors if projector.gives
+    }
     return factors | brought
 
 

@@ -143,9 +143,9 @@ def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tenso
 
 def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
     """Return the exponents of one tensor: over its axes, the sum of ±the exponents of the signals that they carry."""
-    found = axis_exponents(tensor, plan)
-    scalar = sum(exponent for exponent in found if isinstance(exponent, int))
-    per_axis = [exponent if isinstance(exponent, torch.Tensor) else None for exponent in found]
+    exponents = axis_exponents(tensor, plan)
+    scalar = sum(exponent for exponent in exponents if isinstance(exponent, int))
+    per_axis = [exponent if isinstance(exponent, torch.Tensor) else None for exponent in exponents]
     return Exponents(scalar, per_axis[0], per_axis[1] if len(per_axis) > 1 else None, tensor.offset)
 
 

@@ -94,36 +94,36 @@ class Weights:
         spread = (heads, self.layout.heads(sublayer) // heads, values.shape[1] // heads)
         return spread_out(values.t(), spread).t()
 
-    def joined(self, sublayer: Sublayer, made: Tensor) -> Tensor:
+    def joined(self, sublayer: Sublayer, output: Tensor) -> Tensor:
         """Return what joins the stream of what a sublayer gives."""
-        return self.norm(sublayer.post_norm, made) if sublayer.post_norm else made
+        return self.norm(sublayer.post_norm, output) if sublayer.post_norm else output
 
     def fed(self, sublayer: FeedForward, x: Tensor) -> list[Tensor]:
         """Return what the linears of a feed-forward give, with the neurons before the last."""
         if sublayer.gate:
-            made = [self.linear(module, x) for module in dict.fromkeys((sublayer.gate, sublayer.linear))]
-            made = list(made[0].split(sublayer.fused, 1)) if sublayer.fused else made
-            made.append(self.activated(sublayer, made[0]) * made[1])
+            outputs = [self.linear(module, x) for module in dict.fromkeys((sublayer.gate, sublayer.linear))]
+            outputs = list(outputs[0].split(sublayer.fused, 1)) if sublayer.fused else outputs
+            outputs.append(self.activated(sublayer, outputs[0]) * outputs[1])
         else:
-            made = [self.linear(sublayer.linear, x)]
-            made.append(self.activated(sublayer, made[0]))
-        return [*made, self.linear(sublayer.output, made[-1])]
+            outputs = [self.linear(sublayer.linear, x)]
+            outputs.append(self.activated(sublayer, outputs[0]))
+        return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
     def handed_out(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
         """Return a router's logits, what ``fed`` gives inside of each token's first expert, and what all give."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         for number in numbers.unique().tolist():
             tokens, places = torch.where(numbers == number)
             *inside, output = self.fed(sublayer.experts[number], x[tokens])
-            made = made or [x.new_zeros(len(x), value.shape[1]) for value in (*inside, output)]
-            for whole, value in zip(made, inside, strict=False):
+            outputs = outputs or [x.new_zeros(len(x), value.shape[1]) for value in (*inside, output)]
+            for whole, value in zip(outputs, inside, strict=False):
                 whole[tokens[places == 0]] = value[places == 0]
-            made[-1].index_add_(0, tokens, output * shares[tokens, places, None])
+            outputs[-1].index_add_(0, tokens, output * shares[tokens, places, None])
         if sublayer.shared is not None:
-            made[-1] += self.fed(sublayer.shared, x)[-1]
-        return [logits, *made]
+            outputs[-1] += self.fed(sublayer.shared, x)[-1]
+        return [logits, *outputs]
 
     def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return which experts take each token and what their outputs are multiplied with, by a router's logits:
@@ -141,8 +141,8 @@ class Weights:
     def activated(self, sublayer: FeedForward, x: Tensor) -> Tensor:
         from transformers.activations import ACT2FN
 
-        made: Tensor = ACT2FN[sublayer.activation](x)
-        return made
+        activated: Tensor = ACT2FN[sublayer.activation](x)
+        return activated
 
 
 @dataclass
@@ -219,13 +219,13 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
     return typical
 
 
-def neuron_slopes(weights: Weights, sublayer: FeedForward, made: Sequence[Tensor]) -> list[Tensor]:
+def neuron_slopes(weights: Weights, sublayer: FeedForward, outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return what each neuron gains with each linear's output, [tokens, neurons]; made: what the linears give."""
     with torch.enable_grad():
-        x = made[0].detach().requires_grad_()
+        x = outputs[0].detach().requires_grad_()
         y = weights.activated(sublayer, x)
         (slope,) = torch.autograd.grad(y.sum(), x)
-    return [slope * made[1], y.detach()] if sublayer.gate else [slope]
+    return [slope * outputs[1], y.detach()] if sublayer.gate else [slope]
 
 
 def through(weights: Weights, sublayer: FeedForward, rows: Tensor, typical: Slopes) -> Tensor:

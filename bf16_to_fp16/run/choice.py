@@ -169,17 +169,19 @@ def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Te
     read: dict[str, list[Tensor]] = {}
     for sublayer in sublayers:
         for feed in feeds[sublayer.entrance]:
-            made = [weights.before(sublayer.norm, matrix) for matrix in weights.into_neurons(feed)]
+            matrices = [weights.before(sublayer.norm, matrix) for matrix in weights.into_neurons(feed)]
             adds = weights.matrix(feed.output).norm(dim=0)
-            for x in made:
+            for x in matrices:
                 adds = adds * x.norm(dim=1)
             best = adds.argsort(descending=True, stable=True)[:neurons]
-            read.setdefault(sublayer.entrance, []).extend(x[best] for x in made)
+            read.setdefault(sublayer.entrance, []).extend(x[best] for x in matrices)
         if isinstance(sublayer, Attention):
             modules = (sublayer.query, sublayer.key, sublayer.value)
-            made = [weights.before(sublayer.norm, weights.matrix(module)) for module in modules]
-            read[sublayer.entrance] = [x[x.norm(dim=1).argsort(descending=True, stable=True)[:first]] for x in made]
-    pulled = pulled_back(weights, {path: torch.cat(made) for path, made in read.items()}, slopes(weights, sample))
+            matrices = [weights.before(sublayer.norm, weights.matrix(module)) for module in modules]
+            read[sublayer.entrance] = [x[x.norm(dim=1).argsort(descending=True, stable=True)[:first]] for x in matrices]
+    pulled = pulled_back(
+        weights, {path: torch.cat(matrices) for path, matrices in read.items()}, slopes(weights, sample)
+    )
     places = torch.arange(sum(map(len, pulled.values())))
     groups: list[Tensor] = []
     gated: list[tuple[Tensor, Tensor]] = []

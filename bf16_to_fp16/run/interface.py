@@ -17,7 +17,7 @@ from .stock import described, setting, vocabulary_of
 def class_in(config: Any) -> StockClass | None:
     """Return the stock class that a config names, as its family or else it itself says; None where it names none."""
     names = getattr(config, "architectures", None) or ()
-    return next((found for look in (class_named, described) for name in names if (found := look(name))), None)
+    return next((stock for look in (class_named, described) for name in names if (stock := look(name))), None)
 
 
 def config_of(model: Any) -> Any:

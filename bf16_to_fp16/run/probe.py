@@ -30,6 +30,7 @@ from . import batch as kinds
 from . import choice, interface
 from .batch import GENERATED_TOKENS, LOGIT_BUDGET, Batch, ended, seeded, stack
 from .padding import bearable, bearable_as_one, is_blind, padded, padded_left
+from .products import FastProducts
 from .stock import setting, vocabulary_of
 from .tokenizer import tokenised
 
@@ -152,7 +153,8 @@ def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int =
     None for a small one, of which it runs all."""
     if is_small(config):
         return None
-    return choice.chosen(source, layout, interface.special_ids(config), seeded(seed))
+    with FastProducts():
+        return choice.chosen(source, layout, interface.special_ids(config), seeded(seed))
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:

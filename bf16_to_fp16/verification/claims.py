@@ -46,9 +46,9 @@ def concluded(report: Report, data: Mapping[str, Any]) -> dict[str, Any]:
     certificate = report.certificate
     proven = certificate is not None and all(site.largest <= site.limit for site in certificate.sites)
     clean = not report.unsafe and not report.broken_regimes and (bool(report.regimes) or proven)
-    found: dict[str, Any] = {"verdict": "safe" if clean else "unsafe"}
+    follows: dict[str, Any] = {"verdict": "safe" if clean else "unsafe"}
     if clean:
-        found["proof"] = "certified" if proven else "observed"
+        follows["proof"] = "certified" if proven else "observed"
     if certificate is not None:
         seen = found_values(report)
         sites = [
@@ -56,10 +56,10 @@ def concluded(report: Report, data: Mapping[str, Any]) -> dict[str, Any]:
             for entry, site in zip(data["certificate"]["sites"], certificate.sites, strict=True)
         ]
         least = min((site["headroom_bits"] for site in sites), default=math.inf)
-        found["certificate"] = data["certificate"] | {"holds": proven, "headroom_bits": least, "sites": sites}
+        follows["certificate"] = data["certificate"] | {"holds": proven, "headroom_bits": least, "sites": sites}
     if not other_release(report):
-        found["unsafe"] = [dump(entry) for entry in expected_unsafe(report)]
-    return found
+        follows["unsafe"] = [dump(entry) for entry in expected_unsafe(report)]
+    return follows
 
 
 def found_values(report: Report) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..checkpoint.hub import reading_from
 from ..checkpoint.places import CONVERTED, contained, local_folder
-from ..checkpoint.reader import subfolder_of
+from ..checkpoint.reader import fetched, subfolder_of
 from ..checkpoint.staging import check_free_space
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -61,7 +61,7 @@ def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Pr
 
     Raises UserError for a repository without a report, and where the disk has no room for it.
     """
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.hf_api import RepoFile
 
     repo, _, asked = source.partition("@")
@@ -75,13 +75,7 @@ def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Pr
         return commit, {entry.path.removeprefix(inside): entry.size for entry in files}
 
     def download(*names: str) -> Path:
-        patterns = [glob.escape(inside + name) for name in names]
-        return reading_from(
-            repo,
-            asked,
-            lambda: Path(snapshot_download(repo, revision=commit, allow_patterns=patterns, endpoint=endpoint), inside),
-            endpoint,
-        )
+        return fetched(source, [glob.escape(inside + name) for name in names], endpoint, commit)[0] / inside
 
     commit, sizes = reading_from(repo, asked, tree, endpoint)
     if REPORT not in sizes:

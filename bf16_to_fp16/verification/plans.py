@@ -111,11 +111,11 @@ def wrong_eps(layout: Layout, plan: Plan, source: Source, own_eps: float | None)
 
 def dtypes_of(config: Mapping[str, Any]) -> dict[str, object]:
     """Return what a config, and those inside it, say of the dtype, by key."""
-    found = {key: config[key] for key in DTYPE_KEYS if config.get(key) is not None}
+    dtypes = {key: config[key] for key in DTYPE_KEYS if config.get(key) is not None}
     for name, inner in config.items():
         if isinstance(inner, Mapping):
-            found |= {f"{name}.{key}": inner[key] for key in DTYPE_KEYS if inner.get(key) is not None}
-    return found
+            dtypes |= {f"{name}.{key}": inner[key] for key in DTYPE_KEYS if inner.get(key) is not None}
+    return dtypes
 
 
 def check_config(layout: Layout, checkpoint: Checkpoint, plan: Plan) -> list[Problem]:

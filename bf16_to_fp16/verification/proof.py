@@ -78,16 +78,16 @@ def check_tiers(
     ``ran``: whether the audit was repeated, without which nothing is known of what was observed."""
     problems = []
     for name, claim in report.tiers.items():
-        found = tiers.get(name)
-        if found is None:
+        computed = tiers.get(name)
+        if computed is None:
             reason = "is no tier of this program"
         elif claim.holds != (claim.proof is not None):
             reason = f"the report says that it holds: {claim.holds}, and by what: {claim.proof}"
-        elif claim.proof == "certified" and found.proof != "certified" and (ran or not certified[name]):
-            reason = f"the report says that it is certified, and {found.reason or 'it is only observed'}"
-        elif claim.proof == "observed" and ran and not found.holds:
-            reason = f"the report says that it was observed to hold, and {found.reason}"
-        elif other := sorted({*claim.runtimes} - {*found.runtimes}):
+        elif claim.proof == "certified" and computed.proof != "certified" and (ran or not certified[name]):
+            reason = f"the report says that it is certified, and {computed.reason or 'it is only observed'}"
+        elif claim.proof == "observed" and ran and not computed.holds:
+            reason = f"the report says that it was observed to hold, and {computed.reason}"
+        elif other := sorted({*claim.runtimes} - {*computed.runtimes}):
             reason = f"the report says that it stands for {shown(other[0])}, which it does not"
         else:
             continue

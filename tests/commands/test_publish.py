@@ -699,7 +699,6 @@ def test_finetune_publishes_what_it_made(run: Run, hub: HubServer, tmp_path: Pat
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     words = ("finetune", tmp_path / "recipe.yaml")
-    assert "then: bf16-to-fp16 publish OUT REPO_ID --public" in error_of(run(*words, "--public"))
     assert "is not a name" in error_of(run(*words, "--push-to", "a/b/c"))
     assert not (tmp_path / "out").exists() and hub.seen == []
     status, out, _ = run(*words, "--push-to", "me/tuned", "--json", "-")
@@ -731,13 +730,6 @@ def test_convert_says_what_stands_in_the_way_before_the_work(
     run: Run, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "is not a name" in error_of(run("convert", "nowhere", tmp_path / "o", "--push-to", "a/b/c"))
-    for gone, instead in (
-        ("--public", "publish OUT REPO_ID --public"),
-        ("--endpoint", "HF_ENDPOINT"),
-        ("--workers", ""),
-    ):
-        said = error_of(run("convert", "nowhere", tmp_path / "o", gone))
-        assert f"convert has no {gone} any more" in said and instead in said
     assert "Missing argument 'OUT'" in error_of(run("convert", "nowhere"))
     assert "dry run" in error_of(run("convert", "nowhere", "--push-to", "me/out", "--dry-run"))
     monkeypatch.delenv("HF_TOKEN")

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from support import tiny
 from support.contract import certified, layout_of
-from torch import Tensor
 
 from bf16_to_fp16 import convert
 from bf16_to_fp16.bounds.arithmetic import MAX_LENGTH
@@ -20,7 +19,6 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.agreement import agreed_layout
-from bf16_to_fp16.run.scaled_attention import SCALED, register
 
 
 def test_a_cap_on_scores_bounds_what_follows_it_and_not_the_scores() -> None:
@@ -47,29 +45,6 @@ def test_a_cap_that_a_config_sets_to_null_is_left_out_by_stock_code_too(
     assert layout.head is not None
     [attention] = [w for w in layout.topology if isinstance(w, Attention)]
     assert (layout.cap(attention), layout.cap(layout.head)) == caps
-
-
-def test_scaled_attention_has_the_cap_of_eager_attention() -> None:
-    register()
-    model = tiny.build("gemma2", 2, factor=1.0, attn_logit_softcapping=0.5).float()
-    ids = torch.arange(34).view(2, 17)
-    outputs: dict[str, Tensor] = {}
-    for attention in ("eager", SCALED):
-        model.set_attn_implementation(attention)
-        with torch.no_grad():
-            outputs[attention] = model(input_ids=ids).logits
-    assert torch.allclose(outputs["eager"], outputs[SCALED], rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(outputs["eager"], uncapped(model, ids), rtol=1e-2, atol=1e-2)
-
-
-def uncapped(model: torch.nn.Module, ids: Tensor) -> Tensor:
-    """Return the logits of a model whose attentions have no cap."""
-    for module in model.modules():
-        if hasattr(module, "attn_logit_softcapping"):
-            module.attn_logit_softcapping = None  # type: ignore[assignment]
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=ids).logits
-    return logits
 
 
 def test_gemmas_gelu_is_the_approximation_that_stock_code_takes_for_it(tmp_path: Path) -> None:

@@ -141,7 +141,6 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
     ("overrides", "wanted"),
     [
         (["penalty.headroom=3"], "unknown key penalty.headroom; did you mean penalty.headroom_bits?"),
-        (["compile=true"], "compile is fixed now; leave it out"),
         (["device=cuda"], "device cuda: this machine has no CUDA device that torch can use; choose auto or cpu"),
         (["out={source}"], "overlaps the source"),
         (["source=nowhere"], "nowhere is not a folder here"),

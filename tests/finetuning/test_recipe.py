@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.processes import in_parts
-from bf16_to_fp16.finetuning.recipe import FIXED, Data, Recipe, Schedule, keys, nearest_key, parse_recipe, read_recipe
+from bf16_to_fp16.finetuning.recipe import Data, Recipe, Schedule, keys, nearest_key, parse_recipe, read_recipe
 
 FIVE_LINES = """\
 source: org/model
@@ -117,17 +117,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path, unknown:
     assert message.startswith(f"{tmp_path / 'recipe.yaml'}: unknown key {unknown}; did you mean {nearest}?")
 
 
-def test_a_key_of_before_is_said_to_be_fixed(tmp_path: Path) -> None:
-    path = write(tmp_path, FIVE_LINES)
-    assert not FIXED & {key for key, *_ in keys()}
-    for key in ("compile", "optimizer.betas", "logging.wandb.project"):
-        assert refusal(path, f"{key}=1") == f"{path}: {key} is fixed now; leave it out"
-    overrides = ("schedule.warmup=5", "schedule.decay=linear", "stability.rewinds=3", "data.batch=2")
-    all_of_them = "schedule.warmup, schedule.decay, stability are fixed now; leave them out"
-    assert refusal(path, *overrides[:3]) == f"{path}: {all_of_them}"
-    assert "unknown key data.batch" in refusal(path, overrides[3], *overrides[:3])
-
-
 def test_a_misspelt_key_that_is_needed_is_unknown_rather_than_missing(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, "source: a\nout: b\ndata:\n  pth: c.txt\n"))
     assert message.startswith(f"{tmp_path / 'recipe.yaml'}: unknown key data.pth; did you mean data.path?")
@@ -145,37 +134,30 @@ def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
-        ("schedule.steps=-3", "schedule.steps is -3; it must be at least 1"),
-        ("schedule.steps=2.5", "schedule.steps is 2.5, a number; give a whole number"),
-        ("schedule.steps=many", "schedule.steps is 'many', text; give a whole number"),
-        ("schedule.steps='3'", "schedule.steps is '3', text; give a whole number"),
-        ("schedule.learning_rate=true", "schedule.learning_rate is true, a yes or no; give a number"),
-        ("schedule.learning_rate=0", "schedule.learning_rate is 0; it must be greater than 0"),
-        ("schedule.learning_rate=.inf", "schedule.learning_rate is inf, not finite; give a finite number"),
-        ("data.noise_density=1", "data.noise_density is 1; it must be less than 1"),
-        ("rescale=1", "rescale is 1, a whole number; give true or false"),
-        ("rescale=yes", "rescale is 'yes', text; give true or false"),
-        ("source=", "source is empty; give text"),
+        ("schedule.steps=-3", "schedule.steps is -3; it should be greater than or equal to 1"),
+        ("schedule.steps=2.5", "schedule.steps is 2.5; it should be a valid integer"),
+        ("schedule.steps='3'", "schedule.steps is '3'; it should be a valid integer"),
+        ("schedule.learning_rate=true", "schedule.learning_rate is true; it should be a valid number"),
+        ("schedule.learning_rate=.inf", "schedule.learning_rate is inf; it should be a finite number"),
+        ("data.noise_density=1", "data.noise_density is 1; it should be less than 1"),
+        ("rescale=1", "rescale is 1; it should be a valid boolean"),
+        ("source=", "source is null; it should be a valid string"),
         ("source='  '", "source is empty; give the checkpoint"),
-        ("out=7", "out is 7, a whole number; give text"),
-        ("data=texts.jsonl", "data is 'texts.jsonl', text; give a section"),
-        ("schedule=[1]", "schedule is [1], a list; give a section"),
-        ("target=full", "target is 'full'; use one of auto, half, norm-safe, fp16-accumulate, train"),
-        ("penalty.form=amax", "penalty.form is 'amax'; use one of smooth-max, none"),
-        ("optimizer.rounding=stochastik", "(nearest: stochastic)"),
+        ("data=texts.jsonl", "data is 'texts.jsonl'; it should be a section"),
+        ("schedule=[1]", "schedule is [1]; it should be a section"),
+        ("target=full", "target is 'full'; it should be 'auto', 'half', 'norm-safe', 'fp16-accumulate' or 'train'"),
         ("precision=[fp16, bf16]", "precision is [fp16, bf16]; use one of [fp16], [bf16, fp16], [fp32]"),
-        ("precision=int8", "precision is 'int8'; use one of fp16, bf16, fp32"),
+        ("precision=int8", "precision is 'int8'; it should be 'fp16', 'bf16' or 'fp32'"),
         ("precision=[]", "precision is []; use one of"),
         ("optimizer.rounding=kahan", "optimizer: rounding kahan is for weights of bf16 or fp16"),
-        ("schedule.warmup=11", "schedule.warmup is fixed now; leave it out"),
         ("precision=fp16; schedule.bf16_steps=5", "schedule.bf16_steps is for precision [bf16, fp16]"),
         ("schedule={bf16_steps: 10, steps: 10}", "schedule: bf16_steps of 10 leaves no step for fp16"),
-        ("penalty.certify=maybe", "penalty.certify is 'maybe', text; give true, false or null"),
+        ("penalty.certify=maybe", "penalty.certify is 'maybe'; it should be a valid boolean"),
         ("penalty.certify=true; target=train", "penalty.certify is for target half, and target is train"),
         ("data={path: a, objective: gap-sentences, target_column: b}", "data: objective gap-sentences makes its own"),
         ("data={path: a, input_column: b, target_column: b}", "data: input_column and target_column are the same"),
         ("data={}", "data.path is missing; add it: a .jsonl"),
-        ("seed=4294967296", "seed is 4294967296; it must be less than"),
+        ("seed=4294967296", "seed is 4294967296; it should be less than"),
         ("data.path.x=1", "data.path is not a section"),
     ],
 )
@@ -195,8 +177,7 @@ def test_an_override_without_key_and_value_is_refused(tmp_path: Path, override: 
     [
         ("", "the recipe is empty"),
         ("# only a comment\n", "the recipe is empty"),
-        ("- a\n- b\n", "`key: value` lines, not a list"),
-        ("hello", "`key: value` lines, not text"),
+        ("- a\n- b\n", "made of `key: value` lines"),
         ("source: a\nout: b\n", "data is missing"),
         (
             "out: b\n",

@@ -79,10 +79,12 @@ def test_each_module_here_is_a_runtime_of_its_name_known_before_any_is_imported(
     assert {"ctranslate2", "mlx-lm", "onnx-reference", "onnxruntime", "openvino"} <= set(NAMES)
     modules = [import_module(f"bf16_to_fp16.run.runtimes.{name.replace('-', '_')}") for name in NAMES]
     assert tuple(module.RUNTIME.name for module in modules) == NAMES
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["runtimes"]
-    assert {re.split(r"[<>=\[]", want)[0].replace("-", "_") for want in extra} == {
-        module.RUNTIME.package for module in modules
-    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    always, extra = (
+        {re.split(r"[<>=\[]", requirement)[0].replace("-", "_") for requirement in requirements}
+        for requirements in (project["dependencies"], project["optional-dependencies"]["runtimes"])
+    )
+    assert extra == {module.RUNTIME.package for module in modules} - always
     code = "import sys, bf16_to_fp16.run.runtimes; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
