@@ -17,8 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from torch import nn
 
 from bf16_to_fp16.losses.detector import events
@@ -136,6 +134,9 @@ def real(key: str = "loss") -> Curve:
 def grokking_svg() -> str:
     """Return both losses of the run that is kept as SVG for light and dark."""
     target = io.StringIO()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "losses", "font.size": 9}):
         figure = Figure(figsize=(7.5, 3.2), layout="constrained")
         axes = figure.subplots()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing listens there: a request fails at once
@@ -18,10 +17,9 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import pytest
 import torch
-from support import warm
+from support import brief, warm
 
-from bf16_to_fp16.report import figures
-from bf16_to_fp16.run import batch, probe
+from bf16_to_fp16.run import probe
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,9 +66,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what the imports made to itself: looking it over for garbage again and again took a tenth of the time."""
+    """Leave what the imports made to itself, and look seldom over the rest: looking for garbage took a tenth of the
+    time, and then a twentieth."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(5000)
 
 
 @pytest.fixture(autouse=True)
@@ -84,52 +84,35 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-NO_PICTURES = pytest.MonkeyPatch()
-PICTURES = ("pictures", "audit_pictures", "bracket_pictures", "curve_pictures")
-
-
 @pytest.fixture(scope="session", autouse=True)
-def no_pictures() -> Iterator[None]:
-    """Let pages have no pictures, whose drawing takes as long as a tiny model's plan."""
-    for name in PICTURES:
-        NO_PICTURES.setattr(figures, name, lambda _: [])
-    yield
-    NO_PICTURES.undo()
+def brief_runs() -> Iterator[tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]]:
+    """Let pages have no pictures, and the probe few batches."""
+    with pytest.MonkeyPatch.context() as drawing, pytest.MonkeyPatch.context() as probing:
+        brief.draw_nothing(drawing)
+        brief.probe_briefly(probing)
+        yield drawing, probing
 
 
 @pytest.fixture(scope="module")
-def pictures(no_pictures: None) -> Iterator[None]:
+def pictures(brief_runs: tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]) -> Iterator[None]:
     """Let a file's pages have them."""
-    NO_PICTURES.undo()
+    brief_runs[0].undo()
     yield
-    for name in PICTURES:
-        NO_PICTURES.setattr(figures, name, lambda _: [])
-
-
-WHOLE_PROBE = probe._probe
-LEFT_OUT = (batch.LONG, batch.REPEATED)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def brief_probe() -> Iterator[None]:
-    """Let the probe have one batch of each kind, and none that is only longer: what most tests look at is not what is
-    run."""
-
-    def brief(*given: Any, **options: Any) -> list[Any]:
-        first = {each.kind: each for each in reversed(WHOLE_PROBE(*given, **options))}
-        return [each for kind, each in reversed(first.items()) if kind not in LEFT_OUT]
-
-    probe._probe = brief
-    yield
-    probe._probe = WHOLE_PROBE
+    brief.draw_nothing(brief_runs[0])
 
 
 @pytest.fixture(scope="module")
-def whole_probe(brief_probe: None) -> Iterator[None]:
+def whole_probe(brief_runs: tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]) -> Iterator[None]:
     """Let a file's runs have all of it."""
-    brief, probe._probe = probe._probe, WHOLE_PROBE
+    brief_runs[1].undo()
     yield
-    probe._probe = brief
+    brief.probe_briefly(brief_runs[1])
+
+
+@pytest.fixture
+def whole_probe_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test's runs have all of it."""
+    monkeypatch.setattr(probe, "_probe", brief.WHOLE_PROBE)
 
 
 @pytest.fixture(scope="session")

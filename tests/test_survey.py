@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ def rows_of(out: Path) -> list[dict[str, str]]:
 
 
 def test_a_checkpoint_that_fails_is_a_row_and_the_next_run_does_what_is_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], warm_python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "executable", str(warm_python))  # of which the peak is that of a bare interpreter
     hot = tiny.save(tiny.build("t5-encoder", num_layers=2), tmp_path / "pipe" / "hot")
     broken = tmp_path / "broken"
     tiny.save(tiny.build("t5-encoder", num_layers=2), broken)
@@ -44,7 +46,7 @@ def test_a_checkpoint_that_fails_is_a_row_and_the_next_run_does_what_is_left(
     failed, done = rows_of(out)
     assert (failed["status"], failed["verdict"], failed["source"]) == ("failed", "", "broken")
     assert "model.safetensors" in failed["error"] and not failed["error"].startswith("error")
-    assert float(failed["seconds"]) > 0 and int(failed["peak_bytes"]) > 1e8
+    assert float(failed["seconds"]) > 0 and int(failed["peak_bytes"]) > 1e6
     (folder,) = (out / "checkpoints").glob("pipe-*")
     report = json.loads((folder / "fp16_report.json").read_text())
     largest = max(signal["before"] for signal in report["signals"])

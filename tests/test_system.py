@@ -104,7 +104,9 @@ EMPTY_AND_ALL = """
 import json
 import os
 import sys
+import support.brief
 
+support.brief.all_runs()
 os.mkdir("out")
 support.elsewhere.main(json.loads(sys.argv[1]))
 """

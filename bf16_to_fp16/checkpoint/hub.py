@@ -212,10 +212,7 @@ FAILURES: tuple[tuple[Condition, *tuple[str | None, ...]], ...] = (
         NOT_REACHED,
         "{host} cannot be reached; check the network and --endpoint (HF_ENDPOINT)",
     ),
-    (
-        is_nonsense,
-        "{host} does not answer as a Hub does ({first}); check HF_ENDPOINT (publish: --endpoint), proxies, logins",
-    ),
+    (is_nonsense, "{host} does not answer as a Hub does ({first}); check --endpoint (HF_ENDPOINT), proxies and logins"),
     (raised(*CUT), "the connection to {host} broke; {again}"),
     (raised("LocalEntryNotFoundError"), NOT_REACHED, None),
     (
@@ -258,10 +255,10 @@ def again(writing: bool, when: str = "") -> str:
     return " ".join(filter(None, ("run the same command again", when))) + goes_on
 
 
-def reading_from(repo: str, revision: str | None, work: Callable[[], T]) -> T:
+def reading_from(repo: str, revision: str | None, work: Callable[[], T], endpoint: str | None = None) -> T:
     """Return what ``work`` fetches from the Hub, tried again where the server fails for a moment; raise UserError where
     the repository, the revision, the permission, the network or the space is missing."""
     from huggingface_hub import get_token
 
-    with explained(repo, revision=revision, token=get_token()):
+    with explained(repo, endpoint=endpoint, revision=revision, token=get_token()):
         return with_retries(work)

@@ -57,7 +57,9 @@ def is_pipeline(folder: Path) -> bool:
     return (folder / MODEL_INDEX).is_file()
 
 
-def open_pipeline(source: str | Path, wanted: Callable[[str, str, Mapping[str, Any]], bool]) -> Pipeline | None:
+def open_pipeline(
+    source: str | Path, wanted: Callable[[str, str, Mapping[str, Any]], bool], endpoint: str | None = None
+) -> Pipeline | None:
     """Return the pipeline that a source (folder or Hub id, of which only small files are fetched here) is, else None.
     wanted: says by the pipeline's class, a component's name and its config.json whether it is to be converted. Raises
     UserError for a pipeline that holds nothing to convert, or was converted already."""
@@ -66,10 +68,10 @@ def open_pipeline(source: str | Path, wanted: Callable[[str, str, Mapping[str, A
         return None
     names: Sequence[str] | None = None
     if folder is None:
-        folder, revision = fetched(str(source), SMALL_FILES)
+        folder, revision = fetched(str(source), SMALL_FILES, endpoint)
         if not is_pipeline(folder):
             return None
-        names = list(hub_files(str(source), folder))
+        names = list(hub_files(str(source), folder, endpoint))
     if (folder / PIPELINE).is_file():
         raise UserError(f"{source} is a converted pipeline already; convert what it was made from")
     parts, kind = components(folder), class_of(folder)

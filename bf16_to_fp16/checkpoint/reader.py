@@ -110,11 +110,13 @@ def open_checkpoint(
     subfolder: str | None = None,
     *,
     config: Path | Mapping[str, Any] | None = None,
+    endpoint: str | None = None,
 ) -> Checkpoint:
     """Open the checkpoint in a local folder, in one file of weights or, where neither exists, under a Hub id
     ``org/name[@revision]``. subfolder: the model's folder below it, as in diffusers layouts, or in a file the prefix of
     its tensors' names. config: the config.json, or what it holds, that describes one file of weights, instead of the
-    one inferred. Raises UserError for anything that is not a complete checkpoint with plain weights."""
+    one inferred. endpoint: the Hub's address, by default the environment's. Raises UserError for anything that is not a
+    complete checkpoint with plain weights."""
     folder, revision = local_source(source), None
     if folder in VIEWS and subfolder is None:
         return VIEWS[folder]
@@ -127,7 +129,7 @@ def open_checkpoint(
     if config is not None:
         raise UserError(f"{source} has a config.json of its own; leave out --config, which is for single files")
     if folder is None:
-        folder, revision = download(str(source), subfolder)
+        folder, revision = download(str(source), subfolder, endpoint)
     if subfolder is not None:
         folder = subfolder_of(folder, subfolder)
     own_config = read_config(folder)
@@ -171,10 +173,10 @@ def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Pa
     return dict(sorted(tensors.items()))
 
 
-def download(source: str, subfolder: str | None) -> tuple[Path, str]:
+def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:
     """Fetch a Hub repository's small files and the weights that stock code would use; return the snapshot's folder
     and its commit. Raises UserError as ``reading_from`` does."""
-    inside, (folder, commit) = f"{subfolder}/" if subfolder else "", fetched(source, SMALL_FILES)
+    inside, (folder, commit) = f"{subfolder}/" if subfolder else "", fetched(source, SMALL_FILES, endpoint)
     modules = [f"{name}/*" for name in module_folders(folder)]
     for name in SINGLE_OR_SHARDED:
         names = [inside + name]
@@ -184,24 +186,31 @@ def download(source: str, subfolder: str | None) -> tuple[Path, str]:
                 continue
             placed = files.read_json(index, "index").get("weight_map")
             names = [inside + str(shard) for shard in set(placed.values())] if isinstance(placed, dict) else names
-        folder, _ = fetched(source, (*SMALL_FILES, *modules, *names), commit)
+        folder, _ = fetched(source, (*SMALL_FILES, *modules, *names), endpoint, commit)
         if (folder / names[0]).exists():
             break
     return folder, commit
 
 
-def fetched(source: str, patterns: Sequence[str], commit: str | None = None) -> tuple[Path, str]:
+def fetched(
+    source: str, patterns: Sequence[str], endpoint: str | None = None, commit: str | None = None
+) -> tuple[Path, str]:
     """Fetch the files of a Hub repository that ``patterns`` describe, at ``commit`` or at what ``source`` names; return
     the snapshot's folder and its commit. Raises UserError as ``download`` does."""
     from huggingface_hub import snapshot_download
 
     repo, _, revision = source.partition("@")
     at = commit or revision or None
-    folder = reading_from(repo, at, lambda: Path(snapshot_download(repo, revision=at, allow_patterns=list(patterns))))
+    folder = reading_from(
+        repo,
+        at,
+        lambda: Path(snapshot_download(repo, revision=at, allow_patterns=list(patterns), endpoint=endpoint)),
+        endpoint,
+    )
     return folder, folder.name
 
 
-def hub_files(source: str, folder: Path) -> dict[str, int]:
+def hub_files(source: str, folder: Path, endpoint: str | None = None) -> dict[str, int]:
     """Return the files of a Hub repository with their sizes in bytes, at the commit of the snapshot ``folder``; without
     a network those that the snapshot has. Raises UserError as ``download`` does."""
     from huggingface_hub import HfApi, constants
@@ -212,10 +221,10 @@ def hub_files(source: str, folder: Path) -> dict[str, int]:
     repo = source.partition("@")[0]
 
     def tree() -> dict[str, int]:
-        entries = HfApi().list_repo_tree(repo, revision=folder.name, recursive=True)
+        entries = HfApi(endpoint=endpoint).list_repo_tree(repo, revision=folder.name, recursive=True)
         return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
 
-    return reading_from(repo, folder.name, tree)
+    return reading_from(repo, folder.name, tree, endpoint)
 
 
 def module_folders(folder: Path) -> list[str]:

@@ -155,6 +155,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @click.option("--no-audit", is_flag=True, help="Run nothing: hashes, plan and certificate only.")
 @shared.subfolder
 @shared.device
+@shared.endpoint
 @shared.verbose
 @shared.json_file
 def verify_command(

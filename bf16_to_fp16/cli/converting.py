@@ -159,7 +159,7 @@ def whole_pipeline(source: str, options: Options) -> Pipeline | None:
     from ..checkpoint.pipeline import open_pipeline
     from ..families.known import is_converted_in
 
-    return open_pipeline(source, is_converted_in)
+    return open_pipeline(source, is_converted_in, None)
 
 
 def check_whole(source: str, recipe: Path | None, push_to: str | None) -> None:

@@ -11,7 +11,7 @@ import click
 from ..checkpoint.places import written_folder
 from ..errors import UserError
 from ..visible import show
-from .shared import FOLDER, SAFE, UNSAFE, Grouped, json_file, make_progress, write_result
+from .shared import FOLDER, SAFE, UNSAFE, Grouped, endpoint, json_file, make_progress, write_result
 
 if TYPE_CHECKING:
     from ..commands.convert import Conversion
@@ -69,9 +69,7 @@ def status_of(safe: bool, published: dict[str, Any] | None) -> int:
     metavar="FILE",
     help="A file that convert --layout wrote, to lie beside DIR's; repeatable.",
 )
-@click.option(
-    "--endpoint", metavar="URL", help="Address of the Hub; default: HF_ENDPOINT, else https://huggingface.co."
-)
+@endpoint
 @json_file
 def publish_command(
     folder: Path, repo_id: str, dry_run: bool, yes: bool, public: bool, json_file: str | None, **options: Any

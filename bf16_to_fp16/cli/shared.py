@@ -75,6 +75,10 @@ verbose = click.option("-v", "--verbose", is_flag=True, help="Print the tables o
 
 force = click.option("--force", is_flag=True, help="Replace OUT if this program wrote it and it holds nothing else.")
 
+endpoint = click.option(
+    "--endpoint", metavar="URL", help="Address of the Hub; default: HF_ENDPOINT, else https://huggingface.co."
+)
+
 EXPERT = {
     "config", "as_class", "plan", "eps", "margin_bits", "max_length", "max_shard_size", "seed", "sweep",
     "exact", "max_kl", "copy", "adapter", "attention", "train_mode", "attack_steps", "endpoint",

@@ -107,6 +107,7 @@ def convert(
     *,
     dry_run: bool = False,
     force: bool = False,
+    endpoint: str | None = None,
     progress: Progress | bool | None = None,
     **options: Unpack[GivenOptions],
 ) -> Conversion:
@@ -114,12 +115,13 @@ def convert(
     and measured.
 
     ``options`` are the fields of ``Options``, which says what each of them means. dry_run: plan only, write nothing.
-    force: replace an existing ``out``. Raises UserError for input that cannot be used; ``out`` then does not exist.
+    force: replace an existing ``out``. endpoint: the Hub's address, by default the environment's. Raises UserError for
+    input that cannot be used; ``out`` then does not exist.
     """
     asked = Options(**options)
     place = Destination(Path(out), force=force, dry_run=dry_run)
     run = convert_by if asked.layout == FOLDER_LAYOUT or dry_run else convert_to_file
-    return run(asked, source, place, progress=progress)
+    return run(asked, source, place, endpoint=endpoint, progress=progress)
 
 
 @quiet()
@@ -129,6 +131,7 @@ def convert_by(
     place: Destination,
     *,
     provenance: Provenance | None = None,
+    endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert as ``convert`` does, by ``options``; one step after the other, each from what the last one found."""
@@ -137,7 +140,7 @@ def convert_by(
     place.check(source)
     asked = None if options.target == AUTO else options.target
     stored = None if options.plan is None else read_plan_and_target(Path(options.plan), asked)
-    opened = open_source(source, options, place, progress)
+    opened = open_source(source, options, place, endpoint, progress)
     check_unconverted(opened.checkpoint)
     decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
     opened = opened.under(decided)
@@ -221,6 +224,7 @@ def convert_to_file(
     source: str | Path,
     place: Destination,
     *,
+    endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert as ``convert_by`` does, and leave one file in the layout that ``options`` ask for.
@@ -234,7 +238,7 @@ def convert_to_file(
     layout = LAYOUTS[options.layout]
     with scratch(place.out) as work:
         folder, file = work / place.out.name, work / "packed"
-        done = convert_by(options, source, Destination(folder), progress=progress)
+        done = convert_by(options, source, Destination(folder), endpoint=endpoint, progress=progress)
         report, drift = read(Report, done.report), done.plan.drift
         summary = {
             "layout": options.layout,

@@ -72,6 +72,7 @@ def convert_pipeline(
     copy: bool = False,
     dry_run: bool = False,
     force: bool = False,
+    endpoint: str | None = None,
     progress: Progress | bool | None = None,
     **options: Unpack[GivenOptions],
 ) -> PipelineConversion:
@@ -80,14 +81,14 @@ def convert_pipeline(
 
     It has as many parameters as ``convert``: those that are not here are the fields of ``Options``. copy: copy the
     other files instead of linking the large ones. dry_run: plan only, write nothing. force: replace an existing
-    ``out``. Raises UserError for a source that is no such pipeline, and where one of its encoders cannot be converted;
-    ``out`` then does not exist.
+    ``out``. endpoint: the Hub's address. Raises UserError for a source that is no such pipeline, and where one of its
+    encoders cannot be converted; ``out`` then does not exist.
     """
-    pipeline = open_pipeline(source, is_converted_in)
+    pipeline = open_pipeline(source, is_converted_in, endpoint)
     if pipeline is None:
         raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")
     place = Destination(Path(out), force=force, dry_run=dry_run)
-    return convert_pipeline_by(Options(**options), pipeline, place, copy=copy, progress=progress)
+    return convert_pipeline_by(Options(**options), pipeline, place, copy=copy, endpoint=endpoint, progress=progress)
 
 
 @quiet()
@@ -97,6 +98,7 @@ def convert_pipeline_by(
     place: Destination,
     *,
     copy: bool = False,
+    endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> PipelineConversion:
     """Convert as ``convert_pipeline`` does, by ``options``: the other files first, which costs least, then each
@@ -117,11 +119,11 @@ def convert_pipeline_by(
     if local:
         check_linears(pipeline.folder, uses)
     if place.dry_run:
-        planned = {n: converted(options, pipeline, uses, n, place, progress) for n in pipeline.encoders}
+        planned = {n: converted(options, pipeline, uses, n, place, endpoint, progress) for n in pipeline.encoders}
         return PipelineConversion({}, None, planned)
     with staged(place.out, force=place.force) as work:
         if not local:
-            fetch_others(pipeline, progress)
+            fetch_others(pipeline, endpoint, progress)
             check_linears(pipeline.folder, uses)
         nbytes, links = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
         encoders: list[schema.PipelineEntry] = []
@@ -129,7 +131,7 @@ def convert_pipeline_by(
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
-            done[name] = converted(options, pipeline, uses, name, Destination(work / name), progress)
+            done[name] = converted(options, pipeline, uses, name, Destination(work / name), endpoint, progress)
             encoders.append(entry_of(pipeline, name, done[name].report))
             readings += readings_of(pipeline, uses, name, done[name])
         for name, first in pipeline.same.items():
@@ -178,25 +180,31 @@ def readings_of(pipeline: Pipeline, uses: Uses, name: str, done: Conversion) -> 
 
 
 def converted(
-    options: Options, pipeline: Pipeline, uses: Uses, name: str, place: Destination, progress: Progress
+    options: Options,
+    pipeline: Pipeline,
+    uses: Uses,
+    name: str,
+    place: Destination,
+    endpoint: str | None,
+    progress: Progress,
 ) -> Conversion:
     """Return what the conversion of one encoder did; an error names its sub-folder."""
     asked = replace(options, subfolder=name, variant=name in pipeline.variants, as_class=uses.classes[name])
-    done = convert_by(asked, pipeline.source, place, progress=progress)
+    done = convert_by(asked, pipeline.source, place, endpoint=endpoint, progress=progress)
     if not place.dry_run and done.report["source"].get("revision") != pipeline.revision:
         raise UserError(f"{pipeline.source} was changed on the Hub meanwhile; run the same command again")
     return done
 
 
-def fetch_others(pipeline: Pipeline, progress: Progress) -> None:
+def fetch_others(pipeline: Pipeline, endpoint: str | None, progress: Progress) -> None:
     """Download the files of a pipeline that are not converted; raise UserError where the disk has no room for them."""
     from huggingface_hub import constants
 
-    sizes = hub_files(pipeline.source, pipeline.folder)
+    sizes = hub_files(pipeline.source, pipeline.folder, endpoint)
     nbytes = sum(sizes[name] for name in pipeline.others if not (pipeline.folder / name).exists())
     check_free_space(pipeline.source, nbytes, Path(constants.HF_HUB_CACHE))
     with progress.step(f"Fetching {counted(len(pipeline.others), 'file')} besides the encoders"):
-        fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], pipeline.revision)
+        fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], endpoint, pipeline.revision)
 
 
 def bring_others(

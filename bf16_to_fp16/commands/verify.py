@@ -73,16 +73,18 @@ def verify(
     data: str | None = None,
     run_model: bool = True,
     subfolder: str | None = None,
+    endpoint: str | None = None,
     device: str | torch.device = "auto",
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Check a converted checkpoint (folder, one file or Hub id) against its report and return what was found.
 
     original: the source (folder or Hub id) that the recorded plan is replayed on. data: text to audit on besides the
-    built-in probe. run_model: False leaves the audit out. subfolder: of the checkpoint in the source. device: auto,
-    cpu, cuda, cuda:N or mps. ``verdict`` is "safe" where every check holds and the report itself says so (of one file
-    its metadata, which list no hashes); ``problems`` names the others, ``as_reported`` says that they are those of an
-    unsafe checkpoint whose report is true. Raises UserError for a source that is not a converted checkpoint.
+    built-in probe. run_model: False leaves the audit out. subfolder: of the checkpoint in
+    the source. endpoint: the Hub's address. device: auto, cpu, cuda, cuda:N
+    or mps. ``verdict`` is "safe" where every check holds and the report itself says so (of one file its metadata, which
+    list no hashes); ``problems`` names the others, ``as_reported`` says that they are those of an unsafe checkpoint
+    whose report is true. Raises UserError for a source that is not a converted checkpoint.
     """
     progress = shown_by(progress)
     if data is not None and not run_model:
@@ -93,7 +95,7 @@ def verify(
     if Path(source).is_file():
         subject, files = packed_subject(Path(source)), 1
     else:
-        folder, revision, extra = locate(source, subfolder, progress)
+        folder, revision, extra = locate(source, subfolder, endpoint, progress)
         name = name if revision is None else str(source)
         report = read_recorded(folder)
         if original is not None and report.finetune is not None:
@@ -105,7 +107,7 @@ def verify(
             findings.add("files", check_files(folder, report, extra=extra, advance=advance))
     claim, problems = subject.claim, findings.problems
     if not problems:
-        origin = None if original is None else open_checkpoint(original)
+        origin = None if original is None else open_checkpoint(original, endpoint=endpoint)
         if origin is not None and (other := subject.source.class_in("after")) is not None:
             origin = read_as(origin, other)
         examine(subject, origin, data, findings, run_model=run_model, device=on, progress=progress)

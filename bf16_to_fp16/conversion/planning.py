@@ -108,10 +108,12 @@ class Opened:
         return self.before.spectra.under(read, changed_by(self.layout, self.edits) | lacking)
 
 
-def open_source(source: str | Path, options: Options, place: Destination, progress: Progress) -> Opened:
+def open_source(
+    source: str | Path, options: Options, place: Destination, endpoint: str | None, progress: Progress
+) -> Opened:
     """Open a source (folder or Hub id), classify its tensors, and gather what to run it on."""
     device = Device(options.device, progress)
-    checkpoint = opened_with_notes(source, options.subfolder, options.config, progress)
+    checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
     place.check(checkpoint.folder)
     checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
@@ -142,11 +144,15 @@ def as_it_is_loaded(checkpoint: Checkpoint, name: str | None, progress: Progress
 
 
 def opened_with_notes(
-    source: str | Path, subfolder: str | None, config: str | Path | None, progress: Progress
+    source: str | Path,
+    subfolder: str | None,
+    config: str | Path | None,
+    progress: Progress,
+    endpoint: str | None = None,
 ) -> Checkpoint:
     """Open a source and say what there is to say of how it was read."""
     path = None if config is None else Path(config)
-    checkpoint = open_checkpoint(source, subfolder, config=path)
+    checkpoint = open_checkpoint(source, subfolder, config=path, endpoint=endpoint)
     for note in checkpoint.notes:
         progress.say(note)
     return checkpoint

@@ -89,6 +89,7 @@ def finetune(
     force: bool = False,
     overrides: tuple[str, ...] = (),
     progress: Progress | bool | None = None,
+    endpoint: str | None = None,
 ) -> Conversion | None:
     """Finetune by ``recipe`` and return what ``convert`` made of the trained checkpoint; None on every process but the
     first.
@@ -108,7 +109,7 @@ def finetune(
     out = Path(recipe.out)
     check_recipe(recipe)
     check_out(out, recipe.source, force=force)  # before a download
-    checkpoint = open_checkpoint(recipe.source, recipe.subfolder)
+    checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
     check_out(out, recipe.source, checkpoint.folder, force=force)
     progress = shown_by(progress)
     run = train_on_device(recipe, checkpoint, progress, may_stop=not force)
@@ -275,6 +276,7 @@ def convert_or_finetune(
     source: str | Path,
     place: Destination,
     *,
+    endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert ``source`` as ``convert_by`` does; where rescaling alone leaves it unsafe, or without a certificate that
@@ -292,21 +294,21 @@ def convert_or_finetune(
     chosen = read_as.settled()
     check_recipe(chosen)
     check_out(out, source, force=force)
-    checkpoint = open_checkpoint(source, options.subfolder)
+    checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
     check_out(out, checkpoint.folder, force=force)
     check_run_folder(run_folder(chosen), chosen)
     with scratch(out, "rescaled") as beside:
         work = beside / out.name
         insists = bool(read_as.penalty.certify)
         asked = replace(options, target=read_as.planned_target, prove=insists)
-        result = convert_by(asked, source, Destination(work), progress=progress)
+        result = convert_by(asked, source, Destination(work), endpoint=endpoint, progress=progress)
         if result.safe and (not insists or result.report["proof"] == "certified"):
             put_in_place(work, out.absolute(), force=force)
             return replace(result, out=out)
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
     left = ("uncertified" if result.safe else "unsafe") + (f" ({worst})" if worst else "")
     progress.say(f"Rescaling alone leaves it {left}: finetuning")
-    finetuned = finetune(recipe, overrides=overrides, force=force, progress=progress)
+    finetuned = finetune(recipe, overrides=overrides, force=force, progress=progress, endpoint=endpoint)
     assert finetuned is not None  # the only process is the first one
     return finetuned
 

@@ -34,12 +34,14 @@ WRONG = {
 """What is said where something in it is not what convert writes."""
 
 
-def locate(source: str | Path, subfolder: str | None, progress: Progress) -> tuple[Path, str | None, list[str]]:
+def locate(
+    source: str | Path, subfolder: str | None, endpoint: str | None, progress: Progress
+) -> tuple[Path, str | None, list[str]]:
     """Return the folder of a converted checkpoint, the commit that a Hub id stood for (else None), and the files of
     its repository that its report does not know."""
     folder = local_folder(source, CONVERTED)
     if folder is None:
-        return fetch(str(source), subfolder, progress)
+        return fetch(str(source), subfolder, endpoint, progress)
     folder = folder if subfolder is None else subfolder_of(folder, subfolder)
     if not (folder / REPORT).exists():
         check_below(folder, [path.relative_to(folder).as_posix() for path in folder.glob(f"*/{REPORT}")])
@@ -53,7 +55,7 @@ def check_below(source: str | Path, reports: Sequence[str]) -> None:
         raise UserError(f"{source} has no {REPORT} of its own; give --subfolder {names}")
 
 
-def fetch(source: str, subfolder: str | None, progress: Progress) -> tuple[Path, str, list[str]]:
+def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Progress) -> tuple[Path, str, list[str]]:
     """Download what a repository's report lists and nothing else; return the folder, the commit, and the names of the
     repository's other files.
 
@@ -64,7 +66,7 @@ def fetch(source: str, subfolder: str | None, progress: Progress) -> tuple[Path,
 
     repo, _, asked = source.partition("@")
     inside = "" if subfolder is None else subfolder.strip("/") + "/"
-    api = HfApi()
+    api = HfApi(endpoint=endpoint)
 
     def tree() -> tuple[str, dict[str, int]]:
         commit = str(api.repo_info(repo, revision=asked or None).sha)
@@ -73,9 +75,9 @@ def fetch(source: str, subfolder: str | None, progress: Progress) -> tuple[Path,
         return commit, {entry.path.removeprefix(inside): entry.size for entry in files}
 
     def download(*names: str) -> Path:
-        return fetched(source, [glob.escape(inside + name) for name in names], commit)[0] / inside
+        return fetched(source, [glob.escape(inside + name) for name in names], endpoint, commit)[0] / inside
 
-    commit, sizes = reading_from(repo, asked, tree)
+    commit, sizes = reading_from(repo, asked, tree, endpoint)
     if REPORT not in sizes:
         check_below(repo, [name for name in sizes if name.endswith(f"/{REPORT}")])
         raise UserError(

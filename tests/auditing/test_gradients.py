@@ -13,8 +13,6 @@ from bf16_to_fp16.auditing.gradients import FIRST_EXPONENT, Gradients, measure_g
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.run.probe import batches
 
-pytestmark = pytest.mark.usefixtures("whole_probe")
-
 HEAD, VALUES = "lm_head", "decoder.block.0.layer.0.SelfAttention.v"
 LAST_ADD = "decoder.block.1.layer.2:add:grad"
 
@@ -22,7 +20,7 @@ LAST_ADD = "decoder.block.1.layer.2:add:grad"
 def model_of(**factors: float) -> tuple[Any, list[Any]]:
     """Return a small T5 that fits fp16, without dropout, with weights multiplied, and what to run it on."""
     torch.manual_seed(0)
-    model = tiny.gated(dropout_rate=0.0).float()
+    model = tiny.gated(dropout_rate=0.0, num_layers=2).float()
     for name, factor in factors.items():
         model.get_submodule({"head": HEAD, "values": VALUES}[name]).weight.data.mul_(factor)
     return model.train(), [batch for batch in batches(model.config, None, None) if not batch.generate][:2]

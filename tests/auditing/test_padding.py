@@ -22,8 +22,6 @@ from bf16_to_fp16.run.batch import Batch, run_batch, seen_padding
 from bf16_to_fp16.run.padding import is_blind
 from bf16_to_fp16.run.probe import batches
 
-pytestmark = pytest.mark.usefixtures("whole_probe")
-
 REAL, LONGEST = 6, 13
 
 
@@ -153,7 +151,9 @@ def test_padding_that_sees_nothing_is_nan_under_eager_attention_and_nothing_else
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(["embeddinggemma"], ["embeddinggemma", "llama", "mistral"]))
-def test_an_audit_runs_padding_that_sees_nothing_where_a_claim_stands_for_it(kind: str, tmp_path: Path) -> None:
+def test_an_audit_runs_padding_that_sees_nothing_where_a_claim_stands_for_it(
+    kind: str, whole_probe_once: None, tmp_path: Path
+) -> None:
     """So what bounds alone call safe is not called unsafe by a run, nor by one that is repeated."""
     model = with_low_scores(kind)
     source = tiny.save(model, tmp_path / "source")

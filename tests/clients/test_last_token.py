@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from support import tiny
+from support import sentences, tiny
+from support.sentences import embeddings
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from bf16_to_fp16 import audit, certify, convert, verify
@@ -53,26 +52,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mlp.gate_proj.weight[0] = (direction * 300).bfloat16()
         mlp.up_proj.weight[0] = (direction * 270).bfloat16()
         mlp.down_proj.weight[:, 0] *= 2.0**-8
-    tiny.save(model, folder)
+    folder.mkdir()
     tokenizer().save_pretrained(folder)
-    encoder = Transformer(str(folder))
-    pooling = Pooling(SHAPE["hidden_size"], pooling_mode="lasttoken")
-    whole = SentenceTransformer(modules=[encoder, pooling, Normalize()], prompts=PROMPTS, device="cpu")
-    whole.save(str(folder))
-    for weights in folder.glob("*.safetensors"):  # it saves the class without a head, in fp32
-        weights.unlink()
-    return tiny.save(model, folder)
-
-
-def embeddings(folder: Path, texts: list[str], dtype: torch.dtype, **options: Any) -> torch.Tensor:
-    model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype})
-    return torch.tensor(model.encode(texts, **options))
+    return sentences.save(model, folder, pooling="lasttoken", prompts=PROMPTS)
 
 
 def test_one_text_in_fp16_is_nan_and_audit_attack_and_certificate_find_it(source: Path) -> None:
     assert bool(embeddings(source, SAFE, torch.float16).isfinite().all())
     assert bool(embeddings(source, BROKEN, torch.float16).isnan().all())
-    report = audit(source, regimes=("half",), attack_steps=48)
+    report = audit(source, regimes=("half",), attack_steps=24)
     reasons = [reason for reason, ids in report["inputs"]["chosen"].items() if IMPORT in ids]
     assert report["verdict"] == "unsafe" and reasons == ["largest alone"]
     sites = {site["name"]: site for site in report["regimes"]["half"]["sites"]}
@@ -91,7 +79,7 @@ def test_the_conversion_mends_it_exactly_and_is_proven_to_the_vector(source: Pat
     for texts in (SAFE, BROKEN):
         wanted = embeddings(source, texts, torch.float32)
         assert torch.equal(embeddings(out, texts, torch.float32), wanted)
-        found = embeddings(out, texts, torch.float16).float()
+        found = embeddings(out, texts, torch.float16)
         assert float(torch.cosine_similarity(found, wanted).min()) > 0.9999
     for name in PROMPTS:
         made = embeddings(out, SAFE, torch.float32, prompt_name=name)

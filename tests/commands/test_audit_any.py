@@ -16,8 +16,6 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.progress import Progress
 
-pytestmark = pytest.mark.usefixtures("whole_probe")
-
 SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 24, "intermediate_size": 32}
 ONE_LAYER = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 32))}
 ONE_LAYER |= {"vocab_size": 97, "d_model": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2}

@@ -26,8 +26,6 @@ from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.verification.plans import check_plan
 
-pytestmark = pytest.mark.usefixtures("whole_probe")
-
 SHAPE = {
     "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128,

@@ -331,7 +331,7 @@ def test_single_files_lie_beside_the_folder_and_the_card_and_the_report_list_the
     )
     assert card_errors(card) == []
     assert single.name in {entry["name"] for entry in json.loads(there["fp16_report.json"])["output"]["files"]}
-    assert verify("me/out", run_model=False)["verified"]
+    assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
     down = Path(snapshot_download("me/out", endpoint=hub.endpoint, token=WRITER))
     undo(down, folder.parent / "back")
     # The folder here is as it was, and the same command has nothing to do.
@@ -385,7 +385,7 @@ def test_a_card_that_was_edited_goes_up_with_its_own_hash(run: Run, hub: HubServ
     (folder / "README.md").write_text(card)
     assert "edited since the conversion" in run("publish", folder, "me/out", "-y")[1]
     assert hub.files("me/out")["README.md"].decode() == card
-    found = verify("me/out", run_model=False)
+    found = verify("me/out", endpoint=hub.endpoint, run_model=False)
     assert found["verified"] and "edited before it was published" in found["not_checked"]["README.md"]
 
 
@@ -393,8 +393,8 @@ def test_a_checkpoint_below_a_repository_is_verified_by_its_folders_name(hub: Hu
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     hub.add("me/pipeline", {f"text_encoder_2/{name}": content for name, content in files.items()} | {"x": b""})
     with pytest.raises(UserError, match="of its own; give --subfolder text_encoder_2"):
-        verify("me/pipeline")
-    below = verify("me/pipeline", subfolder="text_encoder_2", run_model=False)
+        verify("me/pipeline", endpoint=hub.endpoint)
+    below = verify("me/pipeline", subfolder="text_encoder_2", endpoint=hub.endpoint, run_model=False)
     assert any("download the whole" in note for note in below["notes"])
     assert below["verified"] and below["source"]["revision"]
 
@@ -469,7 +469,7 @@ def test_the_audit_is_repeated_and_an_unsafe_checkpoint_says_so_or_stays(
     assert ModelCard(up["README.md"].decode()).text.lstrip().startswith("> **Unsafe in fp16.** Up to")
     assert ModelCard(up["README.md"].decode()).data.get("license") == "mit"
     assert json.loads(up["fp16_report.json"])["verdict"] == "unsafe" and b"Unsafe in fp16" in up["fp16_report.html"]
-    problems = verify("me/out")["problems"]
+    problems = verify("me/out", endpoint=hub.endpoint)["problems"]
     assert {p["check"] for p in problems} == {"certificate", "audit", "report"}
     assert any("inf/NaN" in p["reason"] and "finetune" in p["remedy"] for p in problems)
     hub.seen.clear()

@@ -156,9 +156,17 @@ def first_attention(model: Any) -> Attention:
 # --- architectures that hypothesis draws -----------------------------------------------------------------------------
 
 
-def on_examples(entry: tiny.Entry, count: int, check: Callable[[Drawn], None], **options: Any) -> None:
-    """Run a check on so many drawn architectures of a family."""
+Examples = Callable[..., None]
 
+
+@pytest.fixture
+def on_examples(pytestconfig: pytest.Config) -> Examples:
+    """Return what runs a check on so many drawn architectures of a family, half of them but in ``make test-all``."""
+    parts = 1 if pytestconfig.getoption("--exhaustive") else 2
+    return lambda entry, count, check, **options: run_on_examples(entry, count // parts, check, **options)
+
+
+def run_on_examples(entry: tiny.Entry, count: int, check: Callable[[Drawn], None], **options: Any) -> None:
     @settings(
         max_examples=count,
         deadline=None,
@@ -174,7 +182,7 @@ def on_examples(entry: tiny.Entry, count: int, check: Callable[[Drawn], None], *
 
 
 @each_family
-def test_all_couplings_are_exact_whatever_the_architecture(entry: tiny.Entry) -> None:
+def test_all_couplings_are_exact_whatever_the_architecture(entry: tiny.Entry, on_examples: Examples) -> None:
     def check(drawn: Drawn) -> None:
         model = drawn.build()
         check_classified(model)
@@ -184,14 +192,14 @@ def test_all_couplings_are_exact_whatever_the_architecture(entry: tiny.Entry) ->
 
 
 @each_family
-def test_no_bound_is_passed(entry: tiny.Entry) -> None:
+def test_no_bound_is_passed(entry: tiny.Entry, on_examples: Examples) -> None:
     factors = (2.0**-10, 1.0, 8.0)
-    on_examples(entry, 5, lambda drawn: check_bounds(drawn.build(), drawn.seed), factors=factors)
+    on_examples(entry, 6, lambda drawn: check_bounds(drawn.build(), drawn.seed), factors=factors)
 
 
 @pytest.mark.parametrize("entry", exhaustive.beyond(UNDONE, tiny.ENTRIES), ids=lambda entry: next(iter(entry.kinds)))
-def test_undo_gives_back_what_was_carried_over(entry: tiny.Entry) -> None:
-    on_examples(entry, 2, lambda drawn: check_round_trip(drawn.build(), drawn.dtype), factors=(1.0, 900.0))
+def test_undo_gives_back_what_was_carried_over(entry: tiny.Entry, on_examples: Examples) -> None:
+    on_examples(entry, 4, lambda drawn: check_round_trip(drawn.build(), drawn.dtype), factors=(1.0, 900.0))
 
 
 @each_family

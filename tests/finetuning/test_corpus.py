@@ -1,12 +1,9 @@
 """Denoising is exact, every example is seen once, and a stream continues bit for bit."""
 
-import gzip
 import itertools
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,287 +12,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support import causal, tiny
+from support.corpora import DEMO, END, PAD, TEXTS, TOKENIZERS, WORDS, Open, rebuilt, rng, same, taken
 
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, TrainingBatches, epoch_order
-from bf16_to_fp16.finetuning.objectives import (
-    GAP_RATIO,
-    conventions,
-    gap_sentences,
-    noise_counts,
-    noise_spans,
-    principal_sentences,
-    span_corruption,
-    split_sentences,
-    window_length,
-)
+from bf16_to_fp16.finetuning.corpus import Corpus, epoch_order
+from bf16_to_fp16.finetuning.objectives import conventions, noise_counts, split_sentences
 from bf16_to_fp16.finetuning.recipe import Data
 from bf16_to_fp16.run.interface import decoder_start
 
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
 torch.set_num_threads(1)
 
-DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
-TEXTS = (DEMO / "held_out.txt").read_text(encoding="utf-8").splitlines()
-PAD, END = 0, 1
-WORDS = sorted({piece for text in TEXTS for piece in re.findall(r"\w+|[^\w\s]", text)})
-CHARACTERS = sorted({letter for text in TEXTS for letter in text if not letter.isspace()})
 
-DENSITIES = st.floats(0.01, 0.9)
-SPANS = st.floats(1.0, 30.0)
-SEEDS = st.integers(0, 2**32 - 1)
-
-
-def rng(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-# ---- checkpoints' tokenizers -----------------------------------------------------------------------------------------
-
-
-def pieces(*special: str) -> list[tuple[str, float]]:
-    """A unigram vocabulary of the demo text's words and characters."""
-    words = [*(f"▁{word}" for word in WORDS), *WORDS, "▁", *CHARACTERS]
-    scores = {piece: -float(rank) - 10 * (len(piece) < 2) for rank, piece in enumerate(dict.fromkeys(words))}
-    return [(name, 0.0) for name in special] + [(p, s) for p, s in scores.items() if p not in special]
-
-
-def t5_like(extra: int = 100) -> Any:
-    vocabulary = pieces("<pad>", "</s>", "<unk>")
-    vocabulary += [(f"<extra_id_{k}>", 0.0) for k in range(extra - 1, -1, -1)]
-    return transformers.T5Tokenizer(vocab=vocabulary, extra_ids=extra)
-
-
-def mt5_like() -> Any:
-    vocabulary = pieces("<pad>", "</s>", "<unk>") + [(f"▁<extra_id_{k}>", 0.0) for k in range(99, -1, -1)]
-    return transformers.T5Tokenizer(vocab=vocabulary, extra_ids=0)
-
-
-def pegasus_like() -> Any:
-    names = ["<pad>", "</s>", "<mask_1>", "<mask_2>", *(f"<unk_{k}>" for k in range(2, 103)), "<unk>"]
-    return transformers.PegasusTokenizer(vocab=pieces(*names))
-
-
-def mbart_like() -> Any:
-    return transformers.MBartTokenizer(vocab=pieces("<pad>", "</s>", "<s>", "<unk>", "<mask>"), src_lang="ro_RO")
-
-
-TOKENIZERS: dict[str, Callable[[], Any]] = {
-    "t5": t5_like,
-    "umt5": lambda: t5_like(300),
-    "mt5": mt5_like,
-    "pegasus": pegasus_like,
-    "mbart": mbart_like,
-    "byt5": lambda: transformers.ByT5Tokenizer(extra_ids=125),
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        yield
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """Folder and configuration by kind of tokenizer."""
-    made = {}
-    for kind, make in TOKENIZERS.items():
-        folder = tmp_path_factory.mktemp(kind)
-        tokenizer = make()
-        tokenizer.save_pretrained(folder)
-        config = SimpleNamespace(
-            vocab_size=len(tokenizer), is_encoder_decoder=True, architectures=["ForConditionalGeneration"], to_dict=dict
-        )
-        made[kind] = (folder, config)
-    return made
-
-
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty rows of very different lengths."""
-    path = tmp_path_factory.mktemp("data") / "texts.txt"
-    path.write_text("\n".join(text[: 20 + 7 * k] for k, text in enumerate(TEXTS[:40])) + "\n", encoding="utf-8")
-    return path
-
-
-Open = Callable[..., Corpus]
-
-
-@pytest.fixture(scope="module")
-def opened(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> Open:
-    """Open the text file, or ``path``, with the tokenizer of a kind."""
-
-    def open_it(kind: str = "byt5", seed: int = 0, path: Path = text_file, **data: Any) -> Corpus:
-        folder, config = checkpoints[kind]
-        return Corpus(Data(path=str(path), **({"held_out": 0.0} | data)), folder, config, seed=seed)
-
-    return open_it
-
-
-# ---- span corruption -----------------------------------------------------------------------------------------------
-
-
-def rebuilt(source: Sequence[int], target: Sequence[int], sentinels: Sequence[int]) -> list[int]:
-    """Put every span of the target where its sentinel is in the input; none of the text's ids may be a sentinel."""
-    assert source[-1] == target[-1] == END
-    used = [token for token in target if token in sentinels]
-    assert used == list(sentinels[: len(used)]), "sentinels in order, each once"
-    assert [token for token in source if token in sentinels] == used
-    spans: dict[int, list[int]] = {}
-    for token in target[:-1]:
-        if token in sentinels:
-            spans[token] = []
-            latest = spans[token]
-        else:
-            latest.append(token)
-    assert all(spans.values()), "no span is empty"
-    return list(itertools.chain.from_iterable(spans.get(token, [token]) for token in source[:-1]))
-
-
-@given(length=st.integers(1, 700), density=DENSITIES, mean_span=SPANS, seed=SEEDS)
-@settings(max_examples=150, deadline=None)
-def test_every_token_is_kept_or_in_the_target_and_the_spans_rebuild_the_text(
-    length: int, density: float, mean_span: float, seed: int
-) -> None:
-    tokens = list(range(2, 2 + length))
-    sentinels = list(range(5000, 4000, -1))
-    spans = noise_spans(length, density, mean_span, rng(seed))
-    source, target = span_corruption(tokens, spans, sentinels, END)
-    kept = [token for token in source if token in set(tokens)]
-    taken = [token for token in target if token in set(tokens)]
-    assert sorted(kept + taken) == tokens
-    assert rebuilt(source, target, sentinels) == tokens
-    noise, count = noise_counts(length, density, mean_span)
-    assert (len(taken), len(spans)) == (noise, count)
-    assert (len(source), len(target)) == (length - noise + count + 1, noise + count + 1)
-    if length > 1:
-        assert kept[0] == tokens[0], "a text begins with kept tokens, as in T5"
-        assert all(a < b for (_, a), (b, _) in itertools.pairwise(spans)), "kept tokens separate spans"
-
-
-@given(length=st.integers(2, 5000), density=DENSITIES, mean_span=SPANS)
-def test_density_and_mean_length_are_the_nearest_there_are(length: int, density: float, mean_span: float) -> None:
-    noise, spans = noise_counts(length, density, mean_span)
-    assert 1 <= noise < length
-    assert 1 <= spans <= min(noise, length - noise)
-    assert abs(noise - length * density) <= 0.5 or noise in (1, length - 1)
-    assert abs(spans - noise / mean_span) <= 0.5 or spans in (1, length - noise)
-
-
-def test_the_lengths_are_those_of_t5() -> None:
-    # 512 ids of input are made from 568 of text and leave 114 of target: t5.data's random_spans_helper.
-    assert window_length(512, 114, 0.15, 3.0, 100) == 568
-    assert noise_counts(568, 0.15, 3.0) == (85, 28)
-    assert 568 - 85 + 28 + 1 == 512
-    assert 85 + 28 + 1 == 114
-
-
-@given(
-    input_length=st.integers(4, 600),
-    target_length=st.integers(4, 200),
-    density=DENSITIES,
-    mean_span=SPANS,
-    sentinels=st.integers(1, 100),
-)
-@settings(max_examples=100, deadline=None)
-def test_the_window_is_the_longest_that_fits(
-    input_length: int, target_length: int, density: float, mean_span: float, sentinels: int
-) -> None:
-    def fits(length: int) -> bool:
-        noise, spans = noise_counts(length, density, mean_span)
-        lengths = (length - noise + spans + 1, noise + spans + 1, spans)
-        return all(a <= b for a, b in zip(lengths, (input_length, target_length, sentinels), strict=True))
-
-    window = window_length(input_length, target_length, density, mean_span, sentinels)
-    assert all(fits(length) for length in range(1, window + 1))
-    assert not fits(window + 1)
-
-
-def test_all_ways_to_place_the_spans_are_equally_likely() -> None:
-    # 7 tokens, 3 of noise in 2 spans: 2 ways to cut the noise times 3 to cut the rest.
-    assert noise_counts(7, 0.43, 1.5) == (3, 2)
-    draws = 6000
-    seen = Counter(tuple(noise_spans(7, 0.43, 1.5, rng(k))) for k in range(draws))
-    assert len(seen) == 6
-    spread = math.sqrt(draws / 6 * (5 / 6))
-    assert all(abs(count - draws / 6) < 5 * spread for count in seen.values())
-
-
-# ---- gap sentences ---------------------------------------------------------------------------------------------------
-
-
-@given(st.text(alphabet="aA.!?。 \n\"')ß", max_size=60))
-def test_sentences_joined_are_the_text(text: str) -> None:
-    sentences = split_sentences(text)
-    assert "".join(sentences) == text
-    assert all(sentences)
-
-
-def test_sentences_end_where_people_would_end_them() -> None:
-    text = 'It rained. "Why?" She left (at 3.5 p.m. or so!) Then 今日は。明日も。\n\nEnd'
-    assert split_sentences(text) == [
-        "It rained. ",
-        '"Why?" ',
-        "She left (at 3.5 p.m. or so!) ",
-        "Then 今日は。",
-        "明日も。\n\n",
-        "End",
-    ]
-
-
-@given(st.lists(st.lists(st.sampled_from("abcd"), max_size=5).map(" ".join), min_size=1, max_size=6))
-def test_principal_sentences_are_ranked_by_rouge_1(sentences: list[str]) -> None:
-    def rouge(k: int) -> float:
-        one = sentences[k].split()
-        rest = [word for j, sentence in enumerate(sentences) if j != k for word in sentence.split()]
-        shared = (Counter(one) & Counter(rest)).total()
-        if not shared:
-            return 0.0
-        precision, recall = shared / len(one), shared / len(rest)
-        return 2 * precision * recall / (precision + recall)
-
-    ranked = principal_sentences(sentences)
-    assert sorted(ranked) == list(range(len(sentences)))
-    assert ranked == sorted(ranked, key=lambda k: (-round(rouge(k), 9), k))
-
-
-def test_the_sentence_that_repeats_the_others_words_comes_first() -> None:
-    sentences = ["A dog barked.", "The cat sat on the mat and the dog barked at the cat.", "Rain fell.", "A cat sat."]
-    assert principal_sentences(sentences)[0] == 1
-    second = {principal_sentences(sentences, rng(k))[1] for k in range(40)}
-    assert {0, 3} <= second <= {0, 1, 3}, "like scores change places by chance"
-
-
-@given(
-    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20),
-    room=st.integers(0, 100),
-    seed=SEEDS,
-)
-@settings(max_examples=150, deadline=None)
-def test_masked_sentences_are_the_target_and_rebuild_the_text(sizes: list[int], room: int, seed: int) -> None:
-    mask, tokens = 7, itertools.count(10)
-    sentences = [(f"word{k % 3} and{k}", [next(tokens) for _ in range(size)]) for k, size in enumerate(sizes)]
-    limit = max(sizes) + 1 + room
-    source, target = gap_sentences(sentences, mask=mask, end=END, target_length=limit, rng=rng(seed))
-    wanted = max(1, min(round(len(sizes) * GAP_RATIO), len(sizes) - 1))
-    assert 1 <= source.count(mask) <= wanted
-    if sum(sizes) < limit:
-        assert source.count(mask) == wanted
-    assert len(target) <= limit
-    # Whole sentences stand between the masks, so that the target's order alone tells which went where.
-    gone = [ids for _, ids in sentences if ids[0] in target]
-    assert target == [*itertools.chain.from_iterable(gone), END]
-    again = iter(gone)
-    filled = itertools.chain.from_iterable(next(again) if token == mask else [token] for token in source[:-1])
-    assert list(filled) == list(itertools.chain.from_iterable(ids for _, ids in sentences))
-
-
-# ---- tokenizers' conventions -----------------------------------------------------------------------------------------
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_sentinels_are_those_that_each_family_was_trained_with(checkpoints: dict[str, tuple[Path, Any]]) -> None:
@@ -425,9 +155,6 @@ def test_any_sentence_of_a_long_text_is_reached(opened: Open) -> None:
     assert seen >= set(corpus.tokenizer.convert_tokens_to_ids([f"▁{word}" for word in words]))
 
 
-# ---- the order of an epoch -------------------------------------------------------------------------------------------
-
-
 def test_grouping_makes_steps_of_like_lengths_in_a_mixed_order() -> None:
     sizes = rng(1).integers(10, 1000, 4000)
     position = 5  # three examples of the first step came from the epoch before
@@ -441,18 +168,6 @@ def test_grouping_makes_steps_of_like_lengths_in_a_mixed_order() -> None:
     assert padding(steps) < 0.03 < 0.3 < padding(mixed)
     means = steps.mean(axis=1)
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.15
-
-
-# ---- streams ---------------------------------------------------------------------------------------------------------
-
-
-def same(a: TrainingBatch, b: TrainingBatch) -> bool:
-    tensors = [(a.input_ids, b.input_ids), (a.attention_mask, b.attention_mask), (a.labels, b.labels)]
-    return a.examples == b.examples and all(torch.equal(x, y) for x, y in tensors if x is not None and y is not None)
-
-
-def taken(training_batches: TrainingBatches, batches: int) -> list[TrainingBatch]:
-    return list(itertools.islice(training_batches, batches))
 
 
 @pytest.mark.parametrize(("world", "accumulation", "size"), [(1, 1, 3), (2, 1, 3), (3, 2, 2)])
@@ -574,9 +289,6 @@ def test_a_corpus_smaller_than_a_step_repeats_evenly(opened: Open, tmp_path: Pat
     assert sorted(batch.examples) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, batch.examples[-1][1])]
 
 
-# ---- held out --------------------------------------------------------------------------------------------------------
-
-
 def test_held_out_rows_are_never_trained_on(opened: Open) -> None:
     corpus = opened(held_out=0.25, batch_size=4)
     out = {row for batch in corpus.held_out() for _, row in batch.examples}
@@ -619,188 +331,6 @@ def test_one_row_is_trained_on_and_none_is_held_out(opened: Open, tmp_path: Path
     corpus = opened(path=path, held_out=0.9)
     assert corpus.held_out() == []
     assert len(next(corpus.training_batches()).examples) == 8
-
-
-# ---- files and columns -----------------------------------------------------------------------------------------------
-
-ROWS = [{"input": f"question {k}", "target": "answer " * k + str(k), "note": k} for k in range(5)]
-
-
-def written(folder: Path, kind: str, rows: Sequence[dict[str, Any]]) -> Path:
-    path = folder / f"data{kind}"
-    if kind == ".jsonl":
-        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
-    elif kind == ".jsonl.gz":
-        path.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
-    elif kind == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    else:
-        lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".csv", ".parquet"])
-def test_pairs_are_read_from_every_kind_of_file(opened: Open, tmp_path: Path, kind: str) -> None:
-    corpus = opened("t5", path=written(tmp_path, kind, ROWS), batch_size=5)
-    assert corpus.objective == "pairs"
-    batch = next(corpus.training_batches())
-    assert batch.targets is not None and batch.labels is not None
-    assert sorted(batch.targets) == sorted(str(row["target"]) for row in ROWS)
-    for k, (_, row) in enumerate(batch.examples):
-        source = batch.input_ids[k][batch.attention_mask[k] == 1].tolist()
-        target = batch.labels[k][batch.labels[k] != -100].tolist()
-        assert source == corpus.tokenizer(f"question {row}")["input_ids"] and source[-1] == END
-        assert target == corpus.tokenizer(ROWS[row]["target"])["input_ids"] and target[-1] == END
-        assert bool((batch.labels[k] != PAD).all())
-
-
-NAMED = {"text": "not me", "document": "d", "summary": "s", "target": "t", "number": 1}
-
-
-@pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
-@pytest.mark.parametrize(
-    ("row", "columns", "text", "target"),
-    [
-        (NAMED, {"input_column": "document", "target_column": "summary", "objective": "none"}, "d", "s"),
-        (NAMED, {"target_column": "summary"}, "not me", "s"),
-        (NAMED, {"input_column": "document", "objective": "span-corruption"}, "d", None),
-        # A target that is named as the input is not its own answer, nor is a named target the input.
-        (NAMED, {"input_column": "target", "objective": "auto"}, "t", None),
-        ({"answer": "a", "question": "q", "other": "o"}, {"target_column": "answer"}, "q", "a"),
-        ({"target": "t", "answer": "a"}, {"target_column": "answer"}, "t", "a"),
-    ],
-)
-def test_columns_may_have_any_name(
-    opened: Open,
-    tmp_path: Path,
-    kind: str,
-    row: dict[str, Any],
-    columns: dict[str, str],
-    text: str,
-    target: str | None,
-) -> None:
-    corpus = opened("byt5", path=written(tmp_path, kind, [row]), **columns)
-    assert corpus.objective == ("span-corruption" if target is None else "pairs")
-    assert corpus.rows.read([0])[0][0] == text
-    targets = next(corpus.training_batches()).targets
-    assert targets is None if target is None else set(targets or ()) == {target}
-
-
-def test_long_pairs_are_cut_with_their_end(opened: Open, tmp_path: Path) -> None:
-    path = written(tmp_path, ".jsonl", [{"input": "word " * 5000, "target": "other " * 900}])
-    corpus = opened("t5", path=path, input_length=50, target_length=20)
-    batch = next(corpus.training_batches())
-    assert batch.labels is not None
-    assert (batch.input_ids.shape[1], batch.labels.shape[1]) == (50, 20)
-    assert batch.input_ids[0, -1] == batch.labels[0, -1] == END
-
-
-@pytest.mark.parametrize("kind", [".csv", ".jsonl"])
-def test_a_cell_is_text_whatever_it_looks_like(opened: Open, tmp_path: Path, kind: str) -> None:
-    cells = ["NA", "null", "12", "1e5", "2020-01-01", "true", "a b"]
-    corpus = opened(path=written(tmp_path, kind, [{"text": cell} for cell in cells]))
-    assert [text for text, _ in corpus.rows.read(range(7))] == cells
-
-
-def test_blank_rows_are_left_out_and_counted(opened: Open, tmp_path: Path) -> None:
-    path = written(tmp_path, ".jsonl", [{"text": text} for text in ("a b", "", "  ", "c d", "\u3000")])
-    corpus = opened(path=path, batch_size=2)
-    assert (corpus.describe()["rows"], corpus.describe()["blank"], corpus.describe()["training"]) == (5, 3, 2)
-    assert {row for batch in taken(corpus.training_batches(), 4) for _, row in batch.examples} == {0, 3}
-
-
-def test_a_folder_and_a_pattern_are_all_their_files(opened: Open, tmp_path: Path) -> None:
-    for k in range(3):
-        (tmp_path / f"part{k}.txt").write_text(f"line {k} a\nline {k} b\n", encoding="utf-8")
-    (tmp_path / "notes.md").write_text("not data", encoding="utf-8")
-    assert opened(path=tmp_path).describe()["rows"] == 6
-    assert opened(path=tmp_path / "part*.txt").describe()["rows"] == 6
-    (tmp_path / "more.csv").write_text("text\nx\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"files of several kinds \(\.csv, \.txt\)"):
-        opened(path=tmp_path)
-
-
-def test_a_file_that_changed_is_read_again(opened: Open, tmp_path: Path) -> None:
-    path = tmp_path / "changing.txt"
-    path.write_text("one\ntwo\n", encoding="utf-8")
-    assert opened(path=path).describe()["rows"] == 2
-    path.write_text("one\ntwo\nthree\n", encoding="utf-8")
-    assert opened(path=path).describe()["rows"] == 3
-
-
-def test_a_dataset_of_the_hub_is_asked_for_by_name_subset_and_split(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def load(*names: Any, **options: Any) -> Any:
-        asked.append((*names, options))
-        return datasets.Dataset.from_list([{"id": k, "text": f"row {k} of it"} for k in range(6)])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    corpus = opened(path="org/name", subset="en", split="train[:6]", batch_size=2)
-    assert asked[0] == ("org/name", "en", {"split": "train[:6]"})
-    training_batches = corpus.training_batches()
-    taken(training_batches, 4)
-    again = corpus.training_batches()
-    again.load_state_dict(json.loads(json.dumps(training_batches.state_dict())))
-    assert all(same(a, b) for a, b in zip(taken(again, 7), taken(training_batches, 7), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "wanted"),
-    [
-        ("blank.txt", b"\n \n", "no examples in it"),
-        ("empty.jsonl", b"", "no examples in it"),
-        ("blank.jsonl", b'{"text": ""}\n', "no examples in it"),
-        ("empty.csv", b"", "no examples in it"),
-        ("bad.txt", b"ab\xff\n", "not UTF-8 at byte 2; convert it to UTF-8"),
-        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
-        ("mixed.jsonl", b'{"text": "a"}\n{"text": 3}\n', "column 'text' holds something that is not text"),
-        ("bad.parquet", b"PAR1zz", "neither a readable file nor"),
-        ("bad.txt.gz", b"zz", "cannot be read"),
-        ("torn.txt.gz", gzip.compress(b"text\n" * 900, mtime=0)[:-20], "cannot be read"),
-        ("*.jsonl", None, "no file is called so"),
-    ],
-)
-def test_bad_data_is_one_line_of_what_to_do(
-    opened: Open, tmp_path: Path, name: str, content: bytes | None, wanted: str
-) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        taken(opened(path=path).training_batches(), 3)
-    message = str(caught.value)
-    assert "\n" not in message and str(path) in message
-    assert wanted in message
-
-
-@pytest.mark.parametrize(
-    ("kind", "side", "column"),
-    [
-        *itertools.product((".jsonl", ".csv", ".parquet"), ("input", "target"), ("body",)),
-        (".jsonl", "input", "note"),
-        (".parquet", "input", "note"),
-    ],
-)
-def test_a_column_that_is_not_there_or_no_text_is_named(
-    opened: Open, tmp_path: Path, kind: str, side: str, column: str
-) -> None:
-    with pytest.raises(UserError, match=f"column '{column}'") as caught:
-        opened(path=written(tmp_path, kind, ROWS), **{f"{side}_column": column})
-    wanted = "holds something that is not text" if column == "note" else "input, target, note"
-    assert wanted in str(caught.value)
-
-
-def test_a_row_without_a_target_is_named(opened: Open, tmp_path: Path) -> None:
-    path = written(tmp_path, ".jsonl", [{"input": "a", "target": "b"}, {"input": "c"}])
-    with pytest.raises(UserError, match="row 1 has no target; give every row one"):
-        next(opened(path=path).training_batches())
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def test_objectives_that_a_checkpoint_does_not_allow_are_refused(

@@ -53,16 +53,18 @@ def hub() -> Iterator[HubServer]:
     server.stop()
 
 
-def process_of_rank(launcher: subprocess.Popen[str], rank: str) -> psutil.Process:
-    for process in psutil.Process(launcher.pid).children(recursive=True):
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Return those that work in a folder, whoever began them."""
+    there = []
+    for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get("RANK") == rank:
-                return process
-    raise AssertionError(f"no process has rank {rank}")
+            if process.cwd() == str(folder):
+                there.append(process)
+    return there
 
 
 def test_from_a_wheel_to_the_hub_with_a_process_killed_on_the_way(
-    installed: Path, hub: HubServer, tmp_path: Path
+    installed: Path, hub: HubServer, warm_python: Path, tmp_path: Path
 ) -> None:
     source, empty = saved(tmp_path / "source", 1, dtype=torch.bfloat16), tmp_path / "empty"
     empty.mkdir()
@@ -85,15 +87,16 @@ def test_from_a_wheel_to_the_hub_with_a_process_killed_on_the_way(
     settings = [word for key, value in {"source": source, **SETTINGS}.items() for word in ("--set", f"{key}={value}")]
     launch = ["launch", "recipe.yaml", "--gpus", "2", "--run", *settings]
 
-    first = subprocess.Popen([*program, *launch], **start)  # type: ignore[call-overload]
+    # What is killed needs no wheel.
+    first = subprocess.Popen([warm_python, "-m", "bf16_to_fp16", *launch], **start)  # type: ignore[call-overload]
     try:
         for _ in range(6000):
             if list((empty / "flan-t5-base-fp16.run").glob("step-0000000[2-9]")):
                 break
             assert first.poll() is None, first.communicate()[1]
             time.sleep(0.02)
-        family = psutil.Process(first.pid).children(recursive=True)
-        process_of_rank(first, "1").kill()
+        family = processes_in(empty)
+        next(process for process in family if process.environ().get("RANK") == "1").kill()
         said, error = first.communicate(timeout=60)
     finally:
         if first.poll() is None:

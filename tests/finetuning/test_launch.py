@@ -35,8 +35,6 @@ from bf16_to_fp16.finetuning.states import read_state
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.run.texts import texts
 
-pytestmark = pytest.mark.usefixtures("whole_probe")
-
 ACCELERATE = ROOT / "launch" / "accelerate"
 DEEPSPEED = ROOT / "launch" / "deepspeed"
 STEPS = 6
@@ -52,6 +50,7 @@ from bf16_to_fp16.cli import main
 vars(trainer).update({SEARCHING})
 sys.exit(main(sys.argv[1:]))
 """
+BRIEF = "from support import brief; brief.all_runs(); from bf16_to_fp16.__main__ import main; exit(main())"
 MISSED = 1  # exit status of a run of the recipe, which asks for more headroom than six steps can give
 
 
@@ -144,11 +143,11 @@ def assert_same_run(
 
 def run_by(
     script: str, words: list[str], folder: Path, environment: Mapping[str, str] = ON_CPU, status: int = 0
-) -> None:
-    """Run a command line with a script in the place of the package's own main."""
+) -> str:
+    """Run a command line with a script in the place of the package's own main, and return what it said."""
     (folder / "script.py").write_text(script)
     module = words.index("bf16_to_fp16") - 1
-    run([*words[:module], str(folder / "script.py"), *words[module + 2 :]], environment, status)
+    return run([*words[:module], str(folder / "script.py"), *words[module + 2 :]], environment, status)
 
 
 def without_autocast(name: str, folder: Path) -> Path:
@@ -385,11 +384,12 @@ def test_a_run_of_one_process_goes_on_in_two_with_the_same_recipe(recipe: Path, 
     for state in sorted(out.with_name("out.run").glob("step-*"))[1:]:
         shutil.rmtree(state)
     settings = ("data.batch_size=8", "device=cpu")
-    said = run(command(Path(sys.executable), "ddp", 2, recipe, out, settings=settings), status=MISSED)
+    words = command(Path(sys.executable), "ddp", 2, recipe, out, settings=settings)
+    said = run_by(BRIEF, words, tmp_path, {**ON_CPU, "PYTHONPATH": str(ROOT / "tests")}, MISSED)
     assert "Continuing from step 2" in said
     assert_same_run(out, alone, processes=2, tolerance=1e-5)
     launched = "next: go on: accelerate launch --config_file launch/accelerate/ddp.yaml --num_processes 2 "
-    assert launched in said and " -m bf16_to_fp16 finetune " in said.partition(launched)[2]
+    assert launched in said and f" {tmp_path / 'script.py'} finetune " in said.partition(launched)[2]
 
 
 def test_an_error_in_a_recipe_is_one_line_under_a_launcher(recipe: Path, warm_python: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ KINDS = ("t5-classifier", "t5-token-classifier", "t5-spans", "t5-states")
 
 def source_of(kind: str, folder: Path) -> Path:
     """Save a byte-level model whose scores overflow, with its tokenizer and some text."""
-    model = tiny.build(kind, 3, factor=1.0, vocab_size=384, relative_attention_num_buckets=8)
+    model = tiny.small(kind, 3, factor=1.0, vocab_size=384, relative_attention_num_buckets=8)
     (attention, *_) = [w for w in resolve(ModelTensors(model)).topology if hasattr(w, "query")]
     with torch.no_grad():
         model.get_submodule(attention.query).weight.mul_(3e5)

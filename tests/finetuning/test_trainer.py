@@ -8,269 +8,45 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from support import exhaustive
 from support.learner import (
     TEXT,
-    Damage,
+    Fix,
     Killed,
-    changed,
-    kept,
+    Make,
     killed_at,
-    recipe_tree,
+    losses_of,
+    recipe_for,
     rows_of,
-    saved,
+    scaled,
+    steps_of,
     tiny_model,
-    trainer_of,
 )
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
-from bf16_to_fp16.finetuning.distillation import (
-    arguments,
-    hidden_error,
-    kl_divergence,
-    task_loss,
-)
+from bf16_to_fp16.finetuning.distillation import arguments, task_loss
 from bf16_to_fp16.finetuning.evaluation import nearest, scores
 from bf16_to_fp16.finetuning.log import RunLog
-from bf16_to_fp16.finetuning.mixed_precision import FIRST_LOSS_SCALE, LossScale, MixedPrecision, each_norm
+from bf16_to_fp16.finetuning.mixed_precision import FIRST_LOSS_SCALE
 from bf16_to_fp16.finetuning.optimizers import make_optimizer
 from bf16_to_fp16.finetuning.penalty import Observation
 from bf16_to_fp16.finetuning.processes import Processes
-from bf16_to_fp16.finetuning.recipe import Recipe, Schedule, parse_recipe
-from bf16_to_fp16.finetuning.stability import PULLED_STEPS
+from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
 from bf16_to_fp16.finetuning.states import RunFolder, read_state, write_state
-from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, learning_rate, with_shares
-from bf16_to_fp16.losses.detector import Detector
+from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, with_shares
 from bf16_to_fp16.optim.adamw import AdamW
 from bf16_to_fp16.optim.moments import BLOCKED
 
 BAD = ord("Z") + 3  # ByT5's id of a letter that no text here has
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("source"), 120)
-
-
-def recipe_for(folder: Path, out: Path, **changes: Any) -> Recipe:
-    tree = recipe_tree(folder, out) | {
-        "device": "cpu",
-        "schedule": {"steps": 8, "learning_rate": 0.003},
-        "precision": "fp16",
-        "optimizer": {"relative": False},
-        "penalty": {"form": "none"},
-        "checkpointing": {"every": 4},
-        "evaluation": {"every": 100},
-    }
-    return parse_recipe(changed(tree, changes))
-
-
-Make = Callable[..., Trainer]
-Fix = Callable[..., None]
-
-
-@pytest.fixture
-def fix(monkeypatch: pytest.MonkeyPatch) -> Fix:
-    """Set constants of a module of finetuning, as for a longer run than a test's."""
-
-    def fixed(module: str, **constants: Any) -> None:
-        for name, value in constants.items():
-            monkeypatch.setattr(f"bf16_to_fp16.finetuning.{module}.{name}", value)
-
-    return fixed
-
-
-def amp(precision: str, scale: float = 1.0) -> MixedPrecision:
-    """The precision on a CPU, with another first loss scale."""
-    made = MixedPrecision(precision, torch.device("cpu"))
-    if made.loss_scale is not None:
-        made.loss_scale.scale = scale
-    return made
-
-
-def scaled(trainer: Trainer, scale: float) -> Trainer:
-    """The trainer with another first loss scale."""
-    assert trainer.mixed_precision.loss_scale is not None
-    trainer.mixed_precision.loss_scale.scale = scale
-    return trainer
-
-
-@pytest.fixture
-def make(folder: Path, tmp_path: Path) -> Make:
-    """A trainer by a recipe with some changes, of the tiny model or another, in a folder of a run."""
-
-    def made(run: str = "run", *, model: Any = None, damage: Damage = kept, **changes: Any) -> Trainer:
-        recipe = recipe_for(folder, tmp_path / "out", **changes)
-        return trainer_of(recipe, folder, tmp_path / run, model or tiny_model(), tiny_model(), damage)
-
-    return made
-
-
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    return rows_of(run, "loss")
-
-
-def losses_of(run: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in steps_of(run)}
-
-
-# ---- parts ---------------------------------------------------------------------------------------------------------
-
-
-def test_learning_rate_rises_linearly_and_then_falls_as_a_cosine() -> None:
-    schedule = Schedule(steps=150, learning_rate=2.0)
-    assert [learning_rate(schedule, step) for step in (0, 24, 49, 50)] == [0.04, 1.0, 2.0, 2.0]
-    assert learning_rate(schedule, 100) == pytest.approx(1.0)
-    assert learning_rate(schedule, 75) == pytest.approx(1 + math.cos(math.pi / 4))
-
-
-def test_loss_scale_halves_at_an_overflow_and_doubles_after_a_calm_window(fix: Fix) -> None:
-    fix("mixed_precision", CALM_STEPS=3)
-    scale = LossScale(8.0, settled=True)
-    seen = []
-    for overflowed in (True, True, False, False, False, False, False, True, False):
-        scale.update(overflowed=overflowed)
-        seen.append((scale.scale, scale.overflows))
-    assert seen == [(4, 1), (2, 2), (2, 0), (2, 0), (4, 0), (4, 0), (4, 0), (2, 1), (2, 0)]
-    looking = LossScale(64.0)
-    for overflowed in (True, True, False):
-        looking.update(overflowed=overflowed)
-    assert (looking.scale, looking.settled) == (4.0, True)  # a quarter of what just held
-    highest = LossScale(2.0**24, calm=2, settled=True)
-    highest.update(overflowed=False)
-    assert highest.scale == 2.0**24
-
-
-def test_gradients_are_unscaled_and_clipped_and_an_overflow_leaves_them(fix: Fix) -> None:
-    mixed_precision = amp("fp16", 1024.0)
-    weight = torch.nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 4.0]) * 1024
-    assert mixed_precision.finish([weight]) == pytest.approx(5.0)
-    assert torch.allclose(weight.grad, torch.tensor([0.6, 0.8]))
-    weight.grad = torch.tensor([3.0, 4.0]) * 1024
-    fix("mixed_precision", CLIP_NORM=100.0)
-    assert mixed_precision.finish([weight]) == pytest.approx(5.0)
-    assert torch.equal(weight.grad, torch.tensor([3.0, 4.0]))
-    for bad in (math.inf, math.nan):
-        weight.grad = torch.tensor([bad, 1.0])
-        before = mixed_precision.scale
-        assert not mixed_precision.finish([weight]) < math.inf
-        assert mixed_precision.scale == before / 2 and weight.grad[1] == 1.0
-    assert len(each_norm([])) == 0
-
-
-def test_amp_on_a_cpu_really_computes_in_fp16_forward_and_backward() -> None:
-    """Libraries quietly train in fp32 here: a product past 65504 shows which it is."""
-    linear = torch.nn.Linear(2, 1, bias=False)
-    torch.nn.init.constant_(linear.weight, 300.0)
-    for precision, finite in (("fp16", False), ("bf16", True), ("fp32", True)):
-        mixed_precision = amp(precision, 4.0)
-        with mixed_precision.whole_step(), mixed_precision.forward():
-            out = linear(torch.full((1, 2), 200.0))
-        assert bool(torch.isfinite(out).all()) is finite
-        assert mixed_precision.scale == (4.0 if precision == "fp16" else 1.0)
-    mixed_precision = amp("fp16")
-    x = torch.full((1, 2), 1.0, requires_grad=True)
-    with mixed_precision.whole_step():
-        with mixed_precision.forward():
-            out = linear(x)
-        (out.float() * 400).sum().backward()
-    assert x.grad is not None and not bool(torch.isfinite(x.grad).any())  # 300 * 400 in fp16
-    assert linear.weight.dtype == torch.float32 and linear.weight.grad is not None
-    assert linear.weight.grad.dtype == torch.float32
-
-
-def test_the_cube_of_a_gate_has_a_gradient_under_fp16_as_on_cuda() -> None:
-    """CUDA's autocast takes powers in fp32; a CPU's does not, and 3x² is inf beyond 147.8."""
-    x = torch.tensor([150.0, 1.0], requires_grad=True)
-    mixed_precision = amp("fp16")
-    with mixed_precision.whole_step():
-        with mixed_precision.forward():
-            y = transformers.activations.NewGELUActivation()(x.half())
-        y.float().sum().backward()
-    assert x.grad is not None and torch.allclose(x.grad, torch.tensor([1.0, 1.083]), atol=2e-3)
-
-
-@pytest.mark.parametrize("penalty", ["none", "smooth-max"])
-def test_the_first_loss_scale_is_found_without_losing_a_step(make: Make, tmp_path: Path, penalty: str) -> None:
-    settings: dict[str, Any] = {"penalty": {"form": penalty, "headroom_bits": 14.0}, "schedule": {"steps": 3}}
-    for name, scale in (("high", 2.0**36), ("right", 1024.0)):
-        assert scaled(make(name, **settings), scale).train().skipped == ()
-    high, right = steps_of(tmp_path / "high"), steps_of(tmp_path / "right")
-    scales = {row["loss_scale"] for row in high}
-    assert len(scales) == 1 and 2.0**10 <= min(scales) < 2.0**36
-    for row, wanted in zip(high, right, strict=True):
-        for key in ("loss", "penalty", "tokens"):
-            assert row[key] == pytest.approx(wanted[key], rel=2e-3), (row["step"], key)
-    assert right[-1]["loss_scale"] == 1024.0
-
-
-def test_where_no_loss_scale_helps_the_first_steps_are_skipped_as_any_other(make: Make) -> None:
-    trainer = make(schedule={"steps": 3})
-    trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
-    skipped = trainer.train().skipped
-    assert [(row["step"], row["loss_scale"]) for row in skipped] == [(1, 2.0**15), (2, 2.0**14), (3, 2.0**13)]
-
-
-@pytest.mark.parametrize("clip_norm", [1e9, 0.02])
-def test_a_relative_learning_rate_goes_with_each_tensor(make: Make, fix: Fix, tmp_path: Path, clip_norm: float) -> None:
-    """Multiplying a weight by a power of two multiplies its steps by the same, clipping and epsilon included."""
-    fix("mixed_precision", CLIP_NORM=clip_norm)
-    fix("optimizers", EPSILON=1e-3)
-    moved, losses = [], []
-    for arm, factor in (("plain", 1.0), ("scaled", 2.0**-6)):
-        model = tiny_model(dropout=0.0)
-        with torch.no_grad():
-            for block in model.encoder.block:
-                # Values are multiplied and outputs divided: the same function.
-                block.layer[0].SelfAttention.v.weight.mul_(factor)
-                block.layer[0].SelfAttention.o.weight.div_(factor)
-        before = model.encoder.block[0].layer[0].SelfAttention.v.weight.detach().clone()
-        schedule = {"steps": 3, "learning_rate": 0.01}
-        trainer = make(arm, model=model, precision="fp32", optimizer={"relative": True}, schedule=schedule)
-        trainer.train()
-        moved.append((trainer.weights()["encoder.block.0.layer.0.SelfAttention.v.weight"] - before) / factor)
-        losses.append(losses_of(tmp_path / arm))
-    assert torch.allclose(moved[0], moved[1], rtol=1e-2, atol=1e-6) and losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-def test_the_gradient_of_both_losses_is_sound_where_they_agree_and_apart() -> None:
-    teacher = torch.randn(4, 9, dtype=torch.float64).float()
-    student = teacher.clone().requires_grad_()
-    kl_divergence(student, teacher).sum().backward()
-    assert student.grad is not None and float(student.grad.abs().max()) < 1e-5
-    assert float(hidden_error(2 * teacher, teacher).sum()) == pytest.approx(4.0)
-    logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, 2, -100], [0, -100, -100]])
-    wanted = -sum(float(logits[r, c].log_softmax(-1)[labels[r, c]]) for r, c in ((0, 0), (0, 1), (1, 0)))
-    assert float(task_loss(logits, labels)) == pytest.approx(wanted, rel=1e-5)
-
-
-def test_states_are_whole_or_not_there_and_the_oldest_go(fix: Fix, tmp_path: Path) -> None:
-    fix("states", KEPT=2)
-    states = RunFolder(tmp_path / "run")
-    assert states.steps() == []
-    for step in (4, 8, 12):
-        with states.writing(step) as work:
-            write_state(work, {"step": step})
-    assert states.steps() == [8, 12]
-    (tmp_path / "run" / ".step-00000016.partial").mkdir()  # a crash before the rename
-    assert states.steps() == [8, 12]
-    assert read_state(states.of(12)) == {"step": 12}
-    (states.of(8) / "state.pt").write_bytes(b"no state")
-    with pytest.raises(UserError, match="cannot be read; remove"):
-        read_state(states.of(8))
 
 
 READ_IN_TURN = """
@@ -350,8 +126,6 @@ def test_scores_of_generated_text() -> None:
     found = scores([("the cat sat on the mat", "the cat sat on the mat"), ("no", "yes")])
     assert found["rouge1"] == pytest.approx(0.5) and found["rougeL"] == pytest.approx(0.5)
 
-
-# ---- the loop ------------------------------------------------------------------------------------------------------
 
 ONE_STEP = {"steps": 1}
 
@@ -670,180 +444,6 @@ def test_so_many_bad_batches_stop_a_run(make: Make, fix: Fix) -> None:
     assert [row["step"] for row in trainer.position.skipped] == [2, 5]
 
 
-# ---- spikes --------------------------------------------------------------------------------------------------------
-
-
-def spiking(model: Any, *steps: int) -> Damage:
-    """Labels that the model thinks least likely, in some steps of data."""
-
-    def plant(step: int, batch: TrainingBatch) -> TrainingBatch:
-        if step not in steps:
-            return batch
-        assert batch.labels is not None
-        with torch.no_grad():
-            least = model(**arguments(model, batch, torch.device("cpu"))).logits.argmin(-1)
-        return replace(batch, labels=torch.where(batch.labels >= 0, least, batch.labels))
-
-    return plant
-
-
-@pytest.fixture
-def make_spiky(make: Make, fix: Fix) -> Make:
-    """A trainer of a run that meets the labels of ``spiking`` in some steps of data, and leaves out few of them."""
-    fix("stability", Detector=partial(Detector, window=16))
-    fix("trainer", LEFT_OUT=4)
-
-    def made(run: str, *spikes: int, end: int | None = None, steps: int = 32, **changes: Any) -> Trainer:
-        model = tiny_model()
-        plant = spiking(model, *spikes)
-        settings: dict[str, Any] = {
-            "schedule": {"steps": steps, "learning_rate": 0.01},
-            "distillation": {"weight": 0.0},
-            "checkpointing": {"every": 10},
-        }
-        return make(run, model=model, damage=plant if end is None else killed_at(end, plant), **settings, **changes)
-
-    return made
-
-
-def test_a_spike_sends_the_run_back_past_the_batches_around_it(make_spiky: Make, fix: Fix, tmp_path: Path) -> None:
-    fix("trainer", LEFT_OUT=12)
-    trainer = make_spiky("run", 22, 23, 24, 25)
-    seen: list[int] = []
-    batches = type(trainer.training_batches)
-    advance = batches.__next__
-
-    def note(self: Any) -> TrainingBatch:
-        seen.append(self.steps)
-        return advance(self)
-
-    batches.__next__ = note  # type: ignore[method-assign]
-    outcome = trainer.train()
-    assert outcome.rewinds == ({"spike": 23, "noticed": 23, "back_to": 20, "steps_of_data_left_out": 12},)
-    # Steps 20 to 31 of the data are left out, of which 20 to 22 had been seen.
-    assert seen == [*range(23), *range(32, 44)]
-    losses = losses_of(tmp_path / "run")
-    assert outcome.steps == 32 and sorted(losses) == list(range(1, 33))
-    assert max(losses[step] for step in range(21, 33)) < losses[1]
-
-
-def test_only_what_the_threshold_calls_a_spike_sends_a_run_back_and_past_all_that_it_saw(
-    make_spiky: Make, fix: Fix
-) -> None:
-    fix("trainer", LEFT_OUT=1)
-    rewinds = []
-    for name, z in (("low", 6.0), ("high", 1e6)):
-        trainer = make_spiky(name, 23, steps=26)
-        trainer.watch.detector.z = z
-        broken = iter([math.nan])  # once, in the step before the spike
-        trainer.stock.encoder.final_layer_norm.weight.register_hook(
-            lambda g, p=trainer, bad=broken: g * next(bad, 1.0) if p.position.step == 22 else g
-        )
-        outcome = trainer.train()
-        rewinds.append(outcome.rewinds)
-        assert [row["step"] for row in outcome.skipped] == [23]  # though the run went back to the time before
-    # Steps 20 to 23 of the data were seen after the state, and not one of them comes again.
-    assert rewinds == [({"spike": 24, "noticed": 24, "back_to": 20, "steps_of_data_left_out": 4},), ()]
-
-
-def observing(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, excess: Callable[[int], float]) -> None:
-    """Let the penalty see one site, so far past its target at a step."""
-
-    def observations() -> dict[str, Observation]:
-        return {"a.site": Observation(1.0, 1.0, excess(trainer.position.step), 1.0)}
-
-    assert trainer.penalty is not None
-    monkeypatch.setattr(trainer.penalty, "observations", observations)
-    monkeypatch.setattr(trainer.penalty, "worst", lambda: next(iter(observations().items())))
-
-
-@pytest.mark.parametrize(("steps", "rewinds"), [(PULLED_STEPS, 0), (PULLED_STEPS + 1, 1)])
-def test_a_spike_is_laid_to_the_penalty_for_some_steps_only(
-    make_spiky: Make, monkeypatch: pytest.MonkeyPatch, steps: int, rewinds: int
-) -> None:
-    """The same spike, so many steps after the last one with a site past its target."""
-    trainer = make_spiky("run", 22, steps=26, penalty={"form": "smooth-max", "headroom_bits": 0.0})
-    observing(trainer, monkeypatch, lambda step: 1.0 if step == 23 - steps else -1.0)
-    assert len(trainer.train().rewinds) == rewinds
-
-
-def test_spikes_send_a_run_back_only_so_often(make_spiky: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bf16_to_fp16.finetuning.stability.REWINDS", 1)
-    outcome = make_spiky("run", 22, 30).train()
-    assert len(outcome.rewinds) == 1 and outcome.steps == 32
-
-
-def test_a_run_that_went_back_and_is_killed_ends_with_the_same_bits(make: Make, make_spiky: Make) -> None:
-    whole = make_spiky("whole", 22)
-    outcome = whole.train()
-    assert len(outcome.rewinds) == 1
-    with pytest.raises(Killed):
-        make_spiky("cut", 22, end=27).train()
-    again = make_spiky("cut")
-    assert again.train() == outcome
-    assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in whole.weights().items())
-
-
-# ---- runs that cannot succeed --------------------------------------------------------------------------------------
-
-
-def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(make: Make, fix: Fix, tmp_path: Path) -> None:
-    fix("stability", OVERFLOW_STOP=5)
-    model = tiny_model()
-    with torch.no_grad():
-        model.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e7)
-    settings: dict[str, Any] = {"penalty": {"form": "smooth-max"}, "distillation": {"weight": 0.0}}
-    with pytest.raises(UserError, match=r"5 steps in a row overflow, down to a loss scale of 2048") as caught:
-        make(model=model, **settings).train()
-    assert "encoder.block.0.layer.1.DenseReluDense.wo" in str(caught.value)
-    # Each of these steps is computed anew for every scale down to 1.
-    trainer = scaled(make("gradients", **settings), 64.0)
-    trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
-    inside = r"5 steps in a row overflow, .* though every activation is inside its target; "
-    with pytest.raises(UserError, match=rf"{inside}set precision: \[bf16, fp16\], or lower"):
-        trainer.train()
-    # What the recipe has already is not advised.
-    recipe, seen = trainer.recipe, {"loss_scale": 2.0}
-    for changes, advised in (
-        ({"rescale": False}, "rescale: true"),
-        ({"precision": ("bf16", "fp16")}, "precision: fp32"),
-    ):
-        trainer.watch.recipe = recipe.model_copy(update=changes)
-        with pytest.raises(UserError, match=f"{inside}set {advised}, or lower"):
-            trainer.watch.check(trainer.position, seen)
-    assert RunFolder(tmp_path / "run").steps()
-
-
-def test_a_penalty_that_does_not_come_down_stops_the_run_with_the_site(make: Make, fix: Fix) -> None:
-    fix("stability", STUCK_STOP=6)
-    trainer = make(
-        model=tiny_model(dropout=0.0),
-        schedule={"steps": 60, "learning_rate": 1e-12},
-        penalty={"form": "smooth-max", "headroom_bits": 20.0},
-        precision="fp32",
-    )
-    with pytest.raises(UserError, match=r"the penalty has not come down for 6 steps, worst at \S+ with .* is wanted"):
-        trainer.train()
-
-
-@pytest.mark.parametrize(("fall", "stuck"), [(0.005, None), (-0.005, 7), (0.0001, 7)])
-def test_a_penalty_that_comes_down_slowly_is_not_stuck_and_noise_is_no_progress(
-    make: Make, fix: Fix, monkeypatch: pytest.MonkeyPatch, fall: float, stuck: int | None
-) -> None:
-    fix("stability", STUCK_STOP=6)
-    trainer = make(schedule={"steps": 12}, penalty={"form": "smooth-max"})
-    observing(trainer, monkeypatch, lambda step: 2.0 - fall * step)
-    if stuck is None:
-        assert trainer.train().steps == 12
-        return
-    with pytest.raises(UserError, match="the penalty has not come down for 6 steps"):
-        trainer.train()
-    assert trainer.position.step == stuck
-
-
-# ---- what else a recipe asks for -----------------------------------------------------------------------------------
-
-
 def test_bf16_turns_to_fp16_when_the_activations_fit(make: Make, fix: Fix, tmp_path: Path) -> None:
     both = ["bf16", "fp16"]
     make(precision=both, schedule={"steps": 6, "bf16_steps": 3}).train()
@@ -945,9 +545,6 @@ def test_a_step_is_shared_by_as_many_processes_as_divide_it(
         return
     data = (taken := with_shares(recipe, 24, processes)).data
     assert (data.batch_size, data.gradient_accumulation) == shares and taken.asked == recipe
-
-
-# ---- which state is kept ---------------------------------------------------------------------------------------------
 
 
 def evaluation(step: int, *divergences: float | None, over: int | None = 0, bits: float | None = 2.0) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from bf16_to_fp16.finetuning import run
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.log import RunLog
-from bf16_to_fp16.finetuning.recipe import Recipe
+from bf16_to_fp16.finetuning.mixed_precision import MixedPrecision
+from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
 from bf16_to_fp16.finetuning.run import make_accelerator
 from bf16_to_fp16.finetuning.trainer import Trainer
 
@@ -85,6 +86,8 @@ class Killed(BaseException):
     """Stands for the end of the process, which no handler sees."""
 
 
+Make = Callable[..., Trainer]
+Fix = Callable[..., None]
 Damage = Callable[[int, TrainingBatch], TrainingBatch]  # what becomes of the batch of a step of data
 
 
@@ -128,3 +131,39 @@ def trainer_of(recipe: Recipe, folder: Path, run: Path, model: Any, original: An
 def rows_of(run: Path, key: str = "step") -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     return [row for row in rows if key in row]
+
+
+def recipe_for(folder: Path, out: Path, **changes: Any) -> Recipe:
+    tree = recipe_tree(folder, out) | {
+        "device": "cpu",
+        "schedule": {"steps": 8, "learning_rate": 0.003},
+        "precision": "fp16",
+        "optimizer": {"relative": False},
+        "penalty": {"form": "none"},
+        "checkpointing": {"every": 4},
+        "evaluation": {"every": 100},
+    }
+    return parse_recipe(changed(tree, changes))
+
+
+def amp(precision: str, scale: float = 1.0) -> MixedPrecision:
+    """The precision on a CPU, with another first loss scale."""
+    made = MixedPrecision(precision, torch.device("cpu"))
+    if made.loss_scale is not None:
+        made.loss_scale.scale = scale
+    return made
+
+
+def scaled(trainer: Trainer, scale: float) -> Trainer:
+    """The trainer with another first loss scale."""
+    assert trainer.mixed_precision.loss_scale is not None
+    trainer.mixed_precision.loss_scale.scale = scale
+    return trainer
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return rows_of(run, "loss")
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in steps_of(run)}

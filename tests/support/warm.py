@@ -33,6 +33,7 @@ import huggingface_hub
 import numpy
 import psutil
 import torch
+from support import brief
 
 INTERPRETER = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -144,6 +145,8 @@ def end(action: Callable[[], None]) -> NoReturn:
 def run(program: str, *arguments: str) -> None:
     """Do what Python does with a command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "WHOLE" not in os.environ:
+        brief.all_runs()
     # What a process of its own begins with by chance.
     random.seed()
     numpy.random.seed()

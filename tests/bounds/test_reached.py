@@ -1,0 +1,229 @@
+"""Bounds are tight: models made for it reach each of them, so that a looser or a tighter formula is noticed."""
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import tiny
+from support.adversary import observe
+from support.aligned import CENTRED, UNREACHED, aligned, seen_at_one_position
+from support.contract import broken, certified
+from torch import Tensor
+
+from bf16_to_fp16.bounds.arithmetic import UNIT, Arithmetic
+from bf16_to_fp16.bounds.feed_forward import GatedNeurons
+from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, rms_normalised
+from bf16_to_fp16.bounds.spectral import Spectra
+
+
+def nothing_kept() -> Spectra:
+    return Spectra(lambda name: torch.zeros(0))
+
+
+def test_a_negative_weight_behind_a_gate_takes_the_other_sign() -> None:
+    one = torch.ones(2, dtype=torch.float64)
+    exact = Arithmetic(exact=True)
+    source = NormOutput(one, None, math.sqrt(2), 0.0, 0 * one)
+    gate = bound_linear(source, torch.tensor([[1.0, 0], [1, 0]]), None, exact)
+    other = bound_linear(source, torch.tensor([[1.0, 0], [-1, 0]]), None, exact)
+    neurons = GatedNeurons(gate, other, exact, 1.0, nothing_kept())
+    # n = (√2, 0) gives 2 and −2, so 2 − (−2).
+    assert 4 <= neurons.row(torch.tensor([1.0, -1.0], dtype=torch.float64), 0) <= 4.001
+
+
+@pytest.mark.parametrize("kind", ["t5", "gated", "gelu", "silu", "umt5", *CENTRED, "t5-encoder"])
+def test_a_model_whose_rows_point_one_way_reaches_every_bound(kind: str) -> None:
+    model = aligned(kind)
+    layout, certificate = certified(model, Arithmetic(exact=True))
+    seen = seen_at_one_position(model, layout)
+    reached = {s.name: seen[s.name] / s.bound for s in certificate.sites if s.name in seen and s.kind not in UNREACHED}
+    assert len(reached) > 50
+    wrong = {name: ratio for name, ratio in reached.items() if not 1 - 1e-4 < ratio < 1 + 1e-5}
+    assert not wrong
+    _, rounded = certified(copy.deepcopy(model).half())
+    assert not broken(rounded, seen_at_one_position(copy.deepcopy(model).half(), layout))
+
+
+@pytest.mark.parametrize("kind", ["t5", "gated", "pegasus", "mbart"])
+def test_dropout_that_keeps_everything_reaches_every_bound(kind: str) -> None:
+    rates: dict[str, Any] = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.25}
+    model = aligned(kind, **(rates if kind in CENTRED else {"dropout_rate": 0.3})).train()
+
+    def keep(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        # The factor may be rounded to fp16, here always up.
+        factor = np.float16(1 / (1 - p))
+        factor = factor if factor >= 1 / (1 - p) else np.nextafter(factor, np.float16(np.inf))
+        return x * float(factor) if training else x
+
+    layout, certificate = certified(model, Arithmetic(train=True, exact=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "dropout", keep)
+        seen = seen_at_one_position(model, layout)
+    reached = {s.name: seen[s.name] / s.bound for s in certificate.sites if s.name in seen and s.kind not in UNREACHED}
+    wrong = {name for name, ratio in reached.items() if not (1 - UNIT) ** 8 < ratio < 1 + 1e-5}
+    # Pegasus names several products of one module alike; the largest has the bound.
+    assert kind in CENTRED or not wrong
+    assert all(name.endswith(":mul") and reached[name] < 1 for name in wrong)
+    assert len(reached) > 50
+
+
+def test_a_stream_that_begins_behind_a_norm_begins_at_what_the_norm_can_give() -> None:
+    """One channel of an embedding and of its positions as large as can be, and sublayers that add nothing."""
+    model = tiny.build("mbart", 0, factor=1.0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "shared" in name or "embed_positions" in name:
+                weight.zero_()
+                weight[:, 3] = 900.0
+            elif "layernorm_embedding" in name:
+                weight.copy_(torch.full((24,), 2.0) if name.endswith("weight") else 0.5 * torch.eye(24)[3])
+            elif name.endswith(("out_proj.weight", "out_proj.bias", "fc2.weight", "fc2.bias")):
+                weight.zero_()
+    layout, certificate = certified(model.half())
+    seen, bounds = seen_at_one_position(model, layout), {s.name: s for s in certificate.sites}
+    for stack in layout.stacks():
+        at = stack.ends.at
+        for site in (stack.ends.embedded, layout.stream(stack.ends), *(w.add for w in stack.sublayers)):
+            assert 0.95 < seen[site] / bounds[site].bound <= 1, site
+        # √d times 900, twice rounded, with positions of 900.
+        assert bounds[f"{at}.embed_tokens:mul"].bound / (24**0.5 * 900) == pytest.approx(1, abs=2 * UNIT)
+    with torch.no_grad():
+        length = float(model.model.encoder.layernorm_embedding(torch.eye(24).half() * 900).norm(dim=1).max())
+    reader = certificate.ranges["model.encoder.layers.0.self_attn_layer_norm"].norm
+    assert reader is not None and length <= reader.norm_max < 1.05 * length
+    # A plan that scales the stream does not scale what that norm reads.
+    _, planned = certified(model, Arithmetic(planned=dict.fromkeys(layout.streams, -12)))
+    first = layout.stream(layout.stacks()[0].ends)
+    assert planned.at(first) == pytest.approx(bounds[first].bound, rel=2.0**-14)
+
+
+@pytest.mark.parametrize(("kind", "pairs"), [("t5", False), ("t5", True), ("gated", False)])
+def test_neurons_that_share_an_inputs_length_reach_the_feed_forwards_bound(kind: str, pairs: bool) -> None:
+    """The other extreme: orthogonal neurons, not all of which can be large at once, or opposite ones (ReLU), of which
+    only half can be more than zero."""
+    model = tiny.build(kind, 0, factor=1.0, d_ff=24)
+    inner = model.encoder.block[0].layer[1]
+    dense = inner.DenseReluDense
+    rows = torch.eye(24)
+    if pairs:
+        rows[12:] = -rows[:12]
+    with torch.no_grad():
+        inner.layer_norm.weight.fill_(1.0)
+        dense.wo.weight.fill_(1.0)
+        for linear in (dense.wi,) if kind == "t5" else (dense.wi_0, dense.wi_1):
+            linear.weight.copy_(30 * rows)
+    layout, certificate = certified(model, Arithmetic(exact=True), refine=0)
+    path = "encoder.block.0.layer.1"
+    seen = observe(model, layout, {f"{path}.layer_norm": 300 * rows.abs().amax(0).expand(1, 9, 24)})
+    limit = next(s.bound for s in certificate.sites if s.name == f"{path}.DenseReluDense.wo")
+    assert limit * (1 - 1e-4) < seen[f"{path}.DenseReluDense.wo"] <= limit
+
+
+def test_a_few_neurons_that_outweigh_the_others_reach_the_bound_of_all_rows() -> None:
+    """Three orthogonal neurons, not all of which can be large at once, among many that all can and count for little:
+    those are why the largest three would count in full."""
+    model = tiny.build("gated", 0, factor=1.0, d_ff=60)
+    inner = model.encoder.block[0].layer[1]
+    dense = inner.DenseReluDense
+    rows = torch.eye(24)[0].repeat(60, 1)
+    rows[:3] = torch.eye(24)[:3]
+    with torch.no_grad():
+        inner.layer_norm.weight.fill_(1.0)
+        dense.wo.weight.fill_(2.0**-12)
+        dense.wo.weight[:, :3] = 1.0
+        for linear in (dense.wi_0, dense.wi_1):
+            linear.weight.copy_(30 * rows)
+    layout, certificate = certified(model, Arithmetic(exact=True), refine=0)
+    path = "encoder.block.0.layer.1"
+    seen = observe(model, layout, {f"{path}.layer_norm": 300 * torch.eye(24)[0].expand(1, 9, 24)})
+    site = next(s for s in certificate.sites if s.name == f"{path}.DenseReluDense.wo")
+    assert site.bound * (1 - 1e-3) < seen[site.name] <= site.bound
+    # Columns of a length of √24 each, of which only one counts.
+    length = certificate.ranges["encoder.final_layer_norm"].norm
+    assert length is not None and length.norm_max < 1.5 * math.sqrt(24) * site.bound
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), width=st.integers(2, 24), count=st.integers(1, 40), outliers=st.integers(0, 12))
+def test_no_input_passes_what_the_heaviest_neurons_and_the_others_are_bounded_by(
+    seed: int, width: int, count: int, outliers: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    exact = Arithmetic(exact=True)
+    gain = torch.rand(width, generator=generator, dtype=torch.float64) * 3
+    source = NormOutput(gain, None, math.sqrt(width), 0.0, 0 * gain)
+    gate, other = (torch.randn(count, width, generator=generator).double() for _ in range(2))
+    out = torch.randn(5, count, generator=generator).double() ** 3
+    # Some that stand out, some of them along one another, and one that is always 0.
+    gate[:outliers], out[:, :outliers] = 8 * gate[:outliers], 64 * out[:, :outliers]
+    other[: outliers // 2] = gate[: outliers // 2]
+    other[count // 2] = 0
+    made = [bound_linear(source, weight, None, exact) for weight in (gate, other)]
+    neurons = GatedNeurons(made[0], made[1], exact, 1.0, nothing_kept())
+    bound_, _ = neurons.rows(out)
+    scale = out.abs() * (made[0].norms * made[1].norms)
+    one, two = (m.scaled_rows(1.0).whole() for m in made)
+    for row in range(5):
+        # The inputs that the squares of one row's neurons answer to most, and what ascent from there finds.
+        weights = (scale[row, :, None]).sqrt()
+        stacked = torch.cat([weights * one, weights * two])
+        n = torch.linalg.eigh(stacked.t() @ stacked).eigenvectors[:, -min(4, width) :].t()
+        for _ in range(20):
+            products = (out[row].abs() * ((n * gain) @ gate.t() * ((n * gain) @ other.t())).abs()).sum(1) * width
+            assert float(products.max()) <= float(bound_[row]) * (1 + 1e-9)
+            x, y = n * gain @ gate.t(), n * gain @ other.t()
+            signs = out[row].abs() * (x * y).sign()
+            n = torch.nn.functional.normalize(((signs * y) @ gate + (signs * x) @ other) * gain, dim=1)
+
+
+def test_one_heads_products_reach_the_bounds_of_two_matrices_at_once() -> None:
+    """Scores by the leading singular vectors of QᵀK, the output by a row of O·V: less than q, k, v allow one by one."""
+    model = tiny.build("t5", 0, factor=1.0, num_heads=1, d_kv=24)
+    path = "encoder.block.0.layer.0"
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    gain = model.encoder.block[0].layer[0].layer_norm.weight.detach()
+    with torch.no_grad():
+        attention.relative_attention_bias.weight.zero_()
+        left, _, right = torch.linalg.svd((attention.q.weight * gain).t() @ (attention.k.weight * gain))
+        rows = (attention.o.weight @ attention.v.weight) * gain
+    apart = torch.stack([left[:, 0], right[0]]).repeat(5, 1)[:9]
+    same = rows[rows.norm(dim=1).argmax()].expand(9, -1)
+    inputs = 300 * torch.nn.functional.normalize(torch.stack([apart, same]), dim=-1)
+    layout, certificate = certified(model, Arithmetic(exact=True))
+    seen = observe(model, layout, {f"{path}.layer_norm": inputs})
+    sites = {s.name: s for s in certificate.sites}
+    for site in (sites[f"{path}.SelfAttention:scores"], sites[f"{path}.SelfAttention.o"]):
+        assert site.bound * (1 - 1e-4) < seen[site.name] <= site.bound < 0.9 * site.partial
+
+
+WIDTH, NEURONS = 12, 9
+
+
+@pytest.mark.parametrize("bias", [0.125, 1.0, 40.0])
+def test_gated_neurons_with_biases_reach_their_bounds(bias: float) -> None:
+    """Gates as large as their linears, and every bias the same share of its row: one input reaches each bound."""
+    exact = Arithmetic(exact=True)
+    weight = torch.randn(NEURONS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    added = bias * weight.norm(dim=1)
+    linear = bound_linear(rms_normalised(torch.ones(WIDTH, dtype=torch.float64), exact), weight, added, exact)
+    made = GatedNeurons(linear, linear, exact, 1.0, Spectra(lambda name: weight))
+    most = (math.sqrt(WIDTH) * weight.norm(dim=1) + added).square()
+    assert bool((most <= made.bound).all()) and bool((made.bound <= 1.001 * most).all())
+
+
+def test_a_bias_is_a_column_of_the_weights_dtype_where_that_holds_it() -> None:
+    """Where the dtype of the weight does not hold what does not depend on the input, the matrix is fp64."""
+    exact = Arithmetic(exact=True)
+    weight = torch.randn(NEURONS, WIDTH, generator=torch.Generator().manual_seed(2)).half()
+    added = torch.full((NEURONS,), 1 / 3)
+    source = rms_normalised(torch.ones(WIDTH, dtype=torch.float64), exact)
+    linear = bound_linear(source, weight, added, exact)
+    made = GatedNeurons(linear, linear, exact, 1.0, Spectra(lambda name: weight))
+    assert made.gate.matrix.dtype == torch.float64
+    held = bound_linear(source, weight, added.half(), exact)
+    assert GatedNeurons(held, held, exact, 1.0, Spectra(lambda name: weight)).gate.matrix.dtype == torch.float16

@@ -1,0 +1,163 @@
+"""Precision on a CPU: loss scales, clipping, relative learning rates, and the gradient of both losses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.learner import Fix, Make, amp, losses_of, scaled, steps_of, tiny_model
+
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning.distillation import hidden_error, kl_divergence, task_loss
+from bf16_to_fp16.finetuning.mixed_precision import LossScale, each_norm
+from bf16_to_fp16.finetuning.recipe import Schedule
+from bf16_to_fp16.finetuning.states import RunFolder, read_state, write_state
+from bf16_to_fp16.finetuning.trainer import learning_rate
+
+
+def test_learning_rate_rises_linearly_and_then_falls_as_a_cosine() -> None:
+    schedule = Schedule(steps=150, learning_rate=2.0)
+    assert [learning_rate(schedule, step) for step in (0, 24, 49, 50)] == [0.04, 1.0, 2.0, 2.0]
+    assert learning_rate(schedule, 100) == pytest.approx(1.0)
+    assert learning_rate(schedule, 75) == pytest.approx(1 + math.cos(math.pi / 4))
+
+
+def test_loss_scale_halves_at_an_overflow_and_doubles_after_a_calm_window(fix: Fix) -> None:
+    fix("mixed_precision", CALM_STEPS=3)
+    scale = LossScale(8.0, settled=True)
+    seen = []
+    for overflowed in (True, True, False, False, False, False, False, True, False):
+        scale.update(overflowed=overflowed)
+        seen.append((scale.scale, scale.overflows))
+    assert seen == [(4, 1), (2, 2), (2, 0), (2, 0), (4, 0), (4, 0), (4, 0), (2, 1), (2, 0)]
+    looking = LossScale(64.0)
+    for overflowed in (True, True, False):
+        looking.update(overflowed=overflowed)
+    assert (looking.scale, looking.settled) == (4.0, True)  # a quarter of what just held
+    highest = LossScale(2.0**24, calm=2, settled=True)
+    highest.update(overflowed=False)
+    assert highest.scale == 2.0**24
+
+
+def test_gradients_are_unscaled_and_clipped_and_an_overflow_leaves_them(fix: Fix) -> None:
+    mixed_precision = amp("fp16", 1024.0)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0]) * 1024
+    assert mixed_precision.finish([weight]) == pytest.approx(5.0)
+    assert torch.allclose(weight.grad, torch.tensor([0.6, 0.8]))
+    weight.grad = torch.tensor([3.0, 4.0]) * 1024
+    fix("mixed_precision", CLIP_NORM=100.0)
+    assert mixed_precision.finish([weight]) == pytest.approx(5.0)
+    assert torch.equal(weight.grad, torch.tensor([3.0, 4.0]))
+    for bad in (math.inf, math.nan):
+        weight.grad = torch.tensor([bad, 1.0])
+        before = mixed_precision.scale
+        assert not mixed_precision.finish([weight]) < math.inf
+        assert mixed_precision.scale == before / 2 and weight.grad[1] == 1.0
+    assert len(each_norm([])) == 0
+
+
+def test_amp_on_a_cpu_really_computes_in_fp16_forward_and_backward() -> None:
+    """Libraries quietly train in fp32 here: a product past 65504 shows which it is."""
+    linear = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(linear.weight, 300.0)
+    for precision, finite in (("fp16", False), ("bf16", True), ("fp32", True)):
+        mixed_precision = amp(precision, 4.0)
+        with mixed_precision.whole_step(), mixed_precision.forward():
+            out = linear(torch.full((1, 2), 200.0))
+        assert bool(torch.isfinite(out).all()) is finite
+        assert mixed_precision.scale == (4.0 if precision == "fp16" else 1.0)
+    mixed_precision = amp("fp16")
+    x = torch.full((1, 2), 1.0, requires_grad=True)
+    with mixed_precision.whole_step():
+        with mixed_precision.forward():
+            out = linear(x)
+        (out.float() * 400).sum().backward()
+    assert x.grad is not None and not bool(torch.isfinite(x.grad).any())  # 300 * 400 in fp16
+    assert linear.weight.dtype == torch.float32 and linear.weight.grad is not None
+    assert linear.weight.grad.dtype == torch.float32
+
+
+def test_the_cube_of_a_gate_has_a_gradient_under_fp16_as_on_cuda() -> None:
+    """CUDA's autocast takes powers in fp32; a CPU's does not, and 3x² is inf beyond 147.8."""
+    x = torch.tensor([150.0, 1.0], requires_grad=True)
+    mixed_precision = amp("fp16")
+    with mixed_precision.whole_step():
+        with mixed_precision.forward():
+            y = transformers.activations.NewGELUActivation()(x.half())
+        y.float().sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, torch.tensor([1.0, 1.083]), atol=2e-3)
+
+
+@pytest.mark.parametrize("penalty", ["none", "smooth-max"])
+def test_the_first_loss_scale_is_found_without_losing_a_step(make: Make, tmp_path: Path, penalty: str) -> None:
+    settings: dict[str, Any] = {"penalty": {"form": penalty, "headroom_bits": 14.0}, "schedule": {"steps": 3}}
+    for name, scale in (("high", 2.0**36), ("right", 1024.0)):
+        assert scaled(make(name, **settings), scale).train().skipped == ()
+    high, right = steps_of(tmp_path / "high"), steps_of(tmp_path / "right")
+    scales = {row["loss_scale"] for row in high}
+    assert len(scales) == 1 and 2.0**10 <= min(scales) < 2.0**36
+    for row, wanted in zip(high, right, strict=True):
+        for key in ("loss", "penalty", "tokens"):
+            assert row[key] == pytest.approx(wanted[key], rel=2e-3), (row["step"], key)
+    assert right[-1]["loss_scale"] == 1024.0
+
+
+def test_where_no_loss_scale_helps_the_first_steps_are_skipped_as_any_other(make: Make) -> None:
+    trainer = make(schedule={"steps": 3})
+    trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    skipped = trainer.train().skipped
+    assert [(row["step"], row["loss_scale"]) for row in skipped] == [(1, 2.0**15), (2, 2.0**14), (3, 2.0**13)]
+
+
+@pytest.mark.parametrize("clip_norm", [1e9, 0.02])
+def test_a_relative_learning_rate_goes_with_each_tensor(make: Make, fix: Fix, tmp_path: Path, clip_norm: float) -> None:
+    """Multiplying a weight by a power of two multiplies its steps by the same, clipping and epsilon included."""
+    fix("mixed_precision", CLIP_NORM=clip_norm)
+    fix("optimizers", EPSILON=1e-3)
+    moved, losses = [], []
+    for arm, factor in (("plain", 1.0), ("scaled", 2.0**-6)):
+        model = tiny_model(dropout=0.0)
+        with torch.no_grad():
+            for block in model.encoder.block:
+                # Values are multiplied and outputs divided: the same function.
+                block.layer[0].SelfAttention.v.weight.mul_(factor)
+                block.layer[0].SelfAttention.o.weight.div_(factor)
+        before = model.encoder.block[0].layer[0].SelfAttention.v.weight.detach().clone()
+        schedule = {"steps": 3, "learning_rate": 0.01}
+        trainer = make(arm, model=model, precision="fp32", optimizer={"relative": True}, schedule=schedule)
+        trainer.train()
+        moved.append((trainer.weights()["encoder.block.0.layer.0.SelfAttention.v.weight"] - before) / factor)
+        losses.append(losses_of(tmp_path / arm))
+    assert torch.allclose(moved[0], moved[1], rtol=1e-2, atol=1e-6) and losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_the_gradient_of_both_losses_is_sound_where_they_agree_and_apart() -> None:
+    teacher = torch.randn(4, 9, dtype=torch.float64).float()
+    student = teacher.clone().requires_grad_()
+    kl_divergence(student, teacher).sum().backward()
+    assert student.grad is not None and float(student.grad.abs().max()) < 1e-5
+    assert float(hidden_error(2 * teacher, teacher).sum()) == pytest.approx(4.0)
+    logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, 2, -100], [0, -100, -100]])
+    wanted = -sum(float(logits[r, c].log_softmax(-1)[labels[r, c]]) for r, c in ((0, 0), (0, 1), (1, 0)))
+    assert float(task_loss(logits, labels)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_states_are_whole_or_not_there_and_the_oldest_go(fix: Fix, tmp_path: Path) -> None:
+    fix("states", KEPT=2)
+    states = RunFolder(tmp_path / "run")
+    assert states.steps() == []
+    for step in (4, 8, 12):
+        with states.writing(step) as work:
+            write_state(work, {"step": step})
+    assert states.steps() == [8, 12]
+    (tmp_path / "run" / ".step-00000016.partial").mkdir()  # a crash before the rename
+    assert states.steps() == [8, 12]
+    assert read_state(states.of(12)) == {"step": 12}
+    (states.of(8) / "state.pt").write_bytes(b"no state")
+    with pytest.raises(UserError, match="cannot be read; remove"):
+        read_state(states.of(8))

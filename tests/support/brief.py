@@ -1,0 +1,54 @@
+"""What runs of tests do less of than those of users: pictures, batches of the probe, batches of evaluations.
+
+Few tests look at what is left out, and the programs that they start from ``warm``'s interpreter leave it out as well,
+but where the environment says ``WHOLE``.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import pytest
+
+from bf16_to_fp16.finetuning.evaluation import Evaluator
+from bf16_to_fp16.report import figures
+from bf16_to_fp16.run import batch, probe
+
+PICTURES = ("pictures", "audit_pictures", "bracket_pictures", "curve_pictures")
+WHOLE_PROBE = probe._probe
+LEFT_OUT = (batch.LONG, batch.REPEATED)
+ALL_BATCHES = vars(Evaluator)["_others"].func
+FEW = 2
+
+
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Let pages have no pictures, whose drawing takes as long as a tiny model's plan."""
+    for name in PICTURES:
+        patch.setattr(figures, name, lambda _: [])
+
+
+def probe_briefly(patch: pytest.MonkeyPatch) -> None:
+    """Let the probe have one batch of each kind, and none that is only longer."""
+
+    def brief(*given: Any, **options: Any) -> list[Any]:
+        first = {each.kind: each for each in reversed(WHOLE_PROBE(*given, **options))}
+        return [each for kind, each in reversed(first.items()) if kind not in LEFT_OUT]
+
+    patch.setattr(probe, "_probe", brief)
+
+
+def evaluate_briefly(patch: pytest.MonkeyPatch) -> None:
+    """Let an evaluation look at two batches of the probe and of texts of other kinds: with all of them the first and
+    the last evaluation take as long as the steps between them."""
+
+    def few(evaluator: Evaluator) -> dict[str, Any]:
+        return {kind: each if kind == "class" else each[:FEW] for kind, each in ALL_BATCHES(evaluator).items()}
+
+    others = cached_property(few)
+    others.__set_name__(Evaluator, "_others")
+    patch.setattr(Evaluator, "_others", others)
+
+
+def all_runs() -> None:
+    """Do so for the rest of this process."""
+    for each in (draw_nothing, probe_briefly, evaluate_briefly):
+        each(pytest.MonkeyPatch())

@@ -1,0 +1,24 @@
+"""Checkpoints side by side, as stock code loads them."""
+
+from pathlib import Path
+
+import torch
+
+from bf16_to_fp16.run.probe import batches
+from bf16_to_fp16.run.stock import load
+
+
+def compared(source: Path, out: Path, dtype: torch.dtype = torch.float32) -> float:
+    """Return the largest difference between the outputs of two folders in fp32, relative to the largest output."""
+    reference, other = load(source, torch.float32), load(out, dtype)
+    worst = 0.0
+    for batch in batches(reference.config, None, None):
+        if batch.generate or (batch.decoder_input_ids is not None and not batch.head):
+            continue
+        with torch.no_grad():
+            inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+            if batch.decoder_input_ids is not None:
+                inputs["decoder_input_ids"] = batch.decoder_input_ids
+            a, b = (next(iter(m(**inputs).values())).float() for m in (reference, other))
+        worst = max(worst, float((a - b).abs().max() / a.abs().max()))
+    return worst
