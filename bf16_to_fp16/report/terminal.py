@@ -27,6 +27,7 @@ from .tables import Column, Table, names, numbers
 
 WORST_SITES = 6
 CARD_LINES = 40
+FOLDED_LINES = 8  # lines shown of what a card folds
 CHECK_NAMES = {
     "files": "files: hashes against the report",
     "plan": "plan: against config and weights",
@@ -636,8 +637,8 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
 
 
 def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, aside: bool = False) -> None:
-    """Print what would be uploaded: who will see it, files, and the card; ``whole``: all of it. aside: on standard
-    error, where standard output is for data."""
+    """Print what would be uploaded: who will see it, files, and the card; ``whole``: all of it but folded lines. aside:
+    on standard error, where standard output is for data."""
     screen = console(stderr=aside)
     seen = "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
     screen.say(seen)
@@ -645,13 +646,29 @@ def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, a
     sizes = [(item.name, item.nbytes) for item in items]
     sizes.append((f"{len(items)} files", sum(nbytes for _, nbytes in sizes)))
     screen.table(Table((Column("file", 0), numbers("size", 1, wording.bytes_in_words)), sizes, f"for {repo}"))
-    lines = upload.card.splitlines()
+    lines = folded(upload.card.splitlines())
     shown = len(lines) if whole else CARD_LINES
     screen.print("README.md, edited since the conversion:" if upload.card_edited else "README.md:")
     for line in lines[:shown]:
         screen.say(f"| {line}")
     if len(lines) > shown:
         screen.print(f"and {len(lines) - shown} more lines; --dry-run shows all")
+
+
+def folded(lines: Sequence[str]) -> list[str]:
+    """Return a card's lines with those inside a <details>, such as the plan's exponents, cut after the first few."""
+    result: list[str] = []
+    opened: int | None = None
+    for line in lines:
+        result.append(line)
+        if line.startswith("<details>"):
+            opened = len(result) - 1
+        elif line.startswith("</details>") and opened is not None:
+            more = len(result) - opened - FOLDED_LINES
+            if more > 1:
+                result[opened + FOLDED_LINES :] = [f"… and {more:,} more lines, folded in README.md"]
+            opened = None
+    return result
 
 
 def print_published(result: Mapping[str, Any]) -> None:
