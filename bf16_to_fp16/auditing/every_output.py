@@ -61,7 +61,8 @@ class OutputError:
 
 
 def batches_shown(compared: Sequence[Batch]) -> list[Batch]:
-    """Return on which of the compared batches every output is looked at: the smallest, and the smallest with images."""
+    """Return on which of the compared batches, in their order, every output is looked at: the smallest, and the
+    smallest with images."""
     images = [batch for batch in compared if batch.has_image]
     smallest = [min(some, key=lambda batch: batch.size) for some in (compared, images) if some]
     return [batch for batch in compared if any(batch is each for each in smallest)]
