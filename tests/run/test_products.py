@@ -66,6 +66,14 @@ def test_fast_products_of_fp32_weights_are_those_of_onednn_where_torch_has_it() 
             assert kernels.dtypes == ([] if torch.backends.mkldnn.is_available() else [torch.float32])
 
 
+def test_fast_products_add_a_whole_matrix_and_sum_nothing_as_torch_does() -> None:
+    x, w, added = (torch.randint(-2, 3, shape).float() for shape in ((4, 8), (5, 8), (4, 5)))
+    with FastProducts():
+        both = torch.addmm(added, x, w.t()), nn.functional.linear(x[:, :0], w[:, :0].contiguous())
+    assert torch.equal(both[0], x @ w.t() + added)
+    assert torch.equal(both[1], torch.zeros(4, 5))
+
+
 def test_native_products_run_where_fast_ones_are_switched_off() -> None:
     torch.manual_seed(0)
     module, x = nn.Linear(512, 512).half(), torch.randn(64, 512).half()
