@@ -73,6 +73,14 @@ def test_a_bias_with_gaps_is_read_by_its_strides() -> None:
             assert torch.equal(nn.functional.linear(x, w, bias), 8 + bias.expand(2, 4))
 
 
+def test_fast_products_add_a_whole_matrix_and_sum_nothing_as_torch_does() -> None:
+    x, w, added = (torch.randint(-2, 3, shape).float() for shape in ((4, 8), (5, 8), (4, 5)))
+    with FastProducts():
+        both = torch.addmm(added, x, w.t()), nn.functional.linear(x[:, :0], w[:, :0].contiguous())
+    assert torch.equal(both[0], x @ w.t() + added)
+    assert torch.equal(both[1], torch.zeros(4, 5))
+
+
 def test_native_products_run_where_fast_ones_are_switched_off() -> None:
     torch.manual_seed(0)
     module, x = nn.Linear(512, 512).half(), torch.randn(64, 512).half()
