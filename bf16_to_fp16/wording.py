@@ -129,11 +129,11 @@ def significant_bits(value: float) -> str:
     return f"{rounded_down(value + PRECISION_NOISE, 2):.2f}".removesuffix(".00")
 
 
-def tightness(bound: float | None, found: float | None) -> float | None:
+def tightness(bound: float | None, observed: float | None) -> float | None:
     """Return how many times a bound lies above the worst value found, None where one is missing or overflows."""
-    if bound is None or found is None or not 0 < found <= FP16_MAX or infinite(bound):
+    if bound is None or observed is None or not 0 < observed <= FP16_MAX or infinite(bound):
         return None
-    return bound / found
+    return bound / observed
 
 
 def times(ratio: float | None, digits: int = 3) -> str:

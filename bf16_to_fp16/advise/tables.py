@@ -102,7 +102,8 @@ def print_init(result: Mapping[str, Any]) -> None:
         by_rule.setdefault(rule, []).append(family.title)
     for rule, (title, *others) in by_rule.items():
         size = " (heads of 64, 4h neurons)" if "," in rule else ""
-        known.add_row(f"{title} and {counted(len(others), 'other')}{size}", rule)
+        more = f" and {counted(len(others), 'other')}" if others else ""
+        known.add_row(f"{title}{more}{size}", rule)
     screen.print(known)
     if result["source"] is None:
         return

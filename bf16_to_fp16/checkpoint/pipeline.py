@@ -79,8 +79,8 @@ def open_pipeline(
         name for name in parts if (config := config_of(folder, name)) is not None and wanted(kind, name, config)
     ]
     if not encoders:
-        found = f"{source} is a pipeline without a text encoder of a known family"
-        raise UserError(f"{found} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
+        said = f"{source} is a pipeline without a text encoder of a known family"
+        raise UserError(f"{said} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
     homes = {name: (folder / name).resolve() for name in encoders}
     same = {name: first for name in encoders if (first := next(n for n in encoders if homes[n] == homes[name])) != name}
     there, left_out = files_below(folder) if names is None else (names, [])

@@ -76,7 +76,7 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int 
     """Divide tensors into the files they go to; no file is empty unless there is nothing to write. By source file, in
     the checkpoint's order; or greedily in order of names, where a tensor of more than ``max_shard_size`` bytes has a
     file to itself."""
-    ordered = sorted(writes, key=lambda w: w.name)
+    ordered = sorted(writes, key=lambda write: write.name)
     if max_shard_size is None:
         groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
         number = {file: i for i, file in enumerate(checkpoint.weight_files)}
@@ -104,7 +104,7 @@ def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str,
         name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
-        ordered = tuple(sorted(group, key=lambda w: (-w.dtype.itemsize, w.name)))
+        ordered = tuple(sorted(group, key=lambda write: (-write.dtype.itemsize, write.name)))
         for write in ordered:
             stored = names.get(write.name, write.name)
             entries[stored] = entry_of(SAFETENSORS_NAMES[write.dtype], write.shape, end, write.nbytes)

@@ -137,11 +137,11 @@ def convert_adapter(
     check_tying(adapter, config, plan)
     applied, gain = (inverse(plan), 1 / gain) if back else (plan, gain)
     try:
-        found = scaled_adapter(tensors, layout, applied, gain)
+        rescaled = scaled_adapter(tensors, layout, applied, gain)
     except UserError as error:
         raise UserError(f"{adapter / TENSORS}: {error}") from None
     on = (origin.path or str(base)) if back else str(base)
-    written = {name: scaled.values.contiguous() for name, scaled in found.items()}
+    written = {name: scaled.values.contiguous() for name, scaled in rescaled.items()}
     revision = origin.revision if back else None
     with staged(out, force=force) as work:
         carry_over(adapter, work, back=back)
@@ -150,7 +150,7 @@ def convert_adapter(
         note = {"for": "original" if back else "converted", "base": on}
         write_json(work / NOTE, note | {"output": {"files": records(work, {NOTE})}})
     finetuned = read_report(base / REPORT, {}, "", also=("finetune",)).finetune is not None
-    return ConvertedAdapter(out, on, found, finetuned, edited=bool(edits_of(layout, plan).exponents))
+    return ConvertedAdapter(out, on, rescaled, finetuned, edited=bool(edits_of(layout, plan).exponents))
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

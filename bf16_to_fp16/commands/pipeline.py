@@ -272,16 +272,11 @@ def read_pipeline(folder: Path) -> schema.PipelineReport:
 
 
 def undo_pipeline(
-    folder: str | Path,
-    out: str | Path,
-    *,
-    force: bool = False,
-    copy: bool = False,
-    progress: Progress | bool | None = None,
+    folder: str | Path, out: str | Path, *, force: bool = False, progress: Progress | bool | None = None
 ) -> Undone:
     """Write the source of a converted pipeline back: each encoder by the inverse of its plan, with the names and texts
-    that it had, the linears of other components without the powers of two that they carry, and all else linked (or
-    copied, with ``copy``) as it is.
+    that it had, the linears of other components without the powers of two that they carry, and all else linked as it
+    is.
 
     Raises UserError where the folder is no converted pipeline.
     """
@@ -292,7 +287,7 @@ def undo_pipeline(
     names = [n for n in files_below(folder)[0] if n != PIPELINE and n.partition("/")[0] not in ours]
     missing: list[str] = []
     with staged(out, force=force) as work:
-        bring_others(folder, names, work, link=not copy, progress=progress)
+        bring_others(folder, names, work, link=True, progress=progress)
         for entry in report.encoders:
             back = work / entry.subfolder
             undo(folder / entry.subfolder, back, progress=progress)

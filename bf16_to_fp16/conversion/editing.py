@@ -108,7 +108,7 @@ def needlessly_shared(layout: Layout, weights: TensorReader, bounds: Mapping[str
             return float(shared_biases(list(map(weights, tables))).abs().max()) >= LARGE_BIAS
         return bool((passed[f"{attention.at}.scores"] > 0).any())
 
-    return [w.at for w in centrable(layout) if needless(w)]
+    return [attention.at for attention in centrable(layout) if needless(attention)]
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,8 @@ def bounded(
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
     with products_on(device, "certificate"):
         with progress.step(f"Bounding every site{whose} {WHERE[target]}") as advance:
-            found = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
-        certificate = with_side_modules(found, layout, modules)
+            bounds = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
+        certificate = with_side_modules(bounds, layout, modules)
         if tiers:
             holds = certificate.holds
             with progress.step("Bounding every site in stricter arithmetic"):

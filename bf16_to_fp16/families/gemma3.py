@@ -53,9 +53,9 @@ def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str
     check_window(config)
     at = f"layers.{i}"
     own = {"post_norm": f"{at}.post_attention_layernorm", "scale": "query_pre_attn_scalar", "cap": cap}
-    w = wired_attention(config, at, **own, **(head_norms(at) if normed else {}))
+    wiring = wired_attention(config, at, **own, **(head_norms(at) if normed else {}))
     gated = wired_feed_forward(at, config["hidden_activation"], **gate_norms(at))
-    return attention(w, STYLE, shared_values(config)), feed_forward(gated, STYLE)
+    return attention(wiring, STYLE, shared_values(config)), feed_forward(gated, STYLE)
 
 
 def gate_norms(at: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i``."""
     at, count = f"layers.{i}", number(config, "intermediate_size")
     style = Style(biased=QUERIES_KEYS_VALUES if config["attention_bias"] else ())
-    w = wired_attention(config, at, post_norm=f"{at}.post_self_attn_layernorm", interleaved=True)
+    wiring = wired_attention(config, at, post_norm=f"{at}.post_self_attn_layernorm", interleaved=True)
     gated = wired_feed_forward(
         at,
         config["hidden_act"],
@@ -39,7 +39,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
         act=f"{at}.mlp.activation_fn",
         post_norm=f"{at}.post_mlp_layernorm",
     )
-    return attention(w, style, shared_values(config)), feed_forward(gated, style)
+    return attention(wiring, style, shared_values(config)), feed_forward(gated, style)
 
 
 GLM4 = replace(

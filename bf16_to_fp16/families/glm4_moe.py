@@ -51,7 +51,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i``, sparse or dense."""
     at, style = f"layers.{i}", Style(biased=QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     normed = {"norms_by_position": True, **head_norms(at)} if config["use_qk_norm"] else {}
-    w = wired_attention(config, at, runs=runs_of(config), **normed)
+    wiring = wired_attention(config, at, runs=runs_of(config), **normed)
     if i < whole_number("first_k_dense_replace", config["first_k_dense_replace"], "a number of layers", least=0):
         last = feed_forward(wired_feed_forward(at, config["hidden_act"]), style)
     else:
@@ -67,7 +67,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
             shared=placed(wired_feed_forward(at, config["hidden_act"]), f"{at}.mlp.shared_experts"),
             sum=f"{at}.mlp:add",
         )
-    return attention(w, style, shared_values(config)), last
+    return attention(wiring, style, shared_values(config)), last
 
 
 GLM4_MOE = replace(

@@ -135,7 +135,7 @@ def stated_factor(config: Mapping[str, object], key: str, rotation: Mapping[str,
 def wired_attention(config: Mapping[str, object], at: str, **own: Any) -> Attention:
     """Return how the attention of a layer is wired, by the config too; own: what is another than Llama's."""
     m = f"{at}.self_attn"
-    w = Attention(
+    wiring = Attention(
         m,
         f"{at}.input_layernorm",
         *(f"{m}.{name}_proj" for name in "qkvo"),
@@ -145,13 +145,13 @@ def wired_attention(config: Mapping[str, object], at: str, **own: Any) -> Attent
         rotary_factor=rotary_factor(config),
         kv_heads="num_key_value_heads",
     )
-    return replace(w, **own)
+    return replace(wiring, **own)
 
 
 def wired_feed_forward(at: str, activation: object, **own: Any) -> FeedForward:
     """Return how the gated feed-forward of a layer is wired; own: what is another than Llama's."""
     m = f"{at}.mlp"
-    w = FeedForward(
+    wiring = FeedForward(
         at=m,
         norm=f"{at}.post_attention_layernorm",
         gate=f"{m}.gate_proj",
@@ -161,7 +161,7 @@ def wired_feed_forward(at: str, activation: object, **own: Any) -> FeedForward:
         act=f"{m}.act_fn",
         add=f"{at}:add#2",
     )
-    return replace(w, **own)
+    return replace(wiring, **own)
 
 
 def placed(wiring: FeedForward, path: str, names: StoredExperts = STORED) -> FeedForward:
@@ -201,7 +201,7 @@ def sparse(
     wiring = replace(wiring, **own)
     shared = () if wiring.shared is None else (feed_forward(wiring.shared, replace(style, ff="shared_ff")),)
     correction = (Tensor(wiring.correction, ("experts",), (None,), in_fp32=True),) if wiring.correction else ()
-    return experts(wiring, (*(feed_forward(w, style) for w in each), *shared), *correction)
+    return experts(wiring, (*(feed_forward(expert, style) for expert in each), *shared), *correction)
 
 
 def head_norms(at: str) -> dict[str, str]:
@@ -219,16 +219,16 @@ def block(
     check_window(config)
     style = Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"
-    w = wired_attention(config, at, norms_by_position=normed, **(head_norms(at) if normed else {}))
+    wiring = wired_attention(config, at, norms_by_position=normed, **(head_norms(at) if normed else {}))
     gated = wired_feed_forward(at, config["hidden_act"])
     if dropped:
-        w, gated = replace(w, dropout=w.at), replace(gated, dropouts=(gated.at,))
-    return attention(w, style, shared_values(config)), feed_forward(gated, style)
+        wiring, gated = replace(wiring, dropout=wiring.at), replace(gated, dropouts=(gated.at,))
+    return attention(wiring, style, shared_values(config)), feed_forward(gated, style)
 
 
-def layers(made: Any, **own: Any) -> Stack:
+def layers(parts_of: Any, **own: Any) -> Stack:
     """Return a stack of so many layers as the config says; own: further arguments of the function that makes one."""
-    return Stack("num_hidden_layers", partial(made, **own))
+    return Stack("num_hidden_layers", partial(parts_of, **own))
 
 
 def heads(style: Style = PLAIN, *, body: str = BODY, cap: str = "") -> dict[str, Any]:

@@ -47,12 +47,12 @@ def attention(at: str, config: Mapping[str, object], i: int) -> Part:
         )
     first = f"encoder.block.0.layer.0.{module}"
     part = t5.attention(at, module, bias=i == 0, shared=first)
-    w = part.topology
-    assert isinstance(w, Attention)
-    w = replace(w, radius="local_radius")
+    wiring = part.topology
+    assert isinstance(wiring, Attention)
+    wiring = replace(wiring, radius="local_radius")
     if module != MODULES[GLOBAL]:
-        return replace(part, topology=w)
-    norm, inner = w.norm, f"{w.at}.global_input_layer_norm"
+        return replace(part, topology=wiring)
+    norm, inner = wiring.norm, f"{wiring.at}.global_input_layer_norm"
     bias = f"{first}.global_relative_attention_bias.weight"
 
     def of_the_stream(axis: Axis | None) -> Axis | None:
@@ -62,9 +62,9 @@ def attention(at: str, config: Mapping[str, object], i: int) -> Part:
     tensors.append(Tensor(f"{inner}.weight", ("model",), (multiplied_by(RESIDUAL),)))
     carried = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(norm), input_of(inner), output_of(inner)))
     signals = tuple(carried if signal.name == norm else signal for signal in part.signals)
-    w = replace(w, block="global_block_size", block_norm=inner, block_bias=bias)
-    made = Part(signals, tuple(tensors), w)
-    return t5.with_table(made, bias) if i == 0 else made
+    wiring = replace(wiring, block="global_block_size", block_norm=inner, block_bias=bias)
+    full = Part(signals, tuple(tensors), wiring)
+    return t5.with_table(full, bias) if i == 0 else full
 
 
 def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:

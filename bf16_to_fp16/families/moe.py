@@ -48,7 +48,7 @@ def qwen3_moe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i`` of Qwen3-MoE, sparse or dense."""
     check_window(config)
     at, style = f"layers.{i}", Style(biased=ATTENTION if config["attention_bias"] else ())
-    w = wired_attention(config, at, norms_by_position=True, **head_norms(at))
+    wiring = wired_attention(config, at, norms_by_position=True, **head_norms(at))
     dense, step = config["mlp_only_layers"], number(config, "decoder_sparse_step")
     if not isinstance(dense, Sequence):
         raise UserError(f"config.json: 'mlp_only_layers' is {dense!r}, not a list of layers; take it from the original")
@@ -56,15 +56,15 @@ def qwen3_moe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
         last = feed_forward(wired_feed_forward(at, config["hidden_act"]), style)
     else:
         last = sparse(at, config, "num_experts", replace(style, ff="expert_ff"), normalised="norm_topk_prob")
-    return attention(w, style, shared_values(config)), last
+    return attention(wiring, style, shared_values(config)), last
 
 
 def olmoe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i`` of OLMoE, whose norms of queries and keys are of all heads together."""
     at, style = f"layers.{i}", Style(biased=ATTENTION if config["attention_bias"] else ())
-    w = wired_attention(config, at, norms_whole=True, **head_norms(at))
+    wiring = wired_attention(config, at, norms_whole=True, **head_norms(at))
     last = sparse(at, config, "num_experts", style, normalised="norm_topk_prob")
-    return attention(w, style, shared_values(config)), last
+    return attention(wiring, style, shared_values(config)), last
 
 
 MIXTRAL = replace(

@@ -31,10 +31,10 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     check_window(config)
     at, behind = f"layers.{i}", "post_attention_layernorm"
     style = Style(biased=ATTENTION if config["attention_bias"] else ())
-    w = wired_attention(config, at, norm="", post_norm=f"{at}.{behind}", norms_whole=True, **head_norms(at))
+    wiring = wired_attention(config, at, norm="", post_norm=f"{at}.{behind}", norms_whole=True, **head_norms(at))
     post_norm = f"{at}.post_feedforward_layernorm"
     gated = wired_feed_forward(at, config["hidden_act"], norm="", post_norm=post_norm)
-    return attention(w, style, shared_values(config)), feed_forward(gated, style)
+    return attention(wiring, style, shared_values(config)), feed_forward(gated, style)
 
 
 OLMO2 = replace(

@@ -128,8 +128,8 @@ def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spre
 
 
 def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
-    """Return the records of an attention that is wired as ``w``; share: how the heads of queries share those of keys
-    and values, see ``pairs``.
+    """Return the records of an attention of this wiring; share: how the heads of queries share those of keys and
+    values, see ``pairs``.
 
     Queries and keys that go through norms of their own carry the stream's factor, whose eps those norms share. Scores
     carry what queries alone do, or the gains of their norm.
@@ -208,7 +208,7 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
-    """Return the records of a feed-forward that is wired as ``w``.
+    """Return the records of a feed-forward of this wiring.
 
     Only the linear branch of a gate, or a ReLU, passes a factor through; GELU and SiLU do so far out alone.
     """

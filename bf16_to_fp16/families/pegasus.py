@@ -53,7 +53,7 @@ STYLE = Style(biased=(*LINEARS, "fc1", "fc2"), shifts=True, inner="model", kv_in
 def attention(at: str, module: str, *, memory: bool = False, style: Style = STYLE) -> Part:
     """Return the records of one attention sublayer; with ``memory`` keys and values read the encoder's output."""
     m = f"{at}.{module}"
-    w = Attention(
+    wiring = Attention(
         m,
         f"{m}_layer_norm",
         *(f"{m}.{name}" for name in LINEARS),
@@ -61,13 +61,13 @@ def attention(at: str, module: str, *, memory: bool = False, style: Style = STYL
         heads=f"{at.split('.')[0]}_attention_heads",
         add=f"{at}:add#2" if memory else f"{at}:add",
     )
-    return attention_part(w, style)
+    return attention_part(wiring, style)
 
 
 def neurons(at: str, config: Mapping[str, object]) -> Part:
     """Return the records of one feed-forward sublayer; its neurons carry a factor only through a ReLU."""
     stack = at.split(".")[0]
-    w = FeedForward(
+    wiring = FeedForward(
         at=at,
         norm=f"{at}.final_layer_norm",
         gate="",
@@ -77,7 +77,7 @@ def neurons(at: str, config: Mapping[str, object]) -> Part:
         act=f"{at}.activation_fn",
         add=f"{at}:add#3" if stack == "decoder" else f"{at}:add#2",
     )
-    return feed_forward(w, replace(STYLE, ff=f"{stack}_ff"))
+    return feed_forward(wiring, replace(STYLE, ff=f"{stack}_ff"))
 
 
 def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
@@ -99,9 +99,10 @@ def stack_ends(at: str, *, norm: str = "layer_norm", **own: Any) -> StackEnds:
     return StackEnds(at, f"{at}.embed_tokens", f"{at}.{norm}", positions=positions, scale="scale_embedding", **own)
 
 
-def stack_records(w: StackEnds, *tensors: Tensor, **own: Any) -> Part:
+def stack_records(stack: StackEnds, *tensors: Tensor, **own: Any) -> Part:
     """Return the records of both ends of a stack whose positions carry its factor; own: of the positions' tensor."""
-    return ends(w, *tensors, Tensor(w.positions, ("positions", "model"), (None, multiplied_by(RESIDUAL)), **own))
+    carried = Tensor(stack.positions, ("positions", "model"), (None, multiplied_by(RESIDUAL)), **own)
+    return ends(stack, *tensors, carried)
 
 
 MADE = {

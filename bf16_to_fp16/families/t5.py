@@ -48,7 +48,7 @@ def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared:
     ``shared``: the attention whose position bias it uses, where it has none of its own.
     """
     m = f"{at}.{module}"
-    w = Attention(
+    wiring = Attention(
         m,
         f"{at}.layer_norm",
         *(f"{m}.{name}" for name in "qkvo"),
@@ -59,7 +59,7 @@ def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared:
         add=f"{at}:add",
         dropout=f"{at}.dropout",
     )
-    return with_table(attention_part(w, STYLE), w.bias) if bias else attention_part(w, STYLE)
+    return with_table(attention_part(wiring, STYLE), wiring.bias) if bias else attention_part(wiring, STYLE)
 
 
 def with_table(part: Part, name: str) -> Part:
@@ -115,8 +115,8 @@ ENCODER_NORM, DECODER_NORM = "encoder.final_layer_norm", "decoder.final_layer_no
 
 def stack_ends(stack: str, *tensors: Tensor) -> Part:
     """Return how a stack begins and ends."""
-    w = StackEnds(stack, f"{stack}.embed_tokens", f"{stack}.final_layer_norm", dropouts=(f"{stack}.dropout",))
-    return ends(w, *tensors)
+    wiring = StackEnds(stack, f"{stack}.embed_tokens", f"{stack}.final_layer_norm", dropouts=(f"{stack}.dropout",))
+    return ends(wiring, *tensors)
 
 
 def head_of(norm: str, topology: Head, *sizes: str) -> Part:

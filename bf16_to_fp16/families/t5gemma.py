@@ -31,7 +31,7 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
     at = f"{stack}.layers.{i}"
     dropout, own, share = f"{at}.dropout", style(stack), shared_values(config, f"{stack}.")
     inner = config.get(stack)
-    w = wired_attention(
+    wiring = wired_attention(
         inner if isinstance(inner, Mapping) else {},
         at,
         norm=f"{at}.pre_self_attn_layernorm",
@@ -43,12 +43,12 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
         rotary=f"{stack}.rotary_emb",
         dropout=dropout,
     )
-    parts = [attention(w, own, share)]
+    parts = [attention(wiring, own, share)]
     if stack == "decoder":
         m = f"{at}.cross_attn"
         query, key, value, output = (f"{m}.{name}_proj" for name in "qkvo")
-        w = replace(
-            w,
+        wiring = replace(
+            wiring,
             at=m,
             norm=f"{at}.pre_cross_attn_layernorm",
             post_norm=f"{at}.post_cross_attn_layernorm",
@@ -60,7 +60,7 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
             rotary="",
             add=f"{at}:add#2",
         )
-        parts.append(attention(w, own, share))
+        parts.append(attention(wiring, own, share))
     gated = wired_feed_forward(
         at,
         config[f"{stack}.hidden_activation"],
@@ -74,8 +74,8 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
 def stack_ends(stack: str) -> Part:
     """Return where a stack begins and ends, with an embedding of its own."""
     path, dropout = f"{stack}.embed_tokens", f"{stack}.dropout"
-    w = StackEnds(stack, path, f"{stack}.norm", dropouts=(dropout, dropout), scales=True, table=f"{path}.weight")
-    return ends(w, table(w.table, f"{stack}_model"), model=f"{stack}_model")
+    wiring = StackEnds(stack, path, f"{stack}.norm", dropouts=(dropout, dropout), scales=True, table=f"{path}.weight")
+    return ends(wiring, table(wiring.table, f"{stack}_model"), model=f"{stack}_model")
 
 
 FINAL_NORM = f"{BODY}.decoder.norm"

@@ -175,7 +175,7 @@ def scores(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
         return {}
     names = ("rouge1", "rouge2", "rougeL")
     scorer = rouge_scorer.RougeScorer(list(names), use_stemmer=False)
-    rouges = [scorer.score(wanted, made) for made, wanted in texts]
+    rouges = [scorer.score(wanted, written) for written, wanted in texts]
     result = {name: sum(each[name].fmeasure for each in rouges) / len(rouges) for name in names}
-    bleu = sacrebleu.corpus_bleu([made for made, _ in texts], [[wanted for _, wanted in texts]])
+    bleu = sacrebleu.corpus_bleu([written for written, _ in texts], [[wanted for _, wanted in texts]])
     return result | {"bleu": float(bleu.score)}

@@ -32,7 +32,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import check_out, overlap, put_in_place, scratch, staged
 from ..checkpoint.writer import write_fp16
 from ..commands.convert import Conversion, convert_by
-from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
+from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance, shown_in_a_command
 from ..conversion.planning import Opened, checkpoint_batches, decide
 from ..devices import Device, check_all_is_used, find_device, shown
 from ..environment import how_to_install
@@ -599,7 +599,8 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
         if written[section][key] != value
     }
     # A report is published; of local paths only the last part says anything to others.
-    out, source, path = Path(recipe.out).name, local_name(recipe.source), local_name(recipe.data.path)
+    out = Path(recipe.out).name
+    source, path = map(shown_in_a_command, (recipe.source, recipe.data.path))
     settings = written | {
         "source": source,
         "out": out,
@@ -626,8 +627,3 @@ def start_outputs(folder: Path) -> dict[str, OfChannels]:
     """Return by output the log2 of the factor by which the start of a run multiplies it, without those at 0."""
     file = folder / START_OUTPUTS
     return read_json(file, "factors of the start's outputs") if file.is_file() else {}
-
-
-def local_name(place: str) -> str:
-    """Return the last part of a path that exists here, and any other name as it is."""
-    return Path(place).name if Path(place).exists() else place

@@ -374,17 +374,17 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
     """Return where the weights came from and what ``undo`` needs to bring them back."""
     dtypes = {t.name: checkpoint.tensors[t.source].dtype for t in layout.tensors.values() if t.source is not None}
     main = max(sorted(set(dtypes.values())), key=list(dtypes.values()).count)
-    made = made_of(layout)
-    if layout.tied is False and layout.family.head in made:
-        made += [name for name in layout.family.copies if name in layout.tensors]
-    replaced: dict[str, Any] = {"replaced": found} if (found := replaced_by(layout, plan, checkpoint)) else {}
+    created = made_of(layout)
+    if layout.tied is False and layout.family.head in created:
+        created += [name for name in layout.family.copies if name in layout.tensors]
+    replaced: dict[str, Any] = {"replaced": tensors} if (tensors := replaced_by(layout, plan, checkpoint)) else {}
     return schema.Source(
         **schema.Source.place_of(checkpoint),
         sha256=rewritten.written.source_sha256,
         other_sha256=other_sha256(checkpoint, rewritten.carried),
         dtype=main,
         dtypes={name: dtype for name, dtype in dtypes.items() if dtype != main},
-        made=sorted(set(made)),
+        made=sorted(set(created)),
         dropped=dict(layout.dropped),
         config_changes=changes(config_of_source(checkpoint), edited_config(layout, plan)),
         carried_over=rewritten.carried,

@@ -30,7 +30,7 @@ from ..wording import (
     tightness,
 )
 from . import schema
-from .remedies import missed_goals, over_limits
+from .remedies import over_limits
 from .tables import Column, Table, numbers
 
 STRICTEST = TIERS[-1].name
@@ -446,7 +446,7 @@ def _verdict(report: schema.Report) -> str:
 
 def missed(report: schema.Report) -> str:
     """Return what was asked of a finetune and not delivered, in words; empty where nothing was."""
-    return "; ".join(entry.reason for entry in missed_goals(report))
+    return "; ".join(entry.reason for entry in report.unsafe if entry.kind == "goal")
 
 
 def passed(report: schema.Report) -> str:

@@ -272,13 +272,13 @@ def brackets(sites: Sequence[BoundEntry], stack: str) -> list[Bracket]:
         outside = (site.block is None) != (site.kind == SiteKind.LOGITS)
         if series is None or (site.stack or STACKS[-1]) != stack or outside:
             continue
-        found = site.observed
-        found = None if found is None else math.inf if infinite(found) or found > site.limit else found
+        worst = site.observed
+        worst = None if worst is None else math.inf if infinite(worst) or worst > site.limit else worst
         bound, partial = (math.inf if infinite(value) else value for value in (site.bound, site.partial))
-        same = merged.get((series, site.block), Bracket(series, site.block, found, bound, partial))
+        same = merged.get((series, site.block), Bracket(series, site.block, worst, bound, partial))
         merged[series, site.block] = replace(
             same,
-            found=max((value for value in (same.found, found) if value is not None), default=None),
+            found=max((value for value in (same.found, worst) if value is not None), default=None),
             bound=max(same.bound, bound),
             partial=max(same.partial, partial),
         )

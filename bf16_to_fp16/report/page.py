@@ -321,7 +321,7 @@ def bound_table(report: Report) -> Table:
     columns = [
         names("site"),
         Column("what", "kind"),
-        numbers("worst found", "observed", lambda found: "–" if found is None else reached(found)),
+        numbers("worst found", "observed", lambda worst: "–" if worst is None else reached(worst)),
         numbers("bound", "bound", bound_magnitude, over=lambda site: not site.bound <= site.limit),
         numbers("bound / worst found", lambda site: tightness(site.bound, site.observed), times),
         numbers("partial sums", "partial", bound_magnitude, over=lambda site: not site.partial <= site.limit),

@@ -220,11 +220,6 @@ def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Repo
     return report.model_copy(update=changed)
 
 
-def missed_goals(report: Report) -> list[UnsafeEntry]:
-    """Return what was asked of a finetune and not delivered."""
-    return [entry for entry in report.unsafe if entry.kind == "goal"]
-
-
 def going_on_from(
     source: str, regimes: Mapping[str, RegimeEntry], converted: bool, subfolder: str | None = None
 ) -> str:

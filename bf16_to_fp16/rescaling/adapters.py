@@ -131,7 +131,7 @@ def check_shape(name: str, values: Tensor, tensor: ResolvedTensor, part: Part) -
     """Raise UserError unless the axes that an adapter shares with a tensor are as long as there."""
     wanted = [None if axis is None else tensor.shape[axis] for axis in part.axes]
     fits = values.dim() == len(wanted) and all(
-        size is None or size == found for size, found in zip(wanted, values.shape, strict=True)
+        size is None or size == length for size, length in zip(wanted, values.shape, strict=True)
     )
     if not fits or not values.is_floating_point():
         raise UserError(
@@ -159,21 +159,21 @@ def multiplied(name: str, values: Tensor, exponents: Tensor, factor: float, offs
     double = values.double()
     wanted = torch.ldexp(double + offset if offset else double, exponents.double()) * factor
     wanted = wanted - offset if offset else wanted  # taking off 0 would turn a -0
-    found = wanted.to(values.dtype)
-    same = bool((found.double() == wanted).all())
+    stored = wanted.to(values.dtype)
+    same = bool((stored.double() == wanted).all())
     widened = not same and values.dtype != torch.float32
     if widened:
-        found = wanted.float()
-    if not bool(torch.isfinite(found).all()):
+        stored = wanted.float()
+    if not bool(torch.isfinite(stored).all()):
         raise UserError(f"{name} holds inf or NaN, or would in fp32; take the adapter as it was trained")
     tiny = torch.finfo(torch.float16).tiny
     return Scaled(
-        values=found,
-        exact=same or bool((found.double() == wanted).all()),
+        values=stored,
+        exact=same or bool((stored.double() == wanted).all()),
         widened=widened,
-        small=int(((found != 0) & (found.abs() < tiny)).sum()),
+        small=int(((stored != 0) & (stored.abs() < tiny)).sum()),
         small_before=int(((double != 0) & (double.abs() < tiny)).sum()),
-        overflows=bool((found.abs() > torch.finfo(torch.float16).max).any()),
+        overflows=bool((stored.abs() > torch.finfo(torch.float16).max).any()),
     )
 
 

@@ -63,7 +63,7 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
     with torch.no_grad():
         # Of weights that are not scaled yet.
         replaced = centred_tensors(layout, plan.centred_keys).items()
-        centred = {name: centred_tensor(parameters.__getitem__, layout, name, w) for name, w in replaced}
+        centred = {name: centred_tensor(parameters.__getitem__, layout, name, part) for name, part in replaced}
         for name, values in centred.items():
             parameters[name].copy_(values)
         for name, tensor in layout.tensors.items():

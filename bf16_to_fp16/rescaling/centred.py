@@ -36,7 +36,7 @@ def centrable(layout: Layout) -> tuple[Attention, ...]:
         needed = f"{attention.key}.bias", f"{norm_of_keys(layout, attention)}.bias"
         return not any(between) and all(name in layout.tensors for name in needed)
 
-    return tuple(w for w in layout.topology if isinstance(w, Attention) and (free(w) or tables_of(w)))
+    return tuple(each for each in layout.topology if isinstance(each, Attention) and (free(each) or tables_of(each)))
 
 
 def tables_of(attention: Attention) -> tuple[str, ...]:

@@ -149,14 +149,14 @@ class Weights:
 class Step:
     """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each. ``norm``: "" of
     a sublayer without one. ``sublayer``: None for the first and the final norm of a stack. ``stream``: what the norm
-    reads. ``made``: its output, a router's logits, then what the linears give (of a token's first expert, the last of
+    reads. ``outputs``: its own, a router's logits, then what the linears give (of a token's first expert, the last of
     all its experts), with the neurons before the last."""
 
     stack: ResolvedStack
     norm: str
     sublayer: Sublayer | None
     stream: Tensor
-    made: list[Tensor]
+    outputs: list[Tensor]
 
 
 def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
@@ -172,14 +172,14 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
             normed = weights.norm(sublayer.norm, stream)
             if isinstance(sublayer, Attention):
                 read = memory if sublayer.memory else normed
-                made = weights.attended(sublayer, normed, read)
-                made.append(weights.linear(sublayer.output, weights.gathered(sublayer, made[-1])))
+                outputs = weights.attended(sublayer, normed, read)
+                outputs.append(weights.linear(sublayer.output, weights.gathered(sublayer, outputs[-1])))
             elif isinstance(sublayer, Experts):
-                made = weights.handed_out(sublayer, normed)
+                outputs = weights.handed_out(sublayer, normed)
             else:
-                made = weights.fed(sublayer, normed)
-            yield Step(stack, sublayer.norm, sublayer, stream, [normed, *made])
-            stream = stream + weights.joined(sublayer, made[-1])
+                outputs = weights.fed(sublayer, normed)
+            yield Step(stack, sublayer.norm, sublayer, stream, [normed, *outputs])
+            stream = stream + weights.joined(sublayer, outputs[-1])
         memory = weights.norm(stack.ends.norm, stream)
         yield Step(stack, stack.ends.norm, None, stream, [memory])
 
@@ -200,22 +200,22 @@ def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
     for step in forward(weights, ids):
         sublayer, reads = step.sublayer, {step.norm: step.stream}
         if sublayer is not None and sublayer.post_norm:
-            reads[sublayer.post_norm] = step.made[-1]
+            reads[sublayer.post_norm] = step.outputs[-1]
         for norm, stream in ((norm, stream) for norm, stream in reads.items() if norm):
             if weights.layout.family.centred_norm:
                 stream = stream - stream.mean(1, keepdim=True)
             typical.norms[norm] = float((stream.square().mean(1) + weights.layout.eps_of(norm)).rsqrt().mean())
         if isinstance(sublayer, FeedForward):
-            typical.neurons[sublayer.at] = [x.mean(0) for x in neuron_slopes(weights, sublayer, step.made[1:])]
+            typical.neurons[sublayer.at] = [x.mean(0) for x in neuron_slopes(weights, sublayer, step.outputs[1:])]
         elif isinstance(sublayer, Experts):
-            numbers, shares = (x[:, 0] for x in weights.chosen(sublayer, step.made[1]))
+            numbers, shares = (x[:, 0] for x in weights.chosen(sublayer, step.outputs[1]))
             for number, expert in enumerate(sublayer.experts):
                 share = shares * (numbers == number)
-                slopes_of = neuron_slopes(weights, expert, step.made[2:])
+                slopes_of = neuron_slopes(weights, expert, step.outputs[2:])
                 typical.neurons[expert.at] = [(x * share[:, None]).mean(0) for x in slopes_of]
             if (always := sublayer.shared) is not None:
-                made = weights.fed(always, step.made[0])
-                typical.neurons[always.at] = [x.mean(0) for x in neuron_slopes(weights, always, made)]
+                outputs = weights.fed(always, step.outputs[0])
+                typical.neurons[always.at] = [x.mean(0) for x in neuron_slopes(weights, always, outputs)]
     return typical
 
 

@@ -75,7 +75,7 @@ def chosen(
     sides = {True: ALONE if layout.family.decoder is None else ENCODER, False: DECODER}
     for step in forward(weights, candidates):
         reason = sides[step.stack.is_encoder]
-        for values in (step.stream, *step.made):
+        for values in (step.stream, *step.outputs):
             order = values.abs().amax(1).argsort(descending=True, stable=True)
             farthest.append((reason, [candidates[i] for i in order[:_RANKS].tolist()]))
     for rank in range(_RANKS):
@@ -163,7 +163,7 @@ def directions(weights: Weights, sample: Sequence[int]) -> tuple[Tensor, list[Te
     room = min(_DIRECTIONS, _PRODUCTS // weights.vocabulary)
     # Of many experts as many as there is room for, one neuron each.
     most = max(1, room // 4 // max(1, len(sublayers)))
-    feeds = {w.entrance: feed_forwards_of(w)[:most] for w in sublayers}
+    feeds = {each.entrance: feed_forwards_of(each)[:most] for each in sublayers}
     neurons = max(1, room // 4 // max(1, sum(map(len, feeds.values()))))
     first = max(1, room // 4 // max(1, len(weights.layout.stacks()) * 3))
     read: dict[str, list[Tensor]] = {}

@@ -30,8 +30,8 @@ class Expert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return its output for tokens [tokens, width]."""
         gate, linear, output = (getattr(self, name) for name in (self.names.gate, self.names.linear, self.names.output))
-        made: Tensor = output(self.act_fn(gate(x)) * linear(x))
-        return made
+        outputs: Tensor = output(self.act_fn(gate(x)) * linear(x))
+        return outputs
 
 
 class ExpertsApart(nn.ModuleList):
@@ -55,8 +55,8 @@ class ExpertsApart(nn.ModuleList):
             else:
                 tokens, places = torch.where(chosen == number)
             if len(tokens):
-                made = expert(x[tokens]) * weights[tokens, places, None]
-                joined.index_add_(0, tokens, made.to(joined.dtype))
+                outputs = expert(x[tokens]) * weights[tokens, places, None]
+                joined.index_add_(0, tokens, outputs.to(joined.dtype))
         return joined
 
 

@@ -55,13 +55,13 @@ class Problem:
         return f"{self.name}: {self.reason}; {self.remedy}"
 
 
-def near(key: str, said: float, found: float) -> bool:
+def near(key: str, said: float, again: float) -> bool:
     """Return whether two numbers are the same under the last part of a key."""
-    if math.isnan(said) or math.isnan(found):
-        return math.isnan(said) and math.isnan(found)
+    if math.isnan(said) or math.isnan(again):
+        return math.isnan(said) and math.isnan(again)
     if key in COUNTS:
-        return (said > 0) == (found > 0)
-    low, high = sorted((said, found))
+        return (said > 0) == (again > 0)
+    low, high = sorted((said, again))
     if key in MAGNITUDES:
         overflowed = low > FP16_MAX
         return overflowed or high - low <= MAGNITUDE * abs(high) or max(abs(low), abs(high)) <= FAINT
@@ -76,24 +76,24 @@ def near(key: str, said: float, found: float) -> bool:
     return high == low or high - low <= EXACT * max(abs(low), abs(high))
 
 
-def differences(said: Any, found: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, recorded, found) of everything that differs: keys by their dotted names, entries of a list by what
+def differences(said: Any, again: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, recorded, again) of everything that differs: keys by their dotted names, entries of a list by what
     tells them apart, in whatever order they are."""
-    if isinstance(said, Mapping) and isinstance(found, Mapping):
-        for name in {**found, **said}:
-            yield from differences(said.get(name), found.get(name), f"{key}.{name}" if key else str(name))
-    elif is_table(said) and is_table(found):
-        rows, others = by_name(said), by_name(found)
+    if isinstance(said, Mapping) and isinstance(again, Mapping):
+        for name in {**again, **said}:
+            yield from differences(said.get(name), again.get(name), f"{key}.{name}" if key else str(name))
+    elif is_table(said) and is_table(again):
+        rows, others = by_name(said), by_name(again)
         for name in {**others, **rows}:
             yield from differences(rows.get(name), others.get(name), f"{key}.{name}")
-    elif isinstance(said, (int, float)) and isinstance(found, (int, float)) and type(said) is not bool:
-        if not near(key.rpartition(".")[2], said, found):
-            yield key, said, found
-    elif isinstance(said, (list, tuple)) and isinstance(found, (list, tuple)):
-        if list(said) != list(found):
-            yield key, said, found
-    elif said != found or type(said) is not type(found):
-        yield key, said, found
+    elif isinstance(said, (int, float)) and isinstance(again, (int, float)) and type(said) is not bool:
+        if not near(key.rpartition(".")[2], said, again):
+            yield key, said, again
+    elif isinstance(said, (list, tuple)) and isinstance(again, (list, tuple)):
+        if list(said) != list(again):
+            yield key, said, again
+    elif said != again or type(said) is not type(again):
+        yield key, said, again
 
 
 def is_table(value: object) -> bool:
@@ -113,11 +113,11 @@ def by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     return result
 
 
-def compared(check: str, said: Any, found: Any, key: str = "") -> list[Problem]:
+def compared(check: str, said: Any, again: Any, key: str = "") -> list[Problem]:
     """Return a problem of a check for every key under which a report says something else than what was found."""
     return [
         Problem(check, name, f"the report says {in_words(claim)}, and {in_words(truth)} was found")
-        for name, claim, truth in differences(said, found, key)
+        for name, claim, truth in differences(said, again, key)
     ]
 
 

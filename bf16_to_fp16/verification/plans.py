@@ -71,8 +71,8 @@ def check_plan(
     except UserError as error:
         problems.append(problem("plan", str(error).partition(";")[0]))
     if not problems and report is not None:
-        said, made = ([(e.site, e.exponent) for e in each] for each in (report.inexact, listed_edits(layout, plan)))
-        if sorted(said) != sorted(made):
+        said, edits = ([(e.site, e.exponent) for e in each] for each in (report.inexact, listed_edits(layout, plan)))
+        if sorted(said) != sorted(edits):
             problems.append(problem("inexact", "does not list the edits that the plan makes"))
         start = {} if report.finetune is None else report.finetune.start_outputs
         factors = {n: joined(factor, start.get(n, 0)) for n, factor in output_factors(layout, plan).items()}
@@ -81,15 +81,15 @@ def check_plan(
     if plan.untied_head and layout.tied is not False:
         problems.append(problem("config.json", "the plan separates the head, and the checkpoint has it tied"))
     for key in layout.family.eps_keys if plan.eps is not None else ():
-        found = looked_up(checkpoint.config, key)
-        if found != plan.eps:
-            problems.append(problem("config.json", f"{key} is {found} and the plan needs {plan.eps}"))
+        value = looked_up(checkpoint.config, key)
+        if value != plan.eps:
+            problems.append(problem("config.json", f"{key} is {value} and the plan needs {plan.eps}"))
     if layout.family.eps_keys:
         problems += [problem("plan", reason) for reason in wrong_eps(layout, plan, source, own_eps)]
     recorded = {name: sides["after"] for name, sides in source.config_changes.items() if "after" in sides}
     for name, after in recorded.items():
-        if (found := looked_up(checkpoint.config, name)) != after:
-            problems.append(problem("config.json", f"{name} is {found} and the report says {after}"))
+        if (value := looked_up(checkpoint.config, name)) != after:
+            problems.append(problem("config.json", f"{name} is {value} and the report says {after}"))
     for name, dtype in dtypes_of(checkpoint.config).items():
         if dtype != "float16" and name not in recorded:
             problems.append(problem("config.json", f"{name} is {dtype}, which stock code loads the weights in"))
@@ -120,12 +120,12 @@ def dtypes_of(config: Mapping[str, Any]) -> dict[str, object]:
 
 def check_config(layout: Layout, checkpoint: Checkpoint, plan: Plan) -> list[Problem]:
     """Return the keys of a config that are not what the plan makes of the original's; layout: the original's."""
-    wanted, found = edited_config(layout, plan), checkpoint.config
-    differing = ["architectures"] if stock_class(wanted) != stock_class(found) else []
+    wanted, config = edited_config(layout, plan), checkpoint.config
+    differing = ["architectures"] if stock_class(wanted) != stock_class(config) else []
     for key in OF_NO_MODEL:
-        wanted, found = without_value(wanted, key), without_value(found, key)
+        wanted, config = without_value(wanted, key), without_value(config, key)
     reason = "is not what the conversion makes of the original's config.json"
-    differing += changes(wanted, found)
+    differing += changes(wanted, config)
     return [Problem("replay", f"config.json, {key}", reason) for key in sorted(differing)]
 
 
@@ -181,12 +181,12 @@ def replay(original: Checkpoint, checkpoint: Checkpoint, plan: Plan, source: Sou
     return Replayed(problems + wrong, layout, source_of(original, layout, plan, rewritten), weights, unchecked)
 
 
-def check_source(said: Source, found: Source) -> tuple[list[Problem], dict[str, str]]:
+def check_source(said: Source, again: Source) -> tuple[list[Problem], dict[str, str]]:
     """Return the keys of a recorded source that are not what the original gives, and those that cannot be told, since
     files beside the original's weights were changed, with the reason."""
-    data, truth, unchecked = dump(said), dump(found), dict[str, str]()
+    data, truth, unchecked = dump(said), dump(again), dict[str, str]()
     keys = ["sha256", "dtype", "dtypes", "made", "dropped", "config_changes", "side_dtypes", "replaced"]
-    if said.other_sha256 == found.other_sha256:
+    if said.other_sha256 == again.other_sha256:
         keys += OF_OTHER_FILES
     else:
         reason = "the original has other files beside its weights than those that were converted"

@@ -59,14 +59,14 @@ def check_proof(certificate: Certificate, report: Report) -> list[Problem]:
 def agree(claim: BoundEntry, bound: float, partial: float) -> bool:
     """Return whether recorded bounds are the recomputed ones, up to another machine's arithmetic and what carrying
     eigenvalues over from the source may add, which is twice as much where rounding has made the matrix smaller."""
-    for said, found in ((claim.bound, bound), (claim.partial, partial)):
+    for said, again in ((claim.bound, bound), (claim.partial, partial)):
         if math.isnan(said):
             return False
         # JSON has no infinity; reports write the largest double in its place.
-        if math.isinf(found) or abs(said) > 1e300:
-            if not (math.isinf(found) and abs(said) > 1e300):
+        if math.isinf(again) or abs(said) > 1e300:
+            if not (math.isinf(again) and abs(said) > 1e300):
                 return False
-        elif not found * (1 - BOUND_TOLERANCE) <= said <= found * (1 + 4 * CARRIED + BOUND_TOLERANCE):
+        elif not again * (1 - BOUND_TOLERANCE) <= said <= again * (1 + 4 * CARRIED + BOUND_TOLERANCE):
             return False
     return True
 

@@ -94,7 +94,7 @@ def test_a_token_alone_is_what_stock_code_makes_of_a_row_of_one(kind: str) -> No
     with torch.no_grad():
         run_batch(model, Batch("", ids, mask, decoder, decoder_mask, head=False))
     for step in steps:
-        assert torch.allclose(step.made[0], seen[step.norm], rtol=1e-3, atol=1e-4), step.norm
+        assert torch.allclose(step.outputs[0], seen[step.norm], rtol=1e-3, atol=1e-4), step.norm
 
 
 @pytest.mark.parametrize("kind", ["gated", "pegasus", "gemma3", "glm4"])
@@ -112,7 +112,7 @@ def test_a_direction_pulled_back_predicts_what_a_token_does_layers_later(kind: s
     step = [s for s in alone.forward(weights, ids) if s.sublayer is not None][-1]
     pulled = alone.pulled_back(weights, {step.norm: weights.before(step.norm, rows)}, alone.slopes(weights, ids[:32]))
     table = torch.cat([weights.rows(i, i + 1) for i in ids])
-    for wanted, found in zip(step.made[0][:, :4].t(), pulled[step.norm] @ table.t(), strict=True):
+    for wanted, found in zip(step.outputs[0][:, :4].t(), pulled[step.norm] @ table.t(), strict=True):
         assert torch.corrcoef(torch.stack([wanted, found]))[0, 1] > 0.5
 
 
