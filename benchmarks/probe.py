@@ -37,6 +37,7 @@ from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run import choice
 from bf16_to_fp16.run.batch import Batch, run_batch
 from bf16_to_fp16.run.probe import batches, chosen_ids
+from bf16_to_fp16.run.products import FastProducts
 from bf16_to_fp16.run.stock import load
 
 TIGHT = 0.95
@@ -141,7 +142,8 @@ def cost(name: str, layers: int | None) -> None:
     u = min(seconds_of(lambda: run_batch(model, unit)) for _ in range(3))
     choosing = seconds_of(lambda: chosen_ids(model.config, source, layout))
     inputs = batches(model.config, None, None)
-    plain = seconds_of(lambda: [run_batch(model, batch) for batch in inputs])
+    with FastProducts():  # as they are computed where ranges are metered
+        plain = seconds_of(lambda: [run_batch(model, batch) for batch in inputs])
     metered = seconds_of(lambda: observe_ranges(model, inputs))
     tokens = (
         sum(b.input_ids.numel() for b in inputs),

@@ -106,7 +106,9 @@ def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) 
     for name, (config, _) in said.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
-    broken = tuple(f"{command} {tmp_path / name}" for command in ("certify", "convert") for name in said)
+    (tmp_path / "file.gguf").write_bytes(b"GGUF")
+    sources = (*said, "file.gguf")
+    broken = tuple(f"{command} {tmp_path / name}" for command in ("certify", "convert") for name in sources)
     wanted = [f"{line}: {status}: False" for status, lines in (*ANSWERED_AT_ONCE, (2, broken)) for line in lines]
     code = f"""
 import sys
@@ -117,7 +119,8 @@ for line in {[line.partition(": ")[0] for line in wanted]}:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     answers = [line for line in done.stderr.splitlines() if not line.startswith("error: ")]
     assert answers == wanted, done.stderr
-    assert [done.stderr.count(words) for _, words in said.values()] == [2] * len(said)
+    told = [words for _, words in said.values()] + ["GGUF holds quantised weights"]
+    assert [done.stderr.count(words) for words in told] == [2] * len(sources)
 
 
 def test_no_hint_needs_a_release_before_there_is_one() -> None:

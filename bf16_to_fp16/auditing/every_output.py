@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from torch import Tensor
 from ..rescaling.edits import OfChannels
 from ..rescaling.outputs import LAST
 from ..run.batch import Batch, run_batch
-from ..run.lanes import Lane, Walk
-from ..run.products import FastProducts
 
 EveryOutput = Mapping[str, tuple[Tensor, ...]]
 """What a stock class gives on one batch, by the names of ``output_factors``: one tensor, or one for each layer."""
@@ -64,16 +61,26 @@ class OutputError:
 
 
 def batches_shown(compared: Sequence[Batch]) -> list[Batch]:
-    """Return on which of the compared batches every output is looked at: the smallest, and the smallest with images."""
+    """Return on which of the compared batches, in their order, every output is looked at: the smallest, and the
+    smallest with images."""
     images = [batch for batch in compared if batch.has_image]
-    return [min(some, key=lambda batch: batch.size) for some in (compared, images) if some]
+    smallest = [min(some, key=lambda batch: batch.size) for some in (compared, images) if some]
+    return [batch for batch in compared if any(batch is each for each in smallest)]
 
 
-def every_output(model: Any, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
-    """Return all that a stock model gives on a batch, [rows, positions, …] each, on the CPU; the last of
-    ``hidden_states`` is the last state."""
-    with FastProducts():
-        output = run_batch(model, batch, **SHOWN)
+def run_shown(model: Any, batch: Batch, shown: Sequence[Batch], every: list[EveryOutput]) -> Any:
+    """Return what ``run_batch`` does, and put all that stock code gives on one of the batches ``shown`` into
+    ``every``."""
+    if not any(batch is each for each in shown):
+        return run_batch(model, batch)
+    output = run_batch(model, batch, **SHOWN)
+    every.append(every_of(output))
+    return output
+
+
+def every_of(output: Any) -> EveryOutput:
+    """Return all that is in a stock output, [rows, positions, …] each, on the CPU; the last of ``hidden_states`` is the
+    last state."""
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, value in output.items():
         layers = value if isinstance(value, (tuple, list)) else (value,)
@@ -85,17 +92,6 @@ def every_output(model: Any, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
         if tensors and name not in outputs:
             outputs[name] = tensors
     return outputs
-
-
-def add_every_output(
-    walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **options: Any
-) -> list[Lane[EveryOutput]]:
-    """Add to a walk one lane for each batch, whose result is its ``EveryOutput``. options: of ``Walk.add``."""
-
-    def run(batch: Batch, model: Any) -> EveryOutput:
-        return every_output(model, batch)
-
-    return [walk.add(partial(run, batch), dtype, **options) for batch in batches]
 
 
 def output_errors(

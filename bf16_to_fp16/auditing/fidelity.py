@@ -20,7 +20,7 @@ from ..progress import Advance
 from ..run.batch import Batch, run_batch, values_of
 from ..run.lanes import Lane, Walk, results_of
 from ..run.products import FastProducts
-from .every_output import EveryOutput, add_every_output, batches_shown
+from .every_output import EveryOutput, batches_shown, run_shown
 
 NO_CHOICE = -1e9  # a logit that nobody chooses
 _POSITIONS_AT_A_TIME = 64  # positions compared at a time: in float64 a large vocabulary takes 2 MB each
@@ -89,13 +89,18 @@ def output_on(batch: Batch, output: Any) -> Tensor:
     return values[mask]
 
 
-def add_outputs(walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, **options: Any) -> list[Lane[Tensor]]:
+def add_outputs(
+    walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
+) -> list[Lane[Tensor]]:
     """Add to a walk one lane for each batch that is compared, whose results are ``Outputs``; products are those of
-    ``FastProducts``. options: of ``Walk.add``."""
+    ``FastProducts``. every: where all that is given on ``batches_shown`` is put, in their order. options: of
+    ``Walk.add``."""
+    shown = [] if every is None else batches_shown(compared(batches))
+    put = [] if every is None else every
 
     def run(batch: Batch, model: Any) -> Tensor:
         with FastProducts():
-            return output_on(batch, run_batch(model, batch))
+            return output_on(batch, run_shown(model, batch, shown, put))
 
     return [walk.add(partial(run, batch), dtype, **options) for batch in compared(batches)]
 
@@ -123,11 +128,11 @@ def add_differences(
 
 def reference_of(checkpoint: Checkpoint, inputs: Sequence[Batch], advance: Advance | None = None) -> Reference:
     """Return the outputs of a source in fp32 and in bf16."""
-    walk, shown, dtypes = Walk(checkpoint), batches_shown(compared(inputs)), (torch.float32, torch.bfloat16)
-    fp32, bf16 = (add_outputs(walk, inputs, dtype) for dtype in dtypes)
-    every = [add_every_output(walk, shown, dtype) for dtype in dtypes]
+    walk, every_fp32, every_bf16 = Walk(checkpoint), list[EveryOutput](), list[EveryOutput]()
+    fp32 = add_outputs(walk, inputs, torch.float32, every_fp32)
+    bf16 = add_outputs(walk, inputs, torch.bfloat16, every_bf16)
     walk.run(advance)
-    return Reference(results_of(fp32), results_of(bf16), *map(results_of, every))
+    return Reference(results_of(fp32), results_of(bf16), every_fp32, every_bf16)
 
 
 class Difference:

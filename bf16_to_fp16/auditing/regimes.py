@@ -37,7 +37,7 @@ from ..run.batch import SHORT, Batch, run_batch, seen_padding, values_of
 from ..run.lanes import Lane, Walk, results_of
 from ..run.sentence_vectors import SentenceVectors
 from ..run.stock import attentions_of, load, load_config, set_attention
-from .every_output import EveryOutput, add_every_output, batches_shown
+from .every_output import EveryOutput
 from .fidelity import Outputs, add_outputs, compared, output_on
 from .gradients import LAST_EXPONENT, Gradients, measure_gradients, output_and_loss
 
@@ -270,8 +270,8 @@ def run_regimes(
     given = {name: seen_padding(inputs, name) for name in attention}
     for (regime, name), shown in seen.items():
         shown.add(walk, _share(given[name], regime == "half" or "half" not in ran, name == attention[0]))
-    plain = add_outputs(walk, fp32, torch.float32)
-    every = add_every_output(walk, batches_shown(compared(inputs)) if fp32 else (), torch.float32)
+    every: list[EveryOutput] = []
+    plain = add_outputs(walk, fp32, torch.float32, every)
     walk.run(advance)
     if "half" in ran and any(site.nonfinite or site.saturated for n in attention for site in seen["half", n].sites()):
         # What half has shown to fit is no reason any more to run the others on less.
@@ -299,7 +299,7 @@ def run_regimes(
         _beside_fp32(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device),
         [output for output in half if output is not None],
         results_of(plain),
-        results_of(every),
+        every,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..auditing.attack import GROUP, Attack, attack
-from ..auditing.every_output import OutputError, add_every_output, batches_shown, output_errors
+from ..auditing.every_output import EveryOutput, OutputError, batches_shown, output_errors
 from ..auditing.fidelity import (
     Fidelity,
     Outputs,
@@ -26,7 +26,7 @@ from ..auditing.fidelity import (
     outputs_on,
     reference_of,
 )
-from ..auditing.regimes import ATTENTIONS, REGIMES, Audited, audit_folder, run_regimes
+from ..auditing.regimes import ATTENTIONS, REGIMES, Audited, RegimeResult, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound, fp16_weights
 from ..bounds.findings import Certificate
@@ -38,7 +38,7 @@ from ..checkpoint.side_modules import read_side_modules
 from ..devices import Device, products_on
 from ..families.layout import Layout, TensorReader
 from ..families.resolve import resolve
-from ..progress import Progress
+from ..progress import Advance, Progress
 from ..report.build import Decided, Measured
 from ..report.schema import FidelityEntry
 from ..rescaling.edits import Edit, edits_of, listed_edits
@@ -122,21 +122,32 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
-    """Return what a written checkpoint is run on in fp32: all for the drift of a plan that has one, or edits, else the
-    batch with the fewest ids, which shows that the function is the source's."""
+    """Return what a written checkpoint is run on in fp32: all for the drift of a plan that has one, or edits, else what
+    shows with the fewest ids that the function is the source's."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
-    return [min(compared(inputs), key=lambda batch: batch.size)]
+    return batches_shown(compared(inputs))
 
 
 def outputs_of_few(written: Checkpoint, rows: list[Batch], progress: Progress) -> Audited:
     """Return what a written checkpoint gives on one batch in fp16 and in fp32, block by block, and no regime."""
     with progress.step("Running a few short rows of the output") as advance:
-        walk = Walk(written)
-        half, fp32 = add_outputs(walk, rows, torch.float16, half=True), add_outputs(walk, rows, torch.float32)
-        every = add_every_output(walk, rows, torch.float32)
-        walk.run(advance)
-    return Audited({}, results_of(half), results_of(fp32), results_of(every))
+        return outputs_of(Walk(written), rows, rows, {}, advance)
+
+
+def outputs_of(
+    walk: Walk,
+    inputs: list[Batch],
+    in_fp32: list[Batch],
+    regimes: dict[str, RegimeResult],
+    advance: Advance | None = None,
+) -> Audited:
+    """Run a walk for the outputs in fp16 and in fp32, and return them beside what regimes show."""
+    every: list[EveryOutput] = []
+    half = add_outputs(walk, inputs, torch.float16, half=True)
+    fp32 = add_outputs(walk, in_fp32, torch.float32, every)
+    walk.run(advance)
+    return Audited(regimes, results_of(half), results_of(fp32), every)
 
 
 def compare(
@@ -192,11 +203,7 @@ def audited(
         regimes = device.run("audit", lambda place: audit_folder(checkpoint.folder, device=place, **how))
         if not in_fp32:
             return Audited(regimes, [], [])
-        walk = Walk(checkpoint)
-        half, fp32 = add_outputs(walk, inputs, torch.float16, half=True), add_outputs(walk, in_fp32, torch.float32)
-        every = add_every_output(walk, batches_shown(compared(inputs)), torch.float32)
-        walk.run()
-        return Audited(regimes, results_of(half), results_of(fp32), results_of(every))
+        return outputs_of(Walk(checkpoint), inputs, in_fp32, regimes)
 
 
 def bounded(

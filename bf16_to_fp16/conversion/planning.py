@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..auditing.every_output import add_every_output, batches_shown
+from ..auditing.every_output import EveryOutput, batches_shown, run_shown
 from ..auditing.fidelity import Fidelity, Outputs, Reference, add_outputs, compared, fidelity, output_on
 from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound, check_bounded
@@ -42,7 +42,7 @@ from ..rescaling.rounding_loss import Tables
 from ..rescaling.squares import can_fit, squares_of
 from ..run import probe
 from ..run.agreement import agreed_layout
-from ..run.batch import Batch, run_batch
+from ..run.batch import Batch
 from ..run.lanes import Change, Walk, results_of
 from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
@@ -507,21 +507,22 @@ def observe_source(
     def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
         walk = Walk(checkpoint, place)
         observers: list[RangeObserver] = []
+        every_fp32, every_bf16 = list[EveryOutput](), list[EveryOutput]()
+        unchanged = inputs if change is None else []
+        shown = batches_shown(compared(unchanged))
 
         def run(batch: Batch, model: Any) -> torch.Tensor | None:
             observers.append(RangeObserver(model, observers[-1] if observers else None))
             with observers[-1]:
-                output = run_batch(model, batch)
+                output = run_shown(model, batch, shown, every_fp32)
             return output_on(batch, output) if compared([batch]) else None
 
         how: dict[str, Any] = {"change": change}
         fp32 = [walk.add(partial(run, batch), torch.float32, again=batch.generate, **how) for batch in inputs]
-        unchanged = inputs if change is None else []
-        bf16, shown = add_outputs(walk, unchanged, torch.bfloat16), batches_shown(compared(unchanged))
-        every = [add_every_output(walk, shown, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        bf16 = add_outputs(walk, unchanged, torch.bfloat16, every_bf16)
         walk.run(advance)
         kept = [lane.result for lane in fp32 if lane.result is not None]
-        return observers[0].ranges(), Reference(kept, results_of(bf16), *map(results_of, every))
+        return observers[0].ranges(), Reference(kept, results_of(bf16), every_fp32, every_bf16)
 
     what = "source" if change is None else "edited source"
     with full_precision(), progress.step(f"Observing the {what} in fp32") as advance:

@@ -177,7 +177,9 @@ def test_logits_behind_a_cap_are_told_to_be_the_sources() -> None:
 def test_a_batch_with_an_image_is_looked_at_besides_the_smallest() -> None:
     model = tiny.small("gemma3-images")
     text, [image] = few_rows(config_of(model)), images(model.config)
-    assert batches_shown([image, text]) == [min((image, text), key=lambda batch: batch.size), image]
+    larger = text.rows(torch.arange(len(text.input_ids)).repeat(2))
+    assert batches_shown([larger, image, text]) == [image, text]
+    assert batches_shown([image]) == [image]
 
 
 def test_a_forged_factor_is_found(tied: tuple[Path, Path], tmp_path: Path) -> None:
