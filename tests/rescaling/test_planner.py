@@ -605,7 +605,7 @@ def test_gains_that_are_stored_less_one_cost_what_their_rounding_takes() -> None
     gains = 1 + torch.tensor([0.1, 0.25]).bfloat16().double()  # as a reader gives them
     layout, weights, ranges = by_hand({"norm": gains.tolist(), "v": ONES, "o": ONES})
     norm = replace(layout.tensors["norm"], offset=1.0)
-    search = _PlanSearch(replace(layout, tensors=layout.tensors | {"norm": norm}), weights, ranges, "half", 1.25)
+    search = _PlanSearch(replace(layout, tensors={**layout.tensors, "norm": norm}), weights, ranges, "half", 1.25)
     exponents = torch.tensor([-3, 0])
     moved = gains * 2.0**exponents
     lost, whole = (((moved - 1).half().double() + 1 - moved) / 2.0**exponents).square().sum(), gains.square().sum()
