@@ -213,6 +213,22 @@ def test_the_regimes_are_compared_with_what_runs_again(
     assert key in "".join(problem["name"] for problem in verify(folder)["problems"] if problem["check"] == "audit")
 
 
+def test_what_ran_on_a_part_of_the_text_may_be_less_and_not_more(converted: Path) -> None:
+    said = read(Report, report_of(converted))
+    (name, again), *_ = said.regimes.items()
+
+    def found(**changes: Any) -> set[str]:
+        site = again.sites[0].model_copy(update=changes)
+        part = again.model_copy(update={"sites": [site], "headroom_bits": site.headroom_bits})
+        problems = check_regimes(said, {**said.regimes, name: part}, same_text=False)
+        return {problem.name for problem in problems}
+
+    (tightest, bits), site = (again.sites[0].amax, again.headroom_bits), f"regimes.{name}.sites.{again.sites[0].name}"
+    assert found() == found(amax=tightest / 4, headroom_bits=bits + 2) == set()
+    assert found(amax=tightest * 2) == found(nonfinite=1) == {site}
+    assert found(headroom_bits=bits - 1) == {site, f"regimes.{name}.headroom_bits"}
+
+
 def test_numbers_of_another_machine_are_the_same_and_others_are_not() -> None:
     site = {"name": "a", "amax": 100.0, "headroom_bits": 9.3, "nonfinite": 0}
     near = [site | {"amax": 104.0, "headroom_bits": 9.25}]
