@@ -6,7 +6,6 @@ would say "unsafe", and one line that names the file with the traceback.
 """
 
 import codecs
-import gc
 import io
 import os
 import sys
@@ -18,8 +17,6 @@ def main() -> int:
     # At the end of each operation a thread waits for the others. It would keep its core busy with that, and where
     # another program runs on the core of one that is late, all of them would wait a long time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Libraries leave so many objects that to look for garbage among them again and again took a twentieth of the time.
-    gc.set_threshold(50_000, 20, 20)
     closed = open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # A pipe on Windows takes the letters of one language.

@@ -56,18 +56,17 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
     attributes are multiplied by 4^r, also where no config could say so (LayerNorm).
     """
     check_plan_fits(layout, plan)
-    parameters = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+    stored: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    stored |= dict(model.named_buffers(remove_duplicate=False))
     done: set[int] = set()
     with torch.no_grad():
         # Of weights that are not scaled yet.
         replaced = centred_tensors(layout, plan.centred_keys).items()
-        centred = {name: centred_tensor(parameters.__getitem__, layout, name, part) for name, part in replaced}
+        centred = {name: centred_tensor(stored.__getitem__, layout, name, part) for name, part in replaced}
         for name, values in centred.items():
-            parameters[name].copy_(values)
+            stored[name].copy_(values)
         for name, tensor in layout.tensors.items():
-            parameter = parameters[name]
+            parameter = stored[name]
             if id(parameter) in done:
                 continue
             done.add(id(parameter))

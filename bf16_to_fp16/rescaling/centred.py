@@ -24,16 +24,9 @@ def centrable(layout: Layout) -> tuple[Attention, ...]:
     """Return the attentions of a layout whose key bias may be any vector and that read a norm with a bias, and those
     that hold a table of position biases."""
 
-    def free(attention: Attention) -> bool:
-        between = (
-            attention.rotary,
-            attention.query_norm,
-            attention.key_norm,
-            attention.cap,
-            attention.radius,
-            attention.fused,
-        )
-        needed = f"{attention.key}.bias", f"{norm_of_keys(layout, attention)}.bias"
+    def free(here: Attention) -> bool:
+        between = here.rotary, here.query_norm, here.key_norm, here.cap, here.radius, here.fused
+        needed = f"{here.key}.bias", f"{norm_of_keys(layout, here)}.bias"
         return not any(between) and all(name in layout.tensors for name in needed)
 
     return tuple(each for each in layout.topology if isinstance(each, Attention) and (free(each) or tables_of(each)))

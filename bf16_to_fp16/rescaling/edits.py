@@ -78,11 +78,8 @@ def least(exponents: OfChannels) -> int:
 
 def sites_of(layout: Layout) -> dict[str, str]:
     """Return by signal with a price the site that tells whether it has to fall, as the audit names it."""
-    scores = {
-        f"{attention.at}.scores": f"{attention.at}:scores"
-        for attention in layout.topology
-        if isinstance(attention, Attention)
-    }
+    attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
+    scores = {f"{path}.scores": f"{path}:scores" for path in attentions}
     return {name: scores.get(name) or s.seen[0].module for name, s in layout.signals.items() if s.kind.has_price}
 
 
@@ -119,26 +116,22 @@ def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: 
     for signal in layout.signals.values():
         if not signal.kind.has_price:
             continue
-        bits = [excess_bits(reached.amax.double(), limit) for _, reached in known_points(ranges, signal)]
-        if bits:
-            excess[signal.name] = torch.stack([b for b in bits if len(b) == len(bits[0])]).amax(0)
-    for attention in layout.topology:
-        if isinstance(attention, Experts) and (routing := f"{attention.classifier}.routing") in excess:
+        seen_at = [excess_bits(reached.amax.double(), limit) for _, reached in known_points(ranges, signal)]
+        if seen_at:
+            excess[signal.name] = torch.stack([b for b in seen_at if len(b) == len(seen_at[0])]).amax(0)
+    for sublayer in layout.topology:
+        if isinstance(sublayer, Experts) and (routing := f"{sublayer.classifier}.routing") in excess:
             excess[routing] = excess[routing].amax()  # so that each token goes to the expert that it goes to
-        if (
-            isinstance(attention, Attention)
-            and attention.at in ranges
-            and (seen := ranges[attention.at].scores) is not None
-        ):
-            if (each := seen.excess_bits) is None:
-                excess[f"{attention.at}.scores"] = excess_bits(torch.tensor(seen.largest, dtype=torch.float64), limit)
-            else:
-                # A norm's gains are the same for all heads.
-                excess[f"{attention.at}.scores"] = (
-                    each.amax()
-                    if attention.query_norm and not attention.norms_whole
-                    else each.repeat_interleave(layout.head_size(attention))
-                )
+    for attention in (each for each in layout.topology if isinstance(each, Attention) and each.at in ranges):
+        if (seen := ranges[attention.at].scores) is None:
+            continue
+        if seen.excess_bits is None:
+            bits = excess_bits(torch.tensor(seen.largest, dtype=torch.float64), limit)
+        elif attention.query_norm and not attention.norms_whole:
+            bits = seen.excess_bits.amax()  # a norm's gains are the same for all heads
+        else:
+            bits = seen.excess_bits.repeat_interleave(layout.head_size(attention))
+        excess[f"{attention.at}.scores"] = bits
     if not layout.gives_probabilities:
         excess.pop(LOGITS, None)
     return excess

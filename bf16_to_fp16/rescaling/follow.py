@@ -22,9 +22,8 @@ def exponents_by_parameter(model: torch.nn.Module, layout: Layout, plan: Plan) -
     """Return the exponents of every parameter of ``model`` that ``plan`` has scaled, each once."""
     check_plan_fits(layout, plan)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        parameters[name]: exponents_of(tensor, plan) for name, tensor in layout.tensors.items() if name in parameters
-    }
+    scaled = {name: tensor for name, tensor in layout.tensors.items() if name in parameters}
+    return {parameters[name]: exponents_of(tensor, plan) for name, tensor in scaled.items()}
 
 
 def follow(optimizer: torch.optim.Optimizer, exponents: Mapping[torch.nn.Parameter, Exponents]) -> None:

@@ -39,10 +39,8 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
         factors[f"{whose}attentions"] = 0
     if len(stacks) > 1:
         factors["cross_attentions"] = 0
-    brought = {
-        projector.gives: plan.stream_exponent(layout.streams[0]) for projector in layout.projectors if projector.gives
-    }
-    return factors | brought
+    brought = [projector.gives for projector in layout.projectors if projector.gives]
+    return factors | dict.fromkeys(brought, plan.stream_exponent(layout.streams[0]))
 
 
 def in_short(exponents: torch.Tensor) -> OfChannels:

@@ -20,6 +20,7 @@ from bf16_to_fp16.advise.initialisation import advise_init, rules_for
 from bf16_to_fp16.advise.updates import Rule, advise_updates, moving
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.families.known import FAMILIES
 from bf16_to_fp16.losses.detector import events
 from bf16_to_fp16.losses.events import Curve, Divergence, Event, Plateau, ScaleCollapse, Spike
 from bf16_to_fp16.losses.logs import read_log
@@ -467,7 +468,9 @@ def test_every_mode_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "nothing to do" in advise(capsys, "updates", T5, "--lr", "0.01")
     out = advise(capsys, "init", T5)
     assert "0.0559" in out and "wo 23.4 (418×!)" in " ".join(out.split())
-    assert "0.00482" in advise(capsys, "init", 14336)
+    wide = advise(capsys, "init", 14336)
+    others = [int(count) for count in re.findall(r" and (\d+) others", wide)]
+    assert "0.00482" in wide and sum(others) + len(others) == len(FAMILIES)
     assert "2832" in advise(capsys, "format", "2830")
     assert "-2.015625" in advise(capsys, "format", "-2")
     out = " ".join(advise(capsys, "format", "70000").split())

@@ -17,7 +17,9 @@ from support import tiny
 from support.hub_server import OTHER, WRITER, Fault, HubServer, as_the_hub
 
 from bf16_to_fp16 import UserError, cli, convert, verify
+from bf16_to_fp16.checkpoint import reader
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.verification import locating
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -106,6 +108,21 @@ def test_a_passing_fault_is_waited_for(hub: HubServer) -> None:
     hub.faults.append(Fault("GET", "/api/models/org/theirs/revision", 500, times=2))
     hub.faults.append(Fault("GET", "/tree/", 429, {"Retry-After": "3"}))
     assert open_checkpoint("org/theirs", endpoint=hub.endpoint).revision and not any(f.times for f in hub.faults)
+
+
+def test_weights_are_of_the_commit_of_the_config_whatever_comes_meanwhile(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, modules = hub.repos["org/theirs"], reader.module_folders
+
+    def meanwhile(folder: Path) -> list[str]:
+        theirs.commit({"config.json": b"{}"}, "theirs", "main")
+        return modules(folder)
+
+    monkeypatch.setattr(reader, "module_folders", meanwhile)
+    first = theirs.branches["main"]
+    opened = open_checkpoint("org/theirs", endpoint=hub.endpoint)
+    assert opened.revision == opened.folder.name == first != theirs.branches["main"]
 
 
 def test_what_cannot_be_read_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +233,20 @@ def test_verify_fetches_what_the_report_lists_and_names_what_else_there_is(
     [problem] = verify("me/out", endpoint=hub.endpoint, run_model=False)["problems"]
     assert (problem["check"], problem["name"]) == ("files", "pytorch_model.bin")
     assert hub.count("resolve/.*/pytorch_model.bin") == 0
+
+
+def test_verify_fetches_one_commit_whatever_comes_meanwhile(
+    hub: HubServer, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("me/out", published)
+    fetched = locating.fetched
+
+    def meanwhile(*args: Any) -> Any:
+        hub.repos["me/out"].commit(published | {"README.md": b"another"}, "theirs", "main")
+        return fetched(*args)
+
+    monkeypatch.setattr(locating, "fetched", meanwhile)
+    assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
 
 
 def test_verify_needs_a_report_and_room(

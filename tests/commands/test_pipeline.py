@@ -217,6 +217,7 @@ def test_weights_whose_files_were_others_come_back_in_files_that_load(
     convert_pipeline(theirs, tmp_path / "out", run_model=False, max_shard_size=most)
     back = undo_pipeline(tmp_path / "out", tmp_path / "back")
     assert not [name for name in back.missing if "fp16" not in name]
+    assert (back.out / TRANSFORMER).samefile(tmp_path / "out" / TRANSFORMER)
     for name in ("text_encoder", "text_encoder_3"):
         assert torch.equal(states(back.out, name, torch.float32), states(source, name, torch.float32))
         assert not list((back.out / name).glob("*.index.json")) or kept_as == "a pickle"

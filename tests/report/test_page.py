@@ -247,11 +247,12 @@ def test_a_picture_shows_the_largest_of_each_block_and_kind() -> None:
 def test_the_only_stack_of_a_family_has_its_brackets_and_its_head() -> None:
     sites = [
         bound("model.layers.1:add", "residual", 8.0, 4.0),
+        bound("model.layers.1:add#2", "residual", 7.0, 3.0),
         bound("model.layers.1.self_attn.o_proj", "output", 5.0, 4.0),
         bound("lm_head", "logits", 9.0, 4.0),
     ]
-    drawn = {b.series.css: (b.block, b.bound) for stack in STACKS for b in brackets(sites, stack)}
-    assert drawn == {"stream": (1, 8.0), "attention": (1, 5.0), "scores": (None, 9.0)}
+    drawn = {b.series.css: (b.block, b.found, b.bound) for stack in STACKS for b in brackets(sites, stack)}
+    assert drawn == {"stream": (1, 4.0, 8.0), "attention": (1, 4.0, 5.0), "scores": (None, 4.0, 9.0)}
 
 
 def test_a_bracket_lies_between_the_worst_found_and_the_bound_on_a_log2_axis() -> None:

@@ -121,6 +121,24 @@ def test_a_change_of_any_number_of_a_regime_is_found_when_it_is_run_again(conver
         assert check_regimes(read(Report, forged), true, same_text=True), path
 
 
+def test_a_report_may_say_more_than_a_run_on_less_text_and_not_less(converted: Path) -> None:
+    report = read(Report, report_of(converted))
+    worst = {name: regime.model_copy(update={"headroom_bits": 1.0}) for name, regime in report.regimes.items()}
+    more = report.model_copy(update={"regimes": worst})
+    assert report.regimes["half"].headroom_bits > 2 and check_regimes(more, report.regimes, same_text=False) == []
+    assert len(check_regimes(report, worst, same_text=False)) == len(worst)
+
+
+def test_sites_under_the_normal_numbers_are_those_that_the_report_lists(converted: Path) -> None:
+    report = read(Report, report_of(converted))
+    low = report.regimes["half"].sites[0].model_copy(update={"name": "low", "amax": 1e-6})
+    listing = {"half": report.regimes["half"].model_copy(update={"underflow": [low]})}
+    neither = {"half": report.regimes["half"].model_copy(update={"underflow": []})}
+    for said, again, what in ((listing, neither, "is not under"), (neither, listing, "does not say")):
+        [problem] = check_regimes(report.model_copy(update={"regimes": said}), again, same_text=True)
+        assert problem.name == "regimes.half.underflow.low" and what in problem.reason
+
+
 @pytest.mark.parametrize("part", [exhaustive.TODAY % 4, pytest.param(None, marks=pytest.mark.exhaustive)])
 def test_a_change_of_any_key_is_found_or_said_to_be_not_checked(
     part: int | None, converted: Path, tmp_path: Path
