@@ -34,20 +34,10 @@ def pytest_configure() -> None:
 
 
 SLOW = (
-    *("bound_constraint", "faults", "hard", "verify", "convert", "forgeries", "finetune", "make_safe", "other_outputs"),
-    *(
-        "publish",
-        "stock_loading",
-        "from_a_wheel",
-        "launch",
-        "penalty",
-        "trainer",
-        "system",
-        "sentence_encoders",
-        "certificate",
-    ),
-    *("family_contract", "adamw", "demo", "examples", "config_edits", "docs", "regimes", "compat", "attack", "padding"),
-    *("page", "lanes", "rounding", "planner", "agreement", "single_file"),
+    *("launch", "from_a_wheel", "demo", "publish", "stock_loading", "finetune", "bound_constraint", "family_contract"),
+    *("faults", "trainer", "least_edit", "forgeries", "attack", "sentence_encoders", "verify", "launching", "survey"),
+    *("pipeline", "convert", "make_safe", "convert_verdicts", "images", "planner", "comfy_decoders", "adapter"),
+    *("sources", "regimes", "centred_keys", "pipelines", "outputs", "certificate", "own_eps", "saturated", "system"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
 

@@ -104,7 +104,7 @@ def command(python: Path, *arguments: str, cwd: Path, whole: bool = False) -> su
         capture_output=True,
         text=True,
         timeout=600,
-        env=os.environ | {"NO_COLOR": "1"} | ({"WHOLE": "1"} if whole else {}),
+        env=os.environ | {"NO_COLOR": "1"} | ({"WHOLE_RUNS": "1"} if whole else {}),
     )
 
 

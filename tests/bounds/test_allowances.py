@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, Arithmetic
-from bf16_to_fp16.bounds.attention import capped_span, soft_capped, summed_scores, turned, turned_score_bounds
+from bf16_to_fp16.bounds.attention import (
+    capped_span,
+    rotation_error,
+    soft_capped,
+    summed_scores,
+    turned,
+    turned_score_bounds,
+)
 from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, rms_normalised
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention
@@ -370,6 +377,8 @@ def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: fl
     before = scale * (1 + source.relative) * source.radius + math.sqrt(2) * float(source.absolute[0])
     assert before < float(torch.maximum(x.abs(), y.abs()).max()) <= float(made.bound[0, 0])
     assert before < float(torch.hypot(x, y).max()) <= float(made.gain[0, 0]) * made.radius + float(made.absolute[0, 0])
+    # The norm's roundings may go up where those of the rotation do.
+    assert float(made.gain[0, 0]) >= scale * (1 + source.relative) * (1 + rotation_error(Arithmetic())[0])
     # Against a key so large that what a subnormal query gains by its roundings counts.
     large = rms_normalised(torch.full((2,), 256.0, dtype=torch.float64), Arithmetic(), once=True)
     key = turned(large, Arithmetic(), 1, rotary)

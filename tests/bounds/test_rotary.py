@@ -128,3 +128,10 @@ def test_what_a_projection_is_off_by_is_in_the_bound_of_turned_scores() -> None:
     assert most <= float(made.product[0]) < 1.001 * most
     assert most <= float(made.partial[0]) and 2 * most <= float(made.span[0])
     assert 3 + math.sqrt(2) * 1.5 <= float(query.bound[1]) < 1.001 * (3 + math.sqrt(2) * 1.5)
+
+
+def test_what_queries_grow_by_multiplies_what_their_subnormals_are_off_by() -> None:
+    arithmetic, gain = Arithmetic(), torch.ones(WIDTH, dtype=torch.float64)
+    silent = bound_linear(rms_normalised(gain, arithmetic), torch.zeros(SIZE, WIDTH), None, arithmetic)
+    plain, grown = (rotated(silent, 1, turning(False), arithmetic, factor).errors for factor in (1.0, 8.0))
+    assert bool((plain > 0).all()) and bool((grown >= 8 * plain).all())

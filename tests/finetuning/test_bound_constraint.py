@@ -223,11 +223,6 @@ def test_what_products_cancel_in_the_stream_still_cancels_when_its_bounds_come_d
 # ---- in a run ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("source"), 120)
-
-
 def recipe(folder: Path, precision: str = "fp32", data: dict[str, Any] | None = None, **penalty: Any) -> Recipe:
     """Ten steps on the tiny model's text."""
     changes = {

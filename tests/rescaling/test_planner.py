@@ -590,3 +590,31 @@ def test_where_a_proof_is_asked_for_no_bound_is_too_dear_and_an_impossible_one_i
 def test_the_exponent_of_no_number_is_the_end_on_its_side() -> None:
     assert [whole_log2(x) for x in (1.0, 1.99, 0.75, 3e-5)] == [0, 0, -1, -16]
     assert whole_log2(math.inf) == RESIDUAL_RANGE and whole_log2(0.0) == whole_log2(math.nan) == -RESIDUAL_RANGE
+
+
+def test_what_is_chosen_for_the_other_axis_of_a_reader_changes_what_a_channel_weighs() -> None:
+    search = _PlanSearch(*by_hand({"norm": [1.0, 1.0], "v": [[1.0, 0.0], [0.0, 1.0]], "o": ONES}), "half", 1.25)
+    norm, v = search.layout.signals["norm"], search.layout.tensors["v"]
+    assert search.importance(norm).tolist() == [0.5, 0.5]
+    search.chosen["value"] = torch.tensor([2, 0], dtype=torch.int32)
+    search.forget(v, 1)
+    assert search.importance(norm).tolist() == pytest.approx([16 / 17, 1 / 17], rel=1e-12, abs=0)
+
+
+def test_gains_that_are_stored_less_one_cost_what_their_rounding_takes() -> None:
+    gains = 1 + torch.tensor([0.1, 0.25]).bfloat16().double()  # as a reader gives them
+    layout, weights, ranges = by_hand({"norm": gains.tolist(), "v": ONES, "o": ONES})
+    norm = replace(layout.tensors["norm"], offset=1.0)
+    search = _PlanSearch(replace(layout, tensors={**layout.tensors, "norm": norm}), weights, ranges, "half", 1.25)
+    exponents = torch.tensor([-3, 0])
+    moved = gains * 2.0**exponents
+    lost, whole = (((moved - 1).half().double() + 1 - moved) / 2.0**exponents).square().sum(), gains.square().sum()
+    assert lost > 0 and search.rounded_gains("norm", exponents) == pytest.approx(float(lost / whole), rel=1e-6, abs=0)
+    assert search.rounded_gains("norm", torch.tensor([0, 0])) == 0
+
+
+def test_norms_drift_unless_the_fixed_eps_is_that_of_the_stream() -> None:
+    layout, weights, ranges = by_hand({"norm": [1.0, 1.0], "v": ONES, "o": ONES})
+    for eps, drifting in ((None, (False, False)), (layout.eps, (False, True)), (4 * layout.eps, (True, False))):
+        search = _PlanSearch(replace(layout, held_eps=eps), weights, ranges, "half", 1.25)
+        assert (search.drifts(0), search.drifts(1)) == drifting

@@ -1,7 +1,7 @@
 """What runs of tests do less of than those of users: pictures, batches of the probe, batches of evaluations.
 
 Few tests look at what is left out, and the programs that they start from ``warm``'s interpreter leave it out as well,
-but where the environment says ``WHOLE``.
+but where the environment says ``WHOLE_RUNS``.
 """
 
 from functools import cached_property

@@ -145,7 +145,7 @@ def end(action: Callable[[], None]) -> NoReturn:
 def run(program: str, *arguments: str) -> None:
     """Do what Python does with a command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "WHOLE" not in os.environ:
+    if "WHOLE_RUNS" not in os.environ:
         brief.all_runs()
     # What a process of its own begins with by chance.
     random.seed()

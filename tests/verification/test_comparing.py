@@ -29,6 +29,8 @@ from bf16_to_fp16.verification.comparing import near
         ("bits", 10.9, 10.85, True),
         ("bits", 10.9, 10.7, False),
         ("elements", 1000.0, 1000.0001, False),
+        ("bound", 3.0, 3.0 * (1 + 5e-10), True),
+        ("bound", float("inf"), float("inf"), True),
         ("limit", float("nan"), 1.0, False),
     ],
 )

@@ -17,8 +17,9 @@ from support import exhaustive, tiny
 from support.forging import forge, report_of
 
 from bf16_to_fp16 import UserError, cli, convert, verify
+from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.report.schema import CARD, PAGE, Report, read
-from bf16_to_fp16.verification.claims import check_claims
+from bf16_to_fp16.verification.claims import bound_facts, check_claims
 from bf16_to_fp16.verification.comparing import differences
 from bf16_to_fp16.verification.keys import KEYS, How, holds
 from bf16_to_fp16.verification.measured import check_regimes
@@ -229,6 +230,32 @@ def test_the_regimes_are_compared_with_what_runs_again(
 ) -> None:
     forge(folder, lambda report: report["regimes"][path[0]].update({path[1]: value}))
     assert key in "".join(problem["name"] for problem in verify(folder)["problems"] if problem["check"] == "audit")
+
+
+def test_what_ran_on_a_part_of_the_text_may_be_less_and_not_more(converted: Path) -> None:
+    said = read(Report, report_of(converted))
+    (name, again), *_ = said.regimes.items()
+
+    def found(**changes: Any) -> set[str]:
+        site = again.sites[0].model_copy(update=changes)
+        part = again.model_copy(update={"sites": [site], "headroom_bits": site.headroom_bits})
+        problems = check_regimes(said, {**said.regimes, name: part}, same_text=False)
+        return {problem.name for problem in problems}
+
+    (tightest, bits), site = (again.sites[0].amax, again.headroom_bits), f"regimes.{name}.sites.{again.sites[0].name}"
+    assert found() == found(amax=tightest / 4, headroom_bits=bits + 2) == set()
+    assert found(amax=tightest * 2) == found(nonfinite=1) == {site}
+    assert found(headroom_bits=bits - 1) == {site, f"regimes.{name}.headroom_bits"}
+
+
+def test_a_bound_at_its_limit_holds_and_one_of_zero_keeps_its_headroom(converted: Path) -> None:
+    certificate = read(Report, report_of(converted)).certificate
+    assert certificate is not None
+    limited = next(site for site in certificate.sites if site.limit == FP16_MAX)
+    site = limited.model_copy(update={"bound": FP16_MAX, "partial": 1.0})
+    assert bound_facts(site, {}) == {"holds": True, "headroom_bits": 0.0, "observed": None}
+    silent = site.model_copy(update={"bound": 0.0, "partial": 0.0, "headroom_bits": 40.0})
+    assert bound_facts(silent, {})["headroom_bits"] == 40.0
 
 
 def test_numbers_of_another_machine_are_the_same_and_others_are_not() -> None:
