@@ -52,7 +52,15 @@ from ..report import build as reports
 from ..report.card import write_card
 from ..report.facts import zero_vector
 from ..report.page import summary, write_page
-from ..report.remedies import LET_EPS_GO, NORMALISE_IN_FP32, WITHOUT_EXACT, finetuning_of, normalising_is_all
+from ..report.remedies import (
+    INEXACT,
+    LET_EPS_GO,
+    NORMALISE_IN_FP32,
+    SHRINK_BY_LESS,
+    WITHOUT_EXACT,
+    finetuning_of,
+    normalising_is_all,
+)
 from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
@@ -208,12 +216,15 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
     if zero_vector(report) or (not broken and not report.unsafe and normalising_is_all(report.uncertified)):
         return NORMALISE_IN_FP32
     held = f"{LET_EPS_GO}; " if options.eps == FIXED and options.plan is None else ""
+    if options.plan is None and options.margin_bits > 0 and any(entry.remedy == INEXACT for entry in report.unsafe):
+        held += f"{SHRINK_BY_LESS}; "
+    target = options.target if options.plan is None else report.target
     return held + finetuning_of(
         source,
         f"{out}-finetuned",
         [name for name in report.regimes if name not in broken] if broken else (),
         certify=not report.regimes,
-        target=None if options.target in (AUTO, TIERS[0].target) else options.target,
+        target=None if target in (AUTO, TIERS[0].target) else target,
         subfolder=options.subfolder,
     )
 

@@ -33,6 +33,7 @@ OBSERVED = (
 )
 TOO_FEW_BITS = "fp16 is further from the fp32 source than bf16: the limits leave too few bits"
 INEXACT = f"{FINETUNE}, try a smaller --margin, or accept it with --max-kl"
+SHRINK_BY_LESS = "a smaller --margin shrinks less and can be enough, and --max-kl accepts it"
 NOT_FINITE = "the output is inf or NaN, since something inside overflows"
 SOMETHING_INSIDE = f"{FINETUNE}, which brings down what overflows inside"
 PASSED = "no exponent brings it under its limit with the margin"

@@ -69,10 +69,13 @@ def test_a_model_shrunk_until_nothing_is_left_is_not_safe(tmp_path: Path) -> Non
         model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e10)
         for tensor in model.state_dict().values():
             tensor.copy_(tensor.bfloat16().float())
-    report = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out").report
+    report = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out", target="norm-safe").report
     assert all(r["nonfinite"] == r["saturated"] == 0 for r in report["regimes"].values())
     assert report["verdict"] == "unsafe"
     assert any("bf16" in row["signal"] and "finetune" in row["remedy"] for row in report["unsafe"])
+    assert report["next"].startswith("a smaller --margin shrinks less and can be enough")
+    replayed = convert(tmp_path / "source", tmp_path / "again", plan=tmp_path / "out", run_model=False).report
+    assert "--margin" not in replayed["next"] and '"target": "norm-safe"' in replayed["next"]
 
 
 @pytest.mark.usefixtures("first_batch")
