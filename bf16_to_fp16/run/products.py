@@ -58,7 +58,7 @@ def product_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
     """Return a matrix product of operands that ``is_computed`` knows, computed in fp32 and rounded once."""
     operands = [_widened(a) if isinstance(a, Tensor) else a for a in args]
     *bias, x, weight = operands
-    plain = func in _OF_LINEARS and not kwargs and _is_weight(weight) and all(b.shape == weight.shape[1:] for b in bias)
+    plain = func in _OF_LINEARS and not kwargs and _is_weight(weight) and all(_is_bias(b, weight) for b in bias)
     if plain and (linear := _onednn()) is not None:
         exact: Tensor = linear(x, weight.t(), bias[0] if bias else None, "none", [], "")
     else:
@@ -85,6 +85,11 @@ def _onednn() -> Any:
 def _is_weight(operand: Tensor) -> bool:
     """Whether a factor is a weight as a linear multiplies with it, [inputs, outputs] and contiguous the other way."""
     return operand.dim() == 2 and not operand.is_contiguous() and operand.t().is_contiguous()
+
+
+def _is_bias(summand: Tensor, weight: Tensor) -> bool:
+    """Whether a summand is one number per output, side by side: oneDNN does not heed a bias's strides."""
+    return summand.shape == weight.shape[1:] and summand.is_contiguous()
 
 
 class Widened:
