@@ -74,7 +74,7 @@ def test_a_model_shrunk_until_nothing_is_left_is_not_safe(tmp_path: Path) -> Non
     assert report["verdict"] == "unsafe"
     assert any("bf16" in row["signal"] and "finetune" in row["remedy"] for row in report["unsafe"])
     assert report["next"].startswith("a smaller --margin shrinks less and can be enough")
-    replayed = convert(tmp_path / "source", tmp_path / "again", plan=tmp_path / "out", run_model=False).report
+    replayed = convert(tmp_path / "source", tmp_path / "again", plan=tmp_path / "out").report
     assert "--margin" not in replayed["next"] and '"target": "norm-safe"' in replayed["next"]
 
 
