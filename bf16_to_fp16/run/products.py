@@ -141,6 +141,8 @@ def _widened(operand: Tensor) -> Tensor:
 
 
 def is_computed(args: tuple[Any, ...]) -> bool:
-    """Return whether an operation's first operand is a tensor of 16 or 32 bits on the CPU."""
+    """Return whether an operation's operands are tensors of one dtype of 16 or 32 bits, the first on the CPU."""
     first = args[0]
-    return first.dtype in (torch.float16, torch.bfloat16, torch.float32) and first.device.type == "cpu"
+    if first.dtype not in (torch.float16, torch.bfloat16, torch.float32) or first.device.type != "cpu":
+        return False
+    return all(a.dtype == first.dtype for a in args if isinstance(a, Tensor))  # torch refuses others, and says so

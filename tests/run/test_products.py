@@ -81,6 +81,14 @@ def test_fast_products_add_a_whole_matrix_and_sum_nothing_as_torch_does() -> Non
     assert torch.equal(both[1], torch.zeros(4, 5))
 
 
+@pytest.mark.parametrize("of", [FastProducts, lambda: SiteObserver(nn.Identity())])
+def test_operands_of_two_dtypes_are_refused_as_by_torch(of: Any) -> None:
+    x, w = torch.ones(2, 8), torch.ones(4, 8)
+    for one, other, bias in ((x.half(), w, None), (x, w.half(), None), (x.half(), w.half(), torch.ones(4))):
+        with of(), pytest.raises(RuntimeError, match="dtype"):
+            nn.functional.linear(one, other, bias)
+
+
 def test_native_products_run_where_fast_ones_are_switched_off() -> None:
     torch.manual_seed(0)
     module, x = nn.Linear(512, 512).half(), torch.randn(64, 512).half()
