@@ -14,6 +14,7 @@ from ..observe.meter import observe_ranges
 from ..quiet import quiet
 from ..ranges import ModuleRange
 from ..rescaling.apply import apply
+from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.plan import Plan
 from ..rescaling.planner import make_plan
 from ..rescaling.weights import ModelTensors, source_weights
@@ -89,8 +90,10 @@ def observed_plan(
         ranges = observe_ranges(model, inputs)
     possible = None if bounds is None else bounds(layout, {})
     weights = source_weights(source, layout)
-    planned = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=possible)
-    return planned.plan.model_copy(update={"gain_correction": {}, "drift": None})
+    plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=possible).plan
+    if target == "train":
+        plan = with_smaller_gradients(plan, layout, weights, ranges, possible)
+    return plan.model_copy(update={"gain_correction": {}, "drift": None})
 
 
 @contextmanager

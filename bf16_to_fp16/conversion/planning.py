@@ -35,6 +35,7 @@ from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
 from ..report.build import Decided
 from ..rescaling.apply import through_fp16
+from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.edits import OfChannels, changed_by, edited_weights, edits_of, with_edits, without_edits
 from ..rescaling.plan import Plan, check_plan_fits, exponents_of, norm_exponents
 from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, RESIDUAL_RANGE, TRAIN_MARGIN_BITS, Planned, make_plan
@@ -635,7 +636,10 @@ def planned_once(
         return make_plan(layout, weights, possible, target=options.target, advance=advance, **how)
     how = {"margin_bits": options.margin_bits, "bounds": possible, "held": held, "known": tables}
     how["proof_worth"] = PROOF_FIRST if options.prove else PROOF_WORTH
-    return make_plan(layout, weights, ranges, target=options.target, advance=advance, **how)
+    planned = make_plan(layout, weights, ranges, target=options.target, advance=advance, **how)
+    if options.target != "train":
+        return planned
+    return replace(planned, plan=with_smaller_gradients(planned.plan, layout, weights, ranges, possible))
 
 
 def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:

@@ -12,55 +12,70 @@ from dataclasses import dataclass, replace
 
 from ..families.layout import Layout, ResolvedSignal, TensorReader
 from ..families.types import before
-from ..numerics import PROOF_LIMIT
+from ..numerics import FP16_MAX, PROOF_LIMIT
 from ..ranges import ModuleRange
 from .channels import ROUNDING, known_points, whole_log2
 from .plan import Drift, Plan, exponents_of
 
 
 @dataclass(frozen=True)
-class Known:
-    """What limits a plan of a layout: its weights, what modules were seen to reach and what they can, and the limit of
-    what was seen."""
+class Limits:
+    """What limits a plan of a layout: its weights, what modules were seen to reach on the source, and what they can."""
 
+    plan: Plan
     layout: Layout
     weights: TensorReader
     ranges: Mapping[str, ModuleRange]
     bounds: Mapping[str, ModuleRange]
-    limit: float
 
-    def largest_exponent(self, signal: ResolvedSignal, plan: Plan, stream: int) -> int:
+    def largest_exponent(self, signal: ResolvedSignal, stream: int) -> int:
         """Return the largest exponent at which what a norm reads, and the weights that give it, stay under their
         limits; stream: the exponent that these weights have from the stream."""
-        limits = [*self.limits(signal), *self.limits_of_weights(signal, plan, stream)]
+        limits = [*self.of_signal(signal), *self.of_weights(signal, stream)]
         return min((whole_log2(limit / largest) for largest, limit in limits if largest > 0), default=0)
 
-    def limits(self, signal: ResolvedSignal) -> Iterator[tuple[float, float]]:
+    @property
+    def limit(self) -> float:
+        """The limit of what was seen."""
+        return FP16_MAX * 2.0 ** -(self.plan.margin_bits or 0.0)
+
+    def of_signal(self, signal: ResolvedSignal) -> Iterator[tuple[float, float]]:
         """Yield what a signal reaches in the source, each with its limit."""
         for ranges, limit in ((self.ranges, self.limit), (self.bounds, PROOF_LIMIT)):
             for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
                 yield float(reached.amax.amax()), limit
 
-    def limits_of_weights(self, signal: ResolvedSignal, plan: Plan, stream: int) -> Iterator[tuple[float, float]]:
+    def of_weights(self, signal: ResolvedSignal, stream: int) -> Iterator[tuple[float, float]]:
         """Yield the largest of each weight that writes a signal, but for the stream's exponent, with its limit."""
         for name, tensor in self.layout.tensors.items():
             if any(carried.signal == signal.name for carried in tensor.carries):
-                exponents = exponents_of(tensor, plan).full(tensor.shape) - stream
+                exponents = exponents_of(tensor, self.plan).full(tensor.shape) - stream
                 yield float((self.weights(name).abs() * 2.0 ** exponents.float()).amax()), self.limit
 
 
-def with_smaller_gradients(plan: Plan, known: Known) -> Plan:
+def with_smaller_gradients(
+    plan: Plan,
+    layout: Layout,
+    weights: TensorReader,
+    ranges: Mapping[str, ModuleRange],
+    bounds: Mapping[str, ModuleRange] | None = None,
+) -> Plan:
     """Return a plan with exponents in front of norms that make up for the stream's, as far as limits allow and no eps
-    changes a norm's output by more than one fp16 rounding; the plan itself where eps stays whatever the stream does."""
-    if known.layout.fixed_eps is not None:
+    changes a norm's output by more than one fp16 rounding; the plan itself where eps stays whatever the stream does.
+
+    weights: unscaled. ranges: what was observed on the source; bounds alone would not tell how small a norm's input is.
+    bounds: what is possible.
+    """
+    if layout.fixed_eps is not None:
         return plan
-    layout, exponents, drift = known.layout, dict(plan.exponents), 0.0
+    limits = Limits(plan, layout, weights, ranges, bounds or {})
+    exponents, drift = dict(plan.exponents), 0.0
     for path, stream in layout.streams_read.items():
         signal, r = layout.signals.get(before(path)), plan.stream_exponent(stream)
         if signal is None or r >= 0:
             continue
-        exponent = min(0, known.largest_exponent(signal, plan, r)) - r
-        norm = known.ranges[path].norm if path in known.ranges else None
+        exponent = min(0, limits.largest_exponent(signal, r)) - r
+        norm = ranges[path].norm if path in ranges else None
         while exponent > 0 and norm is not None and norm.drift(layout.eps, exponent) ** 2 > ROUNDING:
             exponent -= 1
         if exponent > 0:

@@ -26,7 +26,6 @@ from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, PROOF_LIMIT, PROOF_MA
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
 from ..targets import MARGIN_BITS, SQUARING
-from .before_norms import Known, with_smaller_gradients
 from .channels import RESIDUAL_RANGE, ROUNDING, as_shares, excess_bits, folded, known_points, same, whole_log2
 from .plan import Drift, Plan
 from .rounding_loss import (
@@ -575,9 +574,6 @@ class _PlanSearch(_Costs):
             drift=Drift(relative_error=math.sqrt(drift / len(self.layout.norms))) if drift or unscaled else None,
             margin_bits=self.margin_bits,
         )
-        if self.target == "train":
-            known = Known(self.layout, self.weights, self.ranges, self.bounds or {}, self.limit)
-            plan = with_smaller_gradients(plan, known)
         return Planned(
             plan,
             tuple(self.violations(plan)),

@@ -12,14 +12,17 @@ import torch
 from support import tiny
 from support.contract import outputs
 
+from bf16_to_fp16 import convert
 from bf16_to_fp16.auditing.gradients import measure_gradients
 from bf16_to_fp16.cli import main
+from bf16_to_fp16.families.layout import Layout, TensorReader
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, before
 from bf16_to_fp16.numerics import FP16_MAX, PROOF_LIMIT
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.ranges import ModuleRange, NormRange
 from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.before_norms import with_smaller_gradients
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import TRAIN_MARGIN_BITS, make_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
@@ -29,6 +32,23 @@ from bf16_to_fp16.targets import MARGIN_BITS
 
 GEMMA = Path(str(files("bf16_to_fp16") / "demo_data" / "gemma3-bytes"))
 LIMIT = FP16_MAX * 2.0 ** -(MARGIN_BITS + TRAIN_MARGIN_BITS)
+
+
+def plan_for_training(
+    layout: Layout,
+    weights: TensorReader,
+    ranges: Mapping[str, ModuleRange],
+    bounds: Mapping[str, ModuleRange] | None = None,
+) -> Plan:
+    plan = make_plan(layout, weights, ranges, target="train", bounds=bounds).plan
+    return with_smaller_gradients(plan, layout, weights, ranges, bounds)
+
+
+def test_without_a_run_nothing_tells_how_small_it_is_and_it_goes_with_the_stream(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("olmo2"), tmp_path / "source")
+    done = convert(source, tmp_path / "out", target="train", run_model=False)
+    assert done.plan.residual_exponent < 0 and done.plan.drift is None
+    assert not any(name.endswith(before("")) for name in done.plan.exponents)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "olmo2", "glm4"])
@@ -43,7 +63,7 @@ def test_it_is_as_large_as_in_the_source_up_to_its_limit_and_only_in_training(ki
         model.get_parameter(f"{linear}.weight").data.mul_(2.0**exponent)
     ranges = observe_ranges(model, inputs)
     weights = source_weights(ModelTensors(model), layout)
-    plan = make_plan(layout, weights, ranges, target="train").plan
+    plan = plan_for_training(layout, weights, ranges)
     assert plan.residual_exponent < -3 and plan.drift is not None and plan.drift.relative_error < 2.0**-11
     if not any(tensor.offset for tensor in layout.tensors.values()):
         norms = [(ranges[path].norm, plan.stream_exponent(before(path))) for path in layout.streams_read]
@@ -58,8 +78,8 @@ def test_it_is_as_large_as_in_the_source_up_to_its_limit_and_only_in_training(ki
     assert totals == {path: min(0, most) for path, most in room.items()}
     assert totals[loud.post_norm] == -2 and 0 in totals.values()
     held = replace(layout, held_eps=layout.eps)
-    for other in (make_plan(layout, weights, ranges), make_plan(held, weights, ranges, target="train")):
-        assert not any(before(path) in other.plan.exponents for path in totals)
+    for other in (make_plan(layout, weights, ranges).plan, plan_for_training(held, weights, ranges)):
+        assert not any(before(path) in other.exponents for path in totals)
 
 
 def test_a_bound_a_weight_and_an_eps_hold_it_back() -> None:
@@ -73,7 +93,7 @@ def test_a_bound_a_weight_and_an_eps_hold_it_back() -> None:
         seen: Mapping[str, ModuleRange] = ranges, bounds: Mapping[str, ModuleRange] | None = None, factor: float = 1.0
     ) -> int:
         read = lambda name: own(name) * factor if name == weight else own(name)  # noqa: E731
-        plan = make_plan(layout, read, seen, target="train", bounds=bounds).plan
+        plan = plan_for_training(layout, read, seen, bounds)
         return plan.residual_exponent + plan.stream_exponent(before(norm))
 
     assert total() == 0
@@ -91,7 +111,7 @@ def test_in_memory_every_norm_has_the_eps_that_makes_it_exact(kind: str) -> None
     model = tiny.build(kind)
     layout, before_it = resolve(ModelTensors(model)), outputs(model)
     ranges = observe_ranges(model, batches(model.config, None, None)[:1])
-    plan = make_plan(layout, source_weights(ModelTensors(model), layout), ranges, target="train").plan
+    plan = plan_for_training(layout, source_weights(ModelTensors(model), layout), ranges)
     assert any(name.endswith(before("")) for name in plan.exponents)
     apply(model, layout, plan)
     assert all(map(torch.equal, outputs(model), before_it))
