@@ -1,6 +1,7 @@
 """A walk over the files gives what whole models give, to the last bit, in the memory of a block."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -240,7 +241,7 @@ def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_rewritten_ce
 
     def does(action: str) -> subprocess.CompletedProcess[str]:
         command = [str(warm_python), "-m", "support.limited", action, str(folder), str(out), str(plan)]
-        return subprocess.run(command, capture_output=True, text=True)
+        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WHOLE_RUNS": "1"})
 
     drawn = random_plan(resolve(open_checkpoint(folder)), MOVABLE)
     plan.write_text(json.dumps({"plan": describe_plan(drawn)}))
