@@ -76,6 +76,11 @@ class SiteResult:
     dtype: str
     fp32: float | None = None
 
+    @property
+    def broken(self) -> bool:
+        """Whether some of its values are not finite, or saturated, other than by design."""
+        return bool(self.nonfinite or self.saturated)
+
     @classmethod
     def of(cls, site: Site) -> SiteResult:
         measured = (site.amax, site.limit, site.headroom_bits, site.nonfinite, site.saturated)
@@ -230,8 +235,7 @@ def audit_each(
 
 def _breaks_backwards_alone(result: RegimeResult) -> bool:
     """Return whether gradients pass their limits, and nothing else."""
-    broken = [site.name for site in result.sites if site.benign is None and (site.nonfinite or site.saturated)]
-    return bool(broken) and all(":grad" in name for name in broken)
+    return not result.safe and all(":grad" in site.name for site in result.sites if site.broken)
 
 
 @dataclass(frozen=True)
@@ -410,7 +414,7 @@ def beside_fp32(
     alive = {name for name in silent if fp32.get(name, 0.0) > 0}
     shown = {}
     for regime, result in results.items():
-        sites = tuple(replace(s, fp32=fp32.get(s.name)) if s.nonfinite or s.saturated else s for s in result.sites)
+        sites = tuple(replace(s, fp32=fp32.get(s.name)) if s.broken else s for s in result.sites)
         sunk = {site.name for site in result.underflow} | alive
         underflow = tuple(site for site in _signals(sites, within) if site.name in sunk)
         shown[regime] = replace(result, sites=sites, underflow=underflow)

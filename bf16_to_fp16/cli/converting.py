@@ -53,9 +53,8 @@ BESIDE = (
 
 def every_option(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command the options of a conversion, and those beside them."""
-    for option in reversed(
-        (*map(shared.field_option, FLAGS), *BESIDE)
-    ):  # the last decorator is the first in ``--help``
+    options = (*map(shared.field_option, FLAGS), *BESIDE)
+    for option in reversed(options):  # the last decorator is the first in ``--help``
         command = option(command)
     return command
 

@@ -194,7 +194,7 @@ def make_fp16_safe(
         if safe.changed:
             apply(model, layout, plan)
             if layout.family.eps_key is not None:
-                set_eps(model, planned, planned.eps)
+                set_eps_of_configs(model, layout, planned.eps)
     model.__dict__[MARK] = safe
     return safe
 
@@ -228,10 +228,15 @@ def layout_under(layout: Layout, plan: Plan) -> Layout:
 
 
 def set_eps(model: Any, layout: Layout, eps: float) -> None:
-    """Give every norm of the residual stream an eps, or its own, and every config of a model that has a key for it."""
+    """Give every norm of the residual stream an eps, and every config of a model that has a key for it."""
     for path in layout.norms:
         norm = model.get_submodule(path)
-        setattr(norm, eps_attribute(norm), layout.eps_in_memory.get(path, eps))
+        setattr(norm, eps_attribute(norm), eps)
+    set_eps_of_configs(model, layout, eps)
+
+
+def set_eps_of_configs(model: Any, layout: Layout, eps: float) -> None:
+    """Give every config of a model that has a key for it an eps."""
     for key in layout.family.eps_keys:
         *inside, last = key.split(".")
         for module in model.modules():

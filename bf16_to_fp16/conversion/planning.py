@@ -36,9 +36,10 @@ from ..ranges import ModuleRange, norms_of
 from ..report.build import Decided
 from ..rescaling.apply import through_fp16
 from ..rescaling.before_norms import with_smaller_gradients
+from ..rescaling.channels import RESIDUAL_RANGE
 from ..rescaling.edits import OfChannels, changed_by, edited_weights, edits_of, with_edits, without_edits
 from ..rescaling.plan import Plan, check_plan_fits, exponents_of, norm_exponents
-from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, RESIDUAL_RANGE, TRAIN_MARGIN_BITS, Planned, make_plan
+from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, TRAIN_MARGIN_BITS, Planned, make_plan
 from ..rescaling.rounding_loss import Tables
 from ..rescaling.squares import can_fit, squares_of
 from ..run import probe

@@ -117,14 +117,14 @@ def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPo
     return ObservationPoint(sign, module, "output", spread)
 
 
-def before(norm: str) -> str:
-    """Return the name of what the norm at a path reads, where a linear gives it to the norm alone."""
-    return f"{norm}.input"
-
-
 def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
     """Return the input of the module at a path, where a signal's exponent is observed."""
     return ObservationPoint(1, module, "input", spread)
+
+
+def before(norm: str) -> str:
+    """Return the name of what the norm at a path reads, where a linear gives it to the norm alone."""
+    return f"{norm}.input"
 
 
 @dataclass(frozen=True)

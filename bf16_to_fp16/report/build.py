@@ -38,10 +38,11 @@ from ..numerics import NOISE, NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors
+from ..rescaling.channels import ROUNDING
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, OfChannels
 from ..rescaling.outputs import joined, output_factors
 from ..rescaling.plan import Plan, describe_plan, norm_exponents
-from ..rescaling.planner import ROUNDING, Planned
+from ..rescaling.planner import Planned
 from ..rescaling.rounding_loss import STEP_NOISE
 from ..rescaling.squares import squares_of
 from ..targets import SQUARING, TIERS
