@@ -72,6 +72,8 @@ _KINDS = {
     "value": "values",
     "neuron": "neurons",
     "query_key": "queries and keys",
+    "residual": "further streams",
+    "input": "what norms alone read",
     "gate": "gates, by edits",
     "scores": "scores, by edits",
     "logits": "logits, by edits",

@@ -31,7 +31,7 @@ from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.places import places
 from bf16_to_fp16.families.roles import STACKS, stack_in
-from bf16_to_fp16.families.types import Attention, Kind, Sublayer
+from bf16_to_fp16.families.types import RESIDUAL, Attention, Kind, Sublayer
 from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
@@ -48,6 +48,7 @@ from bf16_to_fp16.wording import (
     headroom,
     magnitude,
     percent,
+    power,
     significant_bits,
     tightness,
     times,
@@ -654,3 +655,17 @@ def test_what_verify_found_is_shown_check_by_check() -> None:
     problem = {"check": "files", "name": "<b>", "reason": "was changed", "remedy": "fetch it again"}
     shown = Result(found | {"schema": 1, "checks": {"files": "failed"}, "problems": [problem]})._repr_html_()
     assert "<b>not verified</b>" in shown and "&lt;b&gt;" in shown and "was changed" in shown
+
+
+@pytest.mark.parametrize(("kind", "there"), [("gemma3", "what norms alone read"), ("mbart", "further streams")])
+def test_every_signal_of_a_plan_is_counted_under_its_kind(kind: str, there: str) -> None:
+    layout = layout_of(tiny.build(kind))
+    signals = [signal for signal in layout.signals.values() if signal.kind is not Kind.FIXED]
+    moved = [signal for signal in signals if signal.name != RESIDUAL]
+    drawn = {each.kind: each.whole for each in page.histograms({signal.name: 1 for signal in moved})}
+    kinds = {"what norms alone read": Kind.BEFORE_NORM, "further streams": Kind.RESIDUAL, "norm outputs": Kind.NORM}
+    numbers = {name: sum(signal.kind is of for signal in moved) for name, of in kinds.items()}
+    assert {name: drawn.get(name) for name in kinds} == {
+        name: f"{number} by {power(1)}" if number else None for name, number in numbers.items()
+    }
+    assert there in drawn
