@@ -352,7 +352,7 @@ class _Seen:
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
         dtype, half = _weights(self.regime)
         for batch in inputs:
-            lane = walk.add(partial(self._run, batch), dtype, half=half, attention=self.attention, again=batch.generate)
+            lane = walk.add(partial(self._run, batch), dtype, half=half, attention=self.attention)
             self.lanes.append(lane)
             self.inputs.append(batch)
 

@@ -520,7 +520,7 @@ def observe_source(
             return output_on(batch, output) if compared([batch]) else None
 
         how: dict[str, Any] = {"change": change}
-        fp32 = [walk.add(partial(run, batch), torch.float32, again=batch.generate, **how) for batch in inputs]
+        fp32 = [walk.add(partial(run, batch), torch.float32, **how) for batch in inputs]
         bf16 = add_outputs(walk, unchanged, torch.bfloat16, every_bf16)
         walk.run(advance)
         kept = [lane.result for lane in fp32 if lane.result is not None]

@@ -4,7 +4,7 @@ A lane is one ordinary run of a stock model in a thread of its own, with its pre
 has no weights: at a block, an embedding, a final norm or a head it waits. The walk reads the weights of the first place
 where any lane waits, lets those lanes through one after another, drops the weights and goes on. So every mask, bias and
 cache is stock code's own, and no number differs from a whole model's. Of an embedding only the rows of the ids are
-read. A lane that comes back to a place (a generation) runs after the others; its weights stay from its second visit on.
+read. For a lane that comes back to a place (a generation, for each token) the weights are read again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class _Model:
         self.change: Change | None = change
         self.names = _onto(self.module, device, checkpoint.tensors)
         self.places = dict(_places("", self.module))
-        self.loaded: set[str] = set()
 
     def copy(self, attention: str) -> Any:
         """Return a model of its own modules and settings with these parameters."""
@@ -108,7 +107,6 @@ class Lane(Generic[T]):
     run: Callable[[Any], T]
     model: Any
     weights: _Model
-    again: bool
     waits_at: str | None = None  # the place where it waits; None before it has started
     asks: tuple[nn.Embedding, Tensor] | None = None  # an embedding of which it needs rows, and their ids
     done: bool = False
@@ -142,15 +140,13 @@ class Walk:
         *,
         half: bool = False,
         attention: str = "eager",
-        again: bool = False,
         change: Change | None = None,
     ) -> Lane[T]:
         """Add a run of the model as ``run.stock.load`` gives it with ``dtype``, ``half`` and ``attention``. run: is
-        called with the model, without gradients, in a thread of its own; it must not change weights. again: whether it
-        comes back to a place. change: applied to each weight, ``Lane``s with the same one share their weights. Raises
-        ``UserError`` as ``load`` does."""
+        called with the model, without gradients, in a thread of its own; it must not change weights. change: applied to
+        each weight, ``Lane``s with the same one share their weights. Raises ``UserError`` as ``load`` does."""
         weights = self._weights(dtype, half, change)
-        lane = Lane(run, weights.copy(attention), weights, again)
+        lane = Lane(run, weights.copy(attention), weights)
         for path, module in lane.model.named_modules():
             if path in weights.places:
                 if _is_lookup(module):
@@ -174,11 +170,7 @@ class Walk:
     def run(self, advance: Advance | None = None) -> None:
         """Run all lanes to their ends; raises what the first lane that fails raises. advance: called after every
         place."""
-        rounds = [[lane for lane in self.lanes if not lane.again]]
-        for weights in self._models.values():
-            rounds.append([lane for lane in self.lanes if lane.again and lane.weights is weights])
-        rounds = list(filter(None, rounds))
-        steps = [0, sum(max(len(lane.weights.places) for lane in lanes) for lanes in rounds)]
+        steps = [0, max((len(lane.weights.places) for lane in self.lanes), default=0)]
 
         def count() -> None:
             steps[0] = min(steps[0] + 1, steps[1] - 1)
@@ -187,41 +179,33 @@ class Walk:
 
         try:
             with one_arena(), weights_widened_once() as widened:
-                for lanes in rounds:
-                    self._run_together(lanes, widened, count)
+                for lane in self.lanes:
+                    self._resume(lane)
+                while waiting := [lane for lane in self.lanes if not lane.done]:
+                    self._run_place(waiting, widened)
+                    count()
             if advance is not None:
                 advance(steps[1], steps[1])
         finally:
             self._end()
 
-    def _run_together(self, lanes: list[Lane[Any]], widened: Widened, count: Callable[[], None]) -> None:
-        for lane in lanes:
-            self._resume(lane)
-        visited: set[str] = set()
-        while waiting := [lane for lane in lanes if not lane.done]:
-            order = {path: i for i, path in enumerate(waiting[0].weights.places)}
-            place = min((str(lane.waits_at) for lane in waiting), key=order.__getitem__)
-            here = [lane for lane in waiting if lane.waits_at == place]
-            keep = place in visited
-            for weights in dict.fromkeys(lane.weights for lane in here):
-                self._load(weights, place, widened)
-                for lane in here:
-                    if lane.weights is weights:
-                        self._resume(lane)
-                widened.clear()
-                if not keep:
-                    self._drop(weights, place)
-            self._read.clear()
-            visited.add(place)
-            count()
-        for weights in dict.fromkeys(lane.weights for lane in lanes):
-            for place in tuple(weights.loaded):
-                self._drop(weights, place)
+    def _run_place(self, waiting: list[Lane[Any]], widened: Widened) -> None:
+        """Let the lanes through that wait at the first place where any does."""
+        order = {path: i for i, path in enumerate(waiting[0].weights.places)}
+        place = min((str(lane.waits_at) for lane in waiting), key=order.__getitem__)
+        here = [lane for lane in waiting if lane.waits_at == place]
+        models = list(dict.fromkeys(lane.weights for lane in here))
+        for weights in models:
+            self._load(weights, place, widened)
+            if weights is models[-1]:
+                self._read.clear()
+            for lane in here:
+                if lane.weights is weights:
+                    self._resume(lane)
+            widened.clear()
+            self._drop(weights, place)
 
     def _load(self, weights: _Model, place: str, widened: Widened) -> None:
-        if place in weights.loaded:
-            return
-        weights.loaded.add(place)
         for name, parameter in weights.stored(place):
             if name not in self._read:
                 self._read[name] = self.checkpoint.read(name)
@@ -231,7 +215,6 @@ class Walk:
                 widened.offer(parameter.data)
 
     def _drop(self, weights: _Model, place: str) -> None:
-        weights.loaded.discard(place)
         for _, parameter in weights.stored(place):
             parameter.data = _placeholder(parameter, self.device)
         torch.clear_autocast_cache()
@@ -292,7 +275,8 @@ class Walk:
             return (places,)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            module.weight.data = module._whole
+            # Kept any longer, it would hold what was read at another place of a tied weight.
+            module.weight.data = vars(module).pop("_whole")
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)

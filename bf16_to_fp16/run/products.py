@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_ELEMENTS_AT_A_TIME = 1 << 18  # of two weights that are compared: 1 MB in fp32
+
 MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that multiply two matrices
 
 
@@ -103,13 +105,9 @@ class Widened:
     def of(self, weight: Tensor) -> Tensor:
         key = (weight.data_ptr(), weight.shape)
         if key not in self._copies:
-            wide = weight.float()
-            for known in self._offered:
-                if known.shape == wide.shape[::-1] and torch.equal(known.t(), wide):
-                    wide = known.t()
-                    break
+            known = next((x.t() for x in self._offered if _has_values_of(weight.t(), x)), None)
             # With the weight itself, so that nothing else comes to lie where it does.
-            self._copies[key] = (weight, wide)
+            self._copies[key] = (weight, weight.float() if known is None else known)
         return self._copies[key][1]
 
     def offer(self, weight: Tensor) -> None:
@@ -118,6 +116,12 @@ class Widened:
     def clear(self) -> None:
         self._copies.clear()
         self._offered.clear()
+
+
+def _has_values_of(narrow: Tensor, wide: Tensor) -> bool:
+    """Whether two contiguous weights are equal, compared part by part: a second wide one is not made."""
+    parts = (weight.flatten().split(_ELEMENTS_AT_A_TIME) for weight in (narrow, wide))
+    return narrow.shape == wide.shape and all(torch.equal(x.float(), y) for x, y in zip(*parts, strict=True))
 
 
 _kept: Widened | None = None

@@ -97,7 +97,7 @@ def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way:
         return lane
 
     walk = Walk(open_checkpoint(folders[kind]))
-    lanes = [walk.add(observed(b), dtype, half=half, attention=attention, again=b.generate) for b in inputs]
+    lanes = [walk.add(observed(b), dtype, half=half, attention=attention) for b in inputs]
     walk.run()
     for lane, outputs in zip(lanes, expected, strict=True):
         assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(lane.result, outputs, strict=True))
