@@ -38,7 +38,7 @@ _PROBE_LOGITS = 2**25
 """Most logits of the probe, random ids and short rows apart: those of about a thousand positions at a vocabulary of
 32,128."""
 
-GENERATION_SHARE = 1 / 4  # largest share of the memory at hand that a generation's weights may take
+GENERATION_SHARE = 1 / 4  # of the memory at hand: what takes more would be read from the disk for each token
 
 _SHORT, _SHORT_DECODER = 8, 4
 """Tokens of the longest of the short rows, and in the decoder, where each costs the vocabulary's logits."""
@@ -78,8 +78,8 @@ def batches(
 
 
 def generation_bytes(layout: Layout) -> int:
-    """Return the most memory of the weights to which a generation comes back in a walk, the decoder's and the head's,
-    in fp32 and cast to fp16 by autocast."""
+    """Return the bytes of the weights that a walk reads again for each token of a generation, the decoder's and the
+    head's, in 16 bits and in fp32."""
     if not layout.stock.is_language_model or layout.head is None:
         return 0
     at, heads = layout.stacks()[-1].ends.at + ".", [linear.weight for linear in layout.head.linears]
@@ -98,7 +98,7 @@ def audit_batches(
     progress: Progress | None = None,
 ) -> list[Batch]:
     """Return what an audit runs on: the built-in probe, its ids chosen by the weights in ``folder`` unless they are
-    given or all are wanted, and ``data`` where given; without a generation that would take more than
+    given or all are wanted, and ``data`` where given; without a generation whose weights are more than
     ``GENERATION_SHARE`` of the memory at hand. opened: the checkpoint in ``folder`` and its layout, where the caller
     has them. progress: says what is left out. Other arguments and errors are those of ``batches``."""
     if opened is None:
@@ -113,7 +113,7 @@ def audit_batches(
         return inputs
     inputs = [batch for batch in inputs if not batch.generate]
     if progress is not None:
-        progress.say("Not enough memory to run generate, which needs the whole decoder at once: it is left out")
+        progress.say("Not enough memory to read the whole decoder for each token of generate: it is left out")
     return inputs
 
 

@@ -390,7 +390,7 @@ def test_progress_rises_to_its_total(tmp_path: Path) -> None:
     audit_folder(saved("t5", tmp_path), regimes=("half",), advance=lambda done, total: steps.append((done, total)))
     total = steps[0][1]
     assert steps == sorted(steps) and steps[-1] == (total, total)
-    assert total == 2 * (3 + 1 + 2 + 1 + 1 + 3)  # blocks, final norms, head, embeddings; once more for generate
+    assert total == 3 + 1 + 2 + 1 + 1 + 3  # blocks, final norms, head, embeddings
 
 
 def test_what_half_shows_to_fit_runs_on_less_in_stock_and_amp_and_else_on_all(audited: Audits) -> None:

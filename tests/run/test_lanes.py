@@ -16,6 +16,7 @@ import torch
 from support import exhaustive, tiny
 from support.contract import MOVABLE, random_plan
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bf16_to_fp16.auditing.fidelity import compared, output_on
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -136,6 +137,27 @@ def test_lanes_of_every_way_in_one_walk_share_no_weights(kind: str, tmp_path: Pa
     for lane, way in zip(lanes, ways, strict=True):
         (logits,), whole = lane.result, expected(*way)
         assert logits.dtype == whole.dtype and torch.equal(logits.nan_to_num(7), whole.nan_to_num(7)), way
+
+
+def test_a_walk_holds_the_weights_of_one_place_through_a_generation_too(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tied head as well, whose weights are another place's embedding."""
+    folder = folders["pegasus"]
+    batch = next(b for b in batches(load(folder, torch.float32).config, None, None) if b.generate)
+    held: list[tuple[str, StorageWeakRef]] = []
+    load_place = Walk._load
+
+    def watched(walk: Walk, weights: Any, place: str, widened: Any) -> None:
+        assert [name for name, storage in held if not storage.expired()] == []
+        load_place(walk, weights, place, widened)
+        held.extend((name, StorageWeakRef(p.untyped_storage())) for name, p in weights.stored(place))
+
+    monkeypatch.setattr(Walk, "_load", watched)
+    walk = Walk(open_checkpoint(folder))
+    walk.add(partial(run, batch=batch, amp=False), torch.float32)
+    walk.run()
+    assert len(held) > len({name for name, _ in held}) > 8
 
 
 def test_what_convert_observes_is_what_a_whole_model_shows_on_every_batch(folders: dict[str, Path]) -> None:
