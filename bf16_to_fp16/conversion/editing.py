@@ -165,10 +165,9 @@ class Trial:
         plans = [dict(trial) for trial in trials]
         # What a head without a cap makes of the last states is scaled after the run, as a head of its own would.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
-        changes = [
-            change_by(self.checkpoint, self.layout, self.made.model_copy(update={"exponents": exponents}))
-            for exponents in plans
-        ]
+        read = centred(source_weights(self.checkpoint, self.layout), self.layout, self.made.centred_keys)
+        edits = [self.made.model_copy(update={"exponents": exponents}) for exponents in plans]
+        changes = [change_by(self.checkpoint, self.layout, each, read) for each in edits]
         scales = [scaled_by(torch.ones(()), exponents) for exponents in logits]
         some = [some_of(known.inputs, len(trials)) for known in self.known]
         sources = [outputs_on(few, known.inputs, known.fp32) for few, known in zip(some, self.known, strict=True)]
@@ -282,10 +281,11 @@ def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress:
     return [Known.of(layout, inputs, reference, MOST_ON_TEXT)]
 
 
-def change_by(source: TensorSource, layout: Layout, edits: Plan) -> Change:
-    """Return the change that edits make of the stored weights of ``source``."""
+def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
+    """Return the change that edits make of the stored weights of ``source``; read: gives these with their keys centred,
+    where the same keys are in many changes."""
     biases = centred_tensors(layout, edits.centred_keys)
-    read = centred(source_weights(source, layout), layout, edits.centred_keys)
+    read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
 
     def changed(name: str, weight: Tensor) -> Tensor:
         if (tensor := layout.tensors.get(name)) is None:

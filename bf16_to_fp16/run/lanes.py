@@ -5,6 +5,7 @@ has no weights: at a block, an embedding, a final norm or a head it waits. The w
 where any lane waits, lets those lanes through one after another, drops the weights and goes on. So every mask, bias and
 cache is stock code's own, and no number differs from a whole model's. Of an embedding only the rows of the ids are
 read. For a lane that comes back to a place (a generation, for each token) the weights are read again.
+Lanes that run the same on the same inputs, with weights that differ, share what a place gives until their weights do.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import copy
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -42,9 +44,8 @@ class _Ended(BaseException):
 class _Model:
     """The parameters that all lanes of one precision share: by places, and empty unless a lane is at one of them."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool, change: Any):
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)
-        self.change: Change | None = change
         self.names = _onto(self.module, device, checkpoint.tensors)
         self.places = dict(_places("", self.module))
 
@@ -102,11 +103,19 @@ def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 @dataclass(eq=False)
 class Lane(Generic[T]):
-    """One run in a walk; ``result``: what ``run`` returned, there once the walk is over."""
+    """One run in a walk; ``result``: what ``run`` returned, there once the walk is over.
+
+    ``state``: the same of lanes that have run the same up to here, with the same weights; None of one that shares
+    nothing. ``takes``: what a place gives, where another lane has run it.
+    """
 
     run: Callable[[Any], T]
     model: Any
     weights: _Model
+    change: Change | None
+    state: Hashable = None
+    takes: Any = None
+    gave: Any = None
     waits_at: str | None = None  # the place where it waits; None before it has started
     asks: tuple[nn.Embedding, Tensor] | None = None  # an embedding of which it needs rows, and their ids
     done: bool = False
@@ -121,6 +130,22 @@ def results_of(lanes: Iterable[Lane[T]]) -> list[T]:
     return [lane.result for lane in lanes]
 
 
+@dataclass(frozen=True)
+class _Visit:
+    """What a place gave a lane that came in ``before`` and left in ``after``, with these of its weights altered."""
+
+    before: Hashable
+    altered: Mapping[str, Tensor]
+    after: Hashable
+    output: Any
+
+    def repeats(self, state: Hashable, altered: Mapping[str, Tensor]) -> bool:
+        """Return whether a lane in this state, with these weights altered, would run the same."""
+        if state != self.before or altered.keys() != self.altered.keys():
+            return False
+        return all(torch.equal(tensor, self.altered[name]) for name, tensor in altered.items())
+
+
 class Walk:
     """Runs of the stock model of a checkpoint on a device, added one by one and then run together, place by place."""
 
@@ -129,8 +154,10 @@ class Walk:
         self.device = torch.device(device)
         self.lanes: list[Lane[Any]] = []
         self._models: dict[Any, _Model] = {}
+        self._shared: dict[Any, Any] = {}
         self._read: dict[str, Tensor] = {}
         self._turn = threading.Semaphore(0)
+        self._running: Lane[Any]
         self._ending = False
 
     def add(
@@ -141,23 +168,48 @@ class Walk:
         half: bool = False,
         attention: str = "eager",
         change: Change | None = None,
+        alike: Hashable = None,
     ) -> Lane[T]:
         """Add a run of the model as ``run.stock.load`` gives it with ``dtype``, ``half`` and ``attention``. run: is
         called with the model, without gradients, in a thread of its own; it must not change weights. change: applied to
-        each weight, ``Lane``s with the same one share their weights. Raises ``UserError`` as ``load`` does."""
-        weights = self._weights(dtype, half, change)
-        lane = Lane(run, weights.copy(attention), weights)
-        for path, module in lane.model.named_modules():
-            if path in weights.places:
-                if _is_lookup(module):
-                    self._hook_lookup(lane, module)
-                else:
-                    module.register_forward_pre_hook(lambda module, args, path=path: self._pause(lane, path))
+        each weight; it returns those that it leaves. alike: of lanes with an equal one, all else but changes the same,
+        ``run`` does the same on the same inputs, and meters nothing. Raises ``UserError`` as ``load`` does."""
+        weights = self._weights(dtype, half)
+        if alike is None:
+            lane = Lane(run, self._hooked(weights, attention), weights, change)
+        else:
+            key = alike, weights, attention
+            if key not in self._shared:
+                self._shared[key] = self._hooked(weights, attention, shared=True)
+            lane = Lane(run, self._shared[key], weights, change, key)
         self.lanes.append(lane)
         return lane
 
-    def _weights(self, dtype: torch.dtype, half: bool, change: Change | None = None) -> _Model:
-        key = (dtype, half, change)
+    def _hooked(self, weights: _Model, attention: str, *, shared: bool = False) -> Any:
+        """Return a model that makes the lane that runs it wait where it needs weights; shared: of many lanes, each of
+        which may take what another's place gave."""
+        model = weights.copy(attention)
+        for path, module in model.named_modules():
+            if path in weights.places:
+                if _is_lookup(module):
+                    self._hook_lookup(module)
+                    continue
+                module.register_forward_pre_hook(lambda module, args, path=path: self._pause(path))
+                if shared:
+                    module.forward = partial(self._given, module.forward)
+        return model
+
+    def _given(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a place gives the lane that is running: what it takes from another, or else what it computes."""
+        lane = self._running
+        if lane.takes is not None:
+            (output,), lane.takes = lane.takes, None
+            return output
+        output = lane.gave = forward(*args, **kwargs)
+        return output
+
+    def _weights(self, dtype: torch.dtype, half: bool) -> _Model:
+        key = (dtype, half)
         if key not in self._models:
             self._models[key] = _Model(self.checkpoint, self.device, *key)
         return self._models[key]
@@ -196,23 +248,49 @@ class Walk:
         here = [lane for lane in waiting if lane.waits_at == place]
         models = list(dict.fromkeys(lane.weights for lane in here))
         for weights in models:
-            self._load(weights, place, widened)
-            if weights is models[-1]:
-                self._read.clear()
-            for lane in here:
-                if lane.weights is weights:
-                    self._resume(lane)
+            plain: dict[str, Tensor] = {}
+            visits: list[_Visit] = []
+            for change in dict.fromkeys(lane.change for lane in here if lane.weights is weights):
+                altered = self._load(weights, place, change, plain, widened)
+                if weights is models[-1]:
+                    self._read.clear()
+                for lane in here:
+                    if lane.weights is weights and lane.change is change:
+                        self._visit(lane, altered, visits)
             widened.clear()
             self._drop(weights, place)
 
-    def _load(self, weights: _Model, place: str, widened: Widened) -> None:
+    def _visit(self, lane: Lane[Any], altered: Mapping[str, Tensor], visits: list[_Visit]) -> None:
+        """Let a lane run on from a place, by what the place gave one that came in the same state, if one did."""
+        if lane.state is None:
+            return self._resume(lane)
+        same = next((visit for visit in visits if visit.repeats(lane.state, altered)), None)
+        if same is not None:
+            lane.takes, lane.state = (same.output,), same.after
+            return self._resume(lane)
+        before, lane.state = lane.state, object()
+        self._resume(lane)
+        visits.append(_Visit(before, altered, lane.state, lane.gave))
+        lane.gave = None
+
+    def _load(
+        self, weights: _Model, place: str, change: Change | None, plain: dict[str, Tensor], widened: Widened
+    ) -> Mapping[str, Tensor]:
+        """Give a place its weights under a change and return those that it altered; plain: those that changes start
+        from, once they have been read."""
+        altered: dict[str, Tensor] = {}
         for name, parameter in weights.stored(place):
-            if name not in self._read:
-                self._read[name] = self.checkpoint.read(name)
-            tensor = self._read[name].to(self.device, parameter.dtype)
-            parameter.data = tensor if weights.change is None else weights.change(name, tensor)
+            if name not in plain:
+                if name not in self._read:
+                    self._read[name] = self.checkpoint.read(name)
+                plain[name] = self._read[name].to(self.device, parameter.dtype)
+            parameter.data = plain[name]
+            if change is not None and (changed := change(name, plain[name])) is not plain[name]:
+                parameter.data = altered[name] = changed
             if parameter.dtype == torch.float32:
                 widened.offer(parameter.data)
+        torch.clear_autocast_cache()  # of the same parameters under another change
+        return altered
 
     def _drop(self, weights: _Model, place: str) -> None:
         for _, parameter in weights.stored(place):
@@ -222,6 +300,7 @@ class Walk:
     def _resume(self, lane: Lane[Any]) -> None:
         """Let a lane run to the next place where it waits, or to its end; raise what it raises."""
         while True:
+            self._running = lane
             if lane.thread is None:
                 before = threading.stack_size(_STACK)
                 lane.thread = threading.Thread(target=self._live, args=(lane,), daemon=True)
@@ -250,8 +329,9 @@ class Walk:
         lane.model = None
         self._turn.release()
 
-    def _pause(self, lane: Lane[Any], place: str | None) -> None:
-        """Called in a lane at a place: give the turn back and wait for the next."""
+    def _pause(self, place: str | None) -> None:
+        """Called in the running lane at a place: give the turn back and wait for the next."""
+        lane = self._running
         lane.waits_at = place
         self._turn.release()
         lane.go.acquire()
@@ -266,11 +346,13 @@ class Walk:
                 lane.go.release()
                 lane.thread.join()
         self._models.clear()
+        self._shared.clear()
 
-    def _hook_lookup(self, lane: Lane[Any], module: nn.Embedding) -> None:
+    def _hook_lookup(self, module: nn.Embedding) -> None:
         def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+            lane = self._running
             lane.asks = (module, args[0])  # type: ignore[assignment]
-            self._pause(lane, lane.waits_at)
+            self._pause(lane.waits_at)
             (_, places), lane.asks = lane.asks, None  # type: ignore[misc]
             return (places,)
 
@@ -287,8 +369,8 @@ class Walk:
         wanted, places = ids.unique(return_inverse=True)
         name = lane.weights.names[weight]
         rows = self.checkpoint.read_some_rows(name, wanted.tolist()).to(self.device, weight.dtype)
-        if lane.weights.change is not None:
-            rows = lane.weights.change(name, rows)
+        if lane.change is not None and (changed := lane.change(name, rows)) is not rows:
+            rows, lane.state = changed, lane.state and object()  # it shares nothing with lanes that look up others
         if module.padding_idx is not None and len(rows) <= module.padding_idx:  # it must be a row, and is one of none
             rows = torch.cat([rows, rows.new_zeros(module.padding_idx + 1 - len(rows), rows.shape[1])])
         module._whole = weight.data

@@ -17,6 +17,7 @@ from support import exhaustive, tiny
 from support.contract import MOVABLE, random_plan
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bf16_to_fp16.auditing.fidelity import compared, output_on
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -148,16 +149,50 @@ def test_a_walk_holds_the_weights_of_one_place_through_a_generation_too(
     held: list[tuple[str, StorageWeakRef]] = []
     load_place = Walk._load
 
-    def watched(walk: Walk, weights: Any, place: str, widened: Any) -> None:
+    def watched(walk: Walk, weights: Any, place: str, *more: Any) -> Any:
         assert [name for name, storage in held if not storage.expired()] == []
-        load_place(walk, weights, place, widened)
+        altered = load_place(walk, weights, place, *more)
         held.extend((name, StorageWeakRef(p.untyped_storage())) for name, p in weights.stored(place))
+        return altered
 
     monkeypatch.setattr(Walk, "_load", watched)
     walk = Walk(open_checkpoint(folder))
     walk.add(partial(run, batch=batch, amp=False), torch.float32)
     walk.run()
     assert len(held) > len({name for name, _ in held}) > 8
+
+
+@pytest.mark.parametrize("kind", exhaustive.beyond(["t5", "pegasus", "gemma3"], tiny.FIRST))
+def test_lanes_alike_share_what_places_give_until_their_weights_differ(kind: str, tmp_path: Path) -> None:
+    """Each weight is altered by one lane, one by two that alter it alike, and one by two that do not."""
+    checkpoint = open_checkpoint(tiny.save(tiny.small(kind), tmp_path))
+    inputs = [batch for batch in batches(load(tmp_path, torch.float32).config, None, None) if batch.head][:2]
+
+    def change(name: str, factor: float) -> Change:
+        return lambda stored, tensor: tensor * factor if stored == name else tensor
+
+    names = [*checkpoint.tensors]
+    altered = [(name, 0.75) for name in names] + [(names[-2], 0.75), (names[-1], 0.5)]
+    changes = [change(*each) for each in altered]
+
+    def outputs(*, alike: bool) -> tuple[list[Tensor], int]:
+        walk, calls = Walk(checkpoint), list[str]()
+        lanes = [
+            walk.add(partial(run, batch=batch, amp=False), torch.float32, change=each, alike=n if alike else None)
+            for each in (None, *changes)
+            for n, batch in enumerate(inputs)
+        ]
+        with register_module_forward_pre_hook(lambda module, _: calls.append(type(module).__name__)):
+            walk.run()
+        return [lane.result[0] for lane in lanes], calls.count("Linear")
+
+    (found, few), (expected, many) = outputs(alike=True), outputs(alike=False)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert few < 0.8 * many, f"{few} calls of linears instead of {many}"
+    for plain, *changed in (found[n :: len(inputs)] for n in range(len(inputs))):
+        assert sum(not torch.equal(plain, other) for other in changed) > len(changed) / 4
+        assert torch.equal(changed[-2], changed[-4])  # the same by two lanes
+        assert torch.equal(changed[-3], plain) or not torch.equal(changed[-1], changed[-3])
 
 
 def test_what_convert_observes_is_what_a_whole_model_shows_on_every_batch(folders: dict[str, Path]) -> None:
