@@ -12,28 +12,25 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 # torchao, which transformers imports where it is installed, lists the kernels of other machines and torch's news.
-TALKATIVE = ("huggingface_hub", "torchao", "torch.utils._pytree")
+TALKATIVE = ("torchao", "torch.utils._pytree")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep the bars, advice and warnings of the libraries off the screen; also a decorator."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging as stock
 
-    bars, downloads, level = stock.is_progress_bar_enabled(), not are_progress_bars_disabled(), stock.get_verbosity()
+    bars, level = stock.is_progress_bar_enabled(), stock.get_verbosity()
     with ExitStack() as before:
-        before.enter_context(warnings.catch_warnings())
+        before.enter_context(quiet_downloads())
         # Its calls into torch, one warning for each process and function.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         # The name that transformers 5 and 4 both have.
         warnings.filterwarnings(
             "ignore", message="`gradient_checkpointing_enable` is deprecated", category=FutureWarning
         )
-        warnings.filterwarnings("ignore", message="Cannot disable progress bars")  # HF_HUB_DISABLE_PROGRESS_BARS=0
         before.callback(stock.set_verbosity, level)
         stock.set_verbosity(logging.CRITICAL)
-        before.callback(enable_progress_bars if downloads else disable_progress_bars)
         before.callback(stock.enable_progress_bar if bars else stock.disable_progress_bar)  # first; downloads' as well
         stock.disable_progress_bar()
         for logger in map(logging.getLogger, TALKATIVE):
@@ -44,6 +41,22 @@ def quiet() -> Iterator[None]:
         if _is_error not in deepspeed.filters:  # of another call around this one
             deepspeed.addFilter(_is_error)
             before.callback(deepspeed.removeFilter, _is_error)
+        yield
+
+
+@contextmanager
+def quiet_downloads() -> Iterator[None]:
+    """Keep the bars and warnings of the Hub's client off the screen, without the seconds that transformers takes."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    restore = disable_progress_bars if are_progress_bars_disabled() else enable_progress_bars
+    client = logging.getLogger("huggingface_hub")
+    with warnings.catch_warnings(), ExitStack() as before:
+        warnings.filterwarnings("ignore", message="Cannot disable progress bars")  # HF_HUB_DISABLE_PROGRESS_BARS=0
+        before.callback(restore)
+        before.callback(client.setLevel, client.level)
+        client.setLevel(logging.ERROR)
+        disable_progress_bars()
         yield
 
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from .. import system
 from ..errors import UserError
+from .contents import INDEX, WEIGHTS
+from .fetching import SMALL_FILES, fetched, hub_files
 from .files import read_json
 from .folder import copy, is_weights
 from .places import RESTORE, contained, local_source
-from .reader import SMALL_FILES, fetched, hub_files
-from .shards import INDEX, WEIGHTS
 
 MODEL_INDEX = "model_index.json"
 PIPELINE = "fp16_pipeline.json"  # what a converted pipeline has of its own: which sub-folders were converted, from what

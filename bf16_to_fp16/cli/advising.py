@@ -8,11 +8,22 @@ from typing import Any
 
 import click
 
-from ..checkpoint.places import local_folder
 from ..conversion.options import SEED
 from ..errors import UserError
 from ..visible import show
-from .shared import FOLDER, PATH, SAFE, Grouped, Ordered, json_file, make_progress, source, subfolder, write_result
+from .shared import (
+    FOLDER,
+    PATH,
+    SAFE,
+    Grouped,
+    Ordered,
+    check_there,
+    json_file,
+    make_progress,
+    source,
+    subfolder,
+    write_result,
+)
 
 # Each question, and what it is asked about.
 QUESTIONS = {"updates": "SOURCE", "init": "SOURCE", "format": "NUMBER", "losses": "LOG"}
@@ -82,7 +93,7 @@ def updates_command(source: str, json_file: str | None, **options: Any) -> int:
         from ..run.texts import local_files
 
         local_files(options["data"])
-    local_folder(source, or_file=True)
+    check_there(source, or_file=True)
     from ..advise.tables import print_updates
     from ..advise.updates import advise_updates
 
@@ -97,7 +108,7 @@ def updates_command(source: str, json_file: str | None, **options: Any) -> int:
 def init_command(source: str, tensors: tuple[str, ...], subfolder: str | None, json_file: str | None) -> int:
     """Say how large weights should begin; SOURCE is a checkpoint, a config or a hidden size."""
     if not source.isdigit():
-        local_folder(source, or_file=True)
+        check_there(source, or_file=True)
     from ..advise.initialisation import advise_init
     from ..advise.tables import print_init
 

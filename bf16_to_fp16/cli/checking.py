@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checkpoint.places import CONVERTED, local_folder, local_source
+from ..checkpoint.places import CONVERTED, local_source
 from ..environment import how_to_install
 from ..errors import UserError
 from ..run.runtimes import NAMES
@@ -169,7 +169,7 @@ def verify_command(
 ) -> int:
     """Check a converted folder, file or Hub id against its report, and run it on this machine."""
     if not Path(source).is_file():
-        local_folder(source, CONVERTED)
+        shared.check_there(source, CONVERTED, endpoint=options["endpoint"])
     shared.check_given(original, data)
     from ..commands.verify import verify
     from ..report import terminal

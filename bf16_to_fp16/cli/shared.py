@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,10 +14,12 @@ import click
 from click.core import ParameterSource
 
 from ..checkpoint.contents import read_config, weight_files
+from ..checkpoint.fetching import SMALL_FILES, fetched
 from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS
-from ..checkpoint.places import local_source, subfolder_of
+from ..checkpoint.places import CHECKPOINT, local_folder, local_source, subfolder_of
 from ..conversion.options import FLAGS, Options
 from ..errors import UserError, shortened
+from ..quiet import quiet_downloads
 from ..visible import visible
 
 SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
@@ -123,10 +125,12 @@ def check_given(
     layout: str = FOLDER_LAYOUT,
 ) -> None:
     """Raise UserError for a checkpoint, a text or another file that was given and is not there, or of a folder whose
-    files are not those of a checkpoint, before the seconds that the work takes to import; others: paths, with what is
-    then told to give. known: whether the checkpoint has to be of a known family; layout: whose tool has to have a class
-    for it."""
-    if source is not None and (folder := local_source(source)) is not None and folder.is_dir():
+    files are not those of a checkpoint, before the seconds that the work takes to import, and a download; others:
+    paths, with what is then told to give. known: whether the checkpoint has to be of a known family; layout: whose tool
+    has to have a class for it."""
+    here = None if source is None else local_source(source)
+    if source is not None and (here is None or here.is_dir()):
+        folder = here or asked(source, SMALL_FILES)
         folder = folder if subfolder is None else subfolder_of(folder, subfolder)
         if not (folder / "model_index.json").is_file() and not (folder / "modules.json").is_file():
             config = read_config(folder)
@@ -136,7 +140,8 @@ def check_given(
                 family = family_of(config)
                 if layout in LAYOUTS:
                     LAYOUTS[layout].check_model(family.model_type, str(folder))
-            weight_files(folder)
+            if here is not None:
+                weight_files(folder)
     if data is not None:
         from ..run.texts import local_files
 
@@ -144,6 +149,20 @@ def check_given(
     for path, wanted in others.items():
         if path is not None and not Path(path).exists():
             raise UserError(f"{path}: No such file or directory; give {wanted}")
+
+
+def check_there(source: str, wanted: str = CHECKPOINT, *, or_file: bool = False, endpoint: str | None = None) -> None:
+    """Raise UserError for what is neither a folder here (or a file, where that may be one) nor a repository on the Hub,
+    before the seconds that the work takes to import; it then tells to give what is ``wanted``."""
+    if local_folder(source, wanted, or_file=or_file) is None:
+        asked(source, (), endpoint)
+
+
+def asked(source: str, patterns: Sequence[str], endpoint: str | None = None) -> Path:
+    """Return a folder with those files of a repository on the Hub that ``patterns`` describe; raise UserError where
+    there is none."""
+    with quiet_downloads():
+        return fetched(source, patterns, endpoint)[0]
 
 
 def make_progress() -> Any:

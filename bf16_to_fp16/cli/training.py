@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from ..checkpoint.places import local_folder
 from ..visible import show
 from . import shared
 from .publishing import check_publishable, push, status_of
@@ -58,7 +57,7 @@ def finetune_command(
 
     overrides = (*overrides, f"device={device}") if device else overrides
     asked = read_recipe(recipe, overrides)
-    local_folder(asked.source)
+    shared.check_there(asked.source)
     for texts in filter(None, (asked.data.path, asked.data.held_out_path)):
         local_files(texts)
     if push_to is not None:

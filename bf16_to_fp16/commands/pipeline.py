@@ -18,11 +18,11 @@ from typing import Any, Unpack
 
 from pydantic import ValidationError
 
+from ..checkpoint.fetching import fetched, hub_files
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import is_weights, records, write_json
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
 from ..checkpoint.places import contained, leaves, own_name, written_folder
-from ..checkpoint.reader import fetched, hub_files
 from ..checkpoint.shards import INDEX
 from ..checkpoint.staging import check_free_space, check_out, staged
 from ..conversion.options import Destination, GivenOptions, Options

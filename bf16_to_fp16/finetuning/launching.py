@@ -23,9 +23,9 @@ import yaml
 
 from ..cards import architecture, cards
 from ..checkpoint.contents import read_config
+from ..checkpoint.fetching import fetched
 from ..checkpoint.files import read_json
 from ..checkpoint.places import local_source, subfolder_of
-from ..checkpoint.reader import fetched
 from ..checkpoint.staging import replacing
 from ..environment import how_to_install
 from ..errors import UserError

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -247,6 +247,7 @@ class Walk:
         place = min((str(lane.waits_at) for lane in waiting), key=order.__getitem__)
         here = [lane for lane in waiting if lane.waits_at == place]
         models = list(dict.fromkeys(lane.weights for lane in here))
+        to_come = Counter(lane.state for lane in here)
         for weights in models:
             plain: dict[str, Tensor] = {}
             visits: list[_Visit] = []
@@ -256,7 +257,9 @@ class Walk:
                     self._read.clear()
                 for lane in here:
                     if lane.weights is weights and lane.change is change:
+                        to_come[lane.state] -= 1
                         self._visit(lane, altered, visits)
+                        visits = [visit for visit in visits if to_come[visit.before]]
             widened.clear()
             self._drop(weights, place)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.contents import SINGLE_OR_SHARDED
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import is_code, is_weights, sha256_of, side_modules
 from ..checkpoint.formats import read_whole_header
@@ -13,7 +14,7 @@ from ..checkpoint.layouts import LAYOUTS, TOKENIZERS
 from ..checkpoint.packing import recorded_sha256, summary_of, tensors_sha256
 from ..checkpoint.pipeline import has_variant, variant_name
 from ..checkpoint.places import contained
-from ..checkpoint.reader import SINGLE_OR_SHARDED, Checkpoint
+from ..checkpoint.reader import Checkpoint
 from ..checkpoint.shards import INDEX, WEIGHTS
 from ..checkpoint.side_modules import read_side_modules
 from ..families.configs import looked_up

@@ -6,9 +6,9 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..checkpoint.fetching import fetched
 from ..checkpoint.hub import reading_from
-from ..checkpoint.places import CONVERTED, contained, local_folder
-from ..checkpoint.reader import fetched, subfolder_of
+from ..checkpoint.places import CONVERTED, contained, local_folder, subfolder_of
 from ..checkpoint.staging import check_free_space
 from ..environment import SCHEMA
 from ..errors import UserError

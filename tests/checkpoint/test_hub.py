@@ -3,6 +3,8 @@
 import io
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections import namedtuple
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from support import tiny
 from support.hub_server import OTHER, WRITER, Fault, HubServer, as_the_hub
 
 from bf16_to_fp16 import UserError, cli, convert, verify
-from bf16_to_fp16.checkpoint import reader
+from bf16_to_fp16.checkpoint import fetching
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.verification import locating
 
@@ -113,16 +115,40 @@ def test_a_passing_fault_is_waited_for(hub: HubServer) -> None:
 def test_weights_are_of_the_commit_of_the_config_whatever_comes_meanwhile(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs, modules = hub.repos["org/theirs"], reader.module_folders
+    theirs, modules = hub.repos["org/theirs"], fetching.module_folders
 
     def meanwhile(folder: Path) -> list[str]:
         theirs.commit({"config.json": b"{}"}, "theirs", "main")
         return modules(folder)
 
-    monkeypatch.setattr(reader, "module_folders", meanwhile)
+    monkeypatch.setattr(fetching, "module_folders", meanwhile)
     first = theirs.branches["main"]
     opened = open_checkpoint("org/theirs", endpoint=hub.endpoint)
     assert opened.revision == opened.folder.name == first != theirs.branches["main"]
+
+
+def test_another_type_is_refused_before_its_weights_are_fetched(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add("org/other", {"config.json": b'{"model_type": "bert"}', "model.safetensors": b"weights"}, private=False)
+    for command in (["convert", "org/other", str(tmp_path / "out")], ["certify", "org/other"]):
+        assert cli.main(command) == 2
+        assert "model_type 'bert' is not supported" in capsys.readouterr().err
+    assert hub.count("^GET /.*safetensors") == hub.count("^GET /cdn/") == 0 and hub.count("^GET /.*config.json")
+
+
+def test_a_name_that_the_hub_has_not_is_refused_before_what_takes_long_to_import() -> None:
+    """Beside torch that is transformers, and pydantic."""
+    commands = ["convert NAME out", "audit NAME", "certify NAME", "verify NAME", "check NAME --runtime onnx-reference"]
+    program = f"""if True:
+        import sys
+        from bf16_to_fp16.cli import main
+        for command in {[*commands, "advise init NAME", "advise updates NAME"]}:
+            assert main(command.replace("NAME", "some/name").split()) == 2, command
+        print(*sorted({{"torch", "transformers", "pydantic"}} & set(sys.modules)))
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n" and done.stderr.count("some/name is not a folder here, and the Hub cannot be") == 7
 
 
 def test_what_cannot_be_read_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
