@@ -202,7 +202,7 @@ def channel_energy(weight: torch.Tensor, axis: int, other: torch.Tensor | None =
     step = max(1, _CHUNK // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], step):
         here = slice(start, start + step)
-        square = matrix[here].double().square_()
+        square = matrix[here].double().square()
         if axis == 0:
             energy[here] = square.sum(1) if factor is None else square @ factor
         else:
