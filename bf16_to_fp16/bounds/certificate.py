@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -134,7 +135,8 @@ class _Walk(Findings):
         if name not in self.tables:
             table = self.tensor(name)
             assert table is not None
-            self.tables[name] = table_of(table)
+            of_it = replace(self.spectra, about=frozenset((name,)))
+            self.tables[name] = of_it.once("table", partial(table_of, table))
         return self.tables[name]
 
     # -- a stack ----------------------------------------------------------------------------------------------------
@@ -542,7 +544,7 @@ class _Walk(Findings):
         """Bound a feed-forward on a norm's output; return what its output projection gives, with its mean squares."""
         linears = filter(None, (sublayer.gate, sublayer.linear, sublayer.output))
         names = frozenset(f"{linear}.{part}" for linear in linears for part in WEIGHTS)
-        of = (self.arithmetic, self.kept("neurons"), self.spectra, names)
+        of = (self.arithmetic, self.kept("neurons"), replace(self.spectra, about=names))
         if sublayer.gate:
             reads = (
                 (sublayer.gate, SiteKind.GATE, (source, square)),

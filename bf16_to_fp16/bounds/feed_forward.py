@@ -9,9 +9,7 @@ the rest get an eigenvalue for every row; rows that set a layer's maximum get on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,8 +28,6 @@ from .linear import (
     row_products,
 )
 from .spectral import Spectra, largest_eigenvalues, product_of_rows
-
-T = TypeVar("T")
 
 LOWEST = {
     "relu": 0.0,
@@ -77,27 +73,12 @@ def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, Line
     return joined(one), joined(other)
 
 
-class _Kept:
-    """What is found of neurons at a scale of 1, kept by the source's spectra for every length of the norm's output and
-    every arithmetic. ``weights``: names of all that it is found from, none where nothing is kept."""
-
-    spectra: Spectra
-    weights: frozenset[str]
-    scale: float
-    given: Hashable
-
-    def known(self, which: Hashable, compute: Callable[[], T]) -> T:
-        if not self.weights or not math.isfinite(self.scale):
-            return compute()
-        return self.spectra.once(self.weights, (which, self.given), compute)
-
-
 def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
     """Return what vectors hold, as something that can be a key."""
     return tuple(vector.numpy().tobytes() if vector.any() else b"" for vector in vectors)
 
 
-class GatedNeurons(_Kept):
+class GatedNeurons:
     """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n.
 
     ``undropped``, ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go, which
@@ -105,20 +86,15 @@ class GatedNeurons(_Kept):
     """
 
     def __init__(
-        self,
-        gate: LinearBound,
-        other: LinearBound,
-        arithmetic: Arithmetic,
-        keep: float,
-        spectra: Spectra,
-        weights: frozenset[str] = frozenset(),
+        self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
     ) -> None:
         a, centres = arithmetic, bytes_of(gate.centre, other.centre)
         if gate.centre.any() or other.centre.any():
             gate, other = homogeneous(gate, other)
         self.gate, self.other, self.keep, self.depth, self.spectra = gate, other, keep, 0.0, spectra
-        self.weights, self.scale = weights, gate.radius * other.radius / keep
-        self.given = (*bytes_of(gate.matrix.columns, other.matrix.columns), *centres)
+        # What is found at a scale of 1 is kept for norms' outputs of every length, and every arithmetic.
+        self.scale = gate.radius * other.radius / keep
+        self.given = (*bytes_of(gate.matrix.columns, other.matrix.columns), *centres, math.isfinite(self.scale))
         scale = gate.norms * other.norms
         self.products = row_products(gate.matrix, other.matrix)
         cosine = self.products * gate.radius * other.radius
@@ -144,7 +120,7 @@ class GatedNeurons(_Kept):
     def rows(self, out: Tensor, which: str) -> tuple[Tensor, Tensor]:
         """Return upper bounds of ±(out · neurons) for every row without their rounding: fp64 [d] each; which: says what
         ``out`` is made of, beside the weights."""
-        both = self.known(which, lambda: self.unit_rows(out)) * self.scale
+        both = self.spectra.once((which, self.given), lambda: self.unit_rows(out)) * self.scale
         return both, both
 
     def unit_rows(self, out: Tensor) -> Tensor:
@@ -173,7 +149,7 @@ class GatedNeurons(_Kept):
 
     def row(self, out: Tensor, number: int) -> float:
         """Return a tighter bound of |out · neurons| for one row, given its number."""
-        return self.known(number, lambda: self.unit_row(out, number)) * self.scale
+        return self.spectra.once((number, self.given), lambda: self.unit_row(out, number)) * self.scale
 
     def unit_row(self, out: Tensor, number: int) -> float:
         """Return what ``row`` gives at a scale of 1."""
@@ -210,21 +186,15 @@ class GatedNeurons(_Kept):
         return (torch.minimum(plain, ball) * (1 + self.factor) + rest) * COMPUTED + self.factor * exact
 
 
-class PlainNeurons(_Kept):
+class PlainNeurons:
     """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c; methods as ``GatedNeurons`` has them."""
 
     def __init__(
-        self,
-        linear: LinearBound,
-        activation: str,
-        arithmetic: Arithmetic,
-        keep: float,
-        spectra: Spectra,
-        weights: frozenset[str] = frozenset(),
+        self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
     ) -> None:
         a = arithmetic
-        self.made, self.spectra, self.weights, self.scale = linear, spectra, weights, linear.radius / keep
-        self.given = (*bytes_of(linear.matrix.columns, linear.centre), activation, keep)
+        self.made, self.spectra, self.scale = linear, spectra, linear.radius / keep
+        self.given = (*bytes_of(linear.matrix.columns, linear.centre), activation, keep, math.isfinite(self.scale))
         self.lowest = LOWEST[activation]
         self.depth = self.lowest / keep
         size = linear.norms.clamp(min=1e-300)
@@ -243,23 +213,22 @@ class PlainNeurons(_Kept):
         self.budget = spectra.largest(rows) * COMPUTED
 
     def rows(self, out: Tensor, which: str) -> tuple[Tensor, Tensor]:
-        moving, still = self.known(which, lambda: self.unit_rows(out))
+        moving, still = self.spectra.once((which, self.given), lambda: self.unit_rows(out))
         moving = moving * self.scale
         if bool((self.caps < 1).any()):
             moving = torch.minimum(moving, torch.stack([self.bent(out, direction) for direction in (1, -1)]))
         up, down = (moving + still) * COMPUTED
         return up, down
 
-    def unit_rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return upper bounds of what every row makes of the neurons at a scale of 1 without their centres, and what
-        these add at any: fp64 [2, d] each, of ±out."""
+    def unit_rows(self, out: Tensor) -> Tensor:
+        """Return upper bounds of what every row of ±out makes of the neurons at a scale of 1 without their centres, and
+        what these add at any: fp64 [2, 2, d]."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.made.matrix.columns_first(dtype)
-        moving: tuple[list[Tensor], list[Tensor]] = ([], [])
-        still: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for many in chunks(out, 1 << 21):  # as many rows as make a good matrix product
-            for side, direction in enumerate((1, -1)):
+        found = []
+        for direction in (1, -1):
+            for many in chunks(out, 1 << 21):  # as many rows as make a good matrix product
                 lengths = row_norms(product_of_rows((many.to(dtype) * direction).clamp_(min=0), matrix))
                 parts = list(chunks(many))
                 for narrow, straight in zip(parts, lengths.split([len(x) for x in parts]), strict=True):
@@ -268,11 +237,10 @@ class PlainNeurons(_Kept):
                     values = positive * size
                     ball = in_ball(values, ones, self.budget)
                     # Σ c·max(x, 0) = ½ (Σ c·x + Σ c·|x|).
-                    moving[side].append(torch.minimum((straight + self.product_error(values) + ball) / 2, ball))
+                    moving = torch.minimum((straight + self.product_error(values) + ball) / 2, ball)
                     below = (positive - part).sum(1, dtype=torch.float64) * self.depth
-                    still[side].append(matrix_vector(positive, self.offset) + below)
-        one, other = (torch.stack([torch.cat(side) for side in sides]) for sides in (moving, still))
-        return one, other
+                    found.append(torch.stack([moving, matrix_vector(positive, self.offset) + below]))
+        return torch.cat(found, 1).view(2, 2, -1)
 
     def bent(self, out: Tensor, direction: int) -> Tensor:
         """Return an upper bound of what every row of ±out makes of neurons that centres keep under their size."""
@@ -281,7 +249,9 @@ class PlainNeurons(_Kept):
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])
 
     def row(self, out: Tensor, number: int) -> float:
-        sides = self.known(number, lambda: [self.unit_row(out, number, direction) for direction in (1, -1)])
+        sides = self.spectra.once(
+            (number, self.given), lambda: [self.unit_row(out, number, direction) for direction in (1, -1)]
+        )
         return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:

@@ -78,12 +78,13 @@ class Spectra:
 
     read: gives the source's weights. found: by label, a matrix without its weights and its eigenvalue. fixed: the
     weights in question are not the source's, so that no eigenvalue of theirs is to be kept. kept: what else follows
-    from those in question, by their names and all that it depends on besides.
+    from those in question, by their names and all that it depends on besides. about: the names of some of them.
     """
 
     read: TensorReader
     found: dict[str, tuple[Tall, float]] = field(default_factory=dict)
     kept: dict[tuple[frozenset[str], Hashable], Any] = field(default_factory=dict)
+    about: frozenset[str] = frozenset()
     fixed: bool = False
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
@@ -95,9 +96,11 @@ class Spectra:
         """Return what may be carried over to other weights that are nearly the same, with nothing kept of these."""
         return replace(self, fixed=True, kept={})
 
-    def once(self, weights: frozenset[str], given: Hashable, compute: Callable[[], T]) -> T:
-        """Return what follows from these weights, which is computed once for all that is given besides."""
-        key = (weights, given)
+    def once(self, given: Hashable, compute: Callable[[], T]) -> T:
+        """Return what follows from the weights ``about`` which it is, computed once for all that is given besides."""
+        key = (self.about, given)
+        if not self.about:
+            return compute()
         if key not in self.kept:
             self.kept[key] = compute()
         made: T = self.kept[key]

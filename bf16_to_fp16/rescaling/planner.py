@@ -394,7 +394,7 @@ class _Costs:
                 cost += EXCESS * float(excess_bits(length, self.norm_limit(self.margin_bits)))
         for tensor, axis, carried in self.touched[self.stream]:
             if all(c.signal == self.stream for c in self.planned(tensor.carries)):
-                table = self.table(tensor, axis, carried).total()
+                table = self.table(tensor, axis, carried).total
                 cost += float(self.weight_cost(table, carried.sign * at, torch.ones(1, 1)).sum())
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
@@ -403,7 +403,7 @@ class _Costs:
         for; own: and those that have channels, as if these stayed at 0."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
-                (float(self.weights(tensor.name).abs().amax()), carried.sign, has_own)
+                (max(abs(float(end)) for end in torch.aminmax(self.weights(tensor.name))), carried.sign, has_own)
                 for tensor, _, carried in self.touched[self.stream]
                 if not (has_own := any(self.layout.signals[c.signal].kind in SOLVED for c in tensor.carries))
                 or carried.sign < 0

@@ -7,9 +7,9 @@ histogram pass over the weight. Rounding that no exponent can avoid, as of fp32 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 import torch
 
@@ -69,6 +69,7 @@ class LossTable:
         """The errors at −GRID…GRID."""
         return self.at(torch.arange(-GRID, GRID + 1))[1]
 
+    @cached_property
     def total(self) -> LossTable:
         """Return the table of the whole weight as one channel."""
         return LossTable(
@@ -295,7 +296,7 @@ def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return binade.long(), reach.long(), (x != 0).long(), mantissa.double().mul_(2.0 ** (_UNIT + 1)).square_()
 
 
-@functools.cache
+@cache
 def _codes() -> torch.Tensor:
     """Return for every magnitude of bf16, by its bits, its place and what it adds."""
     binade, reach, number, squared = _parts(torch.arange(1 << 15, dtype=torch.int16).view(torch.bfloat16))

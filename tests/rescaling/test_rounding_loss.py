@@ -48,7 +48,7 @@ def test_a_table_does_not_depend_on_how_the_weight_is_cut(monkeypatch: pytest.Mo
 
 def test_the_total_of_a_table_is_one_channel() -> None:
     table = loss_table(torch.tensor([[2.0**-20, 1.0], [2.0**-21, 4.0]]), 0)
-    total = table.total()
+    total = table.total
     assert at(total, -7) == [2, 2.0**-40 + 2.0**-42]
     assert total.energy.tolist() == [17 + 2.0**-40 + 2.0**-42] and total.amax.tolist() == [4] and total.count == 4
 
