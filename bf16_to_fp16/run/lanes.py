@@ -256,12 +256,15 @@ class Walk:
                     self._read.clear()
                 for lane in here:
                     if lane.weights is weights and lane.change is change:
-                        self._visit(lane, altered, visits)
+                        self._visit(lane, here, altered, visits)
             widened.clear()
             self._drop(weights, place)
 
-    def _visit(self, lane: Lane[Any], altered: Mapping[str, Tensor], visits: list[_Visit]) -> None:
-        """Let a lane run on from a place, by what the place gave one that came in the same state, if one did."""
+    def _visit(
+        self, lane: Lane[Any], here: list[Lane[Any]], altered: Mapping[str, Tensor], visits: list[_Visit]
+    ) -> None:
+        """Let a lane run on from a place, by what the place gave one that came in the same state, if one did; here: all
+        that came."""
         if lane.state is None:
             return self._resume(lane)
         same = next((visit for visit in visits if visit.repeats(lane.state, altered)), None)
@@ -270,7 +273,8 @@ class Walk:
             return self._resume(lane)
         before, lane.state = lane.state, object()
         self._resume(lane)
-        visits.append(_Visit(before, altered, lane.state, lane.gave))
+        if any(other.state == before for other in here):  # logits of many lanes would fill the memory
+            visits.append(_Visit(before, altered, lane.state, lane.gave))
         lane.gave = None
 
     def _load(
