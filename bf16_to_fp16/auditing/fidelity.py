@@ -23,7 +23,7 @@ from ..run.products import FastProducts
 from .every_output import EveryOutput, batches_shown, run_shown
 
 NO_CHOICE = -1e9  # a logit that nobody chooses
-_POSITIONS_AT_A_TIME = 64  # positions compared at a time: in float64 a large vocabulary takes 2 MB each
+_ELEMENTS_AT_A_TIME = 1 << 18  # logits compared at a time: 2 MB in float64, which a cache holds
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,9 @@ class Difference:
 def parts_of(expected: Tensor, *, probabilities: bool) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yield an output some positions at a time: which, their values in float64, and their log-probabilities where they
     are logits."""
-    for start in range(0, len(expected), _POSITIONS_AT_A_TIME):
-        part = slice(start, start + _POSITIONS_AT_A_TIME)
+    positions = max(1, _ELEMENTS_AT_A_TIME // expected.shape[1])
+    for start in range(0, len(expected), positions):
+        part = slice(start, start + positions)
         a = expected[part].double()
         yield part, a, a.log_softmax(-1) if probabilities else None
 

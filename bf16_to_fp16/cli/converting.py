@@ -85,6 +85,12 @@ def convert_command(
         return take_adapter(adapter, out, Path(source), force=force, json_file=json_file)
     options = Options(**fields)
     folder = options.layout == FOLDER_LAYOUT
+    check_together(recipe, push_to, folder=folder, runs=options.run_model and not dry_run)
+    if push_to is not None:
+        check_publishable(push_to, dry_run=dry_run)
+        out = out or Path(push_to.rpartition("/")[2])
+    if out is None and not dry_run:
+        raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
     others = {options.plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
     shared.check_given(
         source,
@@ -96,12 +102,6 @@ def convert_command(
     )
     if out is not None and not dry_run:
         check_free(out, Path(source), folder=folder, force=force)
-    check_together(recipe, push_to, folder=folder, runs=options.run_model and not dry_run)
-    if push_to is not None:
-        check_publishable(push_to, dry_run=dry_run)
-        out = out or Path(push_to.rpartition("/")[2])
-    if out is None and not dry_run:
-        raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
     out = out or Path("OUT")  # of a dry run, which writes nothing
     place = Destination(out, force=force, dry_run=dry_run)
     if (pipeline := whole_pipeline(source, options)) is not None:

@@ -3,6 +3,7 @@ with them, and they are taken if it changes little."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ TEXT = Path(__file__).parents[1] / "demo_data" / "held_out.txt"
 LARGE_BIAS = 1024.0  # from here on fp16 holds no fractions of scores
 
 MANY = 4  # edits that are tried one by one on all that outputs are compared on; more are on little of it
+TOGETHER = 16  # edits that are tried in one walk, before it shows whether the others can be worth their price
 
 PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence that edits may cost which nothing but a proof needs
 
@@ -153,15 +155,21 @@ class Trial:
     progress: Progress
     made: Plan
 
-    def cost(self, chosen: Mapping[str, OfChannels], alone: Mapping[str, Cost], tried: int) -> float:
-        """Return the share that edits cost together; alone: what each costs, of so many that were tried."""
-        if not chosen or (len(chosen) == 1 and tried <= MANY):
-            return sum(each.share for each in alone.values())
-        return self.costs([chosen], "all edits together")[0].share
+    def alone(self, chosen: Mapping[str, OfChannels], most: float) -> dict[str, Cost] | None:
+        """Return what each of several edits costs alone; None where their shares add up to more than ``most``."""
+        # Runs share what comes before an edit: the last ones cost the least to try.
+        names, costs = list(chosen)[::-1], dict[str, Cost]()
+        for some in (names[start : start + TOGETHER] for start in range(0, len(names), TOGETHER)):
+            trials = [{name: chosen[name]} for name in some]
+            of = "" if len(some) == len(names) else f" of {len(names)}"
+            costs |= zip(some, self.costs(trials, f"{counted(len(some), 'edit')}{of}", len(names)), strict=True)
+            if most < math.inf and not sum(cost.share for cost in costs.values()) <= most:
+                return None
+        return {name: costs[name] for name in chosen}
 
-    def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str) -> list[Cost]:
-        """Return what each of several edits costs, all run in one walk, on less where there are many; what: are tried,
-        in words."""
+    def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
+        """Return what each of several edits costs, all run in one walk, on less where their ``number`` is large, which
+        is that of all that are compared; what: are tried, in words."""
         plans = [dict(trial) for trial in trials]
         # What a head without a cap makes of the last states is scaled after the run, as a head of its own would.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
@@ -169,7 +177,7 @@ class Trial:
         edits = [self.made.model_copy(update={"exponents": exponents}) for exponents in plans]
         changes = [change_by(self.checkpoint, self.layout, each, read) for each in edits]
         scales = [scaled_by(torch.ones(()), exponents) for exponents in logits]
-        some = [some_of(known.inputs, len(trials)) for known in self.known]
+        some = [some_of(known.inputs, number or len(trials)) for known in self.known]
         sources = [outputs_on(few, known.inputs, known.fp32) for few, known in zip(some, self.known, strict=True)]
         how: dict[str, Any] = {"probabilities": self.layout.gives_probabilities}
         walk, lanes = Walk(self.checkpoint), dict[tuple[int, int], list[Lane[Difference]]]()
@@ -198,34 +206,27 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 
 
 def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None) -> Edits | None:
-    """Return the edits that are worth their price, as running the source with them shows; None for none.
+    """Return the edits that bring all that is needed under its limit, as running the source with them shows; None where
+    they are not worth their price.
 
-    Where something that was observed passes its limit, they may cost what bf16 costs, or ``max_kl``, and more for a
-    proof; where only a proof asks for them, 1/128 of that. As long as they cost more, the dearest falls back to what
-    was observed, and after that stays away unless it is needed.
+    What was observed is worth any. Where it passes its limit too, a proof may cost nearly twice what bf16 costs, or
+    ``max_kl``; where only a proof asks for edits, 1/128 of what bf16 costs.
     """
-    must = any(each.observed is not None for each in needed.values())
-    accepted = (max_kl or 0.0) / trial.known[0].price
-    # An eighth is left for what fp16 rounds.
-    allowed = max(MOST_FOR_A_PROOF * 7 / 8, accepted) if must else PRICE_OF_A_PROOF
+    observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
     chosen = {name: each.proven for name, each in needed.items()}
-    of_each = counted(len(chosen), "edit")
-    predicted = dict(zip(chosen, trial.costs([{n: e} for n, e in chosen.items()], of_each), strict=True))
-    while not (within(predicted, allowed) and trial.cost(chosen, predicted, len(needed)) <= allowed):
-        if not (dearer := [name for name, exponents in chosen.items() if exponents != needed[name].observed]):
-            break
-        dearest = max(dearer, key=lambda name: predicted[name].share)
-        observed, allowed = needed[dearest].observed, max(1.0, accepted) if must else PRICE_OF_A_PROOF
-        del chosen[dearest], predicted[dearest]
-        if observed is not None:
-            chosen[dearest] = observed
-            predicted[dearest] = trial.costs([{dearest: observed}], "less of the dearest edit")[0]
-    if not chosen:
+    allowed = math.inf if all(each.proven == each.observed for each in needed.values()) else PRICE_OF_A_PROOF
+    if allowed < math.inf and any(observed):
+        # An eighth is left for what fp16 rounds.
+        allowed = max(MOST_FOR_A_PROOF * 7 / 8, (max_kl or 0.0) / trial.known[0].price)
+    predicted = trial.alone(chosen, allowed)
+    if predicted is None:
+        return None
+    several = allowed < math.inf and len(chosen) > 1
+    if several and not trial.costs([chosen], "all edits together")[0].share <= allowed:
         return None
     plan = trial.made.model_copy(update={"exponents": chosen})
-    costs = {name: cost.divergence for name, cost in predicted.items()}
-    return Edits(plan, costs, apart and LOGITS in chosen)
+    return Edits(plan, {name: cost.divergence for name, cost in predicted.items()}, apart)
 
 
 def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str, Needed], bool]:
@@ -257,11 +258,6 @@ def scales_logits(layout: Layout) -> bool:
 def scaled_by(logits: Tensor, exponents: OfChannels) -> Tensor:
     """Return logits times 2 to the exponents: [positions, choices]."""
     return logits * 2.0 ** torch.as_tensor(exponents, dtype=logits.dtype)
-
-
-def within(costs: Mapping[str, Cost], allowed: float) -> bool:
-    """Return whether edits cost little enough together where each adds its own; none do, whatever is allowed."""
-    return not costs or sum(cost.share for cost in costs.values()) <= allowed
 
 
 def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress: Progress) -> list[Known]:

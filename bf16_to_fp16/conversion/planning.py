@@ -268,7 +268,7 @@ def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Ma
     for wanted in (needed, of_observed):
         edits = least_edits(trial, wanted, search.options.max_kl) if wanted else None
         if edits is None:
-            break
+            continue
         if tried is None or edits.plan != tried.plan:
             after = edited_search(source, edits)
             found = after.decided(decided.target)

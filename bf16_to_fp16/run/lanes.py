@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -247,6 +247,7 @@ class Walk:
         place = min((str(lane.waits_at) for lane in waiting), key=order.__getitem__)
         here = [lane for lane in waiting if lane.waits_at == place]
         models = list(dict.fromkeys(lane.weights for lane in here))
+        to_come = Counter(lane.state for lane in here)
         for weights in models:
             plain: dict[str, Tensor] = {}
             visits: list[_Visit] = []
@@ -256,15 +257,14 @@ class Walk:
                     self._read.clear()
                 for lane in here:
                     if lane.weights is weights and lane.change is change:
-                        self._visit(lane, here, altered, visits)
+                        to_come[lane.state] -= 1
+                        self._visit(lane, altered, visits)
+                        visits = [visit for visit in visits if to_come[visit.before]]
             widened.clear()
             self._drop(weights, place)
 
-    def _visit(
-        self, lane: Lane[Any], here: list[Lane[Any]], altered: Mapping[str, Tensor], visits: list[_Visit]
-    ) -> None:
-        """Let a lane run on from a place, by what the place gave one that came in the same state, if one did; here: all
-        that came."""
+    def _visit(self, lane: Lane[Any], altered: Mapping[str, Tensor], visits: list[_Visit]) -> None:
+        """Let a lane run on from a place, by what the place gave one that came in the same state, if one did."""
         if lane.state is None:
             return self._resume(lane)
         same = next((visit for visit in visits if visit.repeats(lane.state, altered)), None)
@@ -273,8 +273,7 @@ class Walk:
             return self._resume(lane)
         before, lane.state = lane.state, object()
         self._resume(lane)
-        if any(other.state == before for other in here):  # logits of many lanes would fill the memory
-            visits.append(_Visit(before, altered, lane.state, lane.gave))
+        visits.append(_Visit(before, altered, lane.state, lane.gave))
         lane.gave = None
 
     def _load(

@@ -71,9 +71,9 @@ class Given:
     def known(self) -> list[Known]:
         return [Known([], [], BF16)]
 
-    cost = Trial.cost
+    alone = Trial.alone
 
-    def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str) -> list[Cost]:
+    def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
         self.asked.append([dict(trial) for trial in trials])
         found = [sum(self.prices[name, frozen(e)] for name, e in trial.items()) for trial in trials]
         return [Cost(each, each * self.on_text / BF16) for each in found]
@@ -95,76 +95,53 @@ def test_edits_that_something_observed_needs_may_cost_what_bf16_costs() -> None:
     assert edits is not None and edits.predicted == {"a": 0.1, "b": 0.02} and not edits.apart
     # With what was made before, and each tried alone and all together.
     assert edits.plan == Plan(family="t5", centred_keys=["here"], exponents={"a": [-3, 0], "b": -2})
-    assert trial.asked == [[{"a": [-3, 0]}, {"b": -2}], [{"a": [-3, 0], "b": -2}]]
+    assert trial.asked == [[{"b": -2}, {"a": [-3, 0]}], [{"a": [-3, 0], "b": -2}]]
 
 
-def test_the_dearest_falls_back_to_what_was_observed() -> None:
-    needed = {"a": Needed([-5, -4], [-2, 0]), "b": Needed(-2, -1)}
-    prices = {("a", (-5, -4)): 0.2, ("a", (-2, 0)): 0.02, ("b", -2): 0.1, ("b", -1): 0.05}
-    edits = chosen(Given(prices), needed)
-    assert edits is not None and edits.plan.exponents == {"a": [-2, 0], "b": -2}
-    assert edits.predicted == {"a": 0.02, "b": 0.1}
+def test_what_was_observed_is_worth_any_price() -> None:
+    prices = {("a", -2): 0.8, ("b", -1): math.nan}
+    edits = chosen(Given(prices), {"a": Needed(-2, -2), "b": Needed(-1, -1)})
+    assert edits is not None and edits.plan.exponents == {"a": -2, "b": -1} and edits.predicted["a"] == 0.8
 
 
-def test_one_after_the_other_falls_back_and_what_is_observed_stays_whatever_it_costs() -> None:
-    needed = {"a": Needed(-5, -2), "b": Needed(-3, -1)}
-    prices = {("a", -5): 0.9, ("a", -2): 0.8, ("b", -3): 0.5, ("b", -1): 0.4}
-    edits = chosen(Given(prices), needed)
-    assert edits is not None and edits.plan.exponents == {"a": -2, "b": -1}
-    assert edits.predicted == {"a": 0.8, "b": 0.4}
-
-
-def test_an_edit_for_a_proof_alone_goes_first_only_where_it_is_the_dearest() -> None:
-    needed = {"a": Needed(-2, -2), "b": Needed(-3, None), "c": Needed(-4, None)}
-    prices = {("a", -2): 0.08, ("b", -3): 0.03, ("c", -4): 0.12}
-    edits = chosen(Given(prices), needed)
-    assert edits is not None and edits.plan.exponents == {"a": -2, "b": -3} and edits.predicted.keys() == {"a", "b"}
-
-
-@pytest.mark.parametrize("cost,taken", [(BF16 / 128, True), (BF16 / 128 * 1.01, False)])
+@pytest.mark.parametrize("cost,taken", [(BF16 / 128, True), (BF16 / 128 * 1.01, False), (math.nan, False)])
 def test_edits_for_a_proof_alone_may_cost_a_128th_of_bf16(cost: float, taken: bool) -> None:
-    edits = chosen(Given({("a", -2): cost}), {"a": Needed(-2, None)})
-    assert (edits is not None) == taken
-    # The dearest of several goes; the others are still worth it.
-    edits = chosen(Given({("a", -2): cost, ("b", -1): 0.0}), {"a": Needed(-2, None), "b": Needed(-1, None)})
-    assert exponents(edits) == ({"a": -2, "b": -1} if taken else {"b": -1})
+    """All of them are taken or none, since one that is missing leaves no proof; a higher price buys none either."""
+    for needed in ({"a": Needed(-2, None)}, {"a": Needed(-2, None), "b": Needed(-1, None)}):
+        for max_kl in (None, 1.0):
+            edits = chosen(Given({("a", -2): cost, ("b", -1): 0.0}), needed, max_kl)
+            assert (edits is not None) == taken and (edits is None or edits.plan.exponents.keys() == needed.keys())
 
 
-@pytest.mark.parametrize("cost,taken", [(1.74, -3), (1.76, -1)])
-def test_where_edits_are_needed_those_of_a_proof_may_cost_nearly_twice_what_bf16_does(cost: float, taken: int) -> None:
+@pytest.mark.parametrize("cost,taken", [(1.74, True), (1.76, False), (math.inf, False)])
+def test_where_edits_are_needed_those_of_a_proof_may_cost_nearly_twice_what_bf16_does(cost: float, taken: bool) -> None:
     prices = {("a", -3): cost * BF16, ("a", -1): 0.9 * BF16}
-    assert exponents(chosen(Given(prices), {"a": Needed(-3, -1)})) == {"a": taken}
+    assert (chosen(Given(prices), {"a": Needed(-3, -1)}) is not None) == taken
 
 
-def test_max_kl_is_for_what_was_observed_and_never_less_than_bf16() -> None:
-    needed = {"a": Needed(-5, -2)}
-    prices = {("a", -5): 0.5, ("a", -2): 0.3}
-    assert exponents(chosen(Given(prices), needed)) == {"a": -2}
-    assert exponents(chosen(Given(prices), needed, max_kl=0.6)) == {"a": -5}
-    assert exponents(chosen(Given(prices), needed, max_kl=0.4)) == {"a": -2}
-    cheap = {("a", -5): BF16, ("a", -2): 0.0}
-    assert exponents(chosen(Given(cheap), needed, max_kl=1e-9)) == {"a": -5}
-    # It buys no proof.
-    assert chosen(Given({("a", -5): 0.5}), {"a": Needed(-5, None)}, max_kl=1.0) is None
+def test_max_kl_is_never_less_than_what_bf16_costs() -> None:
+    needed, prices = {"a": Needed(-5, -2)}, {("a", -5): 0.5}
+    assert [chosen(Given(prices), needed, max_kl=kl) is not None for kl in (None, 0.4, 0.6)] == [False, False, True]
+    assert exponents(chosen(Given({("a", -5): BF16}), needed, max_kl=1e-9)) == {"a": -5}
 
 
 def test_what_edits_cost_on_text_counts_as_well() -> None:
     needed = {"a": Needed(-5, -2), "b": Needed(-1, None)}
-    prices = {("a", -5): 0.05, ("a", -2): 0.02, ("b", -1): 0.01}
+    prices = {("a", -5): 0.05, ("b", -1): 0.01}
     assert exponents(chosen(Given(prices), needed)) == {"a": -5, "b": -1}
-    edits = chosen(Given(prices, on_text=4.0), needed)
-    assert (
-        edits is not None and edits.plan.exponents == {"a": -2, "b": -1} and edits.predicted == {"a": 0.02, "b": 0.01}
-    )
-    assert exponents(chosen(Given(prices, on_text=9.0), needed)) == {"a": -2}
+    assert chosen(Given(prices, on_text=4.0), needed) is None
 
 
-def test_a_cost_that_is_no_number_is_too_much() -> None:
-    needed = {"a": Needed(-5, None), "b": Needed(-1, -1)}
-    edits = chosen(Given({("a", -5): math.nan, ("b", -1): 0.0}), {"a": needed["a"]})
-    assert edits is None
-    edits = chosen(Given({("a", -5): math.inf, ("b", -1): 0.0}), needed)
-    assert exponents(edits) == {"b": -1}
+@pytest.mark.parametrize("dear", [None, "20", "3"])
+def test_of_many_edits_the_last_are_tried_first_and_no_more_once_they_cost_too_much(dear: str | None) -> None:
+    """Each costs a little; no two of them are tried twice, and all together only where each is cheap."""
+    names = [str(n) for n in range(24)]
+    trial = Given({(name, -1): BF16 if name == dear else BF16 / 128 / 25 for name in names})
+    edits = chosen(trial, {name: Needed(-1, None) for name in names})
+    last, first = ([{name: -1} for name in reversed(some)] for some in (names[8:], names[:8]))
+    asked = {None: [last, first, [dict.fromkeys(names, -1)]], "20": [last], "3": [last, first]}
+    assert trial.asked == asked[dear]
+    assert edits is None if dear else list(edits.predicted) == names  # type: ignore[union-attr]
 
 
 # -- logits ------------------------------------------------------------------------------------------------------------
@@ -216,13 +193,6 @@ def test_a_tied_head_that_cannot_be_separated_has_one_exponent(own: dict[str, An
     needed, apart = with_logits(cast("Trial", trial), LOGITS_NEEDED)
     assert needed == {LOGITS: Needed(-4, -3)} and not apart
     assert trial.asked == []
-
-
-def test_a_head_is_not_separated_for_logits_that_stay_as_they_are() -> None:
-    """Where what only a proof needs is too dear in every way."""
-    trial = Given({(LOGITS, -4): 9.0, (LOGITS, tuple(EACH)): 8.0, ("a", -1): 0.0}, tied=True)
-    edits = chosen(trial, {LOGITS: Needed(EACH, None), "a": Needed(-1, None)})
-    assert edits is not None and edits.plan.exponents == {"a": -1} and not edits.apart
 
 
 def test_logits_times_powers_of_two_are_one_for_each_choice() -> None:
