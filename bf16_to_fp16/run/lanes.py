@@ -348,6 +348,8 @@ class Walk:
             if lane.thread is not None:
                 lane.go.release()
                 lane.thread.join()
+        # Models and their hooks hold the walk, in circles that are not collected at once; results are large.
+        self.lanes.clear()
         self._models.clear()
         self._shared.clear()
 
