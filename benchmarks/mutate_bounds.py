@@ -282,15 +282,10 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "spectra.largest(both) / 2",
         "spectra.largest(both) / 4",
     ),
-    ("half the heaviest neurons at their maximum", G.rows, "roots[:, None, :]) / 2", "roots[:, None, :]) / 4"),
-    ("the heaviest neurons left out", G.rows, "shared + largest_sum(values)", "largest_sum(values)"),
-    ("the others left out beside the heaviest neurons", G.rows, "shared + largest_sum(values)", "shared"),
-    (
-        "dropout left out of the heaviest neurons",
-        G.rows,
-        ".abs() * self.size[heaviest]",
-        ".abs() * self.size[heaviest] * self.keep",
-    ),
+    ("half the heaviest neurons at their maximum", G.unit_rows, "roots[:, None, :]) / 2", "roots[:, None, :]) / 4"),
+    ("the heaviest neurons left out", G.unit_rows, "shared + largest_sum(values)", "largest_sum(values)"),
+    ("the others left out beside the heaviest neurons", G.unit_rows, "shared + largest_sum(values)", "shared"),
+    ("dropout left out of the rows of gated neurons", G.rows, "* self.scale", "* self.scale * self.keep"),
     (
         "half the plain neurons at their maximum",
         P.__init__,
@@ -501,7 +496,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ),
     (
         "the heaviest neurons counted as the others",
-        G.rows,
+        G.unit_rows,
         "torch.minimum(together, shared + largest_sum(values))",
         "together",
     ),
@@ -513,9 +508,9 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
     ),
     (
         "plain neurons counted without their mean",
-        P.side,
-        "half = (straight[at : at + len(part)] + self.product_error(values) + ball) / 2",
-        "half = ball",
+        P.unit_rows,
+        "torch.minimum((straight + self.product_error(values) + ball) / 2, ball)",
+        "ball",
     ),
     ("a stream that grows a tenth too fast", W.add, "self.stream + branch", "self.stream + 1.1 * branch"),
 )

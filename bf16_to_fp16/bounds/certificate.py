@@ -540,6 +540,9 @@ class _Walk(Findings):
 
     def neurons(self, sublayer: FeedForward, source: NormOutput, square: Tensor) -> tuple[Projection, Tensor]:
         """Bound a feed-forward on a norm's output; return what its output projection gives, with its mean squares."""
+        linears = filter(None, (sublayer.gate, sublayer.linear, sublayer.output))
+        names = frozenset(f"{linear}.{part}" for linear in linears for part in WEIGHTS)
+        of = (self.arithmetic, self.kept("neurons"), self.spectra, names)
         if sublayer.gate:
             reads = (
                 (sublayer.gate, SiteKind.GATE, (source, square)),
@@ -547,26 +550,21 @@ class _Walk(Findings):
             )
             (gate, gate_square), (other, other_square) = self.linears(sublayer.fused, *reads)
             self.activation(sublayer, gate)
-            gated = GatedNeurons(gate, other, self.arithmetic, self.kept("neurons"), self.spectra)
+            gated = GatedNeurons(gate, other, *of)
             self.note(f"{sublayer.at}:mul", SiteKind.PRODUCT, gated.undropped)
             neurons: Neurons = gated
             mean_square = (gate_square * other_square + 2 * gated.products.square()) / 2
         else:
             plain, plain_square = self.linear(sublayer.linear, SiteKind.NEURON, source, square)
             self.activation(sublayer, plain)
-            neurons = PlainNeurons(plain, sublayer.activation, self.arithmetic, self.kept("neurons"), self.spectra)
+            neurons = PlainNeurons(plain, sublayer.activation, *of)
             mean_square = plain_square / 2
         if self.kept("neurons") != 1.0:
             path = sublayer.dropouts[0] if sublayer.dropouts else sublayer.at
             self.note(f"{path}:mul", SiteKind.PRODUCT, neurons.bound)
             self.dropout(path, self.kept("neurons"))
         weight, bias = self.weight(sublayer.output)
-        linears = filter(None, (sublayer.gate, sublayer.linear, sublayer.output))
-        made = self.spectra.output(
-            frozenset(f"{linear}.{part}" for linear in linears for part in WEIGHTS),
-            (source.values, self.refine, repr(self.arithmetic)),
-            lambda: feed_forward_output(neurons, weight, bias, self.refine, self.arithmetic),
-        )
+        made = feed_forward_output(neurons, weight, bias, self.refine, self.arithmetic)
         self.inner[f"{sublayer.output}:input"] = largest(neurons.bound)
         return made, self.project(sublayer.output, weight, made, neurons.bound, mean_square)
 

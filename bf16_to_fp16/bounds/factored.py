@@ -80,9 +80,13 @@ class Factored:
         factors = None if self.rows is None else self.rows[rows]
         return replace(self, weight=self.weight[rows], rows=factors).part(0, len(rows), torch.float64)
 
-    def whole(self) -> Tensor:
-        """Return all rows at once, in the working dtype."""
-        return self.part(0, len(self.weight), working_dtype(self))
+    def columns_first(self, dtype: torch.dtype) -> Tensor:
+        """Return the transpose of all of it, contiguous."""
+        made, start = torch.empty(self.weight.shape[::-1], dtype=dtype), 0
+        for part in self.parts():
+            made[:, start : start + len(part)] = part.t()
+            start += len(part)
+        return made
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ the rest get an eigenvalue for every row; rows that set a layer's maximum get on
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +29,9 @@ from .linear import (
     row_norms,
     row_products,
 )
-from .spectral import Spectra, largest_eigenvalues, product
+from .spectral import Spectra, largest_eigenvalues, product_of_rows
+
+T = TypeVar("T")
 
 LOWEST = {
     "relu": 0.0,
@@ -73,7 +77,27 @@ def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, Line
     return joined(one), joined(other)
 
 
-class GatedNeurons:
+class _Kept:
+    """What is found of neurons at a scale of 1, kept by the source's spectra for every length of the norm's output and
+    every arithmetic. ``weights``: names of all that it is found from, none where nothing is kept."""
+
+    spectra: Spectra
+    weights: frozenset[str]
+    scale: float
+    given: Hashable
+
+    def known(self, which: Hashable, compute: Callable[[], T]) -> T:
+        if not self.weights or not math.isfinite(self.scale):
+            return compute()
+        return self.spectra.once(self.weights, (which, self.given), compute)
+
+
+def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
+    """Return what vectors hold, as something that can be a key."""
+    return tuple(vector.numpy().tobytes() if vector.any() else b"" for vector in vectors)
+
+
+class GatedNeurons(_Kept):
     """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n.
 
     ``undropped``, ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go, which
@@ -81,12 +105,20 @@ class GatedNeurons:
     """
 
     def __init__(
-        self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
+        self,
+        gate: LinearBound,
+        other: LinearBound,
+        arithmetic: Arithmetic,
+        keep: float,
+        spectra: Spectra,
+        weights: frozenset[str] = frozenset(),
     ) -> None:
-        a = arithmetic
+        a, centres = arithmetic, bytes_of(gate.centre, other.centre)
         if gate.centre.any() or other.centre.any():
             gate, other = homogeneous(gate, other)
         self.gate, self.other, self.keep, self.depth, self.spectra = gate, other, keep, 0.0, spectra
+        self.weights, self.scale = weights, gate.radius * other.radius / keep
+        self.given = (*bytes_of(gate.matrix.columns, other.matrix.columns), *centres)
         scale = gate.norms * other.norms
         self.products = row_products(gate.matrix, other.matrix)
         cosine = self.products * gate.radius * other.radius
@@ -109,11 +141,18 @@ class GatedNeurons:
         both = Tall(blocks, other.matrix.name, math.sqrt(2 * len(scale)) * COMPUTED)
         self.budget = spectra.largest(both) / 2 * COMPUTED
 
-    def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return upper bounds of ±(out · neurons) for every row without their rounding: fp64 [d] each."""
+    def rows(self, out: Tensor, which: str) -> tuple[Tensor, Tensor]:
+        """Return upper bounds of ±(out · neurons) for every row without their rounding: fp64 [d] each; which: says what
+        ``out`` is made of, beside the weights."""
+        both = self.known(which, lambda: self.unit_rows(out)) * self.scale
+        return both, both
+
+    def unit_rows(self, out: Tensor) -> Tensor:
+        """Return what ``rows`` gives at a scale of 1."""
         dtype = working_dtype(out)
-        caps, size = self.caps.to(dtype), self.size.to(dtype)
-        top = out.amax(0).maximum(-out.amin(0)).double() * self.size
+        unit_size = self.size / self.scale
+        caps, size = self.caps.to(dtype), unit_size.to(dtype)
+        top = out.amax(0).maximum(-out.amin(0)).double() * unit_size
         heaviest = top.topk(min(HEAVIEST, len(top))).indices
         unit = torch.cat([linear.scaled_rows(1.0).chosen(heaviest) for linear in (self.gate, self.other)])
         cosines = unit @ unit.t()
@@ -126,17 +165,20 @@ class GatedNeurons:
             values = part.to(dtype).abs() * size
             together = largest_sum(values)
             # Σ v·|x·y| ≤ ½ Σ v·(x̂² + ŷ²).
-            roots = (part[:, heaviest].double().abs() * self.size[heaviest]).sqrt().repeat(1, 2)
+            roots = (part[:, heaviest].double().abs() * unit_size[heaviest]).sqrt().repeat(1, 2)
             shared = largest_eigenvalues(cosines * roots[:, :, None] * roots[:, None, :]) / 2
             values[:, heaviest] = 0
             best.append(torch.minimum(together, shared + largest_sum(values)))
-        both = torch.cat(best) * COMPUTED
-        return both, both
+        return torch.cat(best) * COMPUTED
 
     def row(self, out: Tensor, number: int) -> float:
         """Return a tighter bound of |out · neurons| for one row, given its number."""
+        return self.known(number, lambda: self.unit_row(out, number)) * self.scale
+
+    def unit_row(self, out: Tensor, number: int) -> float:
+        """Return what ``row`` gives at a scale of 1."""
         wide = out.double()
-        values = wide.abs() * self.size
+        values = wide.abs() * self.size / self.scale
         roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED
         u = self.gate.scaled_rows(roots)
         # x·y = ((x̂ + ŷ)² − (x̂ − ŷ)²)/4, so the positive part of ±x·y is at most a single square.
@@ -168,14 +210,21 @@ class GatedNeurons:
         return (torch.minimum(plain, ball) * (1 + self.factor) + rest) * COMPUTED + self.factor * exact
 
 
-class PlainNeurons:
+class PlainNeurons(_Kept):
     """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c; methods as ``GatedNeurons`` has them."""
 
     def __init__(
-        self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
+        self,
+        linear: LinearBound,
+        activation: str,
+        arithmetic: Arithmetic,
+        keep: float,
+        spectra: Spectra,
+        weights: frozenset[str] = frozenset(),
     ) -> None:
         a = arithmetic
-        self.made, self.keep, self.spectra = linear, keep, spectra
+        self.made, self.spectra, self.weights, self.scale = linear, spectra, weights, linear.radius / keep
+        self.given = (*bytes_of(linear.matrix.columns, linear.centre), activation, keep)
         self.lowest = LOWEST[activation]
         self.depth = self.lowest / keep
         size = linear.norms.clamp(min=1e-300)
@@ -193,47 +242,66 @@ class PlainNeurons:
         rows = Tall(((linear.scaled_rows(1.0),),), linear.matrix.name, math.sqrt(len(size)) * COMPUTED)
         self.budget = spectra.largest(rows) * COMPUTED
 
-    def rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        return self.side(out), self.side(-out)
+    def rows(self, out: Tensor, which: str) -> tuple[Tensor, Tensor]:
+        moving, still = self.known(which, lambda: self.unit_rows(out))
+        moving = moving * self.scale
+        if bool((self.caps < 1).any()):
+            moving = torch.minimum(moving, torch.stack([self.bent(out, direction) for direction in (1, -1)]))
+        up, down = (moving + still) * COMPUTED
+        return up, down
 
-    def side(self, out: Tensor) -> Tensor:
-        """Return an upper bound of Σ out_i·neuron_i for every row."""
+    def unit_rows(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Return upper bounds of what every row makes of the neurons at a scale of 1 without their centres, and what
+        these add at any: fp64 [2, d] each, of ±out."""
         dtype = working_dtype(out)
-        caps, size, ones = self.caps.to(dtype), self.size.to(dtype), torch.ones_like(self.caps).to(dtype)
-        bent = bool((self.caps < 1).any())
-        matrix = self.made.matrix.whole().to(dtype)
-        total = []
+        size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
+        matrix = self.made.matrix.columns_first(dtype)
+        moving: tuple[list[Tensor], list[Tensor]] = ([], [])
+        still: tuple[list[Tensor], list[Tensor]] = ([], [])
         for many in chunks(out, 1 << 21):  # as many rows as make a good matrix product
-            straight = row_norms(product(many.to(dtype).clamp_(min=0) / self.keep, matrix)) * self.made.radius
-            at = 0
-            for narrow in chunks(many):
-                part = narrow.to(dtype)
-                positive = part.clamp(min=0)
-                values = positive * size
-                ball = in_ball(values, ones, self.budget)
-                # Σ c·max(x, 0) = ½ (Σ c·x + Σ c·|x|).
-                half = (straight[at : at + len(part)] + self.product_error(values) + ball) / 2
-                best = torch.minimum(half, in_ball(values, caps, self.budget) if bent else ball)
-                below = (positive - part).sum(1, dtype=torch.float64) * self.depth
-                total.append(best + matrix_vector(positive, self.offset) + below)
-                at += len(part)
-        return torch.cat(total) * COMPUTED
+            for side, direction in enumerate((1, -1)):
+                lengths = row_norms(product_of_rows((many.to(dtype) * direction).clamp_(min=0), matrix))
+                parts = list(chunks(many))
+                for narrow, straight in zip(parts, lengths.split([len(x) for x in parts]), strict=True):
+                    part = narrow.to(dtype) * direction
+                    positive = part.clamp(min=0)
+                    values = positive * size
+                    ball = in_ball(values, ones, self.budget)
+                    # Σ c·max(x, 0) = ½ (Σ c·x + Σ c·|x|).
+                    moving[side].append(torch.minimum((straight + self.product_error(values) + ball) / 2, ball))
+                    below = (positive - part).sum(1, dtype=torch.float64) * self.depth
+                    still[side].append(matrix_vector(positive, self.offset) + below)
+        one, other = (torch.stack([torch.cat(side) for side in sides]) for sides in (moving, still))
+        return one, other
+
+    def bent(self, out: Tensor, direction: int) -> Tensor:
+        """Return an upper bound of what every row of ±out makes of neurons that centres keep under their size."""
+        dtype = working_dtype(out)
+        caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
+        return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])
 
     def row(self, out: Tensor, number: int) -> float:
-        best, name, matrix = 0.0, self.made.matrix.name, self.made.matrix.whole()
-        for direction in (1, -1):
-            positive = (out * direction).clamp(min=0).double()
-            values = positive * self.size
-            total = float(values.sum())
-            label = f"{name} {number} {direction}" if name else ""
-            rows = Tall(((self.made.scaled_rows(values.sqrt()),),), label, math.sqrt(total) * COMPUTED)
-            ball = math.sqrt(total * self.spectra.largest(rows))
-            row = (positive / self.keep).to(matrix.dtype)[None]
-            straight = float(row_norms(row @ matrix) * self.made.radius)
-            straight += float(self.product_error(values.to(row.dtype)[None]))
-            rest = positive @ self.offset + (out * direction).double().clamp(max=0).abs().sum() * self.depth
-            best = max(best, min(ball, (straight + ball) / 2) + float(rest))
-        return best * COMPUTED
+        sides = self.known(number, lambda: [self.unit_row(out, number, direction) for direction in (1, -1)])
+        return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
+
+    def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
+        """Return for one row of ±out what ``unit_rows`` gives, the former part as its own eigenvalue bounds it."""
+        name, dtype = self.made.matrix.name, working_dtype(self.made.matrix)
+        positive = (out * direction).clamp(min=0).double()
+        values = positive * self.size / self.scale
+        total = float(values.sum())
+        label = f"{name} {number} {direction}" if name else ""
+        rows = Tall(((self.made.scaled_rows(values.sqrt()),),), label, math.sqrt(total) * COMPUTED)
+        ball = math.sqrt(total * self.spectra.largest(rows))
+        row, product, start = positive.to(dtype), torch.zeros(len(self.made.matrix.columns), dtype=dtype), 0
+        for part in self.made.matrix.parts():
+            product += row[start : start + len(part)] @ part
+            start += len(part)
+        straight = float(torch.linalg.vector_norm(product, dtype=torch.float64)) + float(
+            self.product_error(values.to(dtype)[None])
+        )
+        below = (out * direction).double().clamp(max=0).abs().sum() * self.depth
+        return min(ball, (straight + ball) / 2), float(positive @ self.offset + below)
 
     def least(self, out: Tensor) -> float:
         return 0.0
@@ -242,7 +310,8 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Return what a matrix product in the working dtype may be off by, as a length: n·u·Σ|c_i|·‖row_i‖."""
+        """Return what a matrix product in the working dtype, its terms in any order, may be off by, as a length:
+        n·u·Σ|c_i|·‖row_i‖."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 
@@ -258,7 +327,7 @@ def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: 
     """
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
-    up, down = neurons.rows(weight)
+    up, down = neurons.rows(weight, "output")
     error = neurons.row_errors(weight, torch.maximum(up, down))
 
     def whole(exact: Tensor, off: Tensor, extra: Tensor) -> Tensor:
@@ -285,7 +354,7 @@ def output_length(neurons: Neurons, weight: Tensor, bias: Tensor | None, arithme
     a = arithmetic
     # ‖W·x‖ ≤ Σ ‖column_i‖·|x_i|: one more row, of column lengths.
     columns = column_norms(weight)[None] * COMPUTED
-    up, _ = neurons.rows(columns)
+    up, _ = neurons.rows(columns, "length")
     length = float(up + neurons.row_errors(columns, up))
     length += neurons.depth * float(columns.sum())
     length *= (1 + a.gamma(weight.shape[1])) * (1 + a.unit) ** 2

@@ -35,12 +35,6 @@ class NormOutput:
     absolute: Tensor
     most: Tensor | None = None
 
-    @property
-    def values(self) -> tuple[float | bytes | None, ...]:
-        """All that it holds, as something that can be a key."""
-        vectors = (self.gain, self.shift, self.absolute, self.most)
-        return (self.radius, self.relative, *(None if v is None else v.numpy().tobytes() for v in vectors))
-
     def scaled(self, factor: float, arithmetic: Arithmetic) -> NormOutput:
         """Return it multiplied by a number and rounded once more."""
         if factor == 1.0:
@@ -353,20 +347,26 @@ def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.d
     """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row of values: [m], summed
     in ``dtype``.
 
-    Lagrange duality: λ·square + Σ max_s (v·s − λ·s²) bounds it for every λ > 0; bisection finds a good one, which has
-    the gradient of the maximum.
+    Lagrange duality: λ·square + Σ max_s (v·s − λ·s²) bounds it for every λ > 0; the best one has the gradient of the
+    maximum. ‖s‖² is concave and piecewise linear in λ⁻², so that Newton's steps from the λ that no cap matters to go
+    down to it and end there.
     """
     with torch.no_grad():
-        largest = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
-        low, high = largest * 2.0**-20, largest
-        for _ in range(14):  # a λ that is 1 in 1,000 off raises the maximum by less than 1 in a million
-            middle = low.sqrt() * high.sqrt()
-            used = torch.minimum(values / (2 * middle[:, None]), caps).square().sum(1)
-            low, high = torch.where(used > square, middle, low), torch.where(used > square, high, middle)
-        chosen = torch.minimum(values / (2 * high[:, None]), caps)
-    gained = (values * chosen - high[:, None] * chosen.square()).sum(1, dtype=dtype)
+        start = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
+        best = start
+        for _ in range(14):
+            wanted = values / (2 * best[:, None])
+            squares = torch.minimum(wanted, caps).square()
+            used, capped = squares.sum(1), (squares * (wanted >= caps)).sum(1)
+            room = (square - capped).clamp(min=1e-30)
+            step = ((used - capped).clamp(min=0) / room).sqrt().clamp(max=1)
+            best = torch.maximum(best * step, start * 2.0**-20)
+            if bool((step > 1 - 2.0**-10).all()):  # a λ so near would raise the maximum by less than 1 in a million
+                break
+        chosen = torch.minimum(values / (2 * best[:, None]), caps)
+    gained = (values * chosen - best[:, None] * chosen.square()).sum(1, dtype=dtype)
     whole = matrix_vector(values, caps) if dtype == torch.float64 else values @ caps
-    return torch.minimum(high.to(dtype) * square + gained, whole)
+    return torch.minimum(best.to(dtype) * square + gained, whole)
 
 
 def number(value: float | Tensor) -> float:

@@ -11,21 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..devices import on_device
 from ..families.layout import TensorReader
+from ..run.products import times_rows
 from .arithmetic import COMPUTED, full_precision
 from .factored import IN_CACHE, Tall
-from .linear import Projection
 
 EXACT_UP_TO = 128  # rows of a matrix whose eigenvalues are all computed; beyond it Cholesky is faster
 TILE = 512  # rows and columns of a Gram matrix that are summed at a time, so that the sum stays in the cache
 FP32_ROWS = 256  # rows summed in fp32 before the sum goes on in fp64
 AT_A_TIME = 2048  # rows of a tall matrix that are made at a time
 CARRIED = 2.0**-8  # share of its root by which an eigenvalue may grow when it is carried over rather than computed
+
+T = TypeVar("T")
 
 _STEPS = 32
 
@@ -73,31 +76,32 @@ class Spectra:
     products of theirs. For Z and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F: so a stream through both weights gives
     a bound of the one from that of the other, whatever was done to them; where they are too far apart, it is computed.
 
-    read: gives the source's weights. found: by label, a matrix without its weights and its eigenvalue. outputs: bounds
-    of feed-forwards, by the names of their weights and all that they depend on besides. fixed: the weights in question
-    are not the source's, so that nothing is to be kept of them.
+    read: gives the source's weights. found: by label, a matrix without its weights and its eigenvalue. fixed: the
+    weights in question are not the source's, so that no eigenvalue of theirs is to be kept. kept: what else follows
+    from those in question, by their names and all that it depends on besides.
     """
 
     read: TensorReader
     found: dict[str, tuple[Tall, float]] = field(default_factory=dict)
-    outputs: dict[tuple[frozenset[str], Hashable], Projection] = field(default_factory=dict)
+    kept: dict[tuple[frozenset[str], Hashable], Any] = field(default_factory=dict)
     fixed: bool = False
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
         """Return what holds of the source with the weights of these names changed; read: gives its weights."""
         found = {label: kept for label, kept in self.found.items() if kept[0].names.isdisjoint(changed)}
-        outputs = {key: bound for key, bound in self.outputs.items() if key[0].isdisjoint(changed)}
-        return Spectra(read, found, outputs)
+        return Spectra(read, found, {key: made for key, made in self.kept.items() if key[0].isdisjoint(changed)})
 
-    def output(self, weights: frozenset[str], given: Hashable, compute: Callable[[], Projection]) -> Projection:
-        """Return the bound of a feed-forward with these weights, which is computed once for all that is given besides,
-        if the weights are the source's."""
-        if self.fixed:
-            return compute()
+    def for_others(self) -> Spectra:
+        """Return what may be carried over to other weights that are nearly the same, with nothing kept of these."""
+        return replace(self, fixed=True, kept={})
+
+    def once(self, weights: frozenset[str], given: Hashable, compute: Callable[[], T]) -> T:
+        """Return what follows from these weights, which is computed once for all that is given besides."""
         key = (weights, given)
-        if key not in self.outputs:
-            self.outputs[key] = compute()
-        return self.outputs[key]
+        if key not in self.kept:
+            self.kept[key] = compute()
+        made: T = self.kept[key]
+        return made
 
     def largest(self, matrix: Tall) -> float:
         """Return a bound on the largest eigenvalue of a matrix's Gram matrix, and keep it if the matrix is the
@@ -144,9 +148,9 @@ def without_weights(matrix: Tall) -> Tall:
 
 @on_device
 @full_precision()
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of two matrices in their own dtype, fp32 or fp64."""
-    return left @ right
+def product_of_rows(left: Tensor, right: Tensor) -> Tensor:
+    """Return left·rightᵀ in the dtype of both, fp32 or fp64, summed in any order; both contiguous."""
+    return times_rows(left, right)
 
 
 @full_precision()

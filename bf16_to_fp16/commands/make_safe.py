@@ -178,13 +178,13 @@ def make_fp16_safe(
         source, layout = opened(model)
         weights, arithmetic = source_weights(source, layout), Arithmetic(max_length)
         spectra = Spectra(weights)
-        if is_certified(layout, rounded(source, layout), arithmetic, target, replace(spectra, fixed=True)):
+        if is_certified(layout, rounded(source, layout), arithmetic, target, spectra.for_others()):
             plan = Plan(family=layout.family.name)
         else:
             bounds = bound_source(partial(source_weights, source), target, max_length, Progress(quiet=True), spectra)
             options: dict[str, Any] = {"target": target, "margin_bits": margin_bits, "bounds": bounds}
             plan = observed_plan(model, source, layout, **options)
-        known = replace(spectra, fixed=True)
+        known = spectra.for_others()
         planned = layout_under(layout, plan)
         proof = bound(planned, rounded(source, layout, plan), arithmetic, target=target, spectra=known)
         worst = min(proof.sites, key=lambda site: site.headroom_bits)

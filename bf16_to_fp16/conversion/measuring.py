@@ -61,7 +61,7 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
     device, written = opened.device, open_checkpoint(work)
     layout, arithmetic = agreed_layout(written), Arithmetic(options.max_length)
     # Eigenvalues of the source's products are taken over as far as the written weights are proved to be near enough.
-    spectra = replace(opened.spectra, fixed=True)
+    spectra = opened.spectra.for_others()
     certificate, tiers = bounded(
         written, layout, decided.target, arithmetic, device, progress, " of the output", spectra
     )

@@ -284,8 +284,9 @@ class Search:
 
     ranges, reference: what modules reach, and the outputs in fp32, and of the source in bf16; None where nothing is
     run. bounds: what modules can reach, by the last bounds that were made, and unmoved: the sites that no exact
-    exponent moves and that do not hold by these. failing: by target those, and those behind a sentence encoder or
-    an image's tower. tables: of the weights, from one plan to the next.
+    exponent moves and that do not hold by these. made_for: the streams' exponents that these were made for. start: as
+    ``Grounds`` has it. failing: by target those, and those behind a sentence encoder or an image's tower. tables: of
+    the weights, from one plan to the next.
     """
 
     opened: Opened
@@ -295,6 +296,8 @@ class Search:
     reference: Reference | None = None
     bounds: Mapping[str, ModuleRange] = field(default_factory=dict)
     unmoved: set[str] = field(default_factory=set)
+    made_for: Mapping[str, int] = field(default_factory=dict)
+    start: Mapping[str, int] = field(default_factory=dict)
     failing: dict[str, set[str]] = field(default_factory=dict)
     tables: Tables = field(default_factory=Tables)
 
@@ -309,8 +312,8 @@ class Search:
         if self.reference is not None:
             acceptable = drift_is_acceptable(opened, self.reference, self.progress)
 
-        def note(bounds: Certificate, layout: Layout) -> None:
-            self.bounds = bounds.ranges
+        def note(bounds: Certificate, layout: Layout, exponents: Mapping[str, int]) -> None:
+            self.bounds, self.made_for = bounds.ranges, exponents
             self.unmoved = {s.name for s in bounds.sites if not s.holds and not traits(s.kind).movable}
             behind = {site.name for site in sites_behind(bounds, layout, modules) if not site.holds}
             squares = {f"{projector.norm} (sum of squares)" for projector in layout.projectors}
@@ -318,7 +321,7 @@ class Search:
             self.failing[target] = self.unmoved | behind | towers
 
         bounds = bound_source(opened.weights, target, self.options.max_length, self.progress, opened.spectra, note)
-        grounds = Grounds(self.ranges, bounds, acceptable, weaker, self.tables)
+        grounds = Grounds(self.ranges, bounds, acceptable, weaker, self.tables, self.start)
         options = replace(self.options, target=target)
         if margin_bits is not None:
             options = replace(options, margin_bits=margin_bits)
@@ -397,7 +400,7 @@ def edited_search(search: Search, edits: Edits) -> Search:
     edited = replace(opened, layout=layout, edits=edits.plan, before=opened)
     tables = search.tables.without(changed_by(layout, edits.plan))
     reference = replace(reference, fp32=outputs.fp32)
-    return Search(edited, search.options, search.progress, ranges, reference, tables=tables)
+    return Search(edited, search.options, search.progress, ranges, reference, tables=tables, start=search.made_for)
 
 
 def with_scaled_output(
@@ -463,7 +466,8 @@ class Grounds:
     ranges: what was observed; None plans from the bounds alone, which need no margin. acceptable: runs a plan whose
     drift was predicted to cost too much and says whether it may be taken, since the prediction weighs every norm alike.
     weaker: of a stricter tier, what was decided for the weaker one, beside which it must cost little. tables: of the
-    weights, as earlier plans made them.
+    weights, as earlier plans made them. start: of an edited source, the streams' exponents that the bounds of the plain
+    one's last plan were made for.
     """
 
     ranges: Mapping[str, ModuleRange] | None
@@ -471,6 +475,7 @@ class Grounds:
     acceptable: Callable[[Layout, Plan], bool] | None = None
     weaker: Decided | None = None
     tables: Tables | None = None
+    start: Mapping[str, int] = field(default_factory=dict)
 
 
 def bound_source(
@@ -479,12 +484,12 @@ def bound_source(
     max_length: int,
     progress: Progress,
     spectra: Spectra | None = None,
-    note: Callable[[Certificate, Layout], None] = lambda *_: None,
+    note: Callable[[Certificate, Layout, Mapping[str, int]], None] = lambda *_: None,
 ) -> Bounds:
     """Return a function that bounds the signals of the unscaled source, in arithmetic without subnormals.
 
     weights: gives a layout's. spectra: where the eigenvalues that it computes are kept. note: is called with the
-    bounds.
+    bounds and what they are of.
     """
 
     def of(layout: Layout, exponents: Mapping[str, int]) -> Mapping[str, ModuleRange]:
@@ -493,7 +498,7 @@ def bound_source(
             arithmetic = Arithmetic(max_length, planned=exponents)
             how: dict[str, Any] = {"target": target, "spectra": spectra, "advance": advance}
             found = bound(layout, weights(layout), arithmetic, **how)
-        note(found, layout)
+        note(found, layout, exponents)
         return found.ranges
 
     return of
@@ -583,11 +588,11 @@ def plan_for(layout: Layout, case: Case) -> Planned:
     LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponents that they were made for,
     or of smaller ones. Each round starts from the last one's plan, until that covers itself or costs too much: bounds
     that are made for larger exponents can only be larger. A plan for a stricter tier that is chosen comes to the weaker
-    one's exponents as a rule, and to no larger ones.
+    one's exponents as a rule, and to no larger ones; one for an edited source to those of the plain one.
     """
     grounds, weaker = case.grounds, case.grounds.weaker
-    least = dict.fromkeys(layout.streams, -RESIDUAL_RANGE)
-    exponents = least if weaker is None else stream_exponents(weaker.layout, weaker.plan)
+    start = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **(grounds.start if layout.family.centred_norm else {})}
+    exponents = start if weaker is None else stream_exponents(weaker.layout, weaker.plan)
     planned = planned_within(exponents, "", layout, case)
     while grounds.bounds is not None and layout.family.centred_norm:
         chosen = stream_exponents(layout, planned.plan)

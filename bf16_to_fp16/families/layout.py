@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import UserError
@@ -268,7 +269,7 @@ class Layout:
         """Return the site at which a stack's residual stream begins, as the audit names it."""
         return f"{ends.first_norm}:{self.family.norm_site}" if ends.first_norm else ends.embedded
 
-    @property
+    @cached_property
     def streams(self) -> tuple[str, ...]:
         """Names of the residual signals: one, or one for each stack."""
         return tuple(name for name, signal in self.signals.items() if signal.kind is Kind.RESIDUAL)

@@ -315,13 +315,17 @@ class _Costs:
             every = torch.arange(least, max(offsets) + CHANNEL_RANGE + 1)
             cost = self.weight_cost(table, every, share)
             cost = cost + UNWRITABLE * excess_bits(table.amax[:, None] * 2.0 ** every.double(), FP16_MAX)
-            weights.append((cost, carried.sign * exponents - least, offsets))
+            # Ordered as the signal's exponents are: of a weight that moves the other way from the largest on.
+            if carried.sign < 0:
+                weights.append((cost.flip(1), [int(every[-1]) - CHANNEL_RANGE - offset for offset in offsets]))
+            else:
+                weights.append((cost, [offset - CHANNEL_RANGE - least for offset in offsets]))
         for point, observed in self.seen(signal):
             at = point.sign * exponents
             own = own + share * signal_noise(observed.mean_square, at)
             own = own + EXCESS * excess_bits(observed.amax.double()[:, None] * 2.0**at, self.limit)
         for number in range(len(tried)):
-            yield sum((cost.index_select(1, at + offsets[number]) for cost, at, offsets in weights), own)
+            yield sum((cost[:, at[number] : at[number] + len(exponents)] for cost, at in weights), own)
 
     def proof_costs(self, signal: ResolvedSignal) -> torch.Tensor:
         """Return what the bounds add to ``channel_costs``: float64 [channels, 49], zeros without a certificate."""

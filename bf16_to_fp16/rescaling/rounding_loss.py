@@ -49,9 +49,15 @@ class LossTable:
     count: int
 
     def at(self, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``counts`` and ``errors`` at whole exponents: float32 [channels, exponents]."""
-        columns = (exponents - self.first).clamp(0, self.counts.shape[1] - 1)
-        return self.counts.index_select(1, columns), self.errors.index_select(1, columns)
+        """Return ``counts`` and ``errors`` at whole exponents, each one more than the last: float32 [channels,
+        exponents]."""
+        start, count = int(exponents[0]) - self.first, len(exponents)
+        return columns(self.counts, start, count), columns(self.errors, start, count)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its columns take."""
+        return self.counts.nbytes + self.errors.nbytes
 
     @property
     def lossy(self) -> torch.Tensor:
@@ -78,29 +84,27 @@ class LossTable:
 @dataclass
 class Tables:
     """Loss tables of a source's weights, which one plan makes and the next may ask for: by the weight's name and all
-    that the table depends on besides. most: bytes that it keeps; what comes later is made anew."""
+    that the table depends on besides. most: bytes that it keeps; what comes later is made anew. nbytes: that it
+    does."""
 
     most: int = 1 << 29
     kept: dict[tuple[str, Hashable], LossTable] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it keeps."""
-        return sum(table.counts.nbytes + table.errors.nbytes for table in self.kept.values())
+    nbytes: int = 0
 
     def of(self, name: str, given: Hashable, compute: Callable[[], LossTable]) -> LossTable:
         """Return a table, which is computed where it is not kept."""
         table = self.kept.get((name, given))
         if table is None:
             table = compute()
-            if self.nbytes + table.counts.nbytes + table.errors.nbytes <= self.most:
+            if self.nbytes + table.nbytes <= self.most:
                 self.kept[name, given] = table
+                self.nbytes += table.nbytes
         return table
 
     def without(self, changed: Collection[str]) -> Tables:
         """Return the tables of a source in which the weights of these names are others."""
         kept = {key: table for key, table in self.kept.items() if key[0] not in changed}
-        return replace(self, kept=kept)
+        return replace(self, kept=kept, nbytes=sum(table.nbytes for table in kept.values()))
 
 
 def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = None) -> LossTable:
@@ -198,7 +202,7 @@ def channel_energy(weight: torch.Tensor, axis: int, other: torch.Tensor | None =
     step = max(1, _CHUNK // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], step):
         here = slice(start, start + step)
-        square = matrix[here].double().square_()
+        square = matrix[here].double().square()
         if axis == 0:
             energy[here] = square.sum(1) if factor is None else square @ factor
         else:
@@ -215,9 +219,9 @@ def _losses(part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Sp
         by_bit[:, _UNIT - reach : _UNIT - reach + binades] += count[:, :, reach]
     energy_by_binade = energy.sum(2) * 4.0 ** torch.arange(span.low - _UNIT, span.high - _UNIT + 1).double()
     exponents = torch.arange(span.first, span.last + 1)
-    lossy = sum_below(by_bit, -24 - exponents - (span.low - _UNIT))
-    vanishing = sum_below(count.sum(2).double(), -25 - exponents - span.low)
-    vanished = sum_below(energy_by_binade, -25 - exponents - span.low)
+    lossy = sums_below(by_bit, -24 - exponents - (span.low - _UNIT))
+    vanishing = sums_below(count.sum(2).double(), -25 - exponents - span.low)
+    vanished = sums_below(energy_by_binade, -25 - exponents - span.low)
     error = vanished + (lossy - vanishing).clamp(min=0) * STEP_NOISE * 0.25 ** exponents.double()
     # The bits of inf and NaN would pass for a number's.
     energy = torch.where(amax.isfinite(), energy_by_binade.sum(1), amax)
@@ -298,11 +302,24 @@ def _codes() -> torch.Tensor:
     return ((binade * 8 + reach << _PACKED) + (number << _SQUARES) + (squared.long() >> 6)) * number
 
 
-def sum_below(histogram: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
-    """Return for each channel the sums of its first bins, so many as each element of ``bins`` says: [channels,
-    sums]."""
+def sums_below(histogram: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
+    """Return for each channel the sums of its first bins, so many as each element of ``bins`` says, each one less than
+    the last: [channels, sums]."""
     padded = torch.nn.functional.pad(histogram.cumsum(1), (1, 0))
-    return padded.index_select(1, bins.clamp(0, histogram.shape[1]))
+    return columns(padded, int(bins[-1]), len(bins)).flip(1)
+
+
+def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Return so many columns from ``start`` on, the first and the last one in place of those beyond them.
+
+    Of slices, since torch looks columns up by their numbers nine times slower.
+    """
+    width = values.shape[1]
+    before, after = min(count, max(0, -start)), min(count, max(0, start + count - width))
+    inner = values[:, max(0, start) : max(0, start + count)]
+    if not before and not after:
+        return inner
+    return torch.cat([values[:, :1].expand(-1, before), inner, values[:, -1:].expand(-1, after)], 1)
 
 
 def signal_noise(mean_square: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:

@@ -94,6 +94,16 @@ def _is_bias(summand: Tensor, weight: Tensor) -> bool:
     return summand.shape == weight.shape[1:] and summand.is_contiguous()
 
 
+def times_rows(left: Tensor, right: Tensor) -> Tensor:
+    """Return left·rightᵀ in the dtype of both, oneDNN's product where it is one on the CPU in fp32; left [m, k] and
+    right [n, k], contiguous: oneDNN does not heed all strides."""
+    linear = _onednn() if left.dtype == torch.float32 and left.device.type == "cpu" else None
+    if linear is None:
+        return left @ right.t()
+    made: Tensor = linear(left, right, None, "none", [], "")
+    return made
+
+
 class Widened:
     """fp32 copies of 16-bit weights (transposed, as a linear multiplies them), made at first use and kept until
     ``clear``. A copy whose values are those of an fp32 weight that was ``offer``ed is that weight."""

@@ -277,11 +277,24 @@ def test_the_bounds_of_a_matrix_do_not_depend_on_its_parts() -> None:
     source = NormOutput(one, None, math.sqrt(24), 0.0, 0 * one)
     made = bound_linear(source, weight, None, Arithmetic())
     neurons = PlainNeurons(made, "relu", Arithmetic(), 1.0, Spectra(lambda name: torch.zeros(0)))
-    apart = torch.cat([neurons.side(rows) for rows in out.split(1000)])
-    assert torch.allclose(neurons.side(out), apart, rtol=1e-12)
+    apart = torch.cat([torch.stack(neurons.rows(rows, "out")) for rows in out.split(1000)], 1)
+    assert torch.allclose(torch.stack(neurons.rows(out, "out")), apart, rtol=1e-12)
     assert torch.allclose(column_norms(out), out.norm(dim=0))
     assert torch.allclose(row_norms(out), out.norm(dim=1))
     assert torch.allclose(squared_matrix_vector(out, out[0]), out.square() @ out[0])
+
+
+def test_weights_in_fp32_stay_as_they_are_and_have_the_bounds_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factored, "WIDE", 0)  # what large weights are multiplied in
+    weight, out = torch.randn(40, 24).bfloat16(), -torch.rand(8, 40).bfloat16()
+    one = torch.ones(24, dtype=torch.float64)
+    source, found = NormOutput(one, None, math.sqrt(24), 0.0, 0 * one), []
+    for dtype in (torch.bfloat16, torch.float32):
+        made, moving = bound_linear(source, weight, None, Arithmetic()), out.to(dtype)
+        neurons = PlainNeurons(made, "relu", Arithmetic(), 1.0, Spectra(lambda name: torch.zeros(0)))
+        found.append(torch.stack(neurons.rows(moving, "out")))
+        assert torch.equal(moving, out.to(dtype))
+    assert torch.equal(*found) and bool((found[0][1] > 0).all())
 
 
 @pytest.mark.parametrize("size", [10.0, 100.0, 300.0])

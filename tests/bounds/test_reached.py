@@ -165,9 +165,9 @@ def test_no_input_passes_what_the_heaviest_neurons_and_the_others_are_bounded_by
     other[count // 2] = 0
     made = [bound_linear(source, weight, None, exact) for weight in (gate, other)]
     neurons = GatedNeurons(made[0], made[1], exact, 1.0, nothing_kept())
-    bound_, _ = neurons.rows(out)
+    bound_, _ = neurons.rows(out, "out")
     scale = out.abs() * (made[0].norms * made[1].norms)
-    one, two = (m.scaled_rows(1.0).whole() for m in made)
+    one, two = (m.scaled_rows(1.0)[0:count] for m in made)
     for row in range(5):
         # The inputs that the squares of one row's neurons answer to most, and what ascent from there finds.
         weights = (scale[row, :, None]).sqrt()

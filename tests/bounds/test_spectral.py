@@ -59,7 +59,7 @@ def test_a_carried_eigenvalue_is_above_that_of_weights_changed_in_the_worst_dire
     changed = {name: weight.double() * 2.0**power for name, weight in weights.items()}
     changed["c"] += 2.0**power * change
     changed = {name: weight.float() for name, weight in changed.items()}
-    found = replace(spectra, fixed=True).carried(tall(changed))
+    found = spectra.for_others().carried(tall(changed))
     true = float(torch.linalg.matrix_norm(whole(tall(changed)), 2)) ** 2
     assert found is not None and true <= found <= 4.0**power * before * (1 + CARRIED) ** 2 * (1 + 1e-4)
     assert true > 4.0**power * before * (1 + 1e-4)
@@ -70,7 +70,7 @@ def test_an_eigenvalue_of_other_weights_is_computed_and_not_kept() -> None:
     spectra = Spectra(weights.__getitem__)
     spectra.largest(tall(weights))
     others = {name: weight + 0.1 * torch.randn_like(weight) for name, weight in weights.items()}
-    fixed = replace(spectra, fixed=True)
+    fixed = spectra.for_others()
     kept = dict(spectra.found)
     found = fixed.largest(tall(others))
     assert fixed.carried(tall(others)) is None and fixed.found == kept
@@ -91,7 +91,7 @@ def test_verify_grants_what_is_carried_over_where_rounding_makes_the_norm_smalle
 
     spectra = Spectra({"a": weight}.__getitem__)
     spectra.largest(matrix(weight))
-    found = replace(spectra, fixed=True).carried(matrix(weight.half()))
+    found = spectra.for_others().carried(matrix(weight.half()))
     fresh = largest_eigenvalue(gram(matrix(weight.half())))
     assert found is not None and found > fresh * (1 + 3.9 * CARRIED)
     nowhere: dict[str, Any] = {"stack": None, "block": None, "role": None}
@@ -127,7 +127,7 @@ def test_another_model_is_certified_as_if_nothing_had_been_kept(tmp_path: Path) 
                 Arithmetic(64),
                 Device("cpu"),
                 Progress(quiet=True),
-                spectra=replace(s, fixed=True),
+                spectra=s.for_others(),
             )
             for s in (spectra, replace(fresh, found={}))
         )
@@ -151,7 +151,7 @@ def test_no_adversarial_input_passes_a_certificate_that_was_carried_over(
     written = open_checkpoint(tmp_path / "out")
     found, alone = (
         bound(resolve(written), fp16_weights(written, resolve(written)), spectra=s)
-        for s in (replace(spectra, fixed=True), None)
+        for s in (spectra.for_others(), None)
     )
     for one, other in zip(found.sites, alone.sites, strict=True):
         assert other.largest * (1 - 1e-9) <= one.largest * (1 + 2 * CARRIED)

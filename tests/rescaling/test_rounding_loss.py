@@ -93,6 +93,16 @@ def test_the_tables_are_their_definition_on_subnormals_zeros_and_huge_weights(dt
         torch.testing.assert_close(channel_energy(weight, axis, shift), energy, rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_weight_that_is_looked_at_stays_as_it_is(dtype: torch.dtype) -> None:
+    """Conversions to the dtype that it has already copy nothing."""
+    weight = torch.randn(6, 40).to(dtype)
+    before, shift = weight.clone(), torch.arange(6, dtype=torch.int32)
+    loss_table(weight, 1, shift)
+    channel_energy(weight, 1, shift)
+    assert torch.equal(weight, before)
+
+
 # --- a weight after fp16 ---------------------------------------------------------------------------------------------
 
 
