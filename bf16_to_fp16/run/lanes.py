@@ -271,9 +271,10 @@ class Walk:
         if same is not None:
             lane.takes, lane.state = (same.output,), same.after
             return self._resume(lane)
-        before, lane.state = lane.state, object()
+        before, after = lane.state, object()
+        lane.state = after  # until it looks up other rows than others do, on its way to the next place
         self._resume(lane)
-        visits.append(_Visit(before, altered, lane.state, lane.gave))
+        visits.append(_Visit(before, altered, after, lane.gave))
         lane.gave = None
 
     def _load(
@@ -348,6 +349,8 @@ class Walk:
             if lane.thread is not None:
                 lane.go.release()
                 lane.thread.join()
+        # Models and their hooks hold the walk, in circles that are not collected at once; results are large.
+        self.lanes.clear()
         self._models.clear()
         self._shared.clear()
 
