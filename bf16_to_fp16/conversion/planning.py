@@ -264,17 +264,12 @@ def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Ma
     trial = Trial(opened.checkpoint, opened.layout, known, search.progress, made)
     of_observed = {n: Needed(e.observed, e.observed) for n, e in needed.items() if e.observed is not None}
     # Where no proof comes of it all the same, only what was observed is worth a price.
-    tried = None
     for wanted in (needed, of_observed):
-        edits = least_edits(trial, wanted, search.options.max_kl) if wanted else None
-        if edits is None:
-            continue
-        if tried is None or edits.plan != tried.plan:
+        if wanted and (edits := least_edits(trial, wanted, search.options.max_kl)) is not None:
             after = edited_search(source, edits)
             found = after.decided(decided.target)
-            tried = edits
-        if wanted == of_observed or after.proves(found):
-            return after, found, edits.predicted
+            if wanted == of_observed or after.proves(found):
+                return after, found, edits.predicted
     return search, decided, {}
 
 
