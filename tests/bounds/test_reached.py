@@ -2,6 +2,8 @@
 
 import copy
 import math
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from support.contract import broken, certified
 from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import UNIT, Arithmetic
-from bf16_to_fp16.bounds.feed_forward import GatedNeurons
+from bf16_to_fp16.bounds.feed_forward import GatedNeurons, PlainNeurons
 from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, rms_normalised
 from bf16_to_fp16.bounds.spectral import Spectra
 
@@ -227,3 +229,24 @@ def test_a_bias_is_a_column_of_the_weights_dtype_where_that_holds_it() -> None:
     assert made.gate.matrix.dtype == torch.float64
     held = bound_linear(source, weight, added.half(), exact)
     assert GatedNeurons(held, held, exact, 1.0, Spectra(lambda name: weight)).gate.matrix.dtype == torch.float16
+
+
+def test_what_is_kept_of_neurons_is_of_one_row_gain_centre_activation_and_rate_and_of_every_length() -> None:
+    """One after the other differs from those before in one of them, behind a gate and without."""
+    exact, some = Arithmetic(exact=True), torch.Generator().manual_seed(3)
+    weight, other, out = (torch.randn(NEURONS, WIDTH, generator=some, dtype=torch.float64) for _ in range(3))
+    one, shift = torch.ones(WIDTH, dtype=torch.float64), torch.rand(WIDTH, generator=some, dtype=torch.float64)
+    plain = NormOutput(one, None, 3.0, 0.0, 0 * one)
+    sources = (plain, replace(plain, radius=700.0), replace(plain, gain=shift), replace(plain, shift=-shift))
+    spectra = Spectra(lambda name: weight, about=frozenset({"a weight"}))
+    biases = (None, shift[:NEURONS], shift[:NEURONS].flip(0))  # the last two of one sum
+    for source, bias, keep, kind in product(sources, biases, (1.0, 0.8), ("relu", "gelu", "")):
+        gate, linear = (bound_linear(source, each, bias, exact) for each in (weight, other))
+        kept, alone = (
+            PlainNeurons(linear, kind, exact, keep, each) if kind else GatedNeurons(gate, linear, exact, keep, each)
+            for each in (spectra, nothing_kept())
+        )
+        for ours, theirs in zip(kept.rows(out.t(), "out"), alone.rows(out.t(), "out"), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-9), (source, bias, keep, kind)
+        for n, row in enumerate(out.t()[:3]):
+            assert math.isclose(kept.row(row, n), alone.row(row, n), rel_tol=1e-6), (source, bias, keep, kind)
