@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import tiny
 from support.contract import layout_of
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bf16_to_fp16 import convert
 from bf16_to_fp16.auditing.fidelity import add_outputs, compared, fidelity, reference_of
@@ -61,6 +62,7 @@ class Given:
     on_text: float = 1.0  # how much larger a share they cost on text
     made: Plan = field(default_factory=lambda: Plan(family="t5", centred_keys=["here"]))
     asked: list[list[dict[str, OfChannels]]] = field(default_factory=list)
+    numbers: list[int | None] = field(default_factory=list)
 
     @property
     def layout(self) -> Any:
@@ -75,6 +77,7 @@ class Given:
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
         self.asked.append([dict(trial) for trial in trials])
+        self.numbers.append(number)
         found = [sum(self.prices[name, frozen(e)] for name, e in trial.items()) for trial in trials]
         return [Cost(each, each * self.on_text / BF16) for each in found]
 
@@ -132,15 +135,16 @@ def test_what_edits_cost_on_text_counts_as_well() -> None:
     assert chosen(Given(prices, on_text=4.0), needed) is None
 
 
-@pytest.mark.parametrize("dear", [None, "20", "3"])
+@pytest.mark.parametrize("dear", [None, "20", "3", "all"])
 def test_of_many_edits_the_last_are_tried_first_and_no_more_once_they_cost_too_much(dear: str | None) -> None:
     """Each costs a little; no two of them are tried twice, and all together only where each is cheap."""
     names = [str(n) for n in range(24)]
-    trial = Given({(name, -1): BF16 if name == dear else BF16 / 128 / 25 for name in names})
+    little = BF16 / 128 / (15 if dear == "all" else 25)
+    trial = Given({(name, -1): BF16 if name == dear else little for name in names})
     edits = chosen(trial, {name: Needed(-1, None) for name in names})
     last, first = ([{name: -1} for name in reversed(some)] for some in (names[8:], names[:8]))
-    asked = {None: [last, first, [dict.fromkeys(names, -1)]], "20": [last], "3": [last, first]}
-    assert trial.asked == asked[dear]
+    asked = {None: [last, first, [dict.fromkeys(names, -1)]], "20": [last], "3": [last, first], "all": [last]}
+    assert trial.asked == asked[dear] and trial.numbers == [24, 24, None][: len(trial.asked)]
     assert edits is None if dear else list(edits.predicted) == names  # type: ignore[union-attr]
 
 
@@ -236,6 +240,18 @@ def test_a_trial_tells_what_edits_cost_each_for_itself(trial: Trial) -> None:
     assert both.divergence > all_logits / 2 and both.divergence not in (much, all_logits)
 
 
+def test_a_trial_runs_but_once_what_edits_leave_the_same(trial: Trial) -> None:
+    name = f"{trial.layout.feed_forwards[0].at}.neuron"
+
+    def feed_forwards(number: int) -> int:
+        calls: list[str] = []
+        with register_module_forward_pre_hook(lambda module, _: calls.append(type(module).__name__)):
+            trial.costs([{name: -1}] * number, "edits")
+        return calls.count("T5LayerFF")
+
+    assert feed_forwards(3) == feed_forwards(1) > 0
+
+
 def test_a_share_is_the_largest_of_what_bf16_costs_on_each_kind_of_input(trial: Trial) -> None:
     [cost] = trial.costs([{LOGITS: -3}], "logits")
     each = [own.costs([{LOGITS: -3}], "logits")[0] for own in (replace(trial, known=[k]) for k in trial.known)]
@@ -253,6 +269,7 @@ def test_more_edits_than_a_few_are_tried_one_by_one_on_less(trial: Trial) -> Non
     fp32 = [x for batch, x in zip(inputs, trial.known[0].fp32, strict=True) if id(batch) in few]
     [alone] = replace(trial, known=[Known([b for b in inputs if id(b) in few], fp32, 0.5)]).costs([{LOGITS: -3}], "")
     assert {cost.divergence for cost in trial.costs(trials, "many")} == {alone.divergence}
+    assert trial.costs(trials[:1], "one of many", len(trials))[0].divergence == alone.divergence
 
 
 def test_exponents_of_logits_cost_the_same_by_the_head_and_behind_it(trial: Trial) -> None:

@@ -150,7 +150,7 @@ def test_a_walk_holds_the_weights_of_one_place_through_a_generation_too(
     load_place = Walk._load
 
     def watched(walk: Walk, weights: Any, place: str, *more: Any) -> Any:
-        assert [name for name, storage in held if not storage.expired()] == []
+        assert [name for name, storage in held if not storage.expired()] == [] and not walk._read
         altered = load_place(walk, weights, place, *more)
         held.extend((name, StorageWeakRef(p.untyped_storage())) for name, p in weights.stored(place))
         return altered
@@ -193,6 +193,26 @@ def test_lanes_alike_share_what_places_give_until_their_weights_differ(kind: str
         assert sum(not torch.equal(plain, other) for other in changed) > len(changed) / 4
         assert torch.equal(changed[-2], changed[-4])  # the same by two lanes
         assert torch.equal(changed[-3], plain) or not torch.equal(changed[-1], changed[-3])
+
+
+def test_what_a_place_gives_is_in_memory_only_for_lanes_that_still_come_in_the_same_state(
+    folders: dict[str, Path],
+) -> None:
+    """A lane ends with no logits in memory but its own, which may be those of one that ran the same before it."""
+    batch = batches(load(folders["t5"], torch.float32).config, None, None)[0]
+    held: list[StorageWeakRef] = []
+
+    def looks(model: Any) -> int:
+        logits = run(model, batch, False)[0]
+        held.append(StorageWeakRef(logits.untyped_storage()))
+        return sum(not storage.expired() for storage in held)
+
+    walk = Walk(open_checkpoint(folders["t5"]))
+    factors = {"encoder.block.0.layer.0.layer_norm.weight": (0.5, 0.5, 0.75), "none": (1.0, 1.0)}
+    changes = [lambda n, x, at=at, f=f: x * f if n == at else x for at, some in factors.items() for f in some]
+    lanes = [walk.add(looks, torch.float32, change=each, alike=0) for each in changes]
+    walk.run()
+    assert [lane.result for lane in lanes] == [1, 2, 1, 1, 2]
 
 
 def test_what_convert_observes_is_what_a_whole_model_shows_on_every_batch(folders: dict[str, Path]) -> None:
