@@ -39,7 +39,7 @@ from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.channels import RESIDUAL_RANGE
 from ..rescaling.edits import OfChannels, changed_by, edited_weights, edits_of, with_edits, without_edits
 from ..rescaling.plan import Plan, check_plan_fits, exponents_of, norm_exponents
-from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, TRAIN_MARGIN_BITS, Planned, make_plan
+from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, TRAIN_MARGIN_BITS, Planned, least_cost, make_plan
 from ..rescaling.rounding_loss import Tables
 from ..rescaling.squares import can_fit, squares_of
 from ..run import probe
@@ -372,7 +372,7 @@ class Search:
         """Return the plan for the strictest tier that costs next to nothing beside that of the weakest."""
         best = weakest
         for tier in TIERS[1:]:
-            if not can_fit(self.opened.layout, norms_of(self.ranges)):
+            if not can_fit(self.opened.layout, norms_of(self.ranges)) or self.costs_more(tier.target, weakest):
                 break
             stricter = self.decided(tier.target, weakest)
             # What stands behind a sentence encoder no exponent moves.
@@ -381,6 +381,18 @@ class Search:
                 break
             best = stricter
         return best
+
+    def costs_more(self, target: str, weakest: Decided) -> bool:
+        """Return whether every plan for a stricter tier would cost more than one may, whatever its bounds are."""
+        ranges, margin_bits = self.ranges, self.options.margin_bits
+        if ranges is None:  # then a plan goes by its own bounds, and those of a stricter tier are no smaller
+            ranges, margin_bits = self.bounds, PROOF_MARGIN_BITS
+        layouts = [self.opened.layout]
+        if self.opened.layout.tied and self.opened.layout.family.untie:
+            layouts.append(self.opened.apart())
+        how: dict[str, Any] = {"target": target, "margin_bits": margin_bits, "known": self.tables}
+        costs = (least_cost(layout, self.opened.weights(layout), ranges, **how) for layout in layouts)
+        return min(costs) > most_for_a_tier(weakest)
 
 
 def edited_search(search: Search, edits: Edits) -> Search:
@@ -418,14 +430,20 @@ def powers(exponents: Mapping[str, int]) -> str:
     return f"{streams} at {' and '.join(f'2^{e}' for e in exponents.values())}"
 
 
+def most_for_a_tier(weakest: Decided) -> float:
+    """Return what a plan for a stricter tier may cost: no more than that for the weakest and what a proof of the
+    residual stream is worth."""
+    assert weakest.planned is not None  # it was not replayed
+    stream = sum(len(weakest.layout.signals[name].seen) for name in weakest.layout.streams)
+    return weakest.planned.cost + PROOF_WORTH * stream
+
+
 def costs_little(one: Decided, other: Decided) -> bool:
-    """Return whether a plan for a stricter tier holds what the other does, at no more predicted error than a proof of
-    the residual stream is worth."""
+    """Return whether a plan for a stricter tier holds what the other does, at little more predicted error."""
     assert one.planned is not None and other.planned is not None  # neither is replayed
-    stream = sum(len(one.layout.signals[name].seen) for name in one.layout.streams)
     seen = squares_of(one.layout, norms_of(one.ranges), one.plan)
     return (
-        one.planned.cost <= other.planned.cost + PROOF_WORTH * stream
+        one.planned.cost <= most_for_a_tier(other)
         and {v.signal for v in one.planned.violations} <= {v.signal for v in other.planned.violations}
         and {f.signal for f in one.planned.fallbacks} <= {f.signal for f in other.planned.fallbacks}
         and (seen is None or seen.fits)

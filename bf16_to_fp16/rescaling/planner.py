@@ -145,6 +145,24 @@ def make_plan(
     return search.run(held or {})
 
 
+def least_cost(
+    layout: Layout,
+    weights: TensorReader,
+    ranges: Mapping[str, ModuleRange],
+    *,
+    target: str,
+    margin_bits: float,
+    known: Tables | None = None,
+) -> float:
+    """Return what every plan that ``make_plan`` could give costs at least: what depends on the residual streams'
+    exponents alone, a drift left out."""
+    search, total = _PlanSearch(layout, weights, ranges, target, margin_bits, known=known), 0.0
+    for search.stream in layout.streams:
+        exponents = range(-RESIDUAL_RANGE, RESIDUAL_RANGE + 1)
+        total += min(search.residual_cost(r) - search.drift(r) for r in exponents)
+    return total
+
+
 @dataclass(frozen=True)
 class Solution:
     """A signal's least cost with and without its bounds, its cost at exponent 0 (with them unless they are given up),

@@ -20,17 +20,18 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import Conversion, convert
 from bf16_to_fp16.conversion import planning
 from bf16_to_fp16.conversion.options import Options
-from bf16_to_fp16.conversion.planning import Opened, costs_little, decide
+from bf16_to_fp16.conversion.planning import Opened, Search, costs_little, decide
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import RESIDUAL
-from bf16_to_fp16.numerics import NORM_FLOOR
+from bf16_to_fp16.numerics import NORM_FLOOR, PROOF_MARGIN_BITS
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
 from bf16_to_fp16.report.build import Decided
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
-from bf16_to_fp16.rescaling.planner import PROOF_WORTH, Fallback, Violation
+from bf16_to_fp16.rescaling.planner import PROOF_WORTH, Fallback, Violation, least_cost
 from bf16_to_fp16.rescaling.squares import can_fit
 from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.targets import TIERS
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
 LENGTH = Arithmetic(64)
@@ -211,6 +212,31 @@ def test_a_stricter_tier_may_cost_a_proof_of_the_stream_and_give_up_nothing_more
         spread = torch.tensor([[least / scale**2, 0.5], [1e9, 0.5]], dtype=torch.float64)
         seen = {layout.norms[0]: ModuleRange(empty, empty, NormRange(length, spread))}
         assert costs_little(replace(weaker, ranges=seen), weaker) is fits
+
+
+@pytest.mark.parametrize(("name", "left"), [(DEMO.name, set()), ("gemma3-bytes", {"norm-safe", "fp16-accumulate"})])
+def test_a_tier_for_which_streams_alone_cost_too_much_is_left_before_its_bounds(name: str, left: set[str]) -> None:
+    """Whatever its plan would be: none costs less than that."""
+    checkpoint, steps, progress = open_checkpoint(DEMO.parent / name), list[str](), Progress(quiet=True)
+
+    def step(text: str) -> Any:
+        steps.append(text)
+        return nullcontext(lambda *_: None)
+
+    object.__setattr__(progress, "step", step)
+    search = Search(Opened(checkpoint, resolve(checkpoint), []), Options(run_model=False), progress)
+    weakest = search.decided("half")
+    weights, ranges = search.opened.weights(weakest.layout), search.bounds
+    targets = [tier.target for tier in TIERS[1:]]
+    assert {target for target in targets if search.costs_more(target, weakest)} == left
+    best = search.strictest(weakest)
+    assert any("norms in fp16" in step for step in steps) is not bool(left) and (best is weakest) is bool(left)
+    for target in targets:
+        stricter = search.decided(target, weakest)
+        how: dict[str, Any] = {"target": target, "margin_bits": PROOF_MARGIN_BITS}
+        assert stricter.planned is not None
+        assert target not in left or not costs_little(stricter, weakest)
+        assert 0 < least_cost(stricter.layout, weights, ranges, **how) <= stricter.planned.cost
 
 
 def test_a_centred_norm_is_bounded_for_the_exponent_that_is_chosen_or_a_larger_one(
