@@ -208,7 +208,7 @@ def examine(
     """Hold the plan against config and weights, replay it on the original, and compute certificate, audit and tiers
     again; then hold all else that the report says against these."""
     claim, plan, checkpoint = subject.claim, subject.plan, open_checkpoint(subject.place)
-    layout, replayed, again = agreed_layout(checkpoint), None, None
+    layout, replayed, again, of_original = agreed_layout(checkpoint), None, None, None
     findings.padding, findings.notes = padding_entry(layout.config), notes_on(checkpoint, layout, subject)
     if subject.packed is not None:
         findings.add("files", check_tensors(subject.place, checkpoint, subject.packed))
@@ -221,6 +221,7 @@ def examine(
     findings.edits = 0 if findings.problems else len(listed_edits(layout, plan))
     if original is not None:
         replayed = replay(original, checkpoint, plan, subject.source, progress)
+        of_original = None if replayed.layout is None else (original, replayed.layout)
         findings.unchecked |= replayed.unchecked
         findings.add("replay", replayed.problems + compare_replayed(subject, replayed, original, findings))
     if subject.packed is None:
@@ -231,8 +232,6 @@ def examine(
         findings.certificate, certified = bounded(checkpoint, layout, target, arithmetic, device, progress)
         findings.add("certificate", check_proof(findings.certificate, claim))
     if run_model:
-        before = None if replayed is None else replayed.layout  # None of another original as well
-        of_original = None if original is None or before is None else (original, before)
         again = run_again(checkpoint.folder, claim, progress, device, data=data, original=of_original)
         findings.regimes = again.ran.regimes
         problems = check_audit(findings.regimes)
