@@ -57,6 +57,8 @@ from ..report.remedies import (
     LET_EPS_GO,
     NORMALISE_IN_FP32,
     SHRINK_BY_LESS,
+    WITHOUT_AUDIT,
+    WITHOUT_EITHER,
     WITHOUT_EXACT,
     finetuning_of,
     normalising_is_all,
@@ -211,10 +213,11 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
     """Return how to go on where a conversion of ``source`` to ``out`` ended unsafe, with both named so."""
     broken = report.broken_regimes
     if options.exact and options.plan is None:
-        return WITHOUT_EXACT
+        return WITHOUT_EXACT if options.run_model else WITHOUT_EITHER
     if zero_vector(report) or (not broken and not report.unsafe and normalising_is_all(report.uncertified)):
         return NORMALISE_IN_FP32
-    held = f"{LET_EPS_GO}; " if options.eps == FIXED and options.plan is None else ""
+    held = "" if options.run_model or options.plan is not None else f"{WITHOUT_AUDIT}; "
+    held += f"{LET_EPS_GO}; " if options.eps == FIXED and options.plan is None else ""
     if options.plan is None and options.margin_bits > 0 and any(entry.remedy == INEXACT for entry in report.unsafe):
         held += f"{SHRINK_BY_LESS}; "
     target = options.target if options.plan is None else report.target

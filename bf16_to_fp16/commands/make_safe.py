@@ -39,8 +39,8 @@ from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, exponents_of, inverse, norm_exponents
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.stock import eps_attribute
-from ..targets import MARGIN_BITS, TARGETS, WHERE
-from .rescale import observed, observed_plan, opened
+from ..targets import MARGIN_BITS, WHERE
+from .rescale import check_asked, observed, observed_plan, opened
 
 MARK = "_made_fp16_safe"  # attribute of a model in memory that has been rescaled: the ``MadeSafe`` that undoes it
 
@@ -175,8 +175,7 @@ def make_fp16_safe(
     certificate holds for as it is, stays as it is. Raises UserError for a model of no known family, in 16 bits, with an
     adapter, or spread over devices.
     """
-    if target not in TARGETS:
-        raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
+    check_asked(target, margin_bits)
     check_plain(model, "call make_fp16_safe before get_peft_model")
     check_known(model)
     mark = model.__dict__.get(MARK)

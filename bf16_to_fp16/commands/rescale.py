@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..bounds.arithmetic import full_precision
+from ..conversion.options import check_margin
 from ..errors import UserError
 from ..families.layout import Layout
 from ..families.resolve import resolve
@@ -23,7 +24,7 @@ from ..run.batch import Batch
 from ..run.interface import config_of
 from ..run.probe import batches, chosen_ids
 from ..run.stock import set_attention
-from ..targets import MARGIN_BITS
+from ..targets import MARGIN_BITS, TARGETS
 
 FULL_PRECISION = "load it with dtype=torch.float32 to rescale it"
 
@@ -41,11 +42,19 @@ def rescale(
     which ``make_fp16_safe`` does. Raises UserError for a model of no known family, or whose modules do not do what its
     config says.
     """
+    check_asked(target, margin_bits)
     source, layout = opened(model)
     ranges = observed(model, source, layout, inputs)
     plan = observed_plan(source, layout, ranges, target=target, margin_bits=margin_bits)
     apply(model, layout, plan)
     return plan
+
+
+def check_asked(target: str, margin_bits: float) -> None:
+    """Raise UserError for a target that is not known, or a margin that cannot be kept."""
+    if target not in TARGETS:
+        raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
+    check_margin(margin_bits)
 
 
 def opened(model: Any) -> tuple[ModelTensors, Layout]:

@@ -232,7 +232,8 @@ def examine(
         findings.certificate, certified = bounded(checkpoint, layout, target, arithmetic, device, progress)
         findings.add("certificate", check_proof(findings.certificate, claim))
     if run_model:
-        of_original = None if original is None or replayed is None else (original, replayed.layout)
+        before = None if replayed is None else replayed.layout  # None of another original as well
+        of_original = None if original is None or before is None else (original, before)
         again = run_again(checkpoint.folder, claim, progress, device, data=data, original=of_original)
         findings.regimes = again.ran.regimes
         problems = check_audit(findings.regimes)
@@ -339,7 +340,7 @@ def run_again(
     device: Device,
     *,
     data: str | None = None,
-    original: tuple[Checkpoint, Layout | None] | None = None,
+    original: tuple[Checkpoint, Layout] | None = None,
 ) -> Repeated:
     """Return what a converted folder shows on the inputs that its report names, and on ``data``.
 
@@ -349,16 +350,12 @@ def run_again(
     seed, swept = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
     how: dict[str, Any] = {"seed": seed, "sweep": swept, "progress": progress}
     with torch.random.fork_rng(devices=[]):
-        if original is not None and original[1] is not None and said.chosen:
+        if original is not None and said.chosen:
             how["opened"] = (original[0], resolve(original[0]))
         else:
             how["chosen"] = probe.usable(said.chosen, config)
         inputs = probe.audit_batches(config, folder, data, **how)
-        in_fp32 = (
-            []
-            if original is None or report.plan is None
-            else in_fp32_too(inputs, resolve(original[0], untie=report.plan.untied_head), report.plan)
-        )
+        in_fp32 = [] if original is None or report.plan is None else in_fp32_too(inputs, original[1], report.plan)
         train = report.target == "train"
         ran = audited(open_checkpoint(folder), inputs, in_fp32, device, progress, train=train, seed=seed)
     return Repeated(inputs, said, data, in_fp32, ran)

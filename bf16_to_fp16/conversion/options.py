@@ -20,7 +20,7 @@ import click
 from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS, Hosted, Size
 from ..checkpoint.places import own_name
 from ..checkpoint.staging import check_out
-from ..errors import UserError
+from ..errors import UserError, shortened
 from ..families.configs import looked_up
 from ..numerics import MAX_LENGTH, MOST_POSITIONS
 from ..targets import AUTO, MARGIN_BITS, RECORDS, TARGETS
@@ -102,6 +102,12 @@ def checked_device(name: str) -> str:
     from ..devices import checked_name
 
     return checked_name(name)
+
+
+def check_margin(bits: object) -> None:
+    """Raise UserError for what is no number of bits that a signal can keep to its limit."""
+    if not isinstance(bits, int | float) or not 0 <= bits <= MOST_MARGIN:
+        raise UserError(f"a margin of {shortened(bits)} bits cannot be kept; give 0 to {MOST_MARGIN}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +226,7 @@ class Options:
         for name, (value, known) in zip(("target", "layout", "eps"), choices, strict=True):
             if value not in known:
                 raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
-        if not 0 <= self.margin_bits <= MOST_MARGIN:
-            raise UserError(f"a margin of {self.margin_bits} bits cannot be kept; give 0 to {MOST_MARGIN}")
+        check_margin(self.margin_bits)
         if self.max_kl is not None and not 0 < self.max_kl < math.inf:
             raise UserError(f"max_kl {self.max_kl!r} is no distance to accept; give a number over 0, such as 0.01")
         if self.layout != FOLDER_LAYOUT and self.max_shard_size is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,14 @@ from support.folders import compared
 
 from bf16_to_fp16 import audit, certify, cli, convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.convert import convert_by
+from bf16_to_fp16.commands.convert import convert_by, next_of
 from bf16_to_fp16.conversion.options import Destination, Options, Provenance
 from bf16_to_fp16.conversion.planning import Grounds, Opened, best_plan, checkpoint_batches, observe_source
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.report.remedies import OUTPUT
+from bf16_to_fp16.report.remedies import OUTPUT, WITHOUT_AUDIT, WITHOUT_EITHER, WITHOUT_EXACT
 from bf16_to_fp16.report.schema import FinetuneEntry, Lineage, Report, Source, dump, read
 from bf16_to_fp16.rescaling import plan as plans
 
@@ -142,7 +143,9 @@ def test_a_drift_above_bf16s_error_is_not_called_safe_though_bounds_hold(tmp_pat
 
 
 @pytest.mark.usefixtures("first_batch")
-def test_what_cannot_be_proven_is_named_and_decides_the_exit_status_only_without_an_audit(tmp_path: Path) -> None:
+def test_what_cannot_be_proven_is_named_and_decides_the_exit_status_only_without_an_audit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny.small("gated", factor=1.0)
     with torch.no_grad():
         # Scores that no coupling moves: their bound passes 65504, what the probe reaches does not.
@@ -155,8 +158,16 @@ def test_what_cannot_be_proven_is_named_and_decides_the_exit_status_only_without
     [*sites] = result.report["uncertified"]
     assert {s["name"].split(":")[0] for s in sites} == {"encoder.block.1.layer.0.SelfAttention"}
     assert all("no exact exponent" in s["reason"] and "finetune" in s["remedy"] and s["excess_bits"] > 0 for s in sites)
+    capsys.readouterr()
     assert cli.main(["convert", str(source), str(tmp_path / "blind"), "--no-audit"]) == 1
     assert (tmp_path / "blind" / "model.safetensors").exists()
+    # A run is what was not tried: it comes before a finetune, and is not offered where it was made or a plan given.
+    assert f"next: {WITHOUT_AUDIT}; stay with bf16" in capsys.readouterr().out
+    blind = read(Report, json.loads((tmp_path / "blind" / "fp16_report.json").read_text()))
+    unseen = {"run_model": False}
+    given: list[dict[str, Any]] = [{"exact": True}, {"exact": True} | unseen, {}, {"plan": "p"} | unseen]
+    steps = [next_of(Options(**options), blind, "source", "out").partition(";")[0] for options in given]
+    assert steps[:2] == [WITHOUT_EXACT, WITHOUT_EITHER] and all(step.startswith("stay with") for step in steps[2:])
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(["gated"], ["gated", "t5", "umt5-encoder"]))

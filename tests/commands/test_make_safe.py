@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -262,8 +263,17 @@ def test_other_models_are_one_line_that_says_what_to_use_in_their_place() -> Non
         with pytest.raises(UserError, match="ActivationPenalty, which takes any model") as caught:
             make_fp16_safe(model)
         assert "\n" not in str(caught.value) and "T5ForConditionalGeneration" in str(caught.value)
+
+
+@pytest.mark.parametrize("prepare", [make_fp16_safe, rescale])
+def test_a_target_or_a_margin_that_cannot_be_had_is_refused_as_on_the_command_line(prepare: Any) -> None:
+    model = tiny.small("t5")
+    for margin in (-1, 99, math.nan, "x"):
+        with pytest.raises(UserError, match=f"a margin of {margin} bits cannot be kept; give 0 to 12"):
+            prepare(model, margin_bits=margin)
     with pytest.raises(UserError, match="target 'fp8' is unknown"):
-        make_fp16_safe(tiny.small("t5"), target="fp8")
+        prepare(model, target="fp8")
+    prepare(model, margin_bits=12)
 
 
 def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:

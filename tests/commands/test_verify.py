@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
+from support.contract import random_plan
 from support.forging import flip, forge
 
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, verify
@@ -25,10 +26,12 @@ from bf16_to_fp16.commands.verify import run_again
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.configs import with_value
 from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Kind
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.remedies import OVER, PENALTY, SQUARES_UNSEEN
 from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.report.stored import read_origin, read_plan
+from bf16_to_fp16.rescaling.plan import describe_plan
 from bf16_to_fp16.run import batch, probe
 from bf16_to_fp16.run.stock import load, load_config
 from bf16_to_fp16.verification.plans import check_plan
@@ -572,6 +575,16 @@ def test_the_replay_wants_the_very_source(folder: Path, source: Path, tmp_path: 
     flip(next(iter(sorted(other.glob("*.safetensors")))))
     [(check, _, reason)] = problems(folder, original=other, run_model=False)
     assert check == "replay" and reason == "is not the file that was converted"
+
+
+@pytest.mark.usefixtures("few_batches")
+def test_an_original_of_another_family_is_told_like_any_other_and_the_folder_run(source: Path, tmp_path: Path) -> None:
+    plan = random_plan(resolve(open_checkpoint(source)), (Kind.VALUE, Kind.RESIDUAL))
+    (tmp_path / "plan.json").write_text(json.dumps({"schema": 1, "target": "half", "plan": describe_plan(plan)}))
+    convert(source, tmp_path / "out", plan=tmp_path / "plan.json", run_model=False)
+    found = verify(tmp_path / "out", original="shipped:pegasus-bytes")
+    assert [p["reason"] for p in found["problems"]] == ["is not the file that was converted"]
+    assert (found["checks"]["replay"], found["checks"]["audit"]) == ("failed", "passed")
 
 
 def test_what_cannot_be_checked_is_refused(folder: Path, tmp_path: Path) -> None:
