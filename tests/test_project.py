@@ -107,7 +107,11 @@ def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) 
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
     (tmp_path / "file.gguf").write_bytes(b"GGUF")
-    sources = (*said, "file.gguf")
+    for name in ("with_config", "alone"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file.gguf").write_bytes(b"GGUF")
+    (tmp_path / "with_config" / "config.json").write_text('{"model_type": "t5"}')
+    sources = (*said, "file.gguf", "with_config", "alone")
     broken = tuple(f"{command} {tmp_path / name}" for command in ("certify", "convert --dry-run") for name in sources)
     wanted = [f"{line}: {status}: False" for status, lines in (*ANSWERED_AT_ONCE, (2, broken)) for line in lines]
     code = f"""
@@ -119,7 +123,8 @@ for line in {[line.partition(": ")[0] for line in wanted]}:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     answers = [line for line in done.stderr.splitlines() if not line.startswith("error: ")]
     assert answers == wanted, done.stderr
-    told = [words for _, words in said.values()] + ["GGUF holds quantised weights"]
+    quantised = (tmp_path / "file.gguf", *(tmp_path / name / "file.gguf" for name in sources[-2:]))
+    told = [words for _, words in said.values()] + [f"{file}: GGUF holds quantised weights" for file in quantised]
     assert [done.stderr.count(words) for words in told] == [2] * len(sources)
 
 

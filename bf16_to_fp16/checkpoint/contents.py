@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import UserError, shortened
 from .files import read_json
-from .places import RESTORE, contained, shown
+from .places import RESTORE, check_not_gguf, contained, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -33,6 +33,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             models = sorted(path.parent.name for path in folder.glob("*/config.json"))
             names = " or ".join([name for name in models if "text_encoder" in name] or models) or "its folder"
             raise UserError(f"{folder} is a pipeline of several models; name one with --subfolder: {names}")
+        check_not_gguf(weights_in(folder))
         files = sorted(folder.glob("*.safetensors"))
         alone = f", or its file alone: {files[0]}" if len(files) == 1 else ""
         raise UserError(
@@ -56,12 +57,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def weights_in(folder: Path) -> list[Path]:
+    """Return the files of a folder that are named as weights are, whoever reads them."""
+    endings = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".ckpt", ".pt", ".ot")
+    return sorted(file for file in folder.iterdir() if file.name.endswith(endings))
+
+
 def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]:
     """Return the weight files that stock code would read from a folder, and their index (None for a single file)."""
     weights = next((name for name in SINGLE_OR_SHARDED if (folder / name).exists()), None)
     if weights is None:
-        endings = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".ckpt", ".pt", ".ot")
-        others = sorted(p.name for p in folder.iterdir() if p.name.endswith(endings))
+        check_not_gguf(weights_in(folder))
+        others = [file.name for file in weights_in(folder)]
         if (variant := next((n for n in others if re.fullmatch(r"model\.[^.]+\.safetensors", n)), None)) is not None:
             raise UserError(f"{folder}: has weights as a variant alone; rename {variant} to model.safetensors")
         hint = f" (it has {', '.join(others[:3])})" if others else ""

@@ -161,12 +161,12 @@ def answered(*known: int) -> Condition:
 
 
 NOT_THERE = (
-    "{repo} is neither a folder here nor a repository on the Hub that you may read;"
+    "{asked} is neither a folder here nor a repository on the Hub that you may read;"
     " check the name, or log in with `hf auth login`"
 )
 
 NOT_SEEN = "{repo} is not a repository on {host} that this token may see; check the name and the token's permissions"
-NOT_REACHED = "{repo} is not a folder here, and the Hub cannot be reached; check the name and the network"
+NOT_REACHED = "{asked} is not a folder here, and the Hub cannot be reached; check the name and the network"
 NO_REVISION = "{repo} has no revision {revision!r}; name a branch, a tag or a commit"
 
 FAILURES: tuple[tuple[Condition, *tuple[str | None, ...]], ...] = (
@@ -180,7 +180,7 @@ FAILURES: tuple[tuple[Condition, *tuple[str | None, ...]], ...] = (
     (no_space, "the disk is full; free some space, or set HF_HOME to a folder on another disk, and {again}"),
     (
         raised("OfflineModeIsEnabled"),
-        "{repo} is not a folder here, and HF_HUB_OFFLINE forbids asking the Hub; check the name, or unset it",
+        "{asked} is not a folder here, and HF_HUB_OFFLINE forbids asking the Hub; check the name, or unset it",
         "{repo}: HF_HUB_OFFLINE forbids the network; unset it",
     ),
     (raised("GatedRepoError"), "{repo} is gated; accept its terms on its page and log in with `hf auth login`"),
@@ -231,17 +231,18 @@ def explain(
     """Return what went wrong and how to mend it, in one line."""
     from huggingface_hub import constants
 
-    said, asked = server_message(error, token), asked_to_wait(error)
+    said, wait = server_message(error, token), asked_to_wait(error)
     suited = ((condition, words[-1 if writing else 0]) for condition, *words in FAILURES)
     return next(words for condition, words in suited if words is not None and condition(error)).format(
         repo=repo,
+        asked=f"{repo}@{revision}" if revision else repo,
         revision=revision,
         host=(endpoint or constants.ENDPOINT).removeprefix("https://").rstrip("/"),
         status=status_of(error),
         reason=f" ({said})" if said else "",
         again=again(writing),
         again_later=again(writing, "later"),
-        again_then=again(writing, f"in {asked:g} seconds" if asked else "in some minutes"),
+        again_then=again(writing, f"in {wait:g} seconds" if wait else "in some minutes"),
         what="upload" if writing else "download",
         first=redacted(next(iter(str(error).strip().splitlines()), type(error).__name__), token),
         refusal=redacted(refused_card(error).partition("\n")[2], token).removeprefix("- "),

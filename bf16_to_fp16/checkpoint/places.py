@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import UserError, shortened
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_PAGE = re.compile(
+    r"(?:https?://)?(?:huggingface|hf)\.co/(?!datasets/|spaces/)([\w.-]+(?:/(?!tree/)[\w.-]+)?)(?:/tree/([\w.-]+))?"
+)
 RESTORE = "fetch the file again from the original checkpoint"
 CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 
@@ -45,8 +49,11 @@ def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool 
     folder = local_path(source)
     if folder.is_dir() or (or_file and folder.exists()):
         return folder
+    if (page := HUB_PAGE.match(str(source))) is not None and not folder.exists():
+        name = "@".join(filter(None, page.groups()))
+        raise UserError(f"{shortened(source)} is a page of the Hub; give its id, {name}")
     if folder.exists() or REPO_ID.fullmatch(str(source).partition("@")[0]) is None:
-        raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}; give {wanted}")
+        raise UserError(f"{source} {'is not a folder' if folder.exists() else 'does not exist'}; give {wanted}")
     return None
 
 
@@ -54,12 +61,17 @@ def local_source(source: str | Path) -> Path | None:
     """Return the folder or the file of weights that a source names, None for a Hub id; raise UserError for others."""
     file = local_path(source)
     if file.name.endswith(SINGLE_FILES) and file.is_file():
-        if file.suffix == ".gguf":
-            raise UserError(
-                f"{file}: GGUF holds quantised weights; give the file in bf16 or fp32 that it was made from"
-            )
+        check_not_gguf([file])
         return file
     return local_folder(source)
+
+
+def check_not_gguf(files: Sequence[Path]) -> None:
+    """Raise UserError where all files of weights that there are are GGUF."""
+    if files and all(file.suffix == ".gguf" for file in files):
+        raise UserError(
+            f"{files[0]}: GGUF holds quantised weights; give the file in bf16 or fp32 that it was made from"
+        )
 
 
 def written_folder(folder: str | Path) -> Path:

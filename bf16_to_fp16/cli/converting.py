@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +85,8 @@ def convert_command(
         return take_adapter(adapter, out, Path(source), force=force, json_file=json_file)
     options = Options(**fields)
     folder = options.layout == FOLDER_LAYOUT
-    check_together(recipe, push_to, folder=folder, runs=options.run_model and not dry_run)
+    idle = [flag for flag, given in (("--dry-run", dry_run), ("--no-audit", not options.run_model)) if given]
+    check_together(recipe, push_to, folder=folder, idle=idle)
     if push_to is not None:
         check_publishable(push_to, dry_run=dry_run)
         out = out or Path(push_to.rpartition("/")[2])
@@ -205,12 +206,12 @@ def check_free(out: Path, source: Path, *, folder: bool, force: bool) -> None:
     check_out_file(out, source, force=force)
 
 
-def check_together(recipe: Path | None, push_to: str | None, *, folder: bool, runs: bool) -> None:
-    """Raise UserError for options of ``convert`` that do not go together."""
+def check_together(recipe: Path | None, push_to: str | None, *, folder: bool, idle: Sequence[str]) -> None:
+    """Raise UserError for options of ``convert`` that do not go together; idle: those given that leave out the run."""
     if not folder and (recipe is not None or push_to is not None):
         raise UserError("--layout writes one file; leave it out with --finetune and --push-to, which make a folder")
-    if recipe is not None and not runs:
-        raise UserError("a finetune follows from the audit; leave out either --finetune or --dry-run and --no-audit")
+    if recipe is not None and idle:
+        raise UserError(f"a finetune follows from the audit; leave out either --finetune or {' and '.join(idle)}")
 
 
 def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:

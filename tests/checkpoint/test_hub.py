@@ -20,6 +20,7 @@ from support.hub_server import OTHER, WRITER, Fault, HubServer, as_the_hub
 
 from bf16_to_fp16 import UserError, cli, convert, verify
 from bf16_to_fp16.checkpoint import fetching
+from bf16_to_fp16.checkpoint.places import local_source
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.verification import locating
 
@@ -151,10 +152,27 @@ def test_a_name_that_the_hub_has_not_is_refused_before_what_takes_long_to_import
     assert done.stdout == "\n" and done.stderr.count("some/name is not a folder here, and the Hub cannot be") == 7
 
 
+def test_an_address_is_repeated_as_it_was_given_and_a_page_of_the_hub_told_by_its_id() -> None:
+    pages = {
+        "https://huggingface.co/google/flan-t5-base": "google/flan-t5-base",
+        "https://huggingface.co/google/flan-t5-base/tree/v1": "google/flan-t5-base@v1",
+        "https://huggingface.co/t5-small/tree/main/": "t5-small@main",
+        "hf.co/org/name": "org/name",
+    }
+    said = {page: f"{page} is a page of the Hub; give its id, {name}" for page, name in pages.items()}
+    for address in ("https://huggingface.co/datasets/org/name", "https://example.org/a"):
+        said[address] = f"{address} does not exist; give the folder of a checkpoint or a Hub id like org/name"
+    for address, words in said.items():
+        with pytest.raises(UserError) as caught:
+            local_source(address)
+        assert str(caught.value) == words
+
+
 def test_what_cannot_be_read_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("them/secret", {}, private=True)
     none = refused("org/none", hub)
     assert "org/none is neither a folder here nor a repository" in none and "check the name, or log in" in none
+    assert "org/none@v1 is neither a folder here nor a repository" in refused("org/none@v1", hub)
     assert "them/secret is neither a folder here nor a repository" in refused("them/secret", hub)
     assert "org/theirs has no revision 'v9'" in refused("org/theirs@v9", hub)
     commit = hub.repos["org/theirs"].branches["main"]
