@@ -259,8 +259,7 @@ def examine(
         findings.unchecked |= {} if replayed else {"plan": How.ORIGINAL.value, "weights": How.ORIGINAL.value}
         return
     said = {"family": claim.family, "padding": claim.padding, "older": claim.older}
-    older = differences(layout, checkpoint.config)
-    true = {"family": layout.family.name, "padding": findings.padding, "older": older}
+    true = {"family": layout.family.name, "padding": findings.padding, "older": differences(layout, checkpoint.config)}
     findings.add(
         "claims", check_claims(claim) + compared("claims", said, true) + check_command(claim, checkpoint.config)
     )
