@@ -158,10 +158,9 @@ def convert_by(
         raise UserError("the plan has edits, which change the function; leave out --exact, or plan anew")
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
-        signals = reports.signals_of(decided.layout, decided.plan, decided.of_source) if decided.of_source else []
         more = reports.inexact_of(listed_edits(decided.layout, decided.plan, decided.predicted))
         more["outputs"] = reports.outputs_of(output_factors(decided.layout, decided.plan), {})
-        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=signals, **more)
+        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=decided.signals, **more)
         nbytes = sum(
             math.prod(write.shape) * write.dtype.itemsize
             for write in writes(opened.checkpoint, decided.layout, decided.plan)

@@ -26,8 +26,10 @@ from ..families.configs import with_value
 from ..families.known import FAMILIES, class_named, names_of
 from ..families.layout import Layout, TensorReader
 from ..families.resolve import effective, resolve, stored
+from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..quiet import quiet
+from ..report.build import signals_of
 from ..report.facts import tower_of
 from ..rescaling.apply import apply, scale
 from ..rescaling.centred import centred, centred_tensors
@@ -38,7 +40,7 @@ from ..rescaling.plan import Plan, exponents_of, inverse, norm_exponents
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.stock import eps_attribute
 from ..targets import MARGIN_BITS, WHERE
-from .rescale import check_asked, observed_plan, opened
+from .rescale import check_asked, observed, observed_plan, opened
 
 MARK = "_made_fp16_safe"  # attribute of a model in memory that has been rescaled: the ``MadeSafe`` that undoes it
 
@@ -64,6 +66,7 @@ class MadeSafe:
     again: bool = False
     originals: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     outputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
+    passed: str = ""
 
     @property
     def changed(self) -> bool:
@@ -86,12 +89,17 @@ class MadeSafe:
             f"is {-self.headroom_bits:.2f} bits over its limit" if math.isfinite(self.headroom_bits) else "is infinite"
         )
         aside = f", the {tower} aside" if (tower := tower_of(self.plan.family)) else ""
+        observed = (
+            f"what was observed of {self.passed} is over 65504, and no exact exponent moves that: convert its"
+            " checkpoint, which can edit it, or train it in bf16"
+            if self.passed
+            else "safe on what was observed only"
+        )
         proof = (
             f"certified {WHERE[self.target]}: no input overflows these weights in fp16{aside} (least headroom {at});"
             " training moves them, so certify what you save"
             if self.certified
-            else f"not certified {WHERE[self.target]}: the bound of {self.tightest} {over};"
-            " safe on what was observed only"
+            else f"not certified {WHERE[self.target]}: the bound of {self.tightest} {over}; {observed}"
         )
         return f"{done}. {proof[0].upper()}{proof[1:]}."
 
@@ -176,20 +184,24 @@ def make_fp16_safe(
     with on_the_cpu(model):
         source, layout = opened(model)
         weights, arithmetic = source_weights(source, layout), Arithmetic(max_length)
-        spectra = Spectra(weights)
+        spectra, passed = Spectra(weights), ""
         if is_certified(layout, rounded(source, layout), arithmetic, target, spectra.for_others()):
             plan = Plan(family=layout.family.name)
         else:
             bounds = bound_source(partial(source_weights, source), target, max_length, Progress(quiet=True), spectra)
             options: dict[str, Any] = {"target": target, "margin_bits": margin_bits, "bounds": bounds}
-            plan = observed_plan(model, source, layout, **options)
+            ranges = observed(model, source, layout)
+            plan = observed_plan(source, layout, ranges, **options)
+            over = (signal.module for signal in signals_of(layout, plan, ranges) if signal.after > FP16_MAX)
+            passed = next(over, "")
         known = spectra.for_others()
         planned = layout_under(layout, plan)
         proof = bound(planned, rounded(source, layout, plan), arithmetic, target=target, spectra=known)
         worst = min(proof.sites, key=lambda site: site.headroom_bits)
         originals = {name: source.read(name).clone() for name in centred_tensors(layout, plan.centred_keys)}
         facts = proof.holds, worst.headroom_bits, worst.name, layout.eps
-        safe = MadeSafe(plan, target, *facts, originals=originals, outputs=output_factors(planned, plan))
+        outputs = output_factors(planned, plan)
+        safe = MadeSafe(plan, target, *facts, originals=originals, outputs=outputs, passed=passed)
         if safe.changed:
             apply(model, layout, plan)
             if layout.family.eps_key is not None:

@@ -23,6 +23,7 @@ from ..run.agreement import check_modules
 from ..run.batch import Batch
 from ..run.interface import config_of
 from ..run.probe import batches, chosen_ids
+from ..run.stock import set_attention
 from ..targets import MARGIN_BITS, TARGETS
 
 FULL_PRECISION = "load it with dtype=torch.float32 to rescale it"
@@ -43,7 +44,8 @@ def rescale(
     """
     check_asked(target, margin_bits)
     source, layout = opened(model)
-    plan = observed_plan(model, source, layout, inputs, target=target, margin_bits=margin_bits)
+    ranges = observed(model, source, layout, inputs)
+    plan = observed_plan(source, layout, ranges, target=target, margin_bits=margin_bits)
     apply(model, layout, plan)
     return plan
 
@@ -80,11 +82,21 @@ def check_tied(model: Any, layout: Layout, where: str) -> None:
             )
 
 
+def observed(
+    model: Any, source: ModelTensors, layout: Layout, inputs: list[Batch] | None = None
+) -> Mapping[str, ModuleRange]:
+    """Return what the modules of a model in memory reach in fp32, on the built-in probe where nothing is given."""
+    if inputs is None:
+        config = config_of(model)
+        inputs = batches(config, None, None, chosen=chosen_ids(config, source, layout))
+    with full_precision(), evaluating(model):
+        return observe_ranges(model, inputs)
+
+
 def observed_plan(
-    model: Any,
     source: ModelTensors,
     layout: Layout,
-    inputs: list[Batch] | None = None,
+    ranges: Mapping[str, ModuleRange],
     *,
     target: str,
     margin_bits: float,
@@ -92,11 +104,6 @@ def observed_plan(
 ) -> Plan:
     """Return the best plan for what a model in memory shows, and where ``bounds`` are given for what any input can
     reach; in memory the eps of every norm can be scaled, so that nothing drifts or is corrected."""
-    if inputs is None:
-        config = config_of(model)
-        inputs = batches(config, None, None, chosen=chosen_ids(config, source, layout))
-    with full_precision(), evaluating(model):
-        ranges = observe_ranges(model, inputs)
     possible = None if bounds is None else bounds(layout, {})
     weights = source_weights(source, layout)
     plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=possible).plan
@@ -107,11 +114,13 @@ def observed_plan(
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put a model and all in it into eval mode for the block."""
+    """Put a model and all in it into eval mode for the block, with eager attention, whose scores can be seen."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    attention = str(config_of(model)._attn_implementation)
+    set_attention(model.eval(), "eager")
     try:
         yield
     finally:
+        set_attention(model, attention)
         for module in training:
             module.training = True

@@ -24,6 +24,7 @@ from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packing import summary_of
 from ..checkpoint.places import local_source, own_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..conversion.editing import change_by
 from ..conversion.measuring import audited, bounded, compare, errors_of, in_fp32_too, measured_edits, outputs_of_few
 from ..conversion.options import FIXED, read_command
 from ..conversion.planning import observe_source, own_length
@@ -42,7 +43,7 @@ from ..report.build import Decided, kept_bits_of, signals_of, tiers_of
 from ..report.page import Result
 from ..report.remedies import UNSAFE_BY_REPORT
 from ..report.stored import Packed, read_packed
-from ..rescaling.edits import listed_edits
+from ..rescaling.edits import edits_of, listed_edits
 from ..rescaling.plan import Plan
 from ..rescaling.planner import TRAIN_MARGIN_BITS
 from ..run import probe
@@ -257,8 +258,7 @@ def examine(
         findings.unchecked |= {} if replayed else {"plan": How.ORIGINAL.value, "weights": How.ORIGINAL.value}
         return
     said = {"family": claim.family, "padding": claim.padding, "older": claim.older}
-    older = differences(layout, checkpoint.config)
-    true = {"family": layout.family.name, "padding": findings.padding, "older": older}
+    true = {"family": layout.family.name, "padding": findings.padding, "older": differences(layout, checkpoint.config)}
     findings.add(
         "claims", check_claims(claim) + compared("claims", said, true) + check_command(claim, checkpoint.config)
     )
@@ -398,6 +398,10 @@ def check_fidelity(
     """Return where fidelity, signals, precision, drift and the cost of edits are not what running the original again
     shows."""
     ranges, reference = observe_source(original, again.inputs, progress, device)
+    edited = None
+    if plan.centred_keys:
+        change = change_by(original, layout, edits_of(layout, plan))
+        edited, _ = observe_source(original, again.inputs, progress, device, change)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         edits = measured_edits(checkpoint, Decided(layout, plan, report.target or "half"), again.in_fp32)
         close, drifted = compare(original, layout, plan, reference, again.ran, again.inputs, again.in_fp32)
@@ -405,10 +409,13 @@ def check_fidelity(
     problems += outputs_as_said(report, errors_of(layout, plan, reference, again.ran))
     said_of, found_of = ({edit.site: {"measured": edit.measured} for edit in each} for each in (report.inexact, edits))
     problems += compared("fidelity", said_of, found_of, "inexact")
-    for key, describe in (("signals", signals_of), ("precision", kept_bits_of)):
+    described: dict[str, Sequence[Any]] = {
+        "signals": signals_of(layout, plan, ranges, edited),
+        "precision": kept_bits_of(layout, plan, ranges),
+    }
+    for key, entries in described.items():
         if said.get(key):  # not where a stored plan was replayed without observing anything
-            again_said = [schema.dump(entry) for entry in describe(layout, plan, ranges)]
-            problems += compared("fidelity", said[key], again_said, key)
+            problems += compared("fidelity", said[key], [schema.dump(entry) for entry in entries], key)
     return problems
 
 

@@ -255,11 +255,11 @@ def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Ma
     if shared:
         search = edited_search(source, Edits(made, {}))
         decided = search.decided(decided.target)
-    assert search.ranges is not None and source.reference is not None
+    assert search.ranges is not None and search.reference is not None
     needed = needed_edits(opened.layout, search.bounds, search.ranges, search.options.margin_bits)
     if not needed:
         return search, decided, {}
-    known = [Known.of(opened.layout, opened.inputs, source.reference)]
+    known = [Known.of(opened.layout, opened.inputs, search.reference)]
     known += known_on_text(opened.checkpoint, opened.layout, load_config(opened.checkpoint.folder), search.progress)
     trial = Trial(opened.checkpoint, opened.layout, known, search.progress, made)
     of_observed = {n: Needed(e.observed, e.observed) for n, e in needed.items() if e.observed is not None}

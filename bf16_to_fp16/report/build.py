@@ -39,7 +39,7 @@ from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors
 from ..rescaling.channels import ROUNDING
-from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, OfChannels
+from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, OfChannels, without_edits
 from ..rescaling.outputs import joined, output_factors
 from ..rescaling.plan import Plan, describe_plan, norm_exponents
 from ..rescaling.planner import Planned
@@ -77,6 +77,11 @@ class Decided:
     def of_source(self) -> Mapping[str, ModuleRange] | None:
         """What the source itself reached."""
         return self.ranges if self.ranges_before is None else self.ranges_before
+
+    @property
+    def signals(self) -> list[schema.SignalEntry]:
+        """What signals reached in the source and reach after the plan, none where nothing was observed."""
+        return [] if self.of_source is None else signals_of(self.layout, self.plan, self.of_source, self.ranges)
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ def build(
         weights=counts,
         outputs=outputs,
         plan=Plan.model_validate(describe_plan(plan)),
-        signals=signals_of(layout, plan, ranges) if ranges is not None else [],
+        signals=decided.signals,
         precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
         unsafe=[*over, *remedies.unsafe_sites(described, converted=True), *broken],
         close=close,
@@ -444,14 +449,28 @@ def weight_counts(layout: Layout, plan: Plan, written: Written) -> schema.Weight
     )
 
 
-def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.SignalEntry]:
+def signals_of(
+    layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange], edited: Mapping[str, ModuleRange] | None = None
+) -> list[schema.SignalEntry]:
     """Return for every observed signal what it reached in the source and what it reaches after the plan, scores, which
-    are no module's output, among them."""
+    are no module's output, among them. edited: what modules reached in the edited source, by which keys that are
+    centred and their scores go: no exponent tells what they lose."""
+    replaced, exact = centred_tensors(layout, plan.centred_keys), without_edits(layout, plan)
+    attentions = [sublayer for sublayer in layout.topology if isinstance(sublayer, Attention)]
+    centred = {
+        path
+        for each in attentions
+        if not replaced.keys().isdisjoint((f"{each.key}.bias", each.bias, each.block_bias))
+        for path in (each.key, each.at)
+        if edited is not None and path in edited
+    }
+    after_edits = {**ranges, **{path: edited[path] for path in centred if edited is not None}}
     joined = {(p.module, p.side): (signal.name, p) for signal in layout.signals.values() for p in signal.beside}
     rows, place = [], places(layout)
 
     def exponents(name: str, point: ObservationPoint) -> torch.Tensor:
-        exponent = torch.as_tensor(plan.exponent(name), dtype=torch.float64)
+        own = exact if point.module in centred else plan
+        exponent = torch.as_tensor(own.exponent(name), dtype=torch.float64)
         return point.sign * (spread_out(exponent, point.spread) if exponent.dim() else exponent)
 
     def entry(module: str, side: Side, kind: str, before: float, after: float) -> schema.SignalEntry:
@@ -463,14 +482,18 @@ def signals_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) ->
             module = ranges.get(point.module)
             if module is None:
                 continue
-            amax = (module.input if point.side == "input" else module.output).amax.double()
+            amax, edited_amax = (
+                (each.input if point.side == "input" else each.output).amax.double()
+                for each in (module, after_edits[point.module])
+            )
             total = exponents(signal.name, point)
             if (point.module, point.side) in joined:
                 total = total + exponents(*joined[point.module, point.side])
-            before, after = (carrying(x, point.spread) for x in (amax, amax * 2.0**total))
+            before, after = (carrying(x, point.spread) for x in (amax, edited_amax * 2.0**total))
             rows.append(entry(point.module, point.side, str(signal.kind), float(before.amax()), float(after.amax())))
-    for path in (sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)):
+    for path in (sublayer.at for sublayer in attentions):
         if path in ranges and (seen := ranges[path].scores) is not None:
-            moved = torch.as_tensor(plan.exponent(f"{path}.scores"), dtype=torch.float64)
-            rows.append(entry(path, "output", "scores", seen.largest, seen.largest * 2.0 ** float(moved.amin())))
+            own, scores = exact if path in centred else plan, after_edits[path].scores or seen
+            moved = torch.as_tensor(own.exponent(f"{path}.scores"), dtype=torch.float64)
+            rows.append(entry(path, "output", "scores", seen.largest, scores.largest * 2.0 ** float(moved.amin())))
     return rows

@@ -137,6 +137,14 @@ def measure_of(report: schema.Report) -> str:
     return "KL" if close is None or close.measure == "kl" else close.measure
 
 
+def drift_of(report: schema.Report) -> str:
+    """Return what distances from the source beside a plan's drift are of, in words; empty without a plan."""
+    plan = report.plan
+    if plan is None:
+        return ""
+    return f"drift of {plan.drifts_by}" + (", edits included" if report.inexact or plan.centred_keys else "")
+
+
 def held_eps(report: schema.Report) -> str:
     """Return what it costs that norms keep the source's eps, in words; empty where they do not."""
     plan, close = report.plan, report.fidelity

@@ -440,7 +440,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
                 if v is not None
             ]
             if parts:
-                rows.append((f"drift of {plan.drifts_by}, {what}", ", ".join(parts)))
+                rows.append((f"{facts.drift_of(report)}, {what}", ", ".join(parts)))
     if plan.margin_bits is not None:
         kept = "what was observed" if report.regimes else "bounds"
         rows.append((f"margin kept between {kept} and limits", f"{plan.margin_bits:g} bits"))

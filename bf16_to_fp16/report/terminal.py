@@ -517,7 +517,7 @@ def figure_rows(report: schema.Report) -> list[tuple[str, str]]:
         rows.append(("head", "separated from the embedding, which could not carry its exponents"))
     if (drift := plan.drift) is not None and drift.measured_kl is not None:
         said = f"predicted {divergence_text(drift.predicted_kl)}, measured {divergence_text(drift.measured_kl)}"
-        rows.append((f"drift of {plan.drifts_by}, {facts.measure_of(report)}", said))
+        rows.append((f"{facts.drift_of(report)}, {facts.measure_of(report)}", said))
     return rows
 
 

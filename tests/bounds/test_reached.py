@@ -237,16 +237,19 @@ def test_what_is_kept_of_neurons_is_of_one_row_gain_centre_activation_and_rate_a
     weight, other, out = (torch.randn(NEURONS, WIDTH, generator=some, dtype=torch.float64) for _ in range(3))
     one, shift = torch.ones(WIDTH, dtype=torch.float64), torch.rand(WIDTH, generator=some, dtype=torch.float64)
     plain = NormOutput(one, None, 3.0, 0.0, 0 * one)
-    sources = (plain, replace(plain, radius=700.0), replace(plain, gain=shift), replace(plain, shift=-shift))
+    endless = replace(plain, radius=math.inf)  # as of a LayerNorm whose eps is too small
+    sources = (endless, plain, replace(plain, radius=700.0), replace(plain, gain=shift), replace(plain, shift=-shift))
     spectra = Spectra(lambda name: weight, about=frozenset({"a weight"}))
     biases = (None, shift[:NEURONS], shift[:NEURONS].flip(0))  # the last two of one sum
     for source, bias, keep, kind in product(sources, biases, (1.0, 0.8), ("relu", "gelu", "")):
+        if source is endless and not kind:  # RMS norms have a length
+            continue
         gate, linear = (bound_linear(source, each, bias, exact) for each in (weight, other))
         kept, alone = (
             PlainNeurons(linear, kind, exact, keep, each) if kind else GatedNeurons(gate, linear, exact, keep, each)
             for each in (spectra, nothing_kept())
         )
         for ours, theirs in zip(kept.rows(out.t(), "out"), alone.rows(out.t(), "out"), strict=True):
-            assert torch.allclose(ours, theirs, rtol=1e-9), (source, bias, keep, kind)
-        for n, row in enumerate(out.t()[:3]):
+            assert torch.allclose(ours, theirs, rtol=1e-9, equal_nan=True), (source, bias, keep, kind)
+        for n, row in enumerate(out.t()[:3] if source is not endless else ()):
             assert math.isclose(kept.row(row, n), alone.row(row, n), rel_tol=1e-6), (source, bias, keep, kind)

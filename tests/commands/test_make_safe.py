@@ -154,6 +154,18 @@ def test_where_no_certificate_can_be_had_it_says_so() -> None:
             block.layer[1].DenseReluDense.wi_0.weight.mul_(100)  # what enters a GELU moves under no plan
     safe = make_fp16_safe(model)
     assert not safe.certified and "wi_0" in safe.tightest and "Not certified in training" in str(safe)
+    assert safe.passed == "" and "safe on what was observed only" in str(safe)
+
+
+def test_where_what_was_observed_overflows_all_the_same_it_says_so() -> None:
+    model = tiny.small("pegasus")
+    with torch.no_grad():
+        for layer in model.model.encoder.layers:
+            layer.self_attn.k_proj.weight.mul_(3000)
+            layer.self_attn.q_proj.weight.mul_(3000)
+    safe = make_fp16_safe(model, target="half")
+    assert safe.passed == "model.encoder.layers.0.self_attn" and "safe on" not in str(safe)
+    assert "is over 65504, and no exact exponent moves that: convert its checkpoint" in str(safe)
 
 
 def test_a_save_writes_weights_with_the_eps_that_goes_with_them(tmp_path: Path) -> None:
