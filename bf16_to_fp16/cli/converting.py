@@ -92,6 +92,8 @@ def convert_command(
         out = out or Path(push_to.rpartition("/")[2])
     if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
+    if out is not None and not dry_run:
+        check_free(out, Path(source), folder=folder, force=force)
     others = {options.plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
     shared.check_given(
         source,
@@ -101,8 +103,6 @@ def convert_command(
         known=True,
         layout=options.layout,
     )
-    if out is not None and not dry_run:
-        check_free(out, Path(source), folder=folder, force=force)
     out = out or Path("OUT")  # of a dry run, which writes nothing
     place = Destination(out, force=force, dry_run=dry_run)
     if (pipeline := whole_pipeline(source, options)) is not None:
