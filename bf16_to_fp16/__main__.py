@@ -15,8 +15,10 @@ from typing import Any, TextIO, cast
 def main() -> int:
     """Run the command line on the program's arguments and return its exit status."""
     # At the end of each operation a thread waits for the others. It would keep its core busy with that, and where
-    # another program runs on the core of one that is late, all of them would wait a long time.
+    # another program runs on the core of one that is late, all of them would wait a long time. So it sleeps after some
+    # microseconds (GNU's OpenMP counts them in turns of a loop), in which most operations end.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     closed = open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # A pipe on Windows takes the letters of one language.
