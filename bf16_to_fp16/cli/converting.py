@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checkpoint.places import written_folder
+from ..checkpoint.places import local_source, written_folder
 from ..conversion.options import FLAGS, FOLDER_LAYOUT, Destination, Options
 from ..errors import UserError
 from ..visible import show
@@ -92,7 +92,8 @@ def convert_command(
         out = out or Path(push_to.rpartition("/")[2])
     if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
-    if out is not None and not dry_run:
+    on_the_hub = local_source(source) is None  # which is not asked before it is known that the output has a place
+    if out is not None and not dry_run and on_the_hub:
         check_free(out, Path(source), folder=folder, force=force)
     others = {options.plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
     shared.check_given(
@@ -103,6 +104,8 @@ def convert_command(
         known=True,
         layout=options.layout,
     )
+    if out is not None and not dry_run and not on_the_hub:
+        check_free(out, Path(source), folder=folder, force=force)
     out = out or Path("OUT")  # of a dry run, which writes nothing
     place = Destination(out, force=force, dry_run=dry_run)
     if (pipeline := whole_pipeline(source, options)) is not None:
