@@ -145,7 +145,8 @@ def test_of_many_edits_the_last_are_tried_first_and_no_more_once_they_cost_too_m
     last, first = ([{name: -1} for name in reversed(some)] for some in (names[8:], names[:8]))
     asked = {None: [last, first, [dict.fromkeys(names, -1)]], "20": [last], "3": [last, first], "all": [last]}
     assert trial.asked == asked[dear] and trial.numbers == [24, 24, None][: len(trial.asked)]
-    assert edits is None if dear else list(edits.predicted) == names  # type: ignore[union-attr]
+    assert (edits is None) is bool(dear)
+    assert edits is None or list(edits.predicted) == names
 
 
 # -- logits ------------------------------------------------------------------------------------------------------------
