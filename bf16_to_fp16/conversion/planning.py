@@ -526,23 +526,27 @@ def observe_source(
 
     def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
         walk = Walk(checkpoint, place)
-        observers: list[RangeObserver] = []
-        every_fp32, every_bf16 = list[EveryOutput](), list[EveryOutput]()
         unchanged = inputs if change is None else []
-        shown = batches_shown(compared(unchanged))
+        shown, scratch = batches_shown(compared(unchanged)), list[torch.Tensor]()
+        every_fp32: list[EveryOutput] = [{} for _ in shown]
+        every_bf16: list[EveryOutput] = []
 
-        def run(batch: Batch, model: Any) -> torch.Tensor | None:
-            observers.append(RangeObserver(model, observers[-1] if observers else None))
-            with observers[-1]:
+        def run(number: int, batch: Batch, model: Any) -> torch.Tensor | None:
+            with observers[number]:
                 output = run_shown(model, batch, shown, every_fp32)
             return output_on(batch, output) if compared([batch]) else None
 
+        def advanced(done: int, total: int) -> None:
+            first.take(rest)
+            advance(done, total)
+
         how: dict[str, Any] = {"change": change}
-        fp32 = [walk.add(partial(run, batch), torch.float32, **how) for batch in inputs]
+        fp32 = [walk.add(partial(run, n, batch), torch.float32, **how) for n, batch in enumerate(inputs)]
+        first, *rest = observers = [RangeObserver(lane.model, scratch) for lane in fp32]
         bf16 = add_outputs(walk, unchanged, torch.bfloat16, every_bf16)
-        walk.run(advance)
-        kept = [lane.result for lane in fp32 if lane.result is not None]
-        return observers[0].ranges(), Reference(kept, results_of(bf16), every_fp32, every_bf16)
+        walk.run(advanced)
+        kept = [output for output in results_of(fp32) if output is not None]
+        return first.ranges(rest), Reference(kept, results_of(bf16), every_fp32, every_bf16)
 
     what = "source" if change is None else "edited source"
     with full_precision(), progress.step(f"Observing the {what} in fp32") as advance:

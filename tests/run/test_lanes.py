@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bf16_to_fp16.auditing.fidelity import compared, output_on
+from bf16_to_fp16.auditing.regimes import Merged, SiteResult, merge_sites
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.planning import observe_source
 from bf16_to_fp16.devices import Device
@@ -55,11 +57,20 @@ def run(model: Any, batch: Batch, amp: bool) -> list[Tensor]:
         return [model.generate(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **more)]
 
 
-def shown(site: Site) -> tuple[Any, ...]:
-    counts: tuple[int, ...] = (site.nonfinite, site.saturated, site.benign)
+def shown(ordered: tuple[tuple[int, int], SiteResult]) -> SiteResult:
+    _, site = ordered
     if ":weight" in site.name:  # autocast casts a weight once for all lanes
-        counts = tuple(map(bool, counts))
-    return (site.name, site.dtype, site.limit, site.amax, *counts, site.reason)
+        return replace(site, nonfinite=bool(site.nonfinite), saturated=bool(site.saturated))
+    return site
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_at_once() -> Iterator[None]:
+    """Have two lanes run at once, on a thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -88,27 +99,25 @@ def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way:
     observer = SiteObserver(whole)
     with observer:
         expected = [run(whole, batch, way == "amp") for batch in inputs]
-    observers: list[SiteObserver] = []
 
-    def observed(batch: Batch) -> Any:
-        def lane(model: Any) -> list[Tensor]:
-            observers.append(SiteObserver(model, beside=observers[-1] if observers else None))
-            with observers[-1]:
-                return run(model, batch, way == "amp")
-
-        return lane
+    def observed(batch: Batch, model: Any) -> tuple[list[Tensor], list[Site]]:
+        with SiteObserver(model) as observer:
+            return run(model, batch, way == "amp"), observer.sites()
 
     walk = Walk(open_checkpoint(folders[kind]))
-    lanes = [walk.add(observed(b), dtype, half=half, attention=attention) for b in inputs]
+    how: dict[str, Any] = {"half": half, "attention": attention, "casts": way == "amp"}
+    lanes = [walk.add(partial(observed, b), dtype, **how) for b in inputs]
     walk.run()
-    for lane, outputs in zip(lanes, expected, strict=True):
-        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(lane.result, outputs, strict=True))
-    first, second = ([s for s in o.sites() if s.calls] for o in (observers[0], observer))
-    assert sorted(map(shown, first), key=str) == sorted(map(shown, second), key=str)
+    ours, theirs = Merged(), Merged()
+    merge_sites(theirs, observer.sites())
+    for number, (lane, outputs) in enumerate(zip(lanes, expected, strict=True)):
+        given, sites = lane.result
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(given, outputs, strict=True))
+        merge_sites(ours, sites, number)
+    assert sorted(map(shown, ours.values()), key=str) == sorted(map(shown, theirs.values()), key=str)
     # What broke first, and what ran first, stand in the same order.
-    assert [s.name for s in sorted(first, key=lambda s: s.order)] == [
-        s.name for s in sorted(second, key=lambda s: s.order)
-    ]
+    first, second = (sorted(sites, key=lambda name: sites[name][0]) for sites in (ours, theirs))
+    assert first == second
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(["t5"], ["t5", "gated", "pegasus", "mbart"]))
@@ -131,7 +140,7 @@ def test_lanes_of_every_way_in_one_walk_share_no_weights(kind: str, tmp_path: Pa
     ways.sort(key=lambda way: way[0].itemsize)
     walk = Walk(open_checkpoint(folder))
     lanes = [
-        walk.add(partial(run, batch=batch, amp=amp), dtype, half=half, attention=attention, change=change)
+        walk.add(partial(run, batch=batch, amp=amp), dtype, half=half, attention=attention, change=change, casts=amp)
         for dtype, half, attention, amp, change in ways
     ]
     walk.run()
