@@ -29,7 +29,7 @@ from ..families.places import places_by_name
 from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
 from ..observe.meter import NormMeters, metering_norms, norms_seen
 from ..observe.observer import SiteObserver
-from ..observe.sites import Site
+from ..observe.sites import Site, sites_of_all
 from ..progress import Advance
 from ..ranges import NormRange
 from ..run import probe
@@ -277,7 +277,7 @@ def run_regimes(
     every: list[EveryOutput] = []
     plain = add_outputs(walk, fp32, torch.float32, every)
     walk.run(advance)
-    if "half" in ran and any(seen["half", name].breaks() for name in attention):
+    if "half" in ran and any(site.nonfinite or site.saturated for n in attention for site in seen["half", n].sites()):
         # What half has shown to fit is no reason any more to run the others on less.
         rest = Walk(checkpoint, device)
         for (_, name), shown in seen.items():
@@ -287,11 +287,10 @@ def run_regimes(
     results: dict[str, RegimeResult] = {}
     insides = insides_of(load_config(checkpoint.folder))
     for regime in ran:
-        merged: Merged = {}
+        merged: dict[str, tuple[int, SiteResult]] = {}
         shares = [seen[regime, name] for name in attention]
         for shown in shares:
-            for number, ran_so in enumerate(shown.results()):
-                merge_sites(merged, ran_so.sites, number)
+            _merge(merged, shown.sites())
         logits = sum(ran_so.nonfinite for shown in shares for ran_so in shown.results())
         runs = tuple(Run.of(shown.attention, shown.inputs) for shown in shares)
         result = _result(regime, merged, logits, insides, runs, shares[0].norms())
@@ -393,9 +392,9 @@ class _Seen:
         """What each lane showed, once the walk is over."""
         return results_of(self.lanes)
 
-    def breaks(self) -> bool:
-        """Whether anything is not finite or saturated, once the walk is over."""
-        return any(site.nonfinite or site.saturated for shown in self.results() for site in shown.sites)
+    def sites(self) -> list[Site]:
+        """The sites of all lanes, once the walk is over."""
+        return sites_of_all(shown.sites for shown in self.results())
 
     def norms(self) -> dict[str, NormRange]:
         """What entered each norm, once the walk is over."""
@@ -411,10 +410,7 @@ def _beside_fp32(
         walk, seen = Walk(checkpoint, device), _Seen("fp32", "eager")
         seen.add(walk, inputs)
         walk.run()
-        amax: dict[str, float] = {}
-        for site in (site for shown in seen.results() for site in shown.sites):
-            amax[site.name] = max(amax.get(site.name, 0.0), site.amax)
-        return amax
+        return {site.name: site.amax for site in seen.sites()}
 
     return beside_fp32(results, insides_of(load_config(checkpoint.folder)), run)
 
@@ -455,7 +451,7 @@ def audit_model(
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    merged: Merged = {}
+    merged: dict[str, tuple[int, SiteResult]] = {}
     norms: list[NormMeters] = []
     nonfinite_logits = steps = 0
     given = {implementation: seen_padding(batches, implementation) for implementation in attention}
@@ -477,7 +473,7 @@ def audit_model(
                         advance(steps, sum(map(len, given.values())))
             if regime == "amp":
                 _check_autocast(model, observer)
-            merge_sites(merged, observer.sites())
+            _merge(merged, observer.sites())
         runs = tuple(Run.of(implementation, given[implementation]) for implementation in attention)
     finally:
         model.train(was_training)
@@ -530,18 +526,12 @@ def _check_autocast(model: nn.Module, observer: SiteObserver) -> None:
         raise RuntimeError(f"autocast did not run the linear layers in fp16 but in {seen}")
 
 
-Merged = dict[str, tuple[tuple[int, int], SiteResult]]
-"""Sites of several runs by name, each with the number of a run and of an output in it: of what broke it, else of the
-first."""
-
-
-def merge_sites(merged: Merged, sites: Iterable[Site], run: int = 0) -> None:
-    """Add the ``sites`` of a run of this number; one that was fp16 at one time and fp32 at another is shown as
-    fp16."""
+def _merge(merged: dict[str, tuple[int, SiteResult]], sites: Iterable[Site]) -> None:
+    """Add ``sites`` by name; one that was fp16 at one time and fp32 at another is shown as fp16."""
     for site in sites:
         if not site.calls:
             continue
-        order, result = (run, site.order), SiteResult.of(site)
+        order, result = site.order, SiteResult.of(site)
         if site.name in merged:
             before, old = merged[site.name]
             shown = old if result.limit is None else result
@@ -569,13 +559,13 @@ def insides_of(config: Any) -> frozenset[str]:
 
 def _result(
     regime: str,
-    merged: Merged,
+    merged: dict[str, tuple[int, SiteResult]],
     nonfinite_logits: int,
     insides: Collection[str],
     runs: tuple[Run, ...],
     norms: Mapping[str, NormRange],
 ) -> RegimeResult:
-    def tightness(item: tuple[tuple[int, int], SiteResult]) -> tuple[float, tuple[int, int]]:
+    def tightness(item: tuple[int, SiteResult]) -> tuple[float, int]:
         order, site = item
         bits = math.inf if site.headroom_bits is None else site.headroom_bits
         return (-math.inf if site.nonfinite else bits, order)

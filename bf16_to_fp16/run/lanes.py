@@ -2,10 +2,10 @@
 
 A lane is one ordinary run of a stock model in a thread of its own, with its precision, attention and inputs. Its model
 has no weights: at a block, a final norm or a head it waits. The walk reads the weights of the first place where any
-lane waits, lets those lanes through, drops the weights and goes on. On a CPU several lanes with the same weights go
-through at once, each with its share of the threads, since one short batch keeps few busy. So every mask, bias and cache
-is stock code's own, and no number differs from a whole model's on as many threads. Of an embedding a lane reads only
-the rows of its ids. For a lane that comes back to a place (a generation, for each token) the weights are read again.
+lane waits, lets those lanes through, drops the weights and goes on. On a CPU several lanes go through at once, each
+with its share of the threads, since one short batch keeps few busy. So every mask, bias and cache is stock code's own,
+and no number differs from a whole model's on as many threads. Of an embedding a lane reads only the rows of its ids.
+For a lane that comes back to a place (a generation, for each token) the weights are read again.
 Lanes that run the same on the same inputs, with weights that differ, share what a place gives until their weights do.
 """
 
@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ Change = Callable[[str, Tensor], Tensor]
 """Gives the weight that a run is to have in place of the stored one: of its name and values, in the run's dtype."""
 
 _AT_ONCE = 4  # lanes that run at once at most: python code, a fifth of a small model's time, runs in one at a time
+_TOGETHER = 600 << 20  # bytes of a place's weights, in several precisions, that are in memory at once at most
 _STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited
 _COLLECTIONS = (dict, OrderedDict, set)
 
@@ -128,6 +130,10 @@ class Lane(Generic[T]):
     thread: threading.Thread | None = None
     result: T = field(init=False)
 
+    def excludes(self, other: Lane[Any]) -> bool:
+        """Whether it cannot run while another one does: modules that run for both, or casts that either may make."""
+        return self.model is other.model or (self.casts and other.casts)
+
 
 def results_of(lanes: Iterable[Lane[T]]) -> list[T]:
     """Return what lanes gave, once their walk is over."""
@@ -161,7 +167,7 @@ class Walk:
         self._shared: dict[Any, Any] = {}
         self._read: dict[str, Tensor] = {}
         self._threads = 1
-        self._back = threading.Semaphore(0)  # counts the lanes that have come to a place or to their end
+        self._back: SimpleQueue[Lane[Any]] = SimpleQueue()  # lanes that have come to a place or to their end
         self._own = threading.local()  # of a lane's thread: the lane
         self._ending = False
 
@@ -254,37 +260,47 @@ class Walk:
         order = {path: i for i, path in enumerate(waiting[0].weights.places)}
         place = min((str(lane.waits_at) for lane in waiting), key=order.__getitem__)
         here = [lane for lane in waiting if lane.waits_at == place]
-        models = list(dict.fromkeys(lane.weights for lane in here))
-        to_come = Counter(lane.state for lane in here)
-        for weights in models:
-            plain: dict[str, Tensor] = {}
-            visits: list[_Visit] = []
-            for change in dict.fromkeys(lane.change for lane in here if lane.weights is weights):
-                altered = self._load(weights, place, change, plain, widened)
-                if weights is models[-1]:
+        rounds = self._together(place, here)
+        for models in rounds:
+            lanes = [lane for lane in here if lane.weights in models]
+            to_come, visits = Counter(lane.state for lane in lanes), list[_Visit]()
+            plain: dict[_Model, dict[str, Tensor]] = {weights: {} for weights in models}
+            while lanes:
+                changes = {lane.weights: lane.change for lane in reversed(lanes)}  # of each model the next
+                altered = {each: self._load(each, place, changes[each], plain[each], widened) for each in changes}
+                if models is rounds[-1]:
                     self._read.clear()
-                group = [lane for lane in here if lane.weights is weights and lane.change is change]
-                to_come.subtract(lane.state for lane in group)
-                visits += self._visit(group, altered, visits)
+                now = [lane for lane in lanes if lane.change is changes[lane.weights]]
+                lanes = [lane for lane in lanes if lane.change is not changes[lane.weights]]
+                to_come.subtract(lane.state for lane in now)
+                visits += self._visit(now, altered, visits)
                 visits = [visit for visit in visits if to_come[visit.before]]
             widened.clear()
-            self._drop(weights, place)
+            for weights in models:
+                self._drop(weights, place)
+
+    @staticmethod
+    def _together(place: str, lanes: Iterable[Lane[Any]]) -> list[list[_Model]]:
+        """Return the models of some lanes that wait at a place, in groups whose weights are in memory at once."""
+        models = list(dict.fromkeys(lane.weights for lane in lanes))
+        small = sum(p.numel() * p.element_size() for each in models for _, p in each.stored(place)) <= _TOGETHER
+        return [models] if small else [[each] for each in models]
 
     def _visit(
-        self, lanes: Sequence[Lane[Any]], altered: Mapping[str, Tensor], visits: Sequence[_Visit]
+        self, lanes: Sequence[Lane[Any]], altered: Mapping[_Model, Mapping[str, Tensor]], visits: Sequence[_Visit]
     ) -> list[_Visit]:
         """Let lanes run on from a place, by what it gave one that came in the same state, if one did, and return what
-        it gives the others."""
+        it gives the others. altered: the weights of each model that changes have altered."""
         computed: list[tuple[Lane[Any], Hashable, Hashable]] = []
         for lane in lanes:
-            same = next((visit for visit in visits if visit.repeats(lane.state, altered)), None)
+            same = next((visit for visit in visits if visit.repeats(lane.state, altered[lane.weights])), None)
             if same is not None:
                 lane.takes, lane.state = (same.output,), same.after
             elif lane.state is not None:
                 computed.append((lane, lane.state, object()))
                 lane.state = computed[-1][-1]  # until it looks up other rows than others do, before the next place
         self._resume(lanes)
-        made = [_Visit(before, altered, after, lane.gave) for lane, before, after in computed]
+        made = [_Visit(before, altered[lane.weights], after, lane.gave) for lane, before, after in computed]
         for lane, *_ in computed:
             lane.gave = None
         return made
@@ -315,13 +331,19 @@ class Walk:
 
     def _resume(self, lanes: Sequence[Lane[Any]]) -> None:
         """Let lanes run to the next place where they wait, or to their ends; raise what the first raises that fails."""
-        # What is told from the number of lanes alone is the same in every run.
-        apart = len({id(lane.model) for lane in lanes}) == len(lanes) and not any(lane.casts for lane in lanes)
-        most = min(self._threads, _AT_ONCE) if apart and self.device.type == "cpu" else 1
-        at_once = min(len(lanes), most)
-        for number, lane in enumerate(lanes):
-            if number >= at_once:
-                self._back.acquire()
+        apart = {(lane.casts, None if lane.casts else id(lane.model)) for lane in lanes}
+        most = min(self._threads, _AT_ONCE) if self.device.type == "cpu" else 1
+        # Told from the lanes alone, so that each has as many threads in every run.
+        at_once = max(1, min(len(apart), most))
+        waiting, running = [*lanes], list[Lane[Any]]()
+        while waiting or running:
+            free = (lane for lane in waiting if not any(lane.excludes(other) for other in running))
+            lane = next(free, None) if len(running) < at_once else None
+            if lane is None:
+                running.remove(self._back.get())
+                continue
+            waiting.remove(lane)
+            running.append(lane)
             lane.threads = self._threads // at_once
             if lane.thread is None:
                 before = threading.stack_size(_STACK)
@@ -330,8 +352,6 @@ class Walk:
                 threading.stack_size(before)
             else:
                 lane.go.release()
-        for _ in range(at_once):
-            self._back.acquire()
         for lane in lanes:
             if lane.error is not None:
                 raise lane.error
@@ -350,13 +370,13 @@ class Walk:
             lane.error = error
         lane.done = True
         lane.model = None
-        self._back.release()
+        self._back.put(lane)
 
     def _pause(self, place: str) -> None:
         """Called in a lane at a place: wait there until it is let through."""
         lane: Lane[Any] = self._own.lane
         lane.waits_at = place
-        self._back.release()
+        self._back.put(lane)
         lane.go.acquire()
         if self._ending:
             raise _Ended
