@@ -30,7 +30,7 @@ from ..families.other_class import headless, read_as
 from ..families.resolve import check_norms, resolve
 from ..families.types import LOGITS
 from ..numerics import PROOF_MARGIN_BITS
-from ..observe.meter import RangeObserver
+from ..observe.meter import RangeObserver, Scratch
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
 from ..report.build import Decided
@@ -527,7 +527,7 @@ def observe_source(
     def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
         walk = Walk(checkpoint, place)
         unchanged = inputs if change is None else []
-        shown, scratch = batches_shown(compared(unchanged)), list[torch.Tensor]()
+        shown, scratch = batches_shown(compared(unchanged)), Scratch()
         every_fp32: list[EveryOutput] = [{} for _ in shown]
         every_bf16: list[EveryOutput] = []
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,14 +27,14 @@ class RangeObserver:
     ``model``, by channel: the planner's ranges. Every position counts, padding too: fp16 must hold it. Scores are seen
     only under ``attn_implementation="eager"``. scratch: memory that observers may share, also at once."""
 
-    def __init__(self, model: nn.Module, scratch: list[Tensor] | None = None) -> None:
+    def __init__(self, model: nn.Module, scratch: Scratch | None = None) -> None:
         self.model = model
         family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
         ends = roles_of(family).attentions
         self.attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
         self.observer = SiteObserver(model, only=self.attentions)
         self.meters: dict[str, _Meter] = {}
-        self.totals = _Totals([] if scratch is None else scratch)
+        self.totals = _Totals(scratch or Scratch())
         self._hooks = ExitStack()
 
     def __enter__(self) -> RangeObserver:
@@ -118,13 +119,27 @@ class _Total:
     version: int
 
 
+class Scratch:
+    """Memory for products: one of its own for every tensor would cost more, fresh, than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0)
+        self.used = Lock()
+
+    def sum_of_squares(self, x: Tensor) -> Tensor:
+        """Return the sum of squares of each channel of an fp32 tensor [rows, channels]."""
+        with self.used:
+            if self.memory.numel() < x.numel():
+                self.memory = x.new_empty(x.numel())
+            return torch.mul(x, x, out=self.memory[: x.numel()].view_as(x)).sum(0)
+
+
 class _Totals:
-    """Adds up tensors [..., channels], each once for all modules that it passes: queries, keys and values read one.
-    scratch: where products are put, at one time each in one of its own."""
+    """Adds up tensors [..., channels], each once for all modules that it passes: queries, keys and values read one."""
 
     NAME = "_bf16_to_fp16_total"
 
-    def __init__(self, scratch: list[Tensor]) -> None:
+    def __init__(self, scratch: Scratch) -> None:
         self.scratch = scratch
 
     def of(self, x: Tensor) -> _Total:
@@ -133,18 +148,9 @@ class _Totals:
             flat = x.reshape(-1, x.shape[-1]).float()
             # Of a row shorter than a block of LongT5's there is no sum.
             amax = torch.maximum(flat.amax(0), -flat.amin(0)) if len(flat) else flat.new_zeros(flat.shape[1])
-            total = _Total(amax, self._squares(flat), len(flat), x._version)
+            total = _Total(amax, self.scratch.sum_of_squares(flat), len(flat), x._version)
             setattr(x, self.NAME, total)
         return total
-
-    def _squares(self, flat: Tensor) -> Tensor:
-        # A product of its own for every tensor would cost more in fresh memory than in arithmetic.
-        scratch = self.scratch.pop() if self.scratch else flat.new_empty(0)
-        if scratch.numel() < flat.numel():
-            scratch = flat.new_empty(flat.numel())
-        squares = torch.mul(flat, flat, out=scratch[: flat.numel()].view_as(flat)).sum(0)
-        self.scratch.append(scratch)
-        return squares
 
 
 class _Channels:
