@@ -84,6 +84,7 @@ def convert_command(
     if adapter is not None:
         return take_adapter(adapter, out, Path(source), force=force, json_file=json_file)
     options = Options(**fields)
+    options.check()
     folder = options.layout == FOLDER_LAYOUT
     idle = [flag for flag, given in (("--dry-run", dry_run), ("--no-audit", not options.run_model)) if given]
     check_together(recipe, push_to, folder=folder, idle=idle)
