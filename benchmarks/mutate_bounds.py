@@ -329,7 +329,7 @@ MUTANTS: tuple[tuple[str, Any, str, str], ...] = (
         "made.bound, made.partial",
         "0.9 * made.bound, 0.9 * made.partial",
     ),
-    ("the noise of a router in training left out", W.experts, "(1 + self.noise(sublayer),", "(1,"),
+    ("the noise of a router in training left out", W.experts, "(1 + self.layout.noise(sublayer),", "(1,"),
     (
         "the position bias of sums left out of the scores",
         W.scored,

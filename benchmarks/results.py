@@ -34,7 +34,7 @@ SECTIONS: dict[str, list[str]] = {
     "The audit": ["observing", "chosen-ids", "probe-cost"],
     "One file of weights": ["single-file"],
     "Tools with an eps of their own": ["own-eps"],
-    "A whole conversion": ["whole", "whole-phases", "faster", "whole-images", "waiting"],
+    "A whole conversion": ["whole", "whole-phases", "faster", "whole-images", "waiting", "refusals"],
     "Edits": ["saturated", "edits-random", "clipped-heads", "unmended"],
     "Families": ["families"],
     "Routers": ["routers"],

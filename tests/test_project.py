@@ -1,6 +1,7 @@
 """The project stands alone: nothing here depends on the machine or the place where it was written."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -87,6 +88,7 @@ ANSWERED_AT_ONCE = [
     (2, tuple(f"{command} nowhere/at/all" for command in ("audit", "certify", "verify", "finetune"))),
     (2, ("verify tests --original nowhere/at/all", "check nowhere/at/all --runtime openvino")),
     (2, ("audit tests --data none.txt", "convert tests out --data none.txt", "advise updates tests --data none.txt")),
+    (2, ("convert tests out --data none.txt --no-audit", "convert tests out --plan none.json --margin 4")),
     (2, ("recipe nope", "launch none.yaml --gpus 4", "launch none.yaml --gpus 0")),
     (2, ("convert tests out --plan none.json", "convert tests out --finetune none.yaml")),
     (2, ("convert tests out --margin 99", "certify tests --max-length 0", "convert tests out --max-length 0")),
@@ -97,12 +99,21 @@ ANSWERED_AT_ONCE = [
 
 
 def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) -> None:
-    said = {
-        "broken": ('{"a": ', "the config is not valid JSON"),
-        "other": ('{"model_type": "bert"}', "is not supported"),
-        "quantised": ('{"model_type": "t5", "quantization_config": {"bits": 4}}', "the checkpoint is quantised"),
-        "empty": ('{"model_type": "t5"}', "no model.safetensors"),
+    t5 = {"model_type": "t5", "architectures": ["T5EncoderModel"], "num_layers": 2, "num_heads": 2, "d_kv": 4}
+    t5 |= {"d_model": 8, "d_ff": 8, "vocab_size": 9}
+    damage: dict[str, tuple[dict[str, object], str]] = {
+        "other": ({"model_type": "bert"}, "is not supported"),
+        "quantised": ({"quantization_config": {"bits": 4}}, "the checkpoint is quantised"),
+        "layers": ({"num_layers": 10**12}, "'num_layers' is 1000000000000, not a number of layers"),
+        "lacking": ({"d_kv": None}, "has no 'd_kv'"),
+        "text": ({"layer_norm_epsilon": "1e-6"}, "not a small positive number"),
+        "rate": ({"dropout_rate": 1.5}, "not a dropout rate"),
+        "function": ({"feed_forward_proj": "tanh"}, "activation 'tanh' has no bound"),
+        "start": ({"decoder_start_token_id": 9}, "not an id of the vocabulary of 9"),
+        "empty": ({}, "no model.safetensors"),
     }
+    said = {name: (json.dumps(t5 | change), words) for name, (change, words) in damage.items()}
+    said["broken"] = ('{"a": ', "the config is not valid JSON")
     for name, (config, _) in said.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
@@ -110,9 +121,14 @@ def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) 
     for name in ("with_config", "alone"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file.gguf").write_bytes(b"GGUF")
-    (tmp_path / "with_config" / "config.json").write_text('{"model_type": "t5"}')
+    (tmp_path / "with_config" / "config.json").write_text(json.dumps(t5))
     sources = (*said, "file.gguf", "with_config", "alone")
     broken = tuple(f"{command} {tmp_path / name}" for command in ("certify", "convert --dry-run") for name in sources)
+    shutil.copytree(tmp_path / "empty", tmp_path / "converted")
+    (tmp_path / "converted" / "fp16_report.json").touch()
+    unfit = {"empty --as Other": "/config.json: Other is no class", "converted": " is converted already"}
+    unfit["empty --config tests"] = " has a config.json of its own"
+    broken += tuple(f"convert --dry-run {tmp_path / more}" for more in unfit)
     wanted = [f"{line}: {status}: False" for status, lines in (*ANSWERED_AT_ONCE, (2, broken)) for line in lines]
     code = f"""
 import sys
@@ -126,6 +142,9 @@ for line in {[line.partition(": ")[0] for line in wanted]}:
     quantised = (tmp_path / "file.gguf", *(tmp_path / name / "file.gguf" for name in sources[-2:]))
     told = [words for _, words in said.values()] + [f"{file}: GGUF holds quantised weights" for file in quantised]
     assert [done.stderr.count(words) for words in told] == [2] * len(sources)
+    places = [f"error: {tmp_path / more.partition(' ')[0]}{words}" for more, words in unfit.items()]
+    places += [f"error: {tmp_path / name}/config.json" for name in said if name != "empty"]
+    assert [place for place in places if place not in done.stderr] == []
 
 
 def test_no_hint_needs_a_release_before_there_is_one() -> None:

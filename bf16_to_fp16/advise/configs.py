@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.contents import read_config
 from ..errors import UserError
 from ..families.known import FAMILIES
 from ..json_text import loads
@@ -39,8 +40,6 @@ def config_alone(source: str | Path) -> tuple[dict[str, Any], str] | None:
 
     Raises UserError for a file that is no config.
     """
-    from ..checkpoint.reader import read_config  # with torch, seconds that other questions need not wait
-
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file() or any(path.glob("*.safetensors*")) or any(path.glob("*.bin*")):

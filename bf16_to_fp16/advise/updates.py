@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
+from ..families.declared import in_folder
 from ..families.known import stock_class
 from ..families.roles import layer_of
 from ..finetuning.corpus import Corpus
@@ -202,9 +203,9 @@ def measured(
     The model runs in fp32 from weights of the format, which move by the exact updates; the elements that have had no
     gradient count as without an update.
     """
-    model = load(
-        checkpoint.folder, torch.float32, attention=attentions_of(stock_class(checkpoint.config), ("sdpa", "eager"))[0]
-    )
+    with in_folder(checkpoint.folder):
+        attention, *_ = attentions_of(stock_class(checkpoint.config), ("sdpa", "eager"))
+    model = load(checkpoint.folder, torch.float32, attention=attention)
     if not predicts_tokens(model.config):
         raise UserError(f"{checkpoint.source}: only a language model has a loss of its own; leave out --data")
     wanted = Data(path=data, batch_size=settings.examples, held_out=0.0)

@@ -10,15 +10,15 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError, shortened
 from ..families.places import NOWHERE, Place
 from ..numerics import FP16_MAX, MAX_LENGTH, MOST_POSITIONS, NORM_FLOOR, headroom_bits
 from .kinds import SiteKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 UNIT = 2.0**-11  # largest relative error of rounding to a normal fp16 number
 TINY = 2.0**-25  # largest absolute error of rounding to a subnormal fp16 number
@@ -37,6 +37,8 @@ def full_precision() -> Iterator[None]:
     ``set_float32_matmul_precision`` and autocast make matrix products round their factors to bf16 or TF32, of which no
     bound knows.
     """
+    import torch  # slow to load, and options are checked without it
+
     # torch before 2.9 has only the one setting, for every device.
     mkldnn = getattr(torch.backends.mkldnn, "matmul", None)
     backends: list[Any] = [] if mkldnn is None else [mkldnn, torch.backends.cuda.matmul]

@@ -35,6 +35,7 @@ from ..families.walk import walk
 from ..numerics import FP16_MAX, PROOF_LIMIT
 from ..ranges import NormRange, ScoreRange
 from ..targets import SQUARING, TARGETS
+from .activations import check_bounded
 from .arithmetic import COMPUTED, TINY, UNIT, UNIT32, Arithmetic, full_precision, growth, largest
 from .attention import (
     ScoreBounds,
@@ -51,7 +52,7 @@ from .attention import (
     turned_score_bounds,
 )
 from .factored import chunks
-from .feed_forward import LOWEST, GatedNeurons, Neurons, PlainNeurons, feed_forward_output
+from .feed_forward import GatedNeurons, Neurons, PlainNeurons, feed_forward_output
 from .findings import Certificate, Findings
 from .kinds import SiteKind, traits
 from .linear import (
@@ -496,7 +497,7 @@ class _Walk(Findings):
         source, square = self.norm(sublayer.norm)
         if self.arithmetic.train and sublayer.noise:
             # Where the norm's output is in fp32 already, stock code multiplies what the experts read as well.
-            source = source.scaled(1 + self.noise(sublayer), self.arithmetic)
+            source = source.scaled(1 + self.layout.noise(sublayer), self.arithmetic)
             self.note(f"{sublayer.router}:mul", SiteKind.NORM, source.bound)
         self.linear(sublayer.classifier, SiteKind.ROUTING, source, square)
         number, weight, together = self.layout.experts_together(sublayer)
@@ -684,21 +685,6 @@ def output_dropout(sublayer: Sublayer) -> str:
     if isinstance(sublayer, Attention):
         return sublayer.dropout
     return sublayer.dropouts[-1] if sublayer.dropouts else ""
-
-
-def check_bounded(layout: Layout) -> None:
-    """Raise UserError for what has no bound whatever the weights are: a norm eps of next to nothing, or an activation
-    that is not known."""
-    if layout.eps < 2.0**-126:
-        raise UserError(
-            f"config.json: with a norm eps of {layout.eps:g} a zero vector gives NaN in fp32, which holds 1.2e-38 at"
-            " least; write 1e-6 or so"
-        )
-    for sublayer in layout.feed_forwards:
-        if sublayer.activation not in LOWEST:
-            raise UserError(
-                f"activation {sublayer.activation!r} has no bound; the certificate knows {', '.join(sorted(LOWEST))}"
-            )
 
 
 @full_precision()

@@ -34,6 +34,7 @@ from ..families.types import (
 )
 from ..families.walk import walk
 from ..numerics import FP16_MAX
+from .activations import LOWEST
 from .arithmetic import Arithmetic, full_precision
 from .attention import (
     capped_span,
@@ -44,7 +45,6 @@ from .attention import (
     turned,
     turned_score_bounds,
 )
-from .feed_forward import LOWEST
 from .linear import (
     NormOutput,
     either,

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .activations import LOWEST, STEEPEST
 from .arithmetic import COMPUTED, Arithmetic, full_precision
 from .factored import Factored, Tall, chunks, working_dtype
 from .linear import (
@@ -28,19 +29,6 @@ from .linear import (
     row_products,
 )
 from .spectral import Spectra, largest_eigenvalues, product_of_rows
-
-LOWEST = {
-    "relu": 0.0,
-    "gelu": 0.17,
-    "gelu_new": 0.1701,
-    "gelu_pytorch_tanh": 0.1701,
-    "silu": 0.2785,
-    "swish": 0.2785,
-}
-"""How far below zero an activation goes, rounded up; all are x·Φ(x) with 0 ≤ Φ ≤ 1."""
-
-STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.13, "silu": 1.1, "swish": 1.1}
-"""Largest derivative of an activation, rounded up."""
 
 HEAVIEST = 8  # neurons behind a gate that get an eigenvalue together, for every row of the output
 

@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..families.configs import config_value
 from ..families.layout import Layout, TensorReader
 from ..families.places import places
-from ..families.types import DropoutKind, Experts
+from ..families.types import DropoutKind
 from ..numerics import FP16_MAX
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
 from .arithmetic import UNIT, Arithmetic, Bound, largest
@@ -183,22 +183,8 @@ class Findings:
         if key is None:
             return 1.0
         rate = float(str(config_value(self.layout.family, self.layout.config, key)))
-        if not 0 <= rate < 1:
-            raise UserError(f"config.json: {key!r} is {rate}, not a dropout rate; give a number from 0 to under 1")
         # Kernels may round the factor 1/(1−p) to fp16 before they multiply with it.
         return (1 - rate) / (1 + UNIT) if rate else 1.0
-
-    def noise(self, w: Experts) -> float:
-        """Return how far from 1 the factor may be by which a router multiplies in training.
-
-        Raises UserError where the config's is no such number; stock code takes one under 0 for none.
-        """
-        found = config_value(self.layout.family, self.layout.config, w.noise)
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < math.inf:
-            raise UserError(
-                f"config.json: {w.noise!r} is {found!r}, not how far from 1 a factor may be; write 0 for none"
-            )
-        return float(found)
 
     def tensor(self, name: str) -> Tensor | None:
         """Return a tensor, None where the model has none of this name."""

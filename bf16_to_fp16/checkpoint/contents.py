@@ -57,6 +57,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def check_lone(source: str | Path, config: object) -> None:
+    """Raise UserError where a config is given for a source that is no single file."""
+    if config is not None:
+        raise UserError(f"{source} has a config.json of its own; leave out --config, which is for single files")
+
+
 def weights_in(folder: Path) -> list[Path]:
     """Return the files of a folder that are named as weights are, whoever reads them."""
     endings = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".ckpt", ".pt", ".ot")

@@ -194,3 +194,12 @@ def tokenizer_beside(folder: Path, subfolder: str | None) -> Path | None:
 def is_converted(folder: Path) -> bool:
     """Return whether this program wrote the checkpoint in ``folder``."""
     return (Path(folder) / "fp16_report.json").is_file()
+
+
+def converted_already(source: Path, says: str = "fp16_report.json") -> UserError:
+    """Return what to tell whoever converts what this program has converted: another conversion would know nothing of
+    what that was made from, and could not be undone to it. says: where that is written."""
+    return UserError(
+        f"{source} is converted already, as {says} says; convert what it was made from, or bring that back with"
+        " bf16-to-fp16 undo (bf16-to-fp16 verify checks it as it is; finetune goes on from it)"
+    )

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import UserError
 from . import files, formats
-from .contents import read_config, weight_files
+from .contents import check_lone, read_config, weight_files
 from .fetching import download
 from .naming import names_in_files
 from .places import RESTORE, local_source, own_name, shown, subfolder_of
@@ -123,8 +123,7 @@ def open_checkpoint(
             one.folder, str(source), None, one.config, one.tensors, (one.file,), None, one.states, subfolder, one.notes
         )
         return VIEWS[one.folder]
-    if config is not None:
-        raise UserError(f"{source} has a config.json of its own; leave out --config, which is for single files")
+    check_lone(source, config)
     if folder is None:
         folder, revision = download(str(source), subfolder, endpoint)
     if subfolder is not None:

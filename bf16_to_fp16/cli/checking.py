@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..checkpoint.contents import check_lone
 from ..checkpoint.places import CONVERTED, local_source
 from ..environment import how_to_install
 from ..errors import UserError
@@ -62,7 +65,7 @@ def audit_command(
     **options: Any,
 ) -> int:
     """Run SOURCE in fp16 in the ways people run it, and measure every operation's output."""
-    shared.check_given(source, data, {config: shared.CONFIG}, subfolder)
+    shared.check_given(source, data, {config: shared.CONFIG}, subfolder, check=partial(runnable, config))
     shared.checked_target(html, "--html")
     from ..commands.audit import audit
     from ..report import terminal
@@ -114,9 +117,8 @@ def certify_command(
     **options: Any,
 ) -> int:
     """Bound what any input can make of every value in SOURCE, from its weights alone."""
-    shared.check_given(
-        source, None, {config: shared.CONFIG, adapter: "the folder of an adapter"}, subfolder, known=True
-    )
+    others: dict[str | Path | None, str] = {config: shared.CONFIG, adapter: "the folder of an adapter"}
+    shared.check_given(source, None, others, subfolder, check=partial(provable, config))
     from ..commands.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read
@@ -129,6 +131,25 @@ def certify_command(
         report = read(Report, result)
         terminal.print_certificate(report, report.next if adapter else exact_next(report, source, subfolder))
     return SAFE if result["verdict"] == "safe" else UNSAFE
+
+
+def runnable(lone: object, folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError for a folder's config of a known family that cannot be used, and for that of a lone file."""
+    from ..families.declared import check_config
+    from ..families.known import is_known
+
+    check_lone(folder, lone)
+    if is_known(config):
+        check_config(config)
+
+
+def provable(lone: object, folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError for a folder's config of which no bound can come, and for that of a lone file."""
+    from ..bounds.activations import check_bounded
+    from ..families.declared import check_config
+
+    check_lone(folder, lone)
+    check_bounded(check_config(config))
 
 
 def exact_next(report: Report, source: str, subfolder: str | None) -> str:
@@ -170,7 +191,7 @@ def verify_command(
     """Check a converted folder, file or Hub id against its report, and run it on this machine."""
     if not Path(source).is_file():
         shared.check_there(source, CONVERTED, endpoint=options["endpoint"])
-    shared.check_given(original, data)
+    shared.check_given(original, data, check=partial(runnable, None))
     from ..commands.verify import verify
     from ..report import terminal
     from ..report.schema import Verification, read
@@ -201,8 +222,8 @@ def verify_command(
 @shared.json_file
 def check_command(out: str, runtime: str, source: str | None, seed: int, json_file: str | None) -> int:
     """Run OUT in another runtime, and say how close it comes to fp32 and whether it computed in fp16."""
-    shared.check_given(out)
-    shared.check_given(source)
+    for given in (out, source):
+        shared.check_given(given, check=partial(runnable, None))
     from ..commands.check import check
     from ..report import terminal
     from ..report.schema import RuntimeCheck, read

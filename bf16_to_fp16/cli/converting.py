@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checkpoint.places import local_source, written_folder
+from ..checkpoint.folder import converted_already, is_converted
+from ..checkpoint.layouts import LAYOUTS
+from ..checkpoint.places import written_folder
 from ..conversion.options import FLAGS, FOLDER_LAYOUT, Destination, Options
 from ..errors import UserError
 from ..visible import show
 from . import shared
+from .checking import provable
 from .publishing import check_publishable, push, status_of
 from .shared import SAFE, UNSAFE, Grouped
 
@@ -84,6 +87,7 @@ def convert_command(
     if adapter is not None:
         return take_adapter(adapter, out, Path(source), force=force, json_file=json_file)
     options = Options(**fields)
+    options.check()
     folder = options.layout == FOLDER_LAYOUT
     idle = [flag for flag, given in (("--dry-run", dry_run), ("--no-audit", not options.run_model)) if given]
     check_together(recipe, push_to, folder=folder, idle=idle)
@@ -92,8 +96,7 @@ def convert_command(
         out = out or Path(push_to.rpartition("/")[2])
     if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
-    on_the_hub = local_source(source) is None  # which is not asked before it is known that the output has a place
-    if out is not None and not dry_run and on_the_hub:
+    if out is not None and not dry_run:
         check_free(out, Path(source), folder=folder, force=force)
     others = {options.plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
     shared.check_given(
@@ -101,11 +104,8 @@ def convert_command(
         options.data,
         others | {options.config: shared.CONFIG},
         options.subfolder,
-        known=True,
-        layout=options.layout,
+        check=partial(check_convertible, options),
     )
-    if out is not None and not dry_run and not on_the_hub:
-        check_free(out, Path(source), folder=folder, force=force)
     out = out or Path("OUT")  # of a dry run, which writes nothing
     place = Destination(out, force=force, dry_run=dry_run)
     if (pipeline := whole_pipeline(source, options)) is not None:
@@ -197,6 +197,18 @@ def convert_whole(
         if result.out is not None:
             terminal.print_pipeline(result.report, result.out)
     return SAFE if result.out is None or result.safe else UNSAFE
+
+
+def check_convertible(options: Options, folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError for a folder and its config that cannot be converted by these options."""
+    from ..families.known import family_of, naming_class
+
+    if options.layout in LAYOUTS:
+        LAYOUTS[options.layout].check_model(family_of(config).model_type, "config.json")
+    if is_converted(folder):
+        raise converted_already(folder)
+    config = config if options.as_class is None else naming_class(config, options.as_class)
+    provable(options.config, folder, config)
 
 
 def check_free(out: Path, source: Path, *, folder: bool, force: bool) -> None:

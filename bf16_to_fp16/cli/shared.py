@@ -15,7 +15,6 @@ from click.core import ParameterSource
 
 from ..checkpoint.contents import read_config, weight_files
 from ..checkpoint.fetching import SMALL_FILES, fetched
-from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.places import CHECKPOINT, local_folder, local_source, subfolder_of
 from ..conversion.options import FLAGS, Options
 from ..errors import UserError, shortened
@@ -42,6 +41,8 @@ class Location(click.Path):
 PATH = Location()
 
 FOLDER = Location(path_type=Path)
+
+Check = Callable[[Path, Mapping[str, Any]], object]  # raises UserError for a checkpoint's folder and config
 
 CONFIG = "the config.json of SOURCE's weights"
 
@@ -121,27 +122,16 @@ def check_given(
     others: Mapping[str | Path | None, str] = MappingProxyType({}),
     subfolder: str | None = None,
     *,
-    known: bool = False,
-    layout: str = FOLDER_LAYOUT,
+    check: Check = lambda *_: None,
 ) -> None:
     """Raise UserError for a checkpoint, a text or another file that was given and is not there, or of a folder whose
-    files are not those of a checkpoint, before the seconds that the work takes to import, and a download; others:
-    paths, with what is then told to give. known: whether the checkpoint has to be of a known family; layout: whose tool
-    has to have a class for it."""
+    files are not those of a checkpoint, before the seconds that the work takes to import, and a download.
+
+    others: paths, with what is then told to give. check: what more is asked of the checkpoint's folder and config.
+    """
     here = None if source is None else local_source(source)
     if source is not None and (here is None or here.is_dir()):
-        folder = here or asked(source, SMALL_FILES)
-        folder = folder if subfolder is None else subfolder_of(folder, subfolder)
-        if not (folder / "model_index.json").is_file() and not (folder / "modules.json").is_file():
-            config = read_config(folder)
-            if known:
-                from ..families.known import family_of
-
-                family = family_of(config)
-                if layout in LAYOUTS:
-                    LAYOUTS[layout].check_model(family.model_type, str(folder))
-            if here is not None:
-                weight_files(folder)
+        check_folder(here, source, subfolder, check)
     if data is not None:
         from ..run.texts import local_files
 
@@ -149,6 +139,22 @@ def check_given(
     for path, wanted in others.items():
         if path is not None and not Path(path).exists():
             raise UserError(f"{path}: No such file or directory; give {wanted}")
+
+
+def check_folder(here: Path | None, source: str, subfolder: str | None, check: Check) -> None:
+    """Raise UserError unless the folder that a source is, or of None a repository on the Hub, holds a checkpoint whose
+    config ``check`` takes, or a pipeline or a sentence encoder."""
+    from ..families.declared import in_folder
+
+    folder = here or asked(source, SMALL_FILES)
+    folder = folder if subfolder is None else subfolder_of(folder, subfolder)
+    if (folder / "model_index.json").is_file() or (folder / "modules.json").is_file():
+        return
+    config = read_config(folder)
+    with in_folder("/".join(filter(None, (source, subfolder)))):
+        check(folder, config)
+    if here is not None:
+        weight_files(folder)
 
 
 def check_there(source: str, wanted: str = CHECKPOINT, *, or_file: bool = False, endpoint: str | None = None) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from ..auditing.any_model import audit_any, batches_of, open_any
 from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, check_names, verdict
+from ..bounds.activations import check_bounded
 from ..bounds.arithmetic import Arithmetic
-from ..bounds.certificate import check_bounded
 from ..checkpoint.folder import is_converted
 from ..checkpoint.reader import Checkpoint
 from ..conversion.measuring import attacked, bounded
@@ -75,7 +75,7 @@ def audit(
         attention = attentions_of(layout.stock.names[0], tuple(attention), progress)
         converted, known = is_converted(checkpoint.folder), {"target": None, "padding": padding_entry(layout.config)}
         if converted or attack_steps is not None:
-            check_bounded(layout)  # before anything is run
+            check_bounded(layout, checkpoint.source)  # before anything is run
         inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep, progress=progress)
         family, generates = layout.family.name, layout.stock.is_language_model
         run = partial(audit_folder, checkpoint.folder, inputs=inputs, attention=attention)

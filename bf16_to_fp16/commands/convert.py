@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ..checkpoint.files import read_json
-from ..checkpoint.folder import as_json, is_converted, records, sha256_of, write_json
+from ..checkpoint.folder import as_json, converted_already, is_converted, records, sha256_of, write_json
 from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
 from ..checkpoint.packing import (
     check_out_file,
@@ -277,16 +277,12 @@ def convert_to_file(
 
 
 def check_unconverted(checkpoint: Checkpoint) -> None:
-    """Raise UserError for a checkpoint, a folder or one file, that this program has converted: another conversion would
-    know nothing of what that was made from, and could not be undone to it."""
+    """Raise UserError for a checkpoint, a folder or one file, that this program has converted."""
     file = None if checkpoint.weight_files[0].is_relative_to(checkpoint.home) else checkpoint.weight_files[0]
-    if not (is_converted(checkpoint.home) if file is None else summary_of(file) is not None):
-        return
-    here, name = (REPORT, checkpoint.home) if file is None else ("its metadata", file)
-    raise UserError(
-        f"{name} is converted already, as {here} says; convert what it was made from, or bring that back with"
-        " bf16-to-fp16 undo (bf16-to-fp16 verify checks it as it is; finetune goes on from it)"
-    )
+    if file is None and is_converted(checkpoint.home):
+        raise converted_already(checkpoint.home)
+    if file is not None and summary_of(file) is not None:
+        raise converted_already(file, "its metadata")
 
 
 def for_the_tool(report: Report, layout: FileLayout, config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """How a conversion is done, where it goes, and what it comes from: the frozen values that ``convert`` begins with.
 
 ``Options`` is the one home of ``convert``'s options: the command line, the published command and the Python API come
-from its fields. Nothing here imports torch before a check, so that the command line is there at once.
+from its fields. Nothing here imports torch, so that the command line says at once what does not go together.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
+from ..bounds.arithmetic import Arithmetic
 from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS, Hosted, Size
 from ..checkpoint.places import own_name
 from ..checkpoint.staging import check_out
@@ -220,8 +221,6 @@ class Options:
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be used, or for two that do not go together."""
-        from ..bounds.arithmetic import Arithmetic
-
         choices = (self.target, (AUTO, *TARGETS)), (self.layout, LAYOUT_NAMES), (self.eps, EPS)
         for name, (value, known) in zip(("target", "layout", "eps"), choices, strict=True):
             if value not in known:
@@ -236,6 +235,8 @@ class Options:
             raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
         if self.sweep and not self.run_model:
             raise UserError("nothing is run to sweep; leave out either --sweep or --no-audit")
+        if self.plan is not None and self.margin_bits != MARGIN_BITS:
+            raise UserError("--plan has every exponent that --margin would choose; leave out one of the two")
         if self.max_kl is not None and (self.exact or not self.run_model):
             other = "--exact" if self.exact else "--no-audit"
             raise UserError(f"--max-kl accepts what edits cost, and {other} makes none; leave out one of the two")

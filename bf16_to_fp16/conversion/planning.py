@@ -13,8 +13,9 @@ import torch
 
 from ..auditing.every_output import EveryOutput, batches_shown, run_shown
 from ..auditing.fidelity import Fidelity, Outputs, Reference, add_outputs, compared, fidelity, output_on
+from ..bounds.activations import check_bounded
 from ..bounds.arithmetic import Arithmetic, full_precision
-from ..bounds.certificate import bound, check_bounded
+from ..bounds.certificate import bound
 from ..bounds.findings import Certificate
 from ..bounds.kinds import traits
 from ..bounds.side_modules import sites_behind
@@ -162,8 +163,11 @@ def opened_with_notes(
 
 def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
     """Return what each tensor of a checkpoint is. Say which of them the class that its config names does not read, so
-    that nothing holds for them, and where a proof for ``max_length`` positions is for less than its config names."""
+    that nothing holds for them, and where a proof for ``max_length`` positions is for less than its config names; raise
+    UserError where there can be none."""
     layout = agreed_layout(checkpoint)
+    if max_length is not None:
+        check_bounded(layout, checkpoint.source)
     if layout.outside:
         first, *others = sorted(layout.outside)
         more = f" and {counted(len(others), 'more tensor')}" if others else ""
@@ -223,7 +227,6 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     """Bound the source's sites, observe them unless nothing is to be run, and choose the plan, with edits of the source
     where no exact plan is enough."""
     checkpoint, device = opened.checkpoint, opened.device
-    check_bounded(opened.layout)  # what the bounds would refuse after all has been run
     auto = options.target == AUTO
     tables = Tables(MANY_TABLES if opened.layout.family.centred_norm else FEW_TABLES)
     search = source = Search(opened, options, progress, tables=tables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ..checkpoint.places import shown
 from ..errors import UserError
 from .types import Family, Quotient, SameAs
 
@@ -86,12 +87,12 @@ def number_of(family: Family, config: Mapping[str, object], key: str, what: str,
 
 
 def whole_number(key: str, number: object, what: str, *, least: int = 1) -> int:
-    """Return a config's number for ``key``; raise UserError unless it is a whole one and at least ``least``.
+    """Return a config's number for ``key``; raise UserError unless it is a whole one, at least ``least`` and under 2³¹.
 
     what: it should be, in words.
     """
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise UserError(f"config.json: {key!r} is {number!r}, not {what}; take it from the original checkpoint")
+    if not isinstance(number, int) or isinstance(number, bool) or not least <= number < 2**31:
+        raise UserError(f"config.json: {key!r} is {shown(number)}, not {what}; take it from the original checkpoint")
     return number
 
 

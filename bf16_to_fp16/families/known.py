@@ -123,6 +123,17 @@ def family_of(config: Mapping[str, object]) -> Family:
     return family.flat if family.flat is not None and not isinstance(config.get(INNER), Mapping) else family
 
 
+def naming_class(config: Mapping[str, object], name: str) -> dict[str, object]:
+    """Return a config that names another stock class of its family; raise UserError where there is no such class."""
+    family = family_of(config)
+    if name not in names_of(family):
+        raise UserError(
+            f"config.json: {name} is no class that reads a {family.model_type} checkpoint; those that do are"
+            f" {', '.join(names_of(family))}"
+        )
+    return {**config, "architectures": [name]}
+
+
 def class_named(name: str) -> StockClass | None:
     """Return the stock class of this name, None where no family has it."""
     return next((stock for family in FAMILIES for stock in family.classes if name in stock.names), None)

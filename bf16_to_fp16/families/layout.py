@@ -260,6 +260,18 @@ class Layout:
         convex = not experts.sigmoid or bool(config_value(self.family, self.config, experts.normalised))
         return number, scale, scale if convex else scale * number
 
+    def noise(self, experts: Experts) -> float:
+        """Return how far from 1 the factor may be by which a router multiplies in training, 0 for never.
+
+        Raises UserError where the config's is no such number; stock code takes one under 0 for none.
+        """
+        noise = config_value(self.family, self.config, experts.noise) if experts.noise else 0.0
+        if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
+            raise UserError(
+                f"config.json: {experts.noise!r} is {noise!r}, not how far from 1 a factor may be; write 0 for none"
+            )
+        return float(noise)
+
     def embedding_scale(self, ends: StackEnds) -> float:
         """Return what stock code multiplies a stack's embedding with: √d, or 1 for nothing."""
         switch = config_value(self.family, self.config, ends.scale) if ends.scale else ends.scales_itself or ends.scales

@@ -15,8 +15,8 @@ from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
 from ..checkpoint.naming import names_in_files
 from ..checkpoint.reader import VIEWS, Checkpoint
 from ..checkpoint.single_file import SCRATCH
-from ..errors import UserError
-from .known import architectures, class_of, family_of, named_as, names_of
+from .declared import in_folder
+from .known import architectures, class_of, family_of, named_as, naming_class
 from .llama import STACK
 
 
@@ -25,15 +25,10 @@ def read_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
     Raises UserError where the checkpoint's family has no such class.
     """
-    family = family_of(checkpoint.config)
-    if name not in names_of(family):
-        raise UserError(
-            f"{checkpoint.name}: {name} is no class that reads a {family.model_type} checkpoint; those that do are"
-            f" {', '.join(names_of(family))}"
-        )
+    with in_folder(checkpoint.source):
+        config = naming_class(checkpoint.config, name)
     if name in architectures(checkpoint.config)[:1]:
         return checkpoint
-    config = checkpoint.config | {"architectures": [name]}
     names = names_under(checkpoint.config, checkpoint.tensors, name)
     tensors = {names[n]: info for n, info in checkpoint.tensors.items()}
     stored = names_in_files(checkpoint.stored_names.values(), str(checkpoint.name), [name])

@@ -16,11 +16,12 @@ import torch
 from ..checkpoint.formats import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
-from .configs import axis_size, config_value, full_config, looked_up
-from .known import class_of, named_as, placed_family
+from .configs import axis_size, looked_up
+from .declared import declared, in_folder
+from .known import named_as
 from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorSource
 from .spread import channels_along
-from .types import Family, Head, OutputScale, Part, Stack, StackEnds, StockClass, Tensor, carried_by
+from .types import Family, Head, OutputScale, Part, StackEnds, StockClass, Tensor, carried_by
 
 ROWS_AT_A_TIME = 4096
 
@@ -34,21 +35,15 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     Raises UserError for a tensor that is missing, unknown, of the wrong shape or not floating, by name, and for a
     config.json that cannot be used.
     """
-    try:
+    with in_folder(checkpoint.source):
         return classified(checkpoint, untie=untie)
-    except UserError as error:
-        if str(error).startswith("config.json"):  # what is wrong in a config is said where nothing knows whose it is
-            raise UserError(f"{checkpoint.source}/{error}") from None
-        raise
 
 
 def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
     """Return what ``resolve`` does; an error of the config begins with the name of its file alone."""
     config, names = checkpoint.config, set(checkpoint.tensors)
-    stock, family = class_of(config), placed_family(config)
-    for key, (only, why) in family.alone.items():
-        if (value := config_value(family, config, key)) != only:
-            raise UserError(f"config.json: {key!r} is {value!r}, and {why}")
+    bare, parts = declared(config, len(names))
+    family, stock = bare.family, bare.stock
     embedding = next((n for n in (family.embedding, *family.copies) if n in names), None)
     if embedding is None:
         raise UserError(
@@ -59,11 +54,7 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
     if tied and family.head in names:
         dropped[family.head] = f"the same values as {family.embedding}, to which stock classes tie it"
 
-    parts = [family.encoder_ends, *blocks(family.encoder, family, config, len(names))]
     separate = bool(tied and untie and family.untie)
-    if stock.decodes:
-        assert family.decoder is not None and family.decoder_ends is not None
-        parts += [family.encoder_output, family.decoder_ends, *blocks(family.decoder, family, config, len(names))]
     parts.append(stock.end or (family.tied_head if tied and not separate else family.untied_head))
     parts += family.brings(config) if family.brings is not None else ()
 
@@ -98,10 +89,8 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
             f"{checkpoint.source}: tensor {name} is not part of {family.title} as config.json describes it;"
             " stock code would drop it, so check the config's layer counts or remove the tensor"
         )
-    return Layout(
-        family=family,
-        config=config,
-        stock=stock,
+    return replace(
+        bare,
         tied=tied if not separate else False,
         tensors=tensors,
         signals=merge_signals(family, config, parts, tensors),
@@ -215,23 +204,6 @@ def same_values(checkpoint: TensorSource, one: str, other: str) -> bool:
         if not torch.equal(left, right):
             return False
     return True
-
-
-def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: int) -> list[Part]:
-    """Return the parts of every block of a stack, in order; raise UserError for more blocks than the checkpoint has
-    tensors."""
-    full = full_config(family, config)
-    count = config_value(family, config, stack.layers)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise UserError(
-            f"config.json: {stack.layers!r} is {count!r}, not a number of layers; take it from the original checkpoint"
-        )
-    if count > tensors:
-        raise UserError(
-            f"config.json: {stack.layers!r} is {count}, more than the {tensors} tensors that there are;"
-            " use the config.json that belongs to these weights"
-        )
-    return [part for i in range(count) for part in stack.block(full, i)]
 
 
 def resolve_tensor(

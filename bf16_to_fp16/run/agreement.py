@@ -63,10 +63,6 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     """Raise UserError where the stock model in the checkpoint's folder is not the one that its layout describes."""
     where = f"{checkpoint.folder}/config.json"
     config = load_config(checkpoint.folder)
-    for part in layout.topology:
-        if isinstance(part, Attention):
-            layout.kv_heads(part)  # which refuses a number of heads that is none, by which stock code would divide
-    check_buckets(layout, where)
     check_older(layout, where)
     written = _Written(config, layout, where)
     stock = of_stock_code(checkpoint, layout, written)
@@ -370,12 +366,6 @@ def check_dynamic(parameters: Any, where: str) -> None:
 
 def check_older(layout: Layout, where: str) -> None:
     """Raise UserError for what transformers 4, which reads these folders too, would make another model of."""
-    key = "tie_encoder_decoder"
-    if layout.config.get(key):
-        raise UserError(
-            f"{where}: {key!r} is {shown(layout.config[key])}, by which transformers 4 puts weights of one stack into"
-            " the other and 5 does not; remove it"
-        )
     for key in layout.family.tie_keys:
         said = looked_up(layout.config, key, True)
         if layout.tied and not said:
@@ -384,19 +374,6 @@ def check_older(layout: Layout, where: str) -> None:
                 " transformers 4 would fill it with random numbers; use the whole original checkpoint and its"
                 " config.json"
             )
-
-
-def check_buckets(layout: Layout, where: str) -> None:
-    """Raise UserError for position buckets with which stock code would read outside their table."""
-    if layout.family.buckets is None:
-        return
-    number, distance = (config_value(layout.family, layout.config, key) for key in layout.family.buckets)
-    if not (isinstance(number, int) and isinstance(distance, int) and number >= 4 and distance > number // 2):
-        keys = " and ".join(map(repr, layout.family.buckets))
-        raise UserError(
-            f"{where}: {keys} are {shown(number)} and {shown(distance)}, with which stock code reads outside the table"
-            " of position biases; take them from the original checkpoint"
-        )
 
 
 class _Agreeing(TorchDispatchMode):

@@ -172,7 +172,7 @@ def _readable(config: Any, batch: Batch) -> Batch:
     end = interface.end_ids(config)
     if not end:
         raise UserError(
-            f"config.json: {stock.names[0]} reads the end token, and eos_token_id is"
+            f"{config.name_or_path}/config.json: {stock.names[0]} reads the end token, and eos_token_id is"
             f" {setting(config, 'eos_token_id')!r}; take it from the original checkpoint"
         )
     return ended(batch, end[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.reader import VIEWS, Checkpoint
 from ..errors import UserError, first_line
+from ..families.declared import check_ids, in_folder
 from ..families.known import may_be_absent, of_model_type, placed_family, stock_class
 from ..families.layout import Layout
 from ..families.types import Part, StockClass
@@ -48,17 +49,9 @@ def described(name: str) -> StockClass | None:
 def load_config(folder: Path) -> Any:
     """Return the transformers configuration in ``folder``; ``UserError`` where it is unusable or of no known class."""
     config = any_config(folder)
-    try:
+    with in_folder(folder):
         stock_class({"model_type": config.model_type, "architectures": config.architectures})
-    except UserError as error:
-        raise UserError(f"{folder}/{error}") from None
-    for key in ("decoder_start_token_id", "pad_token_id"):
-        token, size = setting(config, key), vocabulary_of(config)
-        if token is not None and not (isinstance(token, int) and 0 <= token < size):
-            raise UserError(
-                f"{folder}/config.json: {key} is {token!r}, not an id of the vocabulary of {size};"
-                " take it from the original config.json"
-            )
+        check_ids(partial(setting, config), vocabulary_of(config))
     return config
 
 

@@ -17,10 +17,11 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from bf16_to_fp16 import UserError
 from bf16_to_fp16.bounds import factored, spectral
+from bf16_to_fp16.bounds.activations import LOWEST, STEEPEST
 from bf16_to_fp16.bounds.arithmetic import UNIT, UNIT32, Arithmetic, norm_units
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.factored import chunks
-from bf16_to_fp16.bounds.feed_forward import LOWEST, STEEPEST, PlainNeurons
+from bf16_to_fp16.bounds.feed_forward import PlainNeurons
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.bounds.linear import (
     NORM_ERROR,

@@ -183,10 +183,10 @@ row("a size that is text", "config.json", "original checkpoint")(configure(d_mod
 row("a start token beyond the vocabulary", "decoder_start_token_id is 97", "take it from the original config.json")(
     configure(decoder_start_token_id=97)
 )
-row("an activation that is unknown", "config.json", "mend the file")(configure(feed_forward_proj="gated-gated-gelu"))
-row("a dropout that is impossible", "cannot be loaded (dropout probability", "check its files")(
-    configure(dropout_rate=-1)
+row("an activation that is unknown", "/source/config.json: activation", "take it from")(
+    configure(feed_forward_proj="gated-gated-gelu")
 )
+row("a dropout that is impossible", "'dropout_rate' is -1", "give a number from 0")(configure(dropout_rate=-1))
 row("settings of generation that are impossible", "source: stock code cannot run it", "generation_config.json")(
     lambda at: (at.source / "generation_config.json").write_text(
         '{"decoder_start_token_id": 0, "output_hidden_states": [null]}'

@@ -102,7 +102,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("pegasus", {"hidden_size": 12}, "'hidden_size' is 12"),
     ("t5", {"num_heads": True}, "'num_heads' is True"),
     ("pegasus", {"encoder_attention_heads": True}, "encoder_attention_heads"),
-    ("pegasus", {"decoder_attention_heads": 5}, "divisible by num_heads"),
+    ("pegasus", {"decoder_attention_heads": 5}, "does not divide the 24 rows"),
     ("t5", {"layer_norm_epsilon": True}, "layer_norm_epsilon"),
     ("t5", {"relative_attention_max_distance": 4}, "'relative_attention_max_distance' are 9 and 4"),
     ("pegasus", {"tie_word_embeddings": False}, "lm_head.weight is missing"),

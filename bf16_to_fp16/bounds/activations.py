@@ -1,0 +1,39 @@
+"""The activations that have bounds, and what else no bound is known of whatever the weights are.
+
+Nothing here imports torch, so that a command can say at once what is wrong with its input.
+"""
+
+from __future__ import annotations
+
+from ..errors import UserError
+from ..families.layout import Layout
+
+LOWEST = {
+    "relu": 0.0,
+    "gelu": 0.17,
+    "gelu_new": 0.1701,
+    "gelu_pytorch_tanh": 0.1701,
+    "silu": 0.2785,
+    "swish": 0.2785,
+}
+"""How far below zero an activation goes, rounded up; all are x·Φ(x) with 0 ≤ Φ ≤ 1."""
+
+STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.13, "silu": 1.1, "swish": 1.1}
+"""Largest derivative of an activation, rounded up."""
+
+
+def check_bounded(layout: Layout, folder: str = "") -> None:
+    """Raise UserError for what has no bound whatever the weights are: a norm eps of next to nothing, or an activation
+    that is not known; folder: of its config.json, for messages."""
+    where = f"{folder}/config.json".removeprefix("/")
+    if layout.eps < 2.0**-126:
+        raise UserError(
+            f"{where}: with a norm eps of {layout.eps:g} a zero vector gives NaN in fp32, which holds 1.2e-38 at"
+            " least; write 1e-6 or so"
+        )
+    for sublayer in layout.feed_forwards:
+        if sublayer.activation not in LOWEST:
+            raise UserError(
+                f"{where}: activation {sublayer.activation!r} has no bound, as {', '.join(LOWEST)} have;"
+                " take it from the original checkpoint, or run it as it is: bf16-to-fp16 audit"
+            )

@@ -1,0 +1,139 @@
+"""What a config.json declares of its model, before any tensor is looked at.
+
+Nothing here imports torch, so that a command can say at once what is wrong with its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..checkpoint.places import shown
+from ..errors import UserError
+from .configs import axis_size, config_value, full_config, looked_up, whole_number
+from .known import class_of, placed_family
+from .layout import Layout
+from .types import Attention, Experts, Family, Head, Part, Stack
+
+EARLY = 8
+"""Layers of each stack whose records are made where the tensors are not known: every kind of layer is among them."""
+
+IDS = ("decoder_start_token_id", "pad_token_id")
+
+
+@contextmanager
+def in_folder(folder: str | Path) -> Iterator[None]:
+    """Say in which folder the config.json lies of which an error tells, as what raises it knows the config alone."""
+    try:
+        yield
+    except UserError as error:
+        if str(error).startswith("config.json"):
+            raise UserError(f"{folder}/{error}") from None
+        raise
+
+
+def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[Layout, list[Part]]:
+    """Return the layout that a config declares, without tensors and signals, and its parts but what reads the last
+    norm's output.
+
+    tensors: how many the checkpoint has; None leaves out the layers behind the first ``EARLY``. Raises UserError, which
+    begins with ``config.json``, for a config from which no layout can be made, whatever the tensors are.
+    """
+    stock, family = class_of(config), placed_family(config)
+    for key, (only, why) in family.alone.items():
+        if (value := config_value(family, config, key)) != only:
+            raise UserError(f"config.json: {key!r} is {value!r}, and {why}")
+    check_kinds(family, config)
+    parts = [family.encoder_ends, *blocks(family.encoder, family, config, tensors)]
+    if stock.decodes:
+        assert family.decoder is not None and family.decoder_ends is not None
+        parts += [family.encoder_output, family.decoder_ends, *blocks(family.decoder, family, config, tensors)]
+    end = stock.end or family.untied_head
+    brought = [] if family.brings is None else family.brings(config)
+    topology = tuple(part.topology for part in (*parts, end, *brought) if part.topology is not None)
+    shapes = {tensor.name: tensor.shape for part in (*parts, end, *brought) for tensor in part.tensors}
+    sizes = {name: axis_size(family, config, name) for name in {name for shape in shapes.values() for name in shape}}
+    layout = Layout(family, config, stock, None, {}, {}, {}, 1.0, topology)
+    check_numbers(layout, {name: sizes[rows] for name, (rows, *_) in shapes.items()})
+    return layout, parts
+
+
+def check_config(config: Mapping[str, object]) -> Layout:
+    """Return the layout that a config declares; raise UserError as ``declared`` and ``check_ids`` do."""
+    layout, _ = declared(config)
+    check_ids(lambda key: looked_up(config, key), axis_size(layout.family, config, "vocab"))
+    return layout
+
+
+def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: int | None) -> list[Part]:
+    """Return the parts of every block of a stack, in order; raise UserError for more blocks than the checkpoint has
+    tensors. tensors: as in ``declared``."""
+    full = full_config(family, config)
+    count = whole_number(stack.layers, config_value(family, config, stack.layers), "a number of layers")
+    if tensors is not None and count > tensors:
+        raise UserError(
+            f"config.json: {stack.layers!r} is {count}, more than the {tensors} tensors that there are;"
+            " use the config.json that belongs to these weights"
+        )
+    return [part for i in range(min(count, EARLY if tensors is None else count)) for part in stack.block(full, i)]
+
+
+def check_kinds(family: Family, config: Mapping[str, object]) -> None:
+    """Raise UserError for a text or a fraction that is none, for a rate of dropout that is no share, and for
+    ``tie_encoder_decoder``."""
+    for key, default in family.defaults.items():
+        value, number = looked_up(config, key), isinstance(default, float)
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) if number else isinstance(value, str)
+        if value is not None and isinstance(default, (str, float)) and not fits:
+            raise UserError(
+                f"config.json: {key!r} is {shown(value)}, not {'a number' if number else 'a word'} such as"
+                f" {default!r}; take it from the original checkpoint"
+            )
+    for key in sorted({*family.dropout.values()}):
+        rate = looked_up(config, key)
+        if isinstance(rate, (int, float)) and not 0 <= rate < 1:
+            raise UserError(f"config.json: {key!r} is {rate}, not a dropout rate; give a number from 0 to under 1")
+    if config.get(key := "tie_encoder_decoder"):
+        raise UserError(
+            f"config.json: {key!r} is {shown(config[key])}, by which transformers 4 puts weights of one stack into the"
+            " other and 5 does not; remove it"
+        )
+
+
+def check_numbers(layout: Layout, rows: Mapping[str, int]) -> None:
+    """Raise UserError for an eps, a number of heads or of experts, a soft cap, or position buckets that cannot be;
+    rows: of each tensor."""
+    assert layout.eps
+    for part in layout.topology:
+        if isinstance(part, Attention | Head):
+            layout.cap(part)
+        if isinstance(part, Attention):
+            heads, size = layout.heads(part), rows.get(f"{part.query}.weight", 0)
+            if layout.kv_heads(part) and size % heads:
+                raise UserError(
+                    f"config.json: {part.heads!r} is {heads}, which does not divide the {size} rows of queries; take"
+                    " it from the original checkpoint"
+                )
+        elif isinstance(part, Experts):
+            layout.experts_together(part), layout.noise(part)
+    if layout.family.buckets is not None:
+        number, distance = (config_value(layout.family, layout.config, key) for key in layout.family.buckets)
+        # Else stock code reads outside the table.
+        if not (isinstance(number, int) and isinstance(distance, int) and number >= 4 and distance > number // 2):
+            keys = " and ".join(map(repr, layout.family.buckets))
+            raise UserError(
+                f"config.json: {keys} are {shown(number)} and {shown(distance)}, with which stock code reads outside"
+                " the table of position biases; take them from the original checkpoint"
+            )
+
+
+def check_ids(said: Callable[[str], object], size: int) -> None:
+    """Raise UserError where a config says an id that is not one of a vocabulary of this size; said: by its key."""
+    for key in IDS:
+        token = said(key)
+        if token is not None and not (isinstance(token, int) and 0 <= token < size):
+            raise UserError(
+                f"config.json: {key} is {token!r}, not an id of the vocabulary of {size};"
+                " take it from the original config.json"
+            )
