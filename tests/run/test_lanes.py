@@ -266,6 +266,36 @@ def test_fewer_ids_than_the_number_of_the_padding_are_looked_up(tmp_path: Path) 
     assert torch.equal(lane.result[0], run(load(folder, torch.float32), batch, False)[0])
 
 
+@pytest.mark.parametrize(("how", "at_once"), [({}, 3), ({"casts": True}, 1), ({"alike": 0}, 1)])
+def test_lanes_run_at_once_on_their_shares_of_the_threads(
+    how: dict[str, Any], at_once: int, folders: dict[str, Path]
+) -> None:
+    """Those under autocast, and those that share modules, one after another on all of them."""
+    walk, ids = Walk(open_checkpoint(folders["t5"])), torch.tensor([[5, 9]])
+    batch, meet, inside = Batch("", ids, ids.clip(max=1), ids, ids.clip(max=1)), threading.Barrier(at_once), list[int]()
+    seen: list[tuple[int, int]] = []
+
+    def looks(model: Any) -> None:
+        inside.append(0)
+        meet.wait(20)
+        seen.append((len(inside), torch.get_num_threads()))
+        meet.wait(20)
+        inside.clear()
+        run_batch(model, batch)
+
+    torch.set_num_threads(3)
+    for _ in range(3):
+        walk.add(looks, torch.float32, **how)
+    walk.run()
+    after = [torch.get_num_threads()]
+    fresh = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
+    fresh.start()
+    fresh.join()
+    torch.set_num_threads(2)
+    assert seen == [(at_once, 3 // at_once)] * 3
+    assert after == [3, 3]
+
+
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict[str, Path]) -> None:
     walk = Walk(open_checkpoint(folders["t5"]))
