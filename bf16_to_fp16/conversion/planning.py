@@ -129,7 +129,7 @@ def open_source(
     inputs: list[Batch] = []
     if options.run_model:
         data, seed = options.data, options.seed
-        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=options.sweep, progress=progress)
+        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=options.sweep)
     return Opened(checkpoint, layout, inputs, device)
 
 
@@ -460,7 +460,6 @@ def checkpoint_batches(
     seed: int,
     *,
     sweep: bool = False,
-    progress: Progress | None = None,
 ) -> list[Batch]:
     """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
     given."""
@@ -468,7 +467,7 @@ def checkpoint_batches(
     beside = tokenizer_beside(checkpoint.home, checkpoint.subfolder)  # where pipelines have it
     if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):
         folder = beside
-    return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress)
+    return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened)
 
 
 Bounds = Callable[[Layout, Mapping[str, int]], Mapping[str, ModuleRange]]

@@ -364,5 +364,5 @@ def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_rewritten_ce
     converted = does("convert")
     assert converted.returncode == 0, converted.stderr
     report = json.loads((out / REPORT).read_text())
-    assert report["verdict"] == "safe" and report["inputs"]["left_out"] == []
+    assert report["verdict"] == "safe"
     assert report["regimes"]["half"]["runs"][0]["kinds"] == [REPEATED, GENERATE]
