@@ -118,6 +118,10 @@ def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) 
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
     (tmp_path / "file.gguf").write_bytes(b"GGUF")
+    said["short"] = (json.dumps(t5), "model.safetensors: 1 bytes are too few")
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "model.safetensors").write_bytes(b"8")
+    (tmp_path / "short" / "config.json").write_text(said["short"][0])
     for name in ("with_config", "alone"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file.gguf").write_bytes(b"GGUF")
@@ -143,7 +147,7 @@ for line in {[line.partition(": ")[0] for line in wanted]}:
     told = [words for _, words in said.values()] + [f"{file}: GGUF holds quantised weights" for file in quantised]
     assert [done.stderr.count(words) for words in told] == [2] * len(sources)
     places = [f"error: {tmp_path / more.partition(' ')[0]}{words}" for more, words in unfit.items()]
-    places += [f"error: {tmp_path / name}/config.json" for name in said if name != "empty"]
+    places += [f"error: {tmp_path / name}/config.json" for name in said if name not in ("empty", "short")]
     assert [place for place in places if place not in done.stderr] == []
 
 

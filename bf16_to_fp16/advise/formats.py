@@ -121,7 +121,8 @@ def to_nan(value: float) -> list[dict[str, Any]]:
 
 def open_weights(source: str | Path, subfolder: str | None = None) -> Checkpoint:
     """Open a checkpoint as ``open_checkpoint`` does, or a single ``.safetensors`` or ``.bin`` file without a config."""
-    from ..checkpoint.formats import read_header, read_pickle
+    from ..checkpoint.formats import read_pickle
+    from ..checkpoint.headers import read_header
     from ..checkpoint.reader import Checkpoint, open_checkpoint
 
     path = Path(source).expanduser()
@@ -138,7 +139,7 @@ def chosen(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> list[str]:
 
     Raises UserError where none matches, and for a tensor of whole numbers.
     """
-    from ..checkpoint.formats import FLOATING_DTYPES
+    from ..checkpoint.headers import FLOATING_DTYPES
 
     names = [n for n in checkpoint.tensors if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)]
     if not names:

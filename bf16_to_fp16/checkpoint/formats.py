@@ -1,29 +1,24 @@
-"""Files of weights: where every tensor of a safetensors file or of a ``torch.save`` file lies, and ranges of bytes.
+"""Files of weights: ranges of their bytes as tensors, and where every tensor of a ``torch.save`` file lies.
 
-Nothing in a stranger's file is believed: duplicate keys, holes, overlaps and wrong sizes are told when it is opened.
 Ranges are read into memory of their own, as a mapping kills the process if the file shrinks; the only pickle that is
 read is that of a legacy ``pytorch_model.bin``, by torch with ``weights_only``.
-Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import pickle
 import struct
 import sys
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
 import torch
 
-from ..errors import UserError, shortened
-from .files import LONGEST_HEADER, parse_json, read_bytes, read_exactly, reading, size_of
+from ..errors import UserError
+from .files import LONGEST_HEADER, read_exactly, reading, size_of
+from .headers import TensorInfo
 from .places import RESTORE, shown
 
 SAFETENSORS_DTYPES = {
@@ -43,33 +38,12 @@ SAFETENSORS_DTYPES = {
 }
 """Dtypes that can be read, by their names in safetensors files."""
 
-FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")  # names of the dtypes that weights may have
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 """Dtypes of weights in 8 bits that are numbers by themselves, up to a scale."""
 
-QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")
-"""Beginnings of the names of dtypes in which weights are only codes, meaningless without their scales."""
-
-TORCH_FORMATS = ("pt", "mlx")
-"""What the metadata of a file may call its format: transformers 4 takes MLX's for PyTorch's, and of version 5 any."""
-
-MOST_AXES = 8  # axes of a tensor. The product of a million sizes would take hours
 READ_BYTES = 1 << 20  # bytes read at a time where a whole file is hashed
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies: ``nbytes`` bytes from ``offset`` of ``file``; ``dtype`` as safetensors spells it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    offset: int
-    nbytes: int
-
 
 FileState = tuple[int, int, int, int, int]
 """Device, inode, size in bytes, and times in ns of the last change of the data and of anything."""
@@ -127,110 +101,6 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
     with reading(info.file) as source:
         read_exactly(source, bytes_of(tensor), info.offset + skip)
     return tensor
-
-
-def check_not_quantised(dtype: str, name: str, file: Path) -> None:
-    """Raise UserError for a dtype in which weights are only codes."""
-    if dtype.startswith(QUANTISED):
-        raise UserError(
-            f"{file}: tensor {shown(name)} is {shortened(dtype)}, quantised; give the checkpoint it was quantised from"
-        )
-
-
-# --- safetensors ---------------------------------------------------------------------------------------------------
-
-
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return where every tensor of a safetensors file lies; raise UserError as ``read_whole_header`` does, and for a
-    file that says that it is for something else than PyTorch."""
-    tensors, metadata = read_whole_header(file)
-    if (made_for := metadata.get("format", "pt")) not in TORCH_FORMATS:
-        raise UserError(
-            f"{file}: its metadata say format {shown(made_for)}, which transformers 4 refuses or reads as weights of"
-            " another library; save it again with save_pretrained"
-        )
-    return tensors
-
-
-def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return where every tensor of a safetensors file lies, and the file's own metadata. any_dtype: take tensors of
-    dtypes that cannot be read, too. Raises UserError unless the header is well formed, its ranges cover the data
-    exactly once, and no dtype is one in which weights are only codes."""
-    with reading(file) as source:
-        size = size_of(source)
-        if size < 8:
-            raise UserError(f"{file}: {size} bytes are too few for a safetensors file; {RESTORE}")
-        length = int.from_bytes(read_bytes(source, 8), "little")
-        if length > size - 8:
-            raise UserError(
-                f"{file}: a header of {length} bytes does not fit the file of {size};"
-                f" it is cut short or not safetensors, {RESTORE}"
-            )
-        if length > LONGEST_HEADER:
-            raise UserError(
-                f"{file}: a header of {length} bytes is longer than the {LONGEST_HEADER} that are read here;"
-                f" it is not a header of weights, {RESTORE}"
-            )
-        entries = parse_json(read_bytes(source, length, 8), file, "header")
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise UserError(f"{file}: __metadata__ is not a map of strings; {RESTORE}")
-    tensors = {name: tensor_info(name, entry, file, 8 + length, any_dtype) for name, entry in entries.items()}
-    end = 8 + length
-    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
-        if info.offset != end:
-            kind = "overlaps the one before" if info.offset < end else "leaves a hole before it"
-            raise UserError(f"{file}: tensor {shown(info.name)} {kind}; {RESTORE}")
-        end += info.nbytes
-    if end != size:
-        problem = "cut short" if end > size else "longer than its tensors"
-        raise UserError(f"{file}: {problem} ({size} bytes, the header says {end}); {RESTORE}")
-    return tensors, metadata
-
-
-def tensor_info(name: str, entry: object, file: Path, start: int, any_dtype: bool = False) -> TensorInfo:
-    """Return a header's entry as a TensorInfo, the data beginning at ``start``; raise UserError where it is wrong."""
-
-    def invalid(problem: str) -> UserError:
-        return UserError(f"{file}: tensor {shown(name)} {problem}; {RESTORE}")
-
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise invalid("does not have exactly dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not is_sizes(shape) or len(shape) > MOST_AXES:
-        raise invalid(f"has the shape {shown(shape)}")
-    if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise invalid(f"has the offsets {shown(offsets)}")
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise invalid("has a name that is not Unicode text") from error
-    begin, end = offsets
-    known = SAFETENSORS_DTYPES | FP8_DTYPES
-    if isinstance(dtype, str) and not any_dtype:
-        check_not_quantised(dtype, name, file)
-    if not isinstance(dtype, str) or not (any_dtype or dtype in SAFETENSORS_DTYPES):
-        raise invalid(f"has the unknown dtype {shown(dtype)}")
-    if dtype in known and (nbytes := math.prod(shape) * known[dtype].itemsize) != end - begin:
-        raise invalid(f"needs {nbytes} bytes for {dtype} {shape} but has {end - begin}")
-    return TensorInfo(name, dtype, tuple(shape), file, start + begin, end - begin)
-
-
-def is_sizes(value: object) -> bool:
-    """Return whether a JSON value is a list of integers from 0 to 2⁴⁸."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
-
-
-def entry_of(dtype: str, shape: tuple[int, ...], begin: int, nbytes: int) -> dict[str, object]:
-    """Return a tensor's entry in a header."""
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + nbytes]}
-
-
-def header_of(entries: Mapping[str, object]) -> bytes:
-    """Return the header of a safetensors file with its length before it."""
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 # --- pytorch_model.bin ---------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from .. import system
 from ..errors import UserError
 from ..wording import counted
 from .files import read_bytes, reading, size_of
-from .formats import FLOATING_DTYPES, READ_BYTES, SAFETENSORS_DTYPES, TensorInfo, bytes_of, read_whole_header
+from .formats import READ_BYTES, SAFETENSORS_DTYPES, bytes_of
+from .headers import FLOATING_DTYPES, TensorInfo, read_whole_header
 from .places import shown
 from .staging import created, writing
 

@@ -22,7 +22,7 @@ from typing import Any
 from .. import system
 from ..errors import UserError
 from ..system import write_all
-from . import files, formats
+from . import files, headers
 from .layouts import LAYOUTS
 from .naming import STOCK, Naming
 from .ownership import is_kept
@@ -71,20 +71,20 @@ def pack(
     """Write the tensors of a safetensors file to a new one under the names of ``naming``, a few MB at a time.
     tokenizer: a name, and the file whose bytes it is to stand for. Raises UserError where a tensor has no name there,
     and for a full disk."""
-    tensors = sorted(formats.read_whole_header(weights)[0].values(), key=lambda info: info.offset)
+    tensors = sorted(headers.read_whole_header(weights)[0].values(), key=lambda info: info.offset)
     running = hashlib.sha256()
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata, TENSORS: running.hexdigest()}}
     end = 0
     for info in tensors:
-        entries[naming.from_stock(info.name)] = formats.entry_of(info.dtype, info.shape, end, info.nbytes)
+        entries[naming.from_stock(info.name)] = headers.entry_of(info.dtype, info.shape, end, info.nbytes)
         end += info.nbytes
     extra = b""
     if tokenizer is not None:
         name, file = tokenizer
         extra = file.read_bytes()
-        entries[name] = formats.entry_of("U8", (len(extra),), end, len(extra))
-    header = formats.header_of(entries)
-    if len(header) > formats.LONGEST_HEADER:
+        entries[name] = headers.entry_of("U8", (len(extra),), end, len(extra))
+    header = headers.header_of(entries)
+    if len(header) > files.LONGEST_HEADER:
         raise UserError(f"{target.name}: its header would have {len(header):,} bytes; leave out --layout")
     with created(target, len(header) + end + len(extra)) as out, files.reading(weights) as source, writing(target):
         write_all(out, memoryview(header))
@@ -96,12 +96,12 @@ def pack(
         # Again, since it holds the hash of what follows it; a digest is as long as another.
         entries["__metadata__"] = {"format": "pt", **metadata, TENSORS: running.hexdigest()}
         os.lseek(out, 0, os.SEEK_SET)
-        write_all(out, memoryview(formats.header_of(entries)))
+        write_all(out, memoryview(headers.header_of(entries)))
         os.fsync(out)
 
 
 def hashing(
-    source: FileIO, tensors: Iterable[formats.TensorInfo], running: Any, naming: Naming = STOCK
+    source: FileIO, tensors: Iterable[headers.TensorInfo], running: Any, naming: Naming = STOCK
 ) -> Iterator[memoryview]:
     """Yield the bytes of tensors of an open file, part by part, and add them to the hash ``running``, each tensor
     behind its description under the name that ``naming`` has for it."""
@@ -123,7 +123,7 @@ def described(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
 def tensors_sha256(file: Path) -> str:
     """Return the SHA-256 of a file's tensors, as ``TENSORS`` records it; raise UserError where it cannot be read."""
     running = hashlib.sha256()
-    tensors = sorted(formats.read_whole_header(file, any_dtype=True)[0].values(), key=lambda info: info.offset)
+    tensors = sorted(headers.read_whole_header(file, any_dtype=True)[0].values(), key=lambda info: info.offset)
     with files.reading(file) as source:
         for _ in hashing(source, tensors, running):
             pass
@@ -132,7 +132,7 @@ def tensors_sha256(file: Path) -> str:
 
 def metadata_in(file: Path) -> dict[str, str]:
     """Return a file's own metadata, none where it is no safetensors file; raise UserError where it is damaged."""
-    return formats.read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
+    return headers.read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
 
 
 def recorded_sha256(file: Path) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from . import files, formats
+from . import files, formats, headers
 from .contents import check_lone, read_config, weight_files
 from .fetching import download
 from .naming import names_in_files
@@ -35,7 +35,7 @@ class Checkpoint:
     source: str
     revision: str | None
     config: dict[str, Any]
-    tensors: dict[str, formats.TensorInfo]
+    tensors: dict[str, headers.TensorInfo]
     weight_files: tuple[Path, ...]
     index: dict[str, Any] | None
     states: Mapping[Path, formats.FileState] = field(default_factory=dict)
@@ -133,7 +133,7 @@ def open_checkpoint(
     states = {file: formats.state_of(file) for file in files}
     tensors = collect(files, index, folder)
     for info in tensors.values():
-        formats.check_not_quantised(info.dtype, info.name, info.file)
+        headers.check_not_quantised(info.dtype, info.name, info.file)
     classes = own_config.get("architectures")
     stored = names_in_files(tensors, str(source), classes if isinstance(classes, list) else ())
     modules = {name: module for module, name in stored.items()}
@@ -143,11 +143,11 @@ def open_checkpoint(
     )
 
 
-def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Path) -> dict[str, formats.TensorInfo]:
+def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Path) -> dict[str, headers.TensorInfo]:
     """Return where every tensor of ``files`` lies, sorted by name; raise UserError where files and index disagree."""
-    tensors: dict[str, formats.TensorInfo] = {}
+    tensors: dict[str, headers.TensorInfo] = {}
     for file in files:
-        for name, info in (formats.read_header if file.suffix == ".safetensors" else formats.read_pickle)(file).items():
+        for name, info in (headers.read_header if file.suffix == ".safetensors" else formats.read_pickle)(file).items():
             if name in tensors:
                 raise UserError(f"{file}: tensor {shown(name)} is in {tensors[name].file.name} too; {RESTORE}")
             tensors[name] = info

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from .contents import INDEX, WEIGHTS
-from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, entry_of, header_of
+from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
+from .headers import entry_of, header_of
 from .reader import Checkpoint
 
 LARGEST_EXPONENT = 500  # exponents beyond it are refused; fp64 has room for twice as much

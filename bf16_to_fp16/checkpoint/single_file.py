@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError, shortened
-from . import files, formats
+from . import files, formats, headers
 from .folder import write_json
 from .layouts import LAYOUTS, TEXT, TOKENIZERS
 from .naming import Naming, found_in
@@ -44,7 +44,7 @@ class SingleFile:
     file: Path
     folder: Path
     config: dict[str, Any]
-    tensors: dict[str, formats.TensorInfo]
+    tensors: dict[str, headers.TensorInfo]
     states: dict[Path, formats.FileState]
     notes: tuple[str, ...]
 
@@ -84,7 +84,7 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
             " or 4 significant bits"
         )
     for name, info in tensors.items():
-        formats.check_not_quantised(info.dtype, name, file)
+        headers.check_not_quantised(info.dtype, name, file)
     dtypes = [info.dtype for info in tensors.values()]
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
     with writing(folder, SCRATCH_REMEDY):
@@ -103,17 +103,17 @@ def naming_by(config: Mapping[str, Any], layout: str = "comfy") -> Naming | None
     return naming if naming.beginnings or layout == "single" else None
 
 
-def read_any(file: Path) -> dict[str, formats.TensorInfo]:
+def read_any(file: Path) -> dict[str, headers.TensorInfo]:
     """Return where every tensor of a file lies, in safetensors or as torch.save writes it; raise UserError for other
     formats, and where it holds nothing."""
     safetensors = file.suffix in (".safetensors", ".sft")
-    tensors = formats.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
+    tensors = headers.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
     if not tensors:
         raise UserError(f"{file}: no tensors in it; {RESTORE}")
     return tensors
 
 
-def the_encoder(file: Path, tensors: Mapping[str, formats.TensorInfo], prefix: str | None) -> tuple[str, Naming]:
+def the_encoder(file: Path, tensors: Mapping[str, headers.TensorInfo], prefix: str | None) -> tuple[str, Naming]:
     """Return the prefix of the T5 in a file and how it is named; raise UserError where there is none or several."""
     encoders = found_in(tensors)
     if prefix is not None:
@@ -135,7 +135,7 @@ def the_encoder(file: Path, tensors: Mapping[str, formats.TensorInfo], prefix: s
 
 
 def settled_config(
-    file: Path, tensors: Mapping[str, formats.TensorInfo], config: Path | Mapping[str, Any] | None
+    file: Path, tensors: Mapping[str, headers.TensorInfo], config: Path | Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a file's tensors, given or inferred, and what is said of it."""
     if config is not None:
@@ -148,7 +148,7 @@ def settled_config(
     return inferred, [f"{file.name}: {described(inferred)}, told from names and shapes (--config FILE overrides it)"]
 
 
-def scale_of(name: str, tensors: Mapping[str, formats.TensorInfo]) -> formats.TensorInfo | None:
+def scale_of(name: str, tensors: Mapping[str, headers.TensorInfo]) -> headers.TensorInfo | None:
     """Return the scale that lies beside a matrix, None where there is none."""
     if not name.endswith(".weight"):
         return None
@@ -157,8 +157,8 @@ def scale_of(name: str, tensors: Mapping[str, formats.TensorInfo]) -> formats.Te
 
 
 def dequantised(
-    target: Path, narrow: list[formats.TensorInfo], scales: Mapping[str, formats.TensorInfo]
-) -> dict[str, formats.TensorInfo]:
+    target: Path, narrow: list[headers.TensorInfo], scales: Mapping[str, headers.TensorInfo]
+) -> dict[str, headers.TensorInfo]:
     """Write fp8 tensors, times their scales, in bf16 to a new file, one at a time, and return where they lie. scales:
     by the tensor's name, one number or one for each row. Raises UserError for another, and for a full disk."""
     nbytes, widened = sum(2 * info.nbytes for info in narrow), {}
@@ -169,12 +169,12 @@ def dequantised(
             values = formats.read_range(info, info.shape, 0).float()
             if (scale := scales.get(info.name)) is not None:
                 values *= scale_values(scale, info)
-            widened[info.name] = formats.TensorInfo(info.name, "BF16", info.shape, target, out.tell(), 2 * info.nbytes)
+            widened[info.name] = headers.TensorInfo(info.name, "BF16", info.shape, target, out.tell(), 2 * info.nbytes)
             out.write(formats.bytes_of(values.bfloat16()))
     return widened
 
 
-def scale_values(scale: formats.TensorInfo, weight: formats.TensorInfo) -> torch.Tensor:
+def scale_values(scale: headers.TensorInfo, weight: headers.TensorInfo) -> torch.Tensor:
     """Return a scale in fp32, so shaped that it multiplies a matrix; raise UserError for one by blocks."""
     if scale.dtype in ("F32", "F16", "BF16"):
         values = formats.read_range(scale, scale.shape, 0).float()
@@ -215,7 +215,7 @@ EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tok
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
-def inferred_config(tensors: Mapping[str, formats.TensorInfo], where: str) -> dict[str, Any]:
+def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> dict[str, Any]:
     """Return the stock config of the model that these tensors, by their stock names, are. where: what messages call it.
     Raises UserError, with the way out, where names and shapes leave it open."""
 
@@ -262,7 +262,7 @@ def inferred_config(tensors: Mapping[str, formats.TensorInfo], where: str) -> di
     return config
 
 
-def number_of_blocks(tensors: Mapping[str, formats.TensorInfo], stack: str, where: str) -> int:
+def number_of_blocks(tensors: Mapping[str, headers.TensorInfo], stack: str, where: str) -> int:
     """Return the number of blocks of a stack; raise UserError where one of them is missing."""
     blocks = {int(m[1]) for name in tensors if (m := re.match(rf"{stack}\.block\.(\d{{1,6}})\.", name))}
     if blocks and max(blocks) != len(blocks) - 1:
@@ -271,7 +271,7 @@ def number_of_blocks(tensors: Mapping[str, formats.TensorInfo], stack: str, wher
     return len(blocks)
 
 
-def type_of(tensors: Mapping[str, formats.TensorInfo], vocabulary: int, layers: int, where: str) -> str:
+def type_of(tensors: Mapping[str, headers.TensorInfo], vocabulary: int, layers: int, where: str) -> str:
     """Return the model type, by which blocks have a bias table, and by the vocabulary where that leaves it open."""
     ending = "SelfAttention.relative_attention_bias.weight"
     tables = sum(name.startswith("encoder.block.") and name.endswith(ending) for name in tensors)
@@ -292,7 +292,7 @@ def type_of(tensors: Mapping[str, formats.TensorInfo], vocabulary: int, layers: 
     return known
 
 
-def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, formats.TensorInfo]) -> dict[str, Any]:
+def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, headers.TensorInfo]) -> dict[str, Any]:
     """Return a config that was given for these tensors, by its file or as what that holds, with the class that suits
     them: an encoder's where there is no decoder."""
     read = files.read_json(config, "config") if isinstance(config, Path) else dict(config)

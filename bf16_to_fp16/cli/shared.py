@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from ..checkpoint.contents import read_config, weight_files
 from ..checkpoint.fetching import SMALL_FILES, fetched
+from ..checkpoint.headers import read_header
 from ..checkpoint.places import CHECKPOINT, local_folder, local_source, subfolder_of
 from ..conversion.options import FLAGS, Options
 from ..errors import UserError, shortened
@@ -154,7 +155,9 @@ def check_folder(here: Path | None, source: str, subfolder: str | None, check: C
     with in_folder("/".join(filter(None, (source, subfolder)))):
         check(folder, config)
     if here is not None:
-        weight_files(folder)
+        for file in weight_files(folder)[0]:
+            if file.suffix == ".safetensors":
+                read_header(file)
 
 
 def check_there(source: str, wanted: str = CHECKPOINT, *, or_file: bool = False, endpoint: str | None = None) -> None:

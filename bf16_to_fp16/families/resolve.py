@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from ..checkpoint.formats import FLOATING_DTYPES
+from ..checkpoint.headers import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .configs import axis_size, looked_up

@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.contents import SINGLE_OR_SHARDED
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import is_code, is_weights, sha256_of, side_modules
-from ..checkpoint.formats import read_whole_header
+from ..checkpoint.headers import read_whole_header
 from ..checkpoint.layouts import LAYOUTS, TOKENIZERS
 from ..checkpoint.packing import recorded_sha256, summary_of, tensors_sha256
 from ..checkpoint.pipeline import has_variant, variant_name

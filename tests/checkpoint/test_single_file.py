@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support import exhaustive, tiny, tools
 
 from bf16_to_fp16 import audit, certify, convert, undo
-from bf16_to_fp16.checkpoint.formats import TensorInfo
+from bf16_to_fp16.checkpoint.headers import TensorInfo
 from bf16_to_fp16.checkpoint.naming import WAN
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.single_file import described, inferred_config
