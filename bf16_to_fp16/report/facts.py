@@ -24,6 +24,7 @@ from ..wording import (
     listed,
     over_limit,
     percent,
+    power,
     reached,
     scientific,
     significant_bits,
@@ -420,6 +421,26 @@ def inexactness(report: schema.Report) -> str:
     beside = "" if close.kl_bf16 is None else f"; bf16 is {scientific(close.kl_bf16)}"
     sites = counted(len(report.inexact), "site")
     return f"edited at {sites}: fp16 is {scientific(close.kl_fp16)} {unit} from the source{beside}"
+
+
+def centred_rows(report: schema.Report) -> list[tuple[str, str]]:
+    """Return what a plan centres, as a pair of what and how; nothing where it centres nothing."""
+    number = 0 if report.plan is None else len(report.plan.centred_keys)
+    said = f"key or position biases of {counted(number, 'attention')}, less what a softmax ignores"
+    return [("centred", said)] if number else []
+
+
+def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
+    """Return the edits of a plan, ``most`` of them, as pairs of what and how, the dearest first."""
+    dearest = sorted(report.inexact, key=lambda edit: -(edit.measured or edit.predicted or 0.0))
+    rows = []
+    for edit in dearest[:most]:
+        costs = (("predicted", edit.predicted), ("measured", edit.measured))
+        parts = [f"{what} {scientific(value)}" for what, value in costs if value is not None]
+        rows.append((f"edit for {edit.site}", ", ".join([f"down to {power(edit.exponent)}", *parts])))
+    if more := len(dearest) - len(rows):
+        rows.append(("further edits", f"{more}, each cheaper, in the report"))
+    return rows
 
 
 def _verdict(report: schema.Report) -> str:

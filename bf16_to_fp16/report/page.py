@@ -389,19 +389,6 @@ def is_exact(report: Report) -> bool:
     )
 
 
-def edit_rows(report: Report) -> list[tuple[str, str]]:
-    """Return the edits of a plan as pairs of what and how, the dearest first."""
-    dearest = sorted(report.inexact, key=lambda edit: -(edit.measured or 0.0))
-    rows = []
-    for edit in dearest[:MOST_EDITS]:
-        costs = (("predicted", edit.predicted), ("measured", edit.measured))
-        parts = [f"{what} {scientific(value)}" for what, value in costs if value is not None]
-        rows.append((f"edit for {edit.site}", ", ".join([f"down to {power(edit.exponent)}", *parts])))
-    if more := len(dearest) - len(rows):
-        rows.append(("further edits", f"{more}, each cheaper, in the report"))
-    return rows
-
-
 def plan_rows(report: Report) -> list[tuple[str, str]]:
     """Return what the plan does besides channels, as pairs of what and how; nothing without a plan."""
     plan = report.plan
@@ -422,9 +409,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("norm eps", f"{where}, so it drifts (below)"))
     if plan.untied_head:
         rows.append(("head", "separated from the embedding, which could not carry its exponents"))
-    if plan.centred_keys:
-        rows.append(("key bias", f"centres the keys of {counted(len(plan.centred_keys), 'attention')}"))
-    rows += edit_rows(report)
+    rows += facts.centred_rows(report) + facts.edit_rows(report, MOST_EDITS)
     if plan.gain_correction:
         n = len(plan.gain_correction)
         rows.append(("gain correction", f"{n} norm weights, against the mean of the eps drift"))

@@ -26,6 +26,7 @@ from .screen import Output, bad, console, good
 from .tables import Column, Table, names, numbers
 
 WORST_SITES = 6
+MOST_EDITS = 3  # edits that are named, the dearest
 CARD_LINES = 40
 FOLDED_LINES = 8  # lines shown of what a card folds
 CHECK_NAMES = {
@@ -152,6 +153,8 @@ def print_advice(screen: Output, report: schema.Report) -> None:
         ("any input", f"{facts.any_input(report)} ({facts.PROVEN})" if report.proven else ""),
         ("accuracy", accuracy(report)),
         ("function", facts.inexactness(report)),
+        *facts.edit_rows(report, MOST_EDITS),
+        *facts.centred_rows(report),
         ("eps", facts.held_eps(report)),
         ("outputs", facts.scaled_outputs(report)),
         ("class", facts.other_class(report)),
@@ -585,15 +588,12 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
         after = max(signal.after for signal in report.signals)
         kept = wording.below_limit(math.log2(FP16_MAX / after) if after else math.inf)
         screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
-    if scaled := facts.scaled_outputs(report):
-        screen.say(f"outputs: {scaled}")
+    scaled = facts.scaled_outputs(report)
+    rows = [("outputs", scaled)] if scaled else []
+    for what, how in rows + facts.edit_rows(report, MOST_EDITS) + facts.centred_rows(report):
+        screen.say(f"{what}: {how}")
     if planned is None:
         return
-    if report.inexact:
-        cost = wording.scientific(max(edit.predicted or 0.0 for edit in report.inexact))
-        screen.print(
-            f"function: {wording.counted(len(report.inexact), 'edit')}, the dearest at a predicted cost of {cost}"
-        )
     passed = [each for each in planned.violations if each.excess_bits > (planned.plan.margin_bits or 0.0)]
     if passed:
         screen.print(bad("unsafe", f"{wording.counted(len(passed), 'limit')} would be passed, below"))
