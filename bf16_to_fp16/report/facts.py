@@ -31,7 +31,7 @@ from ..wording import (
     tightness,
 )
 from . import schema
-from .remedies import over_limits
+from .remedies import SQUARES_UNSEEN, over_limits
 from .tables import Column, Table, numbers
 
 STRICTEST = TIERS[-1].name
@@ -519,15 +519,19 @@ def first_broken(regime: schema.RegimeEntry) -> str | None:
     return next((site.name for site in regime.broken_sites), None)
 
 
+def held_in(entry: schema.TierEntry, proven: str) -> str:
+    """Return whether a checkpoint is safe in a class of runtimes; proven: what a proof is called."""
+    unseen = "not known" if entry.reason == SQUARES_UNSEEN else "no"
+    return {"certified": f"yes, {proven}", "observed": "yes, on what was run", None: unseen}[entry.proof]
+
+
 def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
     """Return of every class of runtimes its title, its arithmetic, whether the checkpoint is safe there, and which they
     are."""
     rows = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
-            proven = f"yes, for {every_input(report)}"
-            how = {"certified": proven, "observed": "yes, on what was run", None: "no"}
-            said = how[entry.proof] + (f": {entry.reason}" if entry.reason else "")
+            said = held_in(entry, f"for {every_input(report)}") + (f": {entry.reason}" if entry.reason else "")
             rows.append((tier.title, tier.words, said, ", ".join(entry.runtimes)))
     return rows
 

@@ -194,13 +194,12 @@ def source_line(report: schema.Report) -> Text:
 
 def runtimes_line(report: schema.Report) -> str:
     """Return in which classes of runtimes a checkpoint is safe, and why not where it was made for one."""
-    held = {None: "no", "certified": "yes, proven", "observed": "yes, on what was run"}
-    said, why = [], ""
+    said = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
-            said.append(f"{tier.title}: {held[entry.proof]}")
-            why = f" ({entry.reason})" if entry.reason and tier.target == report.target else why
-    return "safe in: " + " · ".join(said) + why
+            why = f" ({entry.reason})" if entry.reason and tier.target == report.target else ""
+            said.append(f"{tier.title}: {facts.held_in(entry, 'proven')}{why}")
+    return "safe in: " + " · ".join(said)
 
 
 def output_line(report: schema.Report) -> Text:
