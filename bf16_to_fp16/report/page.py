@@ -91,12 +91,11 @@ def write_page(path: Path, report: Report) -> None:
 
 def render(report: Report) -> str:
     """Return the page; parts that the report lacks (an audit has no plan, a replayed plan no signals) are left out."""
-    regimes, run, close = report.regimes, report.finetune, report.fidelity
+    regimes, run = report.regimes, report.finetune
     # Where the most is fp16.
     widest = "half" if "half" in regimes else next(iter(regimes), "")
     seen = bool(widest) and not report.signals and report.certificate is None
     sunk, left_out = facts.underflow_rows(regimes), report.source.left_out
-    reference = "finetuned model in fp32" if run or close is None else close.reference
     return (
         jinja_environment()
         .get_template("report.html.jinja")
@@ -108,7 +107,7 @@ def render(report: Report) -> str:
             sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
             hidden_sunk=max(0, len(sunk) - MOST_SUNK),
             gradients=facts.gradients_in_words(report),
-            fidelity=close and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16"),
+            fidelity=closeness_table(report),
             weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
             sites=site_table(report),
             replaced=[name for name in left_out if not name.endswith("/")],
@@ -539,6 +538,15 @@ def evaluated(name: str) -> Column:
         return value or "–" if value is None or isinstance(value, str) else write(value)
 
     return Column(title, lambda evaluation: evaluation.get(name), text, "site" if name == "worst_site" else "n")
+
+
+def closeness_table(report: Report, fp16: str = "output in fp16") -> Table | None:
+    """Return the table of fidelity to what was converted; None where nothing was compared. fp16: its last heading."""
+    close, run = report.fidelity, report.finetune
+    if close is None:
+        return None
+    reference = "finetuned model in fp32" if run else close.reference
+    return fidelity_table(close, reference, "the same in bf16" if run else "source in bf16", fp16)
 
 
 def fidelity_table(close: FidelityEntry, reference: str, bf16: str, fp16: str = "output in fp16") -> Table:

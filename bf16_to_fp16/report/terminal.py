@@ -15,12 +15,12 @@ from rich.text import Text
 from .. import wording
 from ..checkpoint.folder import MODULES
 from ..families.known import half_call, loading_class, named
-from ..families.types import RESIDUAL
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..targets import TIERS
 from . import facts, schema
+from .page import closeness_table, histograms, plan_rows, run_rows, weight_rows
 from .remedies import passed_limit
 from .screen import Output, bad, console, good
 from .tables import Column, Table, names, numbers
@@ -54,7 +54,8 @@ def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbos
             screen.table(regime_table(report.regimes))
             print_underflow(screen, report.regimes)
             print_gradients(screen, report)
-        screen.table(Table(PAIRS, figure_rows(report)))
+        for table in figures_of(report):
+            screen.table(table)
         print_unsafe(screen, report)
         print_uncertified(screen, report)
     print_outcome(screen, report)
@@ -486,72 +487,19 @@ SITE_COLUMNS = (
 PAIRS = (Column("what", 0), Column("value", 1))
 
 
-def figure_rows(report: schema.Report) -> list[tuple[str, str]]:
-    """Return what changed and how faithful the result is, as pairs of what and how much."""
-    rows: list[tuple[str, str]] = []
-    close, weights, plan, finetune = report.fidelity, report.weights, report.plan, report.finetune
-    if close is not None:
-        measure = "KL to fp32" if close.measure == "kl" else close.measure
-        # Of a finetune that is how 16 bits hold the finetuned weights; how far these went stands below.
-        compared = "source" if finetune is None else "finetuned weights"
-        rows.append((f"{measure}, {compared} in bf16", error_of(close.kl_bf16)))
-        rows.append((f"{measure}, output in fp16", f"{error_of(close.kl_fp16)}{ratio(close.kl_bf16, close.kl_fp16)}"))
-        if close.kl_fp32 is not None:
-            same = ": the same function, to the bit" if close.exact else ""
-            rows.append((f"{measure}, the converted weights in fp32", f"{error_of(close.kl_fp32)}{same}"))
-        if finetune is not None and finetune.fidelity is not None:
-            rows.append((f"{measure} of the original, output in fp16", error_of(finetune.fidelity.kl_fp16)))
-        if finetune is not None and finetune.holds_bounds:
-            rows.append(("bounds", "trained to stay under fp16's limit"))
-    if weights is not None:
-        rows.append(("weights carried over exactly", facts.carried_over(weights, report.source.dtype)))
-        rows.append(("weights flushed to zero", f"{weights.flushed_to_zero:,}"))
+def figures_of(report: schema.Report) -> list[Table]:
+    """Return the tables of how faithful a conversion is, and of what it changed."""
+    close, run = closeness_table(report), report.finetune
+    rows = [] if run is None else run_rows(run)
+    rows += weight_rows(report.weights, "source" if run is None else "finetuned", report.source.dtype)
     if (worst := facts.least_precise(report)) is not None:
         kept = wording.significant_bits(worst.bits)
         where = "" if kept == "11" else f" at {worst.module}"
         rows.append(("significant bits kept by the residual stream", f"{kept} of 11{where}"))
-    if plan is None:
-        return rows
-    rows.append(("residual stream scaled by", " and ".join(f"2^{e}" for e in plan.residual_exponents)))
-    if moved := moved_channels(plan):
-        rows.append(("channels moved", ", ".join(moved)))
-    if plan.untied_head:
-        rows.append(("head", "separated from the embedding, which could not carry its exponents"))
-    if (drift := plan.drift) is not None and drift.measured_kl is not None:
-        said = f"predicted {divergence_text(drift.predicted_kl)}, measured {divergence_text(drift.measured_kl)}"
-        rows.append((f"{facts.drift_of(report)}, {facts.measure_of(report)}", said))
-    return rows
-
-
-def error_of(value: float | None) -> str:
-    """Return a divergence or error with three digits; None stands for a model that gave inf or NaN."""
-    return "not finite" if value is None else f"{value:.2e}"
-
-
-def divergence_text(value: float | None) -> str:
-    """Return a divergence with two digits; under 1e-12 it is the noise of fp32 logits."""
-    if value is None:
-        return "not finite"
-    return "under 1e-12" if value < 1e-12 else f"{value:.1e}"
-
-
-def moved_channels(plan: Plan) -> list[str]:
-    """Return "n kind" for every kind of signal with channels that the plan moves."""
-    counts: dict[str, int] = {}
-    for name, exponent in plan.exponents.items():
-        kind = name.rsplit(".", 1)[-1].replace("_", "/")
-        if kind == RESIDUAL:
-            continue
-        kind = kind if kind in ("value", "neuron", "query/key") else "norm gain"
-        counts[kind] = counts.get(kind, 0) + (sum(e != 0 for e in exponent) if isinstance(exponent, list) else 1)
-    return [f"{count:,} {kind}" for kind, count in counts.items()]
-
-
-def ratio(bf16: float | None, fp16: float | None) -> str:
-    """Return how many times smaller the fp16 error is, in words; nothing where one of them is not a number."""
-    if bf16 is None or fp16 is None or not (fp16 > 0 and math.isfinite(fp16) and bf16 > 0 and math.isfinite(bf16)):
-        return ""
-    return f" ({wording.about(bf16 / fp16)} smaller)" if bf16 > fp16 else f" ({wording.about(fp16 / bf16)} larger)"
+    moved = histograms({} if report.plan is None else report.plan.exponents)
+    rows += [(each.kind, f"{each.moved:,} of {each.channels:,} channels moved") for each in moved if each.channels]
+    rows += [row for row in plan_rows(report) if row[0] not in ("outputs", "class")]  # which stand below
+    return [*([] if close is None else [close]), Table(PAIRS, rows)]
 
 
 _UNSAFE = {"broke": "unsafe", "found": "unsafe", "limit": "over their limit with margin"}

@@ -273,10 +273,9 @@ def test_a_finetune_says_how_far_it_went_from_the_original_and_whose_weights_its
     assert f" finetune: {moved} " in said(trained)
     assert "from the original was not measured" in said(made | {"finetune": {"steps": 9}})
     plain, figures = said(made, verbose=True), said(trained, verbose=True)
-    assert "KL to fp32, source in bf16" in plain and "original" not in plain
-    assert "KL to fp32, finetuned weights in bf16" in figures and "source in bf16" not in figures
-    assert "KL to fp32 of the original, output in fp16 1.25e+00" in figures
-    bounds = "trained to stay under fp16's limit"
+    assert "against the fp32 source source in bf16" in plain and "original" not in plain
+    assert "against the finetuned model in fp32 the same in bf16" in figures and "source in bf16" not in figures
+    bounds = "bounds trained to come under fp16's limit"
     assert bounds not in figures
     trained["finetune"]["recipe"] = {"penalty": {"certify": True}}
     assert bounds in said(trained, verbose=True)
