@@ -468,10 +468,10 @@ def histograms(exponents: Mapping[str, int | Sequence[int]]) -> list[Histogram]:
     return result
 
 
-def exponent_table(exponents: Mapping[str, int | Sequence[int]]) -> Table:
-    """Return the table of the signals that a plan moves, as far as there is room."""
+def exponent_table(exponents: Mapping[str, int | Sequence[int]], most: int | None = MOST_EXPONENTS) -> Table:
+    """Return the table of the signals that a plan moves, the first ``most`` of them."""
     rows = []
-    for name, exponent in list(exponents.items())[:MOST_EXPONENTS]:
+    for name, exponent in list(exponents.items())[:most]:
         if isinstance(exponent, int):
             rows.append((name, signed(exponent), "all"))
         else:

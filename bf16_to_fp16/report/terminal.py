@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..targets import TIERS
 from . import facts, schema
-from .page import closeness_table, histograms, plan_rows, run_rows, weight_rows
+from .page import TIER_COLUMNS, closeness_table, exponent_table, histograms, plan_rows, run_rows, weight_rows
 from .remedies import passed_limit
 from .screen import Output, bad, console, good
 from .tables import Column, Table, names, numbers
@@ -409,8 +410,7 @@ def print_certified(screen: Output, report: schema.Report) -> None:
 def print_tiers(screen: Output, report: schema.Report) -> None:
     """Print in which arithmetics a checkpoint holds, and the runtimes that each stands for."""
     if rows := facts.tier_rows(report):
-        titles = ("runtimes", "arithmetic", "safe", "such as")
-        screen.table(Table([Column(title, i) for i, title in enumerate(titles)], rows))
+        screen.table(Table(TIER_COLUMNS, rows))
 
 
 def brought_back(folder: Path) -> str:
@@ -557,15 +557,8 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
 def print_plan(plan: Plan, planned: Planned | None) -> None:
     """Print a plan: the exponents, and what each residual exponent would cost."""
     screen = console()
-    rows = [("residual", str(plan.residual_exponent), "all")]
-    for name, exponent in plan.exponents.items():
-        if isinstance(exponent, list):
-            ends, moved = f"{min(exponent)} to {max(exponent)}", f"{sum(e != 0 for e in exponent)} of {len(exponent)}"
-            rows.append((name, ends, moved))
-        else:
-            rows.append((name, str(exponent), "all"))
-    columns = (Column("signal", 0), Column("exponent", 1), Column("channels moved", 2))
-    screen.table(Table(columns, rows, f"plan for {plan.family}"))
+    exponents = exponent_table({"residual": plan.residual_exponent, **plan.exponents}, None)
+    screen.table(replace(exponents, title=f"plan for {plan.family}"))
     for name, factor in plan.gain_correction.items():
         screen.print(f"{name} times {factor:.6f} against the drift of eps")
     if planned is not None:
