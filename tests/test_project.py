@@ -108,6 +108,9 @@ def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) 
         "lacking": ({"d_kv": None}, "has no 'd_kv'"),
         "text": ({"layer_norm_epsilon": "1e-6"}, "not a small positive number"),
         "rate": ({"dropout_rate": 1.5}, "not a dropout rate"),
+        "number": ({"dropout_rate": "0.1"}, "is '0.1', not a number such as 0.1"),
+        "word": ({"feed_forward_proj": 3}, "is 3, not a word such as 'relu'"),
+        "heads": ({"num_heads": 3, "d_kv": 0}, "'d_kv' is 0, not a size"),
         "function": ({"feed_forward_proj": "tanh"}, "activation 'tanh' has no bound"),
         "start": ({"decoder_start_token_id": 9}, "not an id of the vocabulary of 9"),
         "empty": ({}, "no model.safetensors"),
@@ -148,6 +151,7 @@ for line in {[line.partition(": ")[0] for line in wanted]}:
     assert [done.stderr.count(words) for words in told] == [2] * len(sources)
     places = [f"error: {tmp_path / more.partition(' ')[0]}{words}" for more, words in unfit.items()]
     places += [f"error: {tmp_path / name}/config.json" for name in said if name not in ("empty", "short")]
+    places += ["leave out either --data or --no-audit", "--plan has every exponent"]  # of ``ANSWERED_AT_ONCE``
     assert [place for place in places if place not in done.stderr] == []
 
 

@@ -132,7 +132,17 @@ def check_given(
     """
     here = None if source is None else local_source(source)
     if source is not None and (here is None or here.is_dir()):
-        check_folder(here, source, subfolder, check)
+        from ..families.declared import in_folder
+
+        folder = here or asked(source, SMALL_FILES)
+        folder = folder if subfolder is None else subfolder_of(folder, subfolder)
+        if not (folder / "model_index.json").is_file() and not (folder / "modules.json").is_file():
+            config = read_config(folder)
+            with in_folder("/".join(filter(None, (source, subfolder)))):
+                check(folder, config)
+            for file in weight_files(folder)[0] if here is not None else ():
+                if file.suffix == ".safetensors":
+                    read_header(file)
     if data is not None:
         from ..run.texts import local_files
 
@@ -140,24 +150,6 @@ def check_given(
     for path, wanted in others.items():
         if path is not None and not Path(path).exists():
             raise UserError(f"{path}: No such file or directory; give {wanted}")
-
-
-def check_folder(here: Path | None, source: str, subfolder: str | None, check: Check) -> None:
-    """Raise UserError unless the folder that a source is, or of None a repository on the Hub, holds a checkpoint whose
-    config ``check`` takes, or a pipeline or a sentence encoder."""
-    from ..families.declared import in_folder
-
-    folder = here or asked(source, SMALL_FILES)
-    folder = folder if subfolder is None else subfolder_of(folder, subfolder)
-    if (folder / "model_index.json").is_file() or (folder / "modules.json").is_file():
-        return
-    config = read_config(folder)
-    with in_folder("/".join(filter(None, (source, subfolder)))):
-        check(folder, config)
-    if here is not None:
-        for file in weight_files(folder)[0]:
-            if file.suffix == ".safetensors":
-                read_header(file)
 
 
 def check_there(source: str, wanted: str = CHECKPOINT, *, or_file: bool = False, endpoint: str | None = None) -> None:

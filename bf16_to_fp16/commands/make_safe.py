@@ -64,7 +64,7 @@ class MadeSafe:
     tightest: str
     eps: float
     again: bool = False
-    originals: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    originals: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     outputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
     passed: str = ""
 
@@ -102,6 +102,11 @@ class MadeSafe:
             else f"not certified {WHERE[self.target]}: the bound of {self.tightest} {over}; {observed}"
         )
         return f"{done}. {proof[0].upper()}{proof[1:]}."
+
+    def __repr__(self) -> str:
+        """Return what is proven, and the least headroom; the plan alone would fill screens."""
+        proof = f"{'' if self.certified else 'not '}certified {WHERE[self.target]}"
+        return f"<MadeSafe: {proof}, {self.headroom_bits:.2f} bits at {self.tightest}>"
 
     def _repr_html_(self) -> str:
         """Return what was done and what is proven, as a notebook shows it."""

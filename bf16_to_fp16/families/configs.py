@@ -96,6 +96,17 @@ def whole_number(key: str, number: object, what: str, *, least: int = 1) -> int:
     return number
 
 
+def positive(key: str, value: object, what: str, *, zero: bool = False) -> float:
+    """Return a config's value for ``key``; raise UserError unless it is a finite number over 0, or 0 with ``zero``.
+
+    what: it should be, in words.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value or zero)
+    if number and 0 <= float(str(value)) < math.inf:
+        return float(str(value))
+    raise UserError(f"config.json: {key!r} is {shown(value)}, not {what}; take it from the original checkpoint")
+
+
 def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     """Return the number of elements along the axis called ``name``."""
     factors = family.sizes[name]

@@ -109,7 +109,7 @@ def check_numbers(layout: Layout, rows: Mapping[str, int]) -> None:
         if isinstance(part, Attention | Head):
             layout.cap(part)
         if isinstance(part, Attention):
-            heads, size = layout.heads(part), rows.get(f"{part.query}.weight", 0)
+            heads, size = layout.heads(part), 0 if part.fused else rows[f"{part.query}.weight"]
             if layout.kv_heads(part) and size % heads:
                 raise UserError(
                     f"config.json: {part.heads!r} is {heads}, which does not divide the {size} rows of queries; take"

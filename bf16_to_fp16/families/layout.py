@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import UserError
-from .configs import config_value, full_config, looked_up, number_of
+from .configs import config_value, full_config, looked_up, number_of, positive
 from .types import (
     Attention,
     Axis,
@@ -227,13 +227,7 @@ class Layout:
         Raises UserError where the config's is not a positive number.
         """
         cap = config_value(self.family, self.config, of.cap) if of.cap else None
-        if cap is None:
-            return None
-        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
-            raise UserError(
-                f"config.json: {of.cap!r} is {cap!r}, not a positive number; take it from the original checkpoint"
-            )
-        return float(cap)
+        return None if cap is None else positive(of.cap, cap, "a positive number")
 
     def sees(self, attention: Attention, length: int) -> int:
         """Return how many keys a row of an attention's scores has at most, in sequences of up to ``length``."""
@@ -254,9 +248,7 @@ class Layout:
         scale = 1.0
         if experts.scaling:
             scaling = config_value(self.family, self.config, experts.scaling)
-            if isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or not 0 <= scaling < math.inf:
-                raise UserError(f"config.json: {experts.scaling!r} is {scaling!r}, not a number to multiply with")
-            scale = float(scaling)
+            scale = positive(experts.scaling, scaling, "a number to multiply with", zero=True)
         convex = not experts.sigmoid or bool(config_value(self.family, self.config, experts.normalised))
         return number, scale, scale if convex else scale * number
 
@@ -266,11 +258,7 @@ class Layout:
         Raises UserError where the config's is no such number; stock code takes one under 0 for none.
         """
         noise = config_value(self.family, self.config, experts.noise) if experts.noise else 0.0
-        if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
-            raise UserError(
-                f"config.json: {experts.noise!r} is {noise!r}, not how far from 1 a factor may be; write 0 for none"
-            )
-        return float(noise)
+        return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", zero=True)
 
     def embedding_scale(self, ends: StackEnds) -> float:
         """Return what stock code multiplies a stack's embedding with: √d, or 1 for nothing."""
@@ -332,10 +320,8 @@ class Layout:
         """
         said = {self.family.eps}
         for number, key in enumerate(self.family.eps_keys):
-            eps = looked_up(self.config, key, self.family.eps)
-            if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
-                raise UserError(f"config.json: {key!r} is {eps!r}, not a small positive number such as 1e-06")
-            said = {float(eps)} if not number else {*said, float(eps)}
+            eps = positive(key, looked_up(self.config, key, self.family.eps), "a small positive number such as 1e-06")
+            said = {eps} if not number else {*said, eps}
         if len(said) > 1:
             raise UserError(
                 f"config.json: {' and '.join(map(repr, self.family.eps_keys))} differ, and one exponent of the stream"

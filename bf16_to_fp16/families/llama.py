@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import UserError
-from .configs import looked_up, whole_number
+from .configs import looked_up, positive, whole_number
 from .older import is_nested, kind_of
 from .parts import PLAIN, Style, attention, ends, experts, feed_forward, head, states, table, tied_head, untied_head
 from .types import (
@@ -113,10 +113,7 @@ def stated_factor(config: Mapping[str, object], key: str, rotation: Mapping[str,
         return float(given)
 
     def size(name: str, otherwise: object) -> float:
-        value = rotation.get(name) or config.get(name) or otherwise
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise UserError(f"config.json: {key!r} has the {name} {value!r}; take it from the original checkpoint")
-        return value
+        return positive(f"{key}.{name}", rotation.get(name) or config.get(name) or otherwise, "a positive number")
 
     longest = config.get("max_position_embeddings")
     original = float(size("original_max_position_embeddings", longest))

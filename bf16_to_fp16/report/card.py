@@ -242,8 +242,7 @@ def card_template() -> Template:
 def card_text(report: Report, architecture: str, *, licensed: bool, languages: bool = True) -> str:
     """Return the Markdown of the card of a checkpoint of the class ``architecture``."""
     hub_id, revision = origin(report)
-    run, plan, close, carried = report.finetune, report.plan, report.fidelity, report.source.carried_over
-    reference = "finetuned weights in fp32" if run or close is None else close.reference
+    run, plan, carried = report.finetune, report.plan, report.source.carried_over
     evaluated = (each.get("held_out_loss") for each in run.evaluations) if run is not None else ()
     unproven = facts.uncertified_rows(report)
     assert plan is not None  # a card is of a conversion
@@ -263,8 +262,7 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
         unproven_count=len(unproven),
         hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED_ON_CARD),
         remedies=page.remedies_of(report, unproven),
-        fidelity=close
-        and page.fidelity_table(close, reference, "the same in bf16" if run else "source in bf16", "this in fp16"),
+        fidelity=page.closeness_table(report, "this in fp16"),
         model_class=loading_class(architecture),
         outside=sum(why.startswith(architecture) for why in report.source.dropped.values()),
         architecture=architecture,

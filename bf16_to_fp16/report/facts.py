@@ -24,13 +24,14 @@ from ..wording import (
     listed,
     over_limit,
     percent,
+    power,
     reached,
     scientific,
     significant_bits,
     tightness,
 )
 from . import schema
-from .remedies import over_limits
+from .remedies import SQUARES_UNSEEN, over_limits
 from .tables import Column, Table, numbers
 
 STRICTEST = TIERS[-1].name
@@ -422,6 +423,26 @@ def inexactness(report: schema.Report) -> str:
     return f"edited at {sites}: fp16 is {scientific(close.kl_fp16)} {unit} from the source{beside}"
 
 
+def centred_rows(report: schema.Report) -> list[tuple[str, str]]:
+    """Return what a plan centres, as a pair of what and how; nothing where it centres nothing."""
+    number = 0 if report.plan is None else len(report.plan.centred_keys)
+    said = f"key or position biases of {counted(number, 'attention')}, less what a softmax ignores"
+    return [("centred", said)] if number else []
+
+
+def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
+    """Return the edits of a plan, ``most`` of them, as pairs of what and how, the dearest first."""
+    dearest = sorted(report.inexact, key=lambda edit: -(edit.measured or edit.predicted or 0.0))
+    rows = []
+    for edit in dearest[:most]:
+        costs = (("predicted", edit.predicted), ("measured", edit.measured))
+        parts = [f"{what} {scientific(value)}" for what, value in costs if value is not None]
+        rows.append((f"edit for {edit.site}", ", ".join([f"down to {power(edit.exponent)}", *parts])))
+    if more := len(dearest) - len(rows):
+        rows.append(("further edits", f"{more}, each cheaper, in the report"))
+    return rows
+
+
 def _verdict(report: schema.Report) -> str:
     regimes, broken = report.regimes, report.broken_regimes
     if report.safe or report.short:
@@ -498,15 +519,19 @@ def first_broken(regime: schema.RegimeEntry) -> str | None:
     return next((site.name for site in regime.broken_sites), None)
 
 
+def held_in(entry: schema.TierEntry, proven: str) -> str:
+    """Return whether a checkpoint is safe in a class of runtimes; proven: what a proof is called."""
+    unseen = "not known" if entry.reason == SQUARES_UNSEEN else "no"
+    return {"certified": f"yes, {proven}", "observed": "yes, on what was run", None: unseen}[entry.proof]
+
+
 def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
     """Return of every class of runtimes its title, its arithmetic, whether the checkpoint is safe there, and which they
     are."""
     rows = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
-            proven = f"yes, for {every_input(report)}"
-            how = {"certified": proven, "observed": "yes, on what was run", None: "no"}
-            said = how[entry.proof] + (f": {entry.reason}" if entry.reason else "")
+            said = held_in(entry, f"for {every_input(report)}") + (f": {entry.reason}" if entry.reason else "")
             rows.append((tier.title, tier.words, said, ", ".join(entry.runtimes)))
     return rows
 

@@ -91,12 +91,11 @@ def write_page(path: Path, report: Report) -> None:
 
 def render(report: Report) -> str:
     """Return the page; parts that the report lacks (an audit has no plan, a replayed plan no signals) are left out."""
-    regimes, run, close = report.regimes, report.finetune, report.fidelity
+    regimes, run = report.regimes, report.finetune
     # Where the most is fp16.
     widest = "half" if "half" in regimes else next(iter(regimes), "")
     seen = bool(widest) and not report.signals and report.certificate is None
     sunk, left_out = facts.underflow_rows(regimes), report.source.left_out
-    reference = "finetuned model in fp32" if run or close is None else close.reference
     return (
         jinja_environment()
         .get_template("report.html.jinja")
@@ -108,7 +107,7 @@ def render(report: Report) -> str:
             sunk=Table(SUNK_COLUMNS, sunk[:MOST_SUNK], SUNK),
             hidden_sunk=max(0, len(sunk) - MOST_SUNK),
             gradients=facts.gradients_in_words(report),
-            fidelity=close and fidelity_table(close, reference, "the same in bf16" if run else "source in bf16"),
+            fidelity=closeness_table(report),
             weights=weight_rows(report.weights, "finetuned" if run else "source", report.source.dtype),
             sites=site_table(report),
             replaced=[name for name in left_out if not name.endswith("/")],
@@ -389,19 +388,6 @@ def is_exact(report: Report) -> bool:
     )
 
 
-def edit_rows(report: Report) -> list[tuple[str, str]]:
-    """Return the edits of a plan as pairs of what and how, the dearest first."""
-    dearest = sorted(report.inexact, key=lambda edit: -(edit.measured or 0.0))
-    rows = []
-    for edit in dearest[:MOST_EDITS]:
-        costs = (("predicted", edit.predicted), ("measured", edit.measured))
-        parts = [f"{what} {scientific(value)}" for what, value in costs if value is not None]
-        rows.append((f"edit for {edit.site}", ", ".join([f"down to {power(edit.exponent)}", *parts])))
-    if more := len(dearest) - len(rows):
-        rows.append(("further edits", f"{more}, each cheaper, in the report"))
-    return rows
-
-
 def plan_rows(report: Report) -> list[tuple[str, str]]:
     """Return what the plan does besides channels, as pairs of what and how; nothing without a plan."""
     plan = report.plan
@@ -422,9 +408,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("norm eps", f"{where}, so it drifts (below)"))
     if plan.untied_head:
         rows.append(("head", "separated from the embedding, which could not carry its exponents"))
-    if plan.centred_keys:
-        rows.append(("key bias", f"centres the keys of {counted(len(plan.centred_keys), 'attention')}"))
-    rows += edit_rows(report)
+    rows += facts.centred_rows(report) + facts.edit_rows(report, MOST_EDITS)
     if plan.gain_correction:
         n = len(plan.gain_correction)
         rows.append(("gain correction", f"{n} norm weights, against the mean of the eps drift"))
@@ -484,10 +468,10 @@ def histograms(exponents: Mapping[str, int | Sequence[int]]) -> list[Histogram]:
     return result
 
 
-def exponent_table(exponents: Mapping[str, int | Sequence[int]]) -> Table:
-    """Return the table of the signals that a plan moves, as far as there is room."""
+def exponent_table(exponents: Mapping[str, int | Sequence[int]], most: int | None = MOST_EXPONENTS) -> Table:
+    """Return the table of the signals that a plan moves, the first ``most`` of them."""
     rows = []
-    for name, exponent in list(exponents.items())[:MOST_EXPONENTS]:
+    for name, exponent in list(exponents.items())[:most]:
         if isinstance(exponent, int):
             rows.append((name, signed(exponent), "all"))
         else:
@@ -554,6 +538,15 @@ def evaluated(name: str) -> Column:
         return value or "–" if value is None or isinstance(value, str) else write(value)
 
     return Column(title, lambda evaluation: evaluation.get(name), text, "site" if name == "worst_site" else "n")
+
+
+def closeness_table(report: Report, fp16: str = "output in fp16") -> Table | None:
+    """Return the table of fidelity to what was converted; None where nothing was compared. fp16: its last heading."""
+    close, run = report.fidelity, report.finetune
+    if close is None:
+        return None
+    reference = "finetuned model in fp32" if run else close.reference
+    return fidelity_table(close, reference, "the same in bf16" if run else "source in bf16", fp16)
 
 
 def fidelity_table(close: FidelityEntry, reference: str, bf16: str, fp16: str = "output in fp16") -> Table:

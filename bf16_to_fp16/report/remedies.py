@@ -39,9 +39,7 @@ SOMETHING_INSIDE = f"{FINETUNE}, which brings down what overflows inside"
 PASSED = "no exponent brings it under its limit with the margin"
 THIN = "it is under its limit by less than the margin, and no exact exponent lowers it"
 OVER = "its bound is over the limit with these weights"
-SQUARES_UNSEEN = (
-    "its bounds hold, and only an audit in half tells whether a token's mean square falls to where fp16 squares vanish"
-)
+SQUARES_UNSEEN = "no value overflows; only an audit in half tells whether the squares of a small token vanish"
 UNMOVED = "no exact exponent moves it, and no edit was made that lowers it enough"
 NOTHING_MOVES = "no exact exponent moves it"
 TOO_COSTLY = "holding it for every input would push weights or signals under fp16's smallest numbers"

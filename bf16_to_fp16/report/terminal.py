@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,18 @@ from rich.text import Text
 from .. import wording
 from ..checkpoint.folder import MODULES
 from ..families.known import half_call, loading_class, named
-from ..families.types import RESIDUAL
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..targets import TIERS
 from . import facts, schema
+from .page import TIER_COLUMNS, closeness_table, exponent_table, histograms, plan_rows, run_rows, weight_rows
 from .remedies import passed_limit
 from .screen import Output, bad, console, good
 from .tables import Column, Table, names, numbers
 
 WORST_SITES = 6
+MOST_EDITS = 3  # edits that are named, the dearest
 CARD_LINES = 40
 FOLDED_LINES = 8  # lines shown of what a card folds
 CHECK_NAMES = {
@@ -53,7 +55,8 @@ def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbos
             screen.table(regime_table(report.regimes))
             print_underflow(screen, report.regimes)
             print_gradients(screen, report)
-        screen.table(Table(PAIRS, figure_rows(report)))
+        for table in figures_of(report):
+            screen.table(table)
         print_unsafe(screen, report)
         print_uncertified(screen, report)
     print_outcome(screen, report)
@@ -152,6 +155,8 @@ def print_advice(screen: Output, report: schema.Report) -> None:
         ("any input", f"{facts.any_input(report)} ({facts.PROVEN})" if report.proven else ""),
         ("accuracy", accuracy(report)),
         ("function", facts.inexactness(report)),
+        *facts.edit_rows(report, MOST_EDITS),
+        *facts.centred_rows(report),
         ("eps", facts.held_eps(report)),
         ("outputs", facts.scaled_outputs(report)),
         ("class", facts.other_class(report)),
@@ -191,13 +196,12 @@ def source_line(report: schema.Report) -> Text:
 
 def runtimes_line(report: schema.Report) -> str:
     """Return in which classes of runtimes a checkpoint is safe, and why not where it was made for one."""
-    held = {None: "no", "certified": "yes, proven", "observed": "yes, on what was run"}
-    said, why = [], ""
+    said = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
-            said.append(f"{tier.title}: {held[entry.proof]}")
-            why = f" ({entry.reason})" if entry.reason and tier.target == report.target else why
-    return "safe in: " + " · ".join(said) + why
+            why = f" ({entry.reason})" if entry.reason and tier.target == report.target else ""
+            said.append(f"{tier.title}: {facts.held_in(entry, 'proven')}{why}")
+    return "safe in: " + " · ".join(said)
 
 
 def output_line(report: schema.Report) -> Text:
@@ -406,8 +410,7 @@ def print_certified(screen: Output, report: schema.Report) -> None:
 def print_tiers(screen: Output, report: schema.Report) -> None:
     """Print in which arithmetics a checkpoint holds, and the runtimes that each stands for."""
     if rows := facts.tier_rows(report):
-        titles = ("runtimes", "arithmetic", "safe", "such as")
-        screen.table(Table([Column(title, i) for i, title in enumerate(titles)], rows))
+        screen.table(Table(TIER_COLUMNS, rows))
 
 
 def brought_back(folder: Path) -> str:
@@ -484,72 +487,19 @@ SITE_COLUMNS = (
 PAIRS = (Column("what", 0), Column("value", 1))
 
 
-def figure_rows(report: schema.Report) -> list[tuple[str, str]]:
-    """Return what changed and how faithful the result is, as pairs of what and how much."""
-    rows: list[tuple[str, str]] = []
-    close, weights, plan, finetune = report.fidelity, report.weights, report.plan, report.finetune
-    if close is not None:
-        measure = "KL to fp32" if close.measure == "kl" else close.measure
-        # Of a finetune that is how 16 bits hold the finetuned weights; how far these went stands below.
-        compared = "source" if finetune is None else "finetuned weights"
-        rows.append((f"{measure}, {compared} in bf16", error_of(close.kl_bf16)))
-        rows.append((f"{measure}, output in fp16", f"{error_of(close.kl_fp16)}{ratio(close.kl_bf16, close.kl_fp16)}"))
-        if close.kl_fp32 is not None:
-            same = ": the same function, to the bit" if close.exact else ""
-            rows.append((f"{measure}, the converted weights in fp32", f"{error_of(close.kl_fp32)}{same}"))
-        if finetune is not None and finetune.fidelity is not None:
-            rows.append((f"{measure} of the original, output in fp16", error_of(finetune.fidelity.kl_fp16)))
-        if finetune is not None and finetune.holds_bounds:
-            rows.append(("bounds", "trained to stay under fp16's limit"))
-    if weights is not None:
-        rows.append(("weights carried over exactly", facts.carried_over(weights, report.source.dtype)))
-        rows.append(("weights flushed to zero", f"{weights.flushed_to_zero:,}"))
+def figures_of(report: schema.Report) -> list[Table]:
+    """Return the tables of how faithful a conversion is, and of what it changed."""
+    close, run = closeness_table(report), report.finetune
+    rows = [] if run is None else run_rows(run)
+    rows += weight_rows(report.weights, "source" if run is None else "finetuned", report.source.dtype)
     if (worst := facts.least_precise(report)) is not None:
         kept = wording.significant_bits(worst.bits)
         where = "" if kept == "11" else f" at {worst.module}"
         rows.append(("significant bits kept by the residual stream", f"{kept} of 11{where}"))
-    if plan is None:
-        return rows
-    rows.append(("residual stream scaled by", " and ".join(f"2^{e}" for e in plan.residual_exponents)))
-    if moved := moved_channels(plan):
-        rows.append(("channels moved", ", ".join(moved)))
-    if plan.untied_head:
-        rows.append(("head", "separated from the embedding, which could not carry its exponents"))
-    if (drift := plan.drift) is not None and drift.measured_kl is not None:
-        said = f"predicted {divergence_text(drift.predicted_kl)}, measured {divergence_text(drift.measured_kl)}"
-        rows.append((f"{facts.drift_of(report)}, {facts.measure_of(report)}", said))
-    return rows
-
-
-def error_of(value: float | None) -> str:
-    """Return a divergence or error with three digits; None stands for a model that gave inf or NaN."""
-    return "not finite" if value is None else f"{value:.2e}"
-
-
-def divergence_text(value: float | None) -> str:
-    """Return a divergence with two digits; under 1e-12 it is the noise of fp32 logits."""
-    if value is None:
-        return "not finite"
-    return "under 1e-12" if value < 1e-12 else f"{value:.1e}"
-
-
-def moved_channels(plan: Plan) -> list[str]:
-    """Return "n kind" for every kind of signal with channels that the plan moves."""
-    counts: dict[str, int] = {}
-    for name, exponent in plan.exponents.items():
-        kind = name.rsplit(".", 1)[-1].replace("_", "/")
-        if kind == RESIDUAL:
-            continue
-        kind = kind if kind in ("value", "neuron", "query/key") else "norm gain"
-        counts[kind] = counts.get(kind, 0) + (sum(e != 0 for e in exponent) if isinstance(exponent, list) else 1)
-    return [f"{count:,} {kind}" for kind, count in counts.items()]
-
-
-def ratio(bf16: float | None, fp16: float | None) -> str:
-    """Return how many times smaller the fp16 error is, in words; nothing where one of them is not a number."""
-    if bf16 is None or fp16 is None or not (fp16 > 0 and math.isfinite(fp16) and bf16 > 0 and math.isfinite(bf16)):
-        return ""
-    return f" ({wording.about(bf16 / fp16)} smaller)" if bf16 > fp16 else f" ({wording.about(fp16 / bf16)} larger)"
+    moved = histograms({} if report.plan is None else report.plan.exponents)
+    rows += [(each.kind, f"{each.moved:,} of {each.channels:,} channels moved") for each in moved if each.channels]
+    rows += [row for row in plan_rows(report) if row[0] not in ("outputs", "class")]  # which stand below
+    return [*([] if close is None else [close]), Table(PAIRS, rows)]
 
 
 _UNSAFE = {"broke": "unsafe", "found": "unsafe", "limit": "over their limit with margin"}
@@ -585,15 +535,12 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
         after = max(signal.after for signal in report.signals)
         kept = wording.below_limit(math.log2(FP16_MAX / after) if after else math.inf)
         screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
-    if scaled := facts.scaled_outputs(report):
-        screen.say(f"outputs: {scaled}")
+    scaled = facts.scaled_outputs(report)
+    rows = [("outputs", scaled)] if scaled else []
+    for what, how in rows + facts.edit_rows(report, MOST_EDITS) + facts.centred_rows(report):
+        screen.say(f"{what}: {how}")
     if planned is None:
         return
-    if report.inexact:
-        cost = wording.scientific(max(edit.predicted or 0.0 for edit in report.inexact))
-        screen.print(
-            f"function: {wording.counted(len(report.inexact), 'edit')}, the dearest at a predicted cost of {cost}"
-        )
     passed = [each for each in planned.violations if each.excess_bits > (planned.plan.margin_bits or 0.0)]
     if passed:
         screen.print(bad("unsafe", f"{wording.counted(len(passed), 'limit')} would be passed, below"))
@@ -610,15 +557,8 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
 def print_plan(plan: Plan, planned: Planned | None) -> None:
     """Print a plan: the exponents, and what each residual exponent would cost."""
     screen = console()
-    rows = [("residual", str(plan.residual_exponent), "all")]
-    for name, exponent in plan.exponents.items():
-        if isinstance(exponent, list):
-            ends, moved = f"{min(exponent)} to {max(exponent)}", f"{sum(e != 0 for e in exponent)} of {len(exponent)}"
-            rows.append((name, ends, moved))
-        else:
-            rows.append((name, str(exponent), "all"))
-    columns = (Column("signal", 0), Column("exponent", 1), Column("channels moved", 2))
-    screen.table(Table(columns, rows, f"plan for {plan.family}"))
+    exponents = exponent_table({"residual": plan.residual_exponent, **plan.exponents}, None)
+    screen.table(replace(exponents, title=f"plan for {plan.family}"))
     for name, factor in plan.gain_correction.items():
         screen.print(f"{name} times {factor:.6f} against the drift of eps")
     if planned is not None:

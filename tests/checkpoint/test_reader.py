@@ -13,10 +13,16 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
+from bf16_to_fp16.checkpoint.formats import FP8_DTYPES, SAFETENSORS_DTYPES
+from bf16_to_fp16.checkpoint.headers import ITEM_SIZES
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
 
 CONFIG = {"model_type": "t5", "d_model": 4}
+
+
+def test_the_sizes_by_which_headers_are_checked_are_those_of_torch() -> None:
+    assert {name: dtype.itemsize for name, dtype in (SAFETENSORS_DTYPES | FP8_DTYPES).items()} == ITEM_SIZES
 
 
 def tensors() -> dict[str, torch.Tensor]:

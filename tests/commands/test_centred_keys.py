@@ -28,7 +28,8 @@ from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.json_text import loads
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.build import Decided
-from bf16_to_fp16.report.schema import PAGE, REPORT
+from bf16_to_fp16.report.schema import PAGE, REPORT, Report, read
+from bf16_to_fp16.report.terminal import print_conversion
 from bf16_to_fp16.rescaling.adapters import PREFIX, scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.centred import centrable, centred_bias, centred_tensors
@@ -86,7 +87,7 @@ def test_centred_biases_are_written_and_give_what_the_sources_do(converted: Conv
     carried = sum(tensor.numel() for name, tensor in written.items() if name not in biases)
     assert report["weights"]["elements"] == carried
     page = (out / PAGE).read_text(encoding="utf-8")
-    assert "centres the keys of 3 attentions" in page and "outputs keep every bit" not in page
+    assert "key or position biases of 3 attentions" in page and "outputs keep every bit" not in page
     model = load(out, torch.float32)
     found = outputs(model)
     for name, attention in biases.items():
@@ -192,7 +193,9 @@ def test_a_model_in_memory_is_centred_and_undone_to_the_bit(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("dtype", exhaustive.beyond([torch.bfloat16], [torch.bfloat16, torch.float32]))
-def test_a_table_of_position_biases_past_fp16s_range_is_centred(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_table_of_position_biases_past_fp16s_range_is_centred(
+    tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its differences, of which alone a softmax knows, are kept to rounding, and the source's bits come back."""
     model = tiny.small("gated", factor=1.0, dtype=dtype)
     tables = [name for name in model.state_dict() if "relative_attention_bias" in name]
@@ -206,6 +209,8 @@ def test_a_table_of_position_biases_past_fp16s_range_is_centred(tmp_path: Path, 
     converted = convert(source, tmp_path / "out")
     assert converted.safe and converted.report["proof"] == "certified" and "inexact" not in converted.report
     assert len(converted.report["plan"]["centred_keys"]) == len(tables) == 2
+    print_conversion(read(Report, converted.report), tmp_path / "out")
+    assert "\ncentred: key or position biases of 2 attentions, less what a softmax ignores\n" in capsys.readouterr().out
     before, after = (max(signal[when] for signal in converted.report["signals"]) for when in ("before", "after"))
     assert before > 65504 > after
     states, others = (outputs(load(folder, torch.float32)) for folder in (source, tmp_path / "out"))

@@ -23,9 +23,10 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.json_text import loads
 from bf16_to_fp16.report.facts import inexactness
 from bf16_to_fp16.report.schema import CARD, PAGE, REPORT, Report, read
+from bf16_to_fp16.report.terminal import print_conversion
 from bf16_to_fp16.rescaling.edits import edits_of, sites_of
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.wording import scientific
+from bf16_to_fp16.wording import power, scientific
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
 FLOOR = 1e-9  # divergences under it are the noise of fp32
@@ -116,6 +117,14 @@ def test_gates_and_a_head_past_the_limit_are_edited_proven_and_told(demo: Conver
     assert len(set(queries[:size])) == 1 and queries[0] < 0 and not any(queries[size:])
     said = {entry["site"]: entry["exponent"] for entry in demo.report["inexact"]}
     assert said == {gate: min(gates), scores: queries[0]}
+
+
+def test_each_edit_is_on_the_screen_with_its_price(demo: Converted, capsys: pytest.CaptureFixture[str]) -> None:
+    print_conversion(read(Report, demo.report), demo.out)
+    shown = capsys.readouterr().out
+    for entry in demo.report["inexact"]:
+        costs = f"predicted {scientific(entry['predicted'])}, measured {scientific(entry['measured'])}"
+        assert f"\nedit for {entry['site']}: down to {power(entry['exponent'])}, {costs}\n" in shown
 
 
 def test_the_verdict_says_how_far_the_edits_took_the_function(demo: Converted) -> None:

@@ -145,6 +145,7 @@ def test_the_certificate_is_that_of_the_weights_as_saved(tmp_path: Path) -> None
     tightest = min(found["sites"], key=lambda site: site["headroom_bits"])
     assert (tightest["name"], tightest["headroom_bits"]) == (safe.tightest, pytest.approx(safe.headroom_bits, abs=0.02))
     assert "Certified in training" in str(safe) and "training moves them" in str(safe)
+    assert repr(safe) == f"<MadeSafe: certified in training, {safe.headroom_bits:.2f} bits at {safe.tightest}>"
 
 
 def test_where_no_certificate_can_be_had_it_says_so() -> None:

@@ -21,6 +21,7 @@ from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.page import headline
+from bf16_to_fp16.report.remedies import SQUARES_UNSEEN
 from bf16_to_fp16.report.schema import FinetuneEntry, Report, Verification, read
 from bf16_to_fp16.report.screen import console, print_families
 from bf16_to_fp16.report.terminal import (
@@ -272,10 +273,9 @@ def test_a_finetune_says_how_far_it_went_from_the_original_and_whose_weights_its
     assert f" finetune: {moved} " in said(trained)
     assert "from the original was not measured" in said(made | {"finetune": {"steps": 9}})
     plain, figures = said(made, verbose=True), said(trained, verbose=True)
-    assert "KL to fp32, source in bf16" in plain and "original" not in plain
-    assert "KL to fp32, finetuned weights in bf16" in figures and "source in bf16" not in figures
-    assert "KL to fp32 of the original, output in fp16 1.25e+00" in figures
-    bounds = "trained to stay under fp16's limit"
+    assert "against the fp32 source source in bf16" in plain and "original" not in plain
+    assert "against the finetuned model in fp32 the same in bf16" in figures and "source in bf16" not in figures
+    bounds = "bounds trained to come under fp16's limit"
     assert bounds not in figures
     trained["finetune"]["recipe"] = {"penalty": {"certify": True}}
     assert bounds in said(trained, verbose=True)
@@ -313,14 +313,17 @@ def test_a_dry_run_says_once_which_exponents_are_over_a_limit(capsys: pytest.Cap
 
 
 def test_the_runtimes_that_were_asked_for_and_are_not_shown_have_their_reason() -> None:
-    tiers = {
+    tiers: dict[str, dict[str, object]] = {
         "torch": {"holds": True, "proof": "certified", "runtimes": []},
         "norm-fp16": {"holds": False, "proof": None, "runtimes": [], "reason": "squares vanish"},
         "fp16-accumulate": {"holds": False, "proof": None, "runtimes": [], "reason": "sums are too long"},
     }
-    said = "safe in: PyTorch: yes, proven · ONNX and TensorRT: no · sums in fp16: no"
     for target, why in (("norm-safe", " (squares vanish)"), ("half", "")):
-        assert runtimes_line(Report.model_validate({"target": target, "tiers": tiers})) == said + why
+        said = f"safe in: PyTorch: yes, proven · ONNX and TensorRT: no{why} · sums in fp16: no"
+        assert runtimes_line(Report.model_validate({"target": target, "tiers": tiers})) == said
+    tiers["norm-fp16"]["reason"] = SQUARES_UNSEEN  # where nothing was run
+    said = "safe in: PyTorch: yes, proven · ONNX and TensorRT: not known · sums in fp16: no"
+    assert runtimes_line(Report.model_validate({"target": "half", "tiers": tiers})) == said
 
 
 def test_help_begins_with_convert_and_has_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
