@@ -28,7 +28,7 @@ from ..checkpoint.reader import Checkpoint
 from ..progress import Advance
 from ..system import one_arena
 from .products import Widened, weights_widened_once
-from .stock import set_attention, structure
+from .stock import ALONE, set_attention, structure
 
 T = TypeVar("T")
 
@@ -209,6 +209,7 @@ class Walk:
                     self._hook_lookup(module, weights.names[module.weight])
                     continue
                 module.register_forward_pre_hook(lambda module, args, path=path: self._pause(path))
+                self._hook_own(module)
                 if shared:
                     module.forward = partial(self._given, module.forward)
         return model
@@ -236,24 +237,25 @@ class Walk:
     def run(self, advance: Advance | None = None) -> None:
         """Run all lanes to their ends; raises what the first lane that fails raises. advance: called after every
         place."""
-        self._threads = torch.get_num_threads()
-        steps = [0, max((len(lane.weights.places) for lane in self.lanes), default=0)]
+        with ALONE:
+            self._threads = torch.get_num_threads()
+            steps = [0, max((len(lane.weights.places) for lane in self.lanes), default=0)]
 
-        def count() -> None:
-            steps[0] = min(steps[0] + 1, steps[1] - 1)
-            if advance is not None:
-                advance(*steps)
+            def count() -> None:
+                steps[0] = min(steps[0] + 1, steps[1] - 1)
+                if advance is not None:
+                    advance(*steps)
 
-        try:
-            with one_arena(), weights_widened_once() as widened:
-                self._resume(self.lanes)
-                while waiting := [lane for lane in self.lanes if not lane.done]:
-                    self._run_place(waiting, widened)
-                    count()
-            if advance is not None:
-                advance(steps[1], steps[1])
-        finally:
-            self._end()
+            try:
+                with one_arena(), weights_widened_once() as widened:
+                    self._resume(self.lanes)
+                    while waiting := [lane for lane in self.lanes if not lane.done]:
+                        self._run_place(waiting, widened)
+                        count()
+                if advance is not None:
+                    advance(steps[1], steps[1])
+            finally:
+                self._end()
 
     def _run_place(self, waiting: list[Lane[Any]], widened: Widened) -> None:
         """Let the lanes through that wait at the first place where any does."""
@@ -395,6 +397,23 @@ class Walk:
         self._models.clear()
         self._shared.clear()
 
+    def _hook_own(self, place: nn.Module) -> None:
+        """Give a lane parameters of its own while it is at a place: Switch's routers cast theirs where they are, and
+        so all lanes'. Under autocast, which casts each parameter once, it keeps those of all."""
+        slots = [(m, n, p) for m in place.modules() for n, p in m._parameters.items() if p is not None]
+
+        def before(module: nn.Module, args: Any) -> None:
+            if not self._own.lane.casts:
+                for owner, name, shared in slots:
+                    owner._parameters[name] = nn.Parameter(shared.data)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            for owner, name, shared in slots:
+                owner._parameters[name] = shared
+
+        place.register_forward_pre_hook(before)
+        place.register_forward_hook(after, always_call=True)
+
     def _hook_lookup(self, module: nn.Embedding, name: str) -> None:
         def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
             shared: Any = module._parameters["weight"]
@@ -409,7 +428,8 @@ class Walk:
             return (places,)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            module._parameters["weight"] = vars(module).pop("_shared")
+            # Where nothing could be looked up, it still has that.
+            module._parameters["weight"] = vars(module).pop("_shared", module._parameters["weight"])
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -23,6 +24,10 @@ from ..progress import Progress
 from .experts import experts_apart
 
 # Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.
+ALONE = threading.RLock()
+"""Held while stock code loads a model, and by a walk: both set what all threads of a process share, such as torch's
+default dtype and the number of its threads."""
+
 _OF_ROWS = "ForSequenceClassification"
 
 
@@ -110,9 +115,10 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
         weights = {tensor: seen.read(tensor) for tensor in seen.tensors}
         source = {"pretrained_model_name_or_path": None, "config": any_config(folder), "state_dict": weights}
     try:
-        model, info = getattr(transformers, name).from_pretrained(
-            **source, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
-        )
+        with ALONE:
+            model, info = getattr(transformers, name).from_pretrained(
+                **source, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
+            )
     except Exception as error:  # safetensors, pickle and transformers each raise their own kinds
         raise cannot_be_loaded(folder, error) from error
     return experts_apart(model, of_model_type(model.config.model_type)), sorted(info["missing_keys"])
@@ -178,7 +184,7 @@ def without_values(
         for name, info in checkpoint.tensors.items()
     }
     # Drawing weights without values takes no time, but Pegasus computes its positions one by one.
-    with patch.object(transformers.PreTrainedModel, "initialize_weights"):
+    with ALONE, patch.object(transformers.PreTrainedModel, "initialize_weights"):
         model, info = getattr(transformers, stock_class(checkpoint.config)).from_pretrained(
             None,
             config=config,

@@ -20,9 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bf16_to_fp16.auditing.fidelity import compared, output_on
-from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.conversion.planning import observe_source
 from bf16_to_fp16.devices import Device
+from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.observe.observer import SiteObserver
@@ -33,7 +34,7 @@ from bf16_to_fp16.rescaling.plan import describe_plan
 from bf16_to_fp16.run.batch import GENERATE, REPEATED, Batch, run_batch
 from bf16_to_fp16.run.lanes import Change, Walk, results_of
 from bf16_to_fp16.run.probe import batches
-from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.run.stock import ALONE, load
 
 WAYS = {
     "fp32": (torch.float32, False, "eager"),
@@ -253,6 +254,59 @@ def test_positions_and_bias_that_no_file_holds_are_those_that_stock_code_makes(t
     lane = walk.add(lambda model: run(model, batch, False), torch.float16, half=True)
     walk.run()
     assert torch.equal(lane.result[0], run(whole, batch, False)[0])
+
+
+def test_a_router_that_casts_its_own_weights_does_so_in_each_lane_and_pass(tmp_path: Path) -> None:
+    """Of a weight that is inf in fp16 every pass has that."""
+    model = tiny.small("switch")
+    routers = [name for name, _ in model.named_modules() if name.endswith(".router")]
+    with torch.no_grad():
+        model.get_submodule(routers[0]).classifier.weight[0, 0] = 2.0**17
+    folder = tiny.save(model, tmp_path)
+    whole, walk = load(folder, torch.float16, half=True), Walk(open_checkpoint(folder))
+    batch = batches(whole.config, None, None)[0]
+
+    def twice(model: Any) -> tuple[list[Tensor], set[str]]:
+        with SiteObserver(model) as observer:
+            return [run(model, batch, False)[0] for _ in range(2)], {site.name for site in observer.sites()}
+
+    lanes = [walk.add(twice, torch.float16, half=True) for _ in range(2)]
+    walk.run()
+    expected, sites = twice(whole)
+    assert expected[0].isnan().any() and {f"{router}:weight" for router in routers} <= sites
+    for outputs, seen in results_of(lanes):
+        assert seen == sites
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(outputs, expected, strict=True))
+
+
+def test_walks_and_loading_go_one_after_another_in_threads_of_one_process(folders: dict[str, Path]) -> None:
+    checkpoint, waiting = open_checkpoint(folders["t5"]), Walk(open_checkpoint(folders["t5"]))
+    waiting.add(lambda model: None, torch.float32)
+    todo = (waiting.run, lambda: Walk(checkpoint).add(id, torch.float32), lambda: load(folders["t5"], torch.float32))
+    threads = [threading.Thread(target=each, daemon=True) for each in todo]
+    with ALONE:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(0.3)
+        assert all(thread.is_alive() for thread in threads)
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_table_that_cannot_be_read_is_told_without_a_word_of_torchs(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def fails(*_: Any) -> Tensor:
+        raise UserError("gone")
+
+    monkeypatch.setattr(Checkpoint, "read_some_rows", fails)
+    walk, ids = Walk(open_checkpoint(folders["t5"])), torch.tensor([[5]])
+    walk.add(lambda model: run_batch(model, Batch("", ids, ids.clip(max=1), ids, ids.clip(max=1))), torch.float32)
+    with pytest.raises(UserError, match="gone"):
+        walk.run()
+    assert not [each for each in recwarn if "always_call" in str(each.message)]
 
 
 def test_fewer_ids_than_the_number_of_the_padding_are_looked_up(tmp_path: Path) -> None:
