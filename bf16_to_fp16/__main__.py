@@ -6,6 +6,7 @@ would say "unsafe", and one line that names the file with the traceback.
 """
 
 import codecs
+import gc
 import io
 import os
 import sys
@@ -19,6 +20,7 @@ def main() -> int:
     # microseconds (GNU's OpenMP counts them in turns of a loop), in which most operations end.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    gc.set_threshold(50_000)  # every import of a large library, and every model, would be looked through many times
     closed = open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # A pipe on Windows takes the letters of one language.

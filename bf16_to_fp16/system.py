@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -169,12 +170,14 @@ def _patiently(move: Callable[[Path, Path], None], old: Path, new: Path) -> None
 @contextmanager
 def one_arena() -> Iterator[None]:
     """Have new threads allocate where others do: each with an arena of its own would keep what it has freed, several
-    times what is in use. Only glibc has arenas."""
-    limit = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if limit is not None:
-        limit(M_ARENA_MAX, 1)
+    times what is in use. At the end what lies free between what is in use is given back. Only glibc has arenas."""
+    library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(library, "mallopt"):
+        yield
+        return
+    library.mallopt(M_ARENA_MAX, 1)
     try:
         yield
     finally:
-        if limit is not None:
-            limit(M_ARENA_MAX, 0)
+        library.mallopt(M_ARENA_MAX, 0)
+        library.malloc_trim(0)

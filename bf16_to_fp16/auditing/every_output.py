@@ -70,11 +70,12 @@ def batches_shown(compared: Sequence[Batch]) -> list[Batch]:
 
 def run_shown(model: Any, batch: Batch, shown: Sequence[Batch], every: list[EveryOutput]) -> Any:
     """Return what ``run_batch`` does, and put all that stock code gives on one of the batches ``shown`` into
-    ``every``."""
-    if not any(batch is each for each in shown):
+    ``every``, in the batch's place."""
+    place = next((n for n, each in enumerate(shown) if batch is each), None)
+    if place is None:
         return run_batch(model, batch)
     output = run_batch(model, batch, **SHOWN)
-    every.append(every_of(output))
+    every[place] = every_of(output)
     return output
 
 

@@ -97,6 +97,7 @@ def add_outputs(
     ``Walk.add``."""
     shown = [] if every is None else batches_shown(compared(batches))
     put = [] if every is None else every
+    put.extend({} for _ in shown)
 
     def run(batch: Batch, model: Any) -> Tensor:
         with FastProducts():

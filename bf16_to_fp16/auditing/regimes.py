@@ -10,9 +10,9 @@ Beside the verdict stands what sank: a signal below the smallest normal number o
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,9 @@ from ..errors import UserError
 from ..families.known import of_model_type, roles_of, stock_class
 from ..families.places import places_by_name
 from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
-from ..observe.meter import NormMeter, metering_norms, norms_seen
+from ..observe.meter import NormMeters, metering_norms, norms_seen
 from ..observe.observer import SiteObserver
-from ..observe.sites import Site
+from ..observe.sites import Site, sites_of_all
 from ..progress import Advance
 from ..ranges import NormRange
 from ..run import probe
@@ -291,14 +291,14 @@ def run_regimes(
         shares = [seen[regime, name] for name in attention]
         for shown in shares:
             _merge(merged, shown.sites())
-        logits = sum(lane.result[0] for shown in shares for lane in shown.lanes)
+        logits = sum(ran_so.nonfinite for shown in shares for ran_so in shown.results())
         runs = tuple(Run.of(shown.attention, shown.inputs) for shown in shares)
         result = _result(regime, merged, logits, insides, runs, shares[0].norms())
         results[regime] = replace(result, vectors=any(shown.modules for shown in shares))
     for regime in regimes:
         if regime not in results:
             results[regime] = replace(results["half"], regime=regime, same_as="half")
-    half = [lane.result[1] for lane in seen["half", attention[0]].lanes] if "half" in ran else []
+    half = [shown.output for shown in seen["half", attention[0]].results()] if "half" in ran else []
     return Audited(
         _beside_fp32(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device),
         [output for output in half if output is not None],
@@ -335,56 +335,70 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
     return list(filter(own, inputs))[: None if all_regimes else 1] or inputs[:1]
 
 
+@dataclass(frozen=True)
+class _Ran:
+    """What one run showed: how many of its outputs are not finite, its sites, what entered norms, and its output where
+    that is to be compared."""
+
+    nonfinite: int
+    sites: Sequence[Site]
+    norms: NormMeters
+    output: Tensor | None
+
+
 class _Seen:
-    """What a regime shows under one attention: its lanes, which have all their sites in common. keeps: whether the
-    lanes keep outputs to compare and what enters norms. modules: those behind a sentence encoder, which run in ``half``
-    alone."""
+    """What a regime shows under one attention: its lanes. keeps: whether they keep outputs to compare and what enters
+    norms. modules: those behind a sentence encoder, which run in ``half`` alone."""
 
     def __init__(self, regime: str, attention: str, *, keeps: bool = False, modules: Sequence[SideModule] = ()) -> None:
         self.regime, self.attention, self.keeps = regime, attention, keeps
         self.modules = modules if regime == "half" else ()
         self.inputs: list[Batch] = []
-        self.lanes: list[Lane[tuple[int, Tensor | None]]] = []
-        self._observer: SiteObserver | None = None
-        self._behind: SiteObserver | None = None
-        self._norms: dict[str, NormMeter] = {}
+        self.lanes: list[Lane[_Ran]] = []
 
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
         dtype, half = _weights(self.regime)
         for batch in inputs:
-            lane = walk.add(partial(self._run, batch), dtype, half=half, attention=self.attention)
+            how: dict[str, Any] = {"attention": self.attention, "casts": self.regime == "amp"}
+            lane = walk.add(partial(self._run, batch), dtype, half=half, **how)
             self.lanes.append(lane)
             self.inputs.append(batch)
 
-    def _run(self, batch: Batch, model: nn.Module) -> tuple[int, Tensor | None]:
-        self._observer = observer = SiteObserver(model, beside=self._observer)
-        with observer, metering_norms(model, self._norms) if self.keeps else contextlib.nullcontext():
+    def _run(self, batch: Batch, model: nn.Module) -> _Ran:
+        metered: AbstractContextManager[NormMeters] = metering_norms(model) if self.keeps else nullcontext({})
+        with SiteObserver(model) as observer, metered as norms:
             output = _forward(model, batch, self.regime)
         if self.regime == "amp":
             _check_autocast(model, observer)
         if output is None:
-            return 0, None
-        self._run_behind(batch, output)
-        return _nonfinite(output), output_on(batch, output) if self.keeps and compared([batch]) else None
+            return _Ran(0, observer.sites(), norms, None)
+        sites = [*observer.sites(), *self._run_behind(batch, output)]
+        compares = self.keeps and compared([batch])
+        return _Ran(_nonfinite(output), sites, norms, output_on(batch, output) if compares else None)
 
-    def _run_behind(self, batch: Batch, output: Any) -> None:
-        """Run what stands behind a sentence encoder on its last states, where the model shows them."""
+    def _run_behind(self, batch: Batch, output: Any) -> Sequence[Site]:
+        """Run what stands behind a sentence encoder on its last states, where the model shows them, and return its
+        sites."""
         shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
         states = next((each for each in shown if each is not None), None)
         if not self.modules or states is None:
-            return
+            return ()
         model = SentenceVectors(self.modules).to(states.device, states.dtype)
-        self._behind = SiteObserver(model, beside=self._behind)
-        with self._behind:
+        with SiteObserver(model) as behind:
             model(states, batch.attention_mask.to(states.device))
+        return behind.sites()
+
+    def results(self) -> list[_Ran]:
+        """What each lane showed, once the walk is over."""
+        return results_of(self.lanes)
 
     def sites(self) -> list[Site]:
-        """The sites, once the walk is over."""
-        return [site for seen in (self._observer, self._behind) if seen is not None for site in seen.sites()]
+        """The sites of all lanes, once the walk is over."""
+        return sites_of_all(shown.sites for shown in self.results())
 
     def norms(self) -> dict[str, NormRange]:
         """What entered each norm, once the walk is over."""
-        return norms_seen(self._norms)
+        return norms_seen([shown.norms for shown in self.results()])
 
 
 def _beside_fp32(
@@ -438,7 +452,7 @@ def audit_model(
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     merged: dict[str, tuple[int, SiteResult]] = {}
-    norms: dict[str, NormMeter] = {}
+    norms: list[NormMeters] = []
     nonfinite_logits = steps = 0
     given = {implementation: seen_padding(batches, implementation) for implementation in attention}
     model.train(loss_scale is not None)
@@ -446,9 +460,11 @@ def audit_model(
         for implementation in attention:
             _set_attention(model, implementation)
             observer = SiteObserver(model)
-            keeps = regime == "half" and implementation == attention[0]
-            metered = metering_norms(model, norms) if keeps else contextlib.nullcontext()
-            with observer, metered, torch.random.fork_rng(devices=cards):
+            with ExitStack() as stack:
+                if regime == "half" and implementation == attention[0]:
+                    norms.append(stack.enter_context(metering_norms(model)))
+                stack.enter_context(observer)
+                stack.enter_context(torch.random.fork_rng(devices=cards))
                 torch.manual_seed(seed)
                 for batch in given[implementation]:
                     nonfinite_logits += _step(model, batch, regime, loss_scale)
@@ -474,9 +490,9 @@ def _set_attention(model: Any, implementation: str) -> None:
         ) from error
 
 
-def _autocast(model: nn.Module, regime: str) -> contextlib.AbstractContextManager[Any]:
+def _autocast(model: nn.Module, regime: str) -> AbstractContextManager[Any]:
     if regime != "amp":
-        return contextlib.nullcontext()
+        return nullcontext()
     return torch.autocast(next(model.parameters()).device.type, torch.float16)
 
 

@@ -76,8 +76,8 @@ def audit(
         converted, known = is_converted(checkpoint.folder), {"target": None, "padding": padding_entry(layout.config)}
         if converted or attack_steps is not None:
             check_bounded(layout, checkpoint.source)  # before anything is run
-        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep, progress=progress)
-        family, generates = layout.family.name, layout.stock.is_language_model
+        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep)
+        family = layout.family.name
         run = partial(audit_folder, checkpoint.folder, inputs=inputs, attention=attention)
     else:
         if attack_steps is not None:
@@ -87,14 +87,14 @@ def audit(
             )
         model = open_any(checkpoint.folder, attention, progress)
         inputs = batches_of(model, data, seed, sweep=sweep)
-        family, generates, attention = model.name, model.generates, model.attention
+        family, attention = model.name, model.attention
         run = partial(audit_any, model, inputs)
     with progress.step(f"Auditing {', '.join(regimes)}") as advance:
         results = on.run("audit", lambda place: run(device=place, advance=advance, **how))
     if layout is not None and (converted or attack_steps is not None):
         known["target"] = BOUNDED_FOR
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
-    described = describe_batches(inputs, seed=seed, data=data, generates=generates)
+    described = describe_batches(inputs, seed=seed, data=data)
     entries = regimes_of(results)
     attacked_sites = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
     safe = not attacked_sites and verdict(results) == "safe"

@@ -167,12 +167,8 @@ def convert_by(
         )
         seconds = WHOLE * (time.monotonic() - begun) if decided.ranges else None
         return Conversion(dump(summary), None, decided.planned, decided.plan, nbytes, seconds)
-    generates = decided.layout.stock.is_language_model
-    inputs = (
-        describe_batches(opened.inputs, seed=options.seed, data=options.data, generates=generates)
-        if options.run_model
-        else None
-    )
+    run_on, seed = opened.inputs, options.seed
+    inputs = describe_batches(run_on, seed=seed, data=options.data) if options.run_model else None
     with staged(place.out, force=place.force) as work:
         rewritten = rewrite(opened, decided, work, options, progress)
         measured = measure(opened, decided, work, options, progress)

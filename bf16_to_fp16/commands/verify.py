@@ -48,7 +48,7 @@ from ..rescaling.plan import Plan
 from ..rescaling.planner import TRAIN_MARGIN_BITS
 from ..run import probe
 from ..run.agreement import agreed_layout
-from ..run.batch import GENERATE, SWEEP, Batch, describe_batches
+from ..run.batch import SWEEP, Batch, describe_batches
 from ..run.stock import load_config
 from ..targets import MARGIN_BITS, TARGETS
 from ..verification.claims import check_claims, check_sentences
@@ -238,7 +238,7 @@ def examine(
         problems = check_audit(findings.regimes)
         if subject.packed is None and claim.regimes:
             if again.same_text:
-                problems += check_inputs(claim, again.described(generates=layout.stock.is_language_model))
+                problems += check_inputs(claim, again.described())
             entries = schema.regimes_of(again.ran.regimes)
             problems += [] if problems else check_regimes(claim, entries, same_text=again.same_text)
         findings.add("audit", problems)
@@ -320,15 +320,13 @@ class Repeated:
     @property
     def same_text(self) -> bool:
         """Whether the report's text, or none where it has none, was run."""
-        if self.said.left_out == [GENERATE] and any(batch.generate for batch in self.inputs):
-            return False  # there is more memory here
         if self.data is None or self.said.data is None:
             return self.data is None and self.said.data is None
         return bool(self.described()["sha256"] == self.said.sha256)
 
-    def described(self, *, generates: bool = False) -> dict[str, Any]:
-        """Return what was run as a report says it; generates: whether the class can."""
-        return describe_batches(self.inputs, seed=self.said.seed or 0, data=self.data, generates=generates)
+    def described(self) -> dict[str, Any]:
+        """Return what was run as a report says it."""
+        return describe_batches(self.inputs, seed=self.said.seed or 0, data=self.data)
 
 
 def run_again(
@@ -346,7 +344,7 @@ def run_again(
     """
     said, config = report.inputs or schema.Inputs(), load_config(folder)
     seed, swept = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
-    how: dict[str, Any] = {"seed": seed, "sweep": swept, "progress": progress}
+    how: dict[str, Any] = {"seed": seed, "sweep": swept}
     with torch.random.fork_rng(devices=[]):
         if original is not None and said.chosen:
             how["opened"] = (original[0], resolve(original[0]))

@@ -31,7 +31,7 @@ from ..families.other_class import headless, read_as
 from ..families.resolve import check_norms, resolve
 from ..families.types import LOGITS
 from ..numerics import PROOF_MARGIN_BITS
-from ..observe.meter import RangeObserver
+from ..observe.meter import RangeObserver, Scratch
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange, norms_of
 from ..report.build import Decided
@@ -129,7 +129,7 @@ def open_source(
     inputs: list[Batch] = []
     if options.run_model:
         data, seed = options.data, options.seed
-        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=options.sweep, progress=progress)
+        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=options.sweep)
     return Opened(checkpoint, layout, inputs, device)
 
 
@@ -460,7 +460,6 @@ def checkpoint_batches(
     seed: int,
     *,
     sweep: bool = False,
-    progress: Progress | None = None,
 ) -> list[Batch]:
     """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
     given."""
@@ -468,7 +467,7 @@ def checkpoint_batches(
     beside = tokenizer_beside(checkpoint.home, checkpoint.subfolder)  # where pipelines have it
     if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):
         folder = beside
-    return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened, progress=progress)
+    return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened)
 
 
 Bounds = Callable[[Layout, Mapping[str, int]], Mapping[str, ModuleRange]]
@@ -529,23 +528,27 @@ def observe_source(
 
     def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
         walk = Walk(checkpoint, place)
-        observers: list[RangeObserver] = []
-        every_fp32, every_bf16 = list[EveryOutput](), list[EveryOutput]()
         unchanged = inputs if change is None else []
-        shown = batches_shown(compared(unchanged))
+        shown, scratch = batches_shown(compared(unchanged)), Scratch()
+        every_fp32: list[EveryOutput] = [{} for _ in shown]
+        every_bf16: list[EveryOutput] = []
 
-        def run(batch: Batch, model: Any) -> torch.Tensor | None:
-            observers.append(RangeObserver(model, observers[-1] if observers else None))
-            with observers[-1]:
+        def run(number: int, batch: Batch, model: Any) -> torch.Tensor | None:
+            with observers[number]:
                 output = run_shown(model, batch, shown, every_fp32)
             return output_on(batch, output) if compared([batch]) else None
 
+        def advanced(done: int, total: int) -> None:
+            first.take(rest)
+            advance(done, total)
+
         how: dict[str, Any] = {"change": change}
-        fp32 = [walk.add(partial(run, batch), torch.float32, **how) for batch in inputs]
+        fp32 = [walk.add(partial(run, n, batch), torch.float32, **how) for n, batch in enumerate(inputs)]
+        first, *rest = observers = [RangeObserver(lane.model, scratch) for lane in fp32]
         bf16 = add_outputs(walk, unchanged, torch.bfloat16, every_bf16)
-        walk.run(advance)
-        kept = [lane.result for lane in fp32 if lane.result is not None]
-        return observers[0].ranges(), Reference(kept, results_of(bf16), every_fp32, every_bf16)
+        walk.run(advanced)
+        kept = [output for output in results_of(fp32) if output is not None]
+        return first.ranges(rest), Reference(kept, results_of(bf16), every_fp32, every_bf16)
 
     what = "source" if change is None else "edited source"
     with full_precision(), progress.step(f"Observing the {what} in fp32") as advance:

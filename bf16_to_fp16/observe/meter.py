@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -23,18 +25,16 @@ _STEPS_IN_A_BINADE = 8
 class RangeObserver:
     """Context manager that meters the inputs and outputs of every linear, embedding, norm and attention of an fp32
     ``model``, by channel: the planner's ranges. Every position counts, padding too: fp16 must hold it. Scores are seen
-    only under ``attn_implementation="eager"``. beside: the observer of another run by a copy of the model, to whose
-    ranges this run adds."""
+    only under ``attn_implementation="eager"``. scratch: memory that observers may share, also at once."""
 
-    def __init__(self, model: nn.Module, beside: RangeObserver | None = None) -> None:
+    def __init__(self, model: nn.Module, scratch: Scratch | None = None) -> None:
         self.model = model
         family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
         ends = roles_of(family).attentions
         self.attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
-        before = beside.observer if beside else None
-        self.observer: SiteObserver = SiteObserver(model, only=self.attentions, beside=before)
-        self.meters: dict[str, _Meter] = beside.meters if beside else {}
-        self.totals: _Totals = beside.totals if beside else _Totals()
+        self.observer = SiteObserver(model, only=self.attentions)
+        self.meters: dict[str, _Meter] = {}
+        self.totals = _Totals(scratch or Scratch())
         self._hooks = ExitStack()
 
     def __enter__(self) -> RangeObserver:
@@ -49,26 +49,43 @@ class RangeObserver:
     def __exit__(self, *error: Any) -> None:
         self._hooks.close()
 
-    def ranges(self) -> Ranges:
-        scores = _scores(self.observer)
-        return {path: meter.result(scores.get(path)) for path, meter in self.meters.items() if meter.output.rows}
+    def take(self, others: Sequence[RangeObserver]) -> None:
+        """Take over what other observers, of runs by copies of the model, have metered so far: each would keep as much
+        as one does, in small pieces between what is soon freed."""
+        for other in others:
+            for path, meter in other.meters.items():
+                if meter.output.rows:
+                    self.meters[path].take(meter)
+
+    def ranges(self, others: Sequence[RangeObserver] = ()) -> Ranges:
+        """Return what it has seen together with others."""
+        self.take(others)
+        every = [_scores(observer.observer) for observer in (self, *others)]
+        scores = {path: [each[path] for each in every if path in each] for path in self.attentions}
+        return {path: meter.result(scores.get(path, ())) for path, meter in self.meters.items() if meter.output.rows}
+
+
+NormMeters = Mapping[str, "NormMeter"]
+"""What entered norms in one run, by path."""
 
 
 @contextmanager
-def metering_norms(model: nn.Module, norms: dict[str, NormMeter]) -> Iterator[None]:
-    """Meter what enters every norm of a ``model``, of any format, token by token. norms: the meters, by path, also
-    those of runs by copies of the model, to which this run adds."""
+def metering_norms(model: nn.Module) -> Iterator[NormMeters]:
+    """Meter what enters every norm of a ``model``, of any format, token by token."""
+    meters = {path: NormMeter(module) for path, module in model.named_modules() if is_norm(module)}
     with ExitStack() as hooks:
-        for path, module in model.named_modules():
-            if is_norm(module):
-                meter = norms.setdefault(path, NormMeter(module))
-                hooks.enter_context(module.register_forward_pre_hook(meter, with_kwargs=True))
-        yield
+        for path, meter in meters.items():
+            hooks.enter_context(model.get_submodule(path).register_forward_pre_hook(meter, with_kwargs=True))
+        yield meters
 
 
-def norms_seen(norms: Mapping[str, NormMeter]) -> dict[str, NormRange]:
-    """Return what the meters of norms saw."""
-    return {path: meter.result() for path, meter in norms.items() if meter.rows}
+def norms_seen(runs: Sequence[NormMeters]) -> dict[str, NormRange]:
+    """Return what the meters of norms, which the first run's take over, saw in several runs by copies of one model."""
+    first, *rest = runs or [{}]
+    for path, meter in first.items():
+        for other in rest:
+            meter.take(other[path])
+    return {path: meter.result() for path, meter in first.items() if meter.rows}
 
 
 def observe_ranges(model: nn.Module, batches: Sequence[Batch]) -> Ranges:
@@ -102,45 +119,57 @@ class _Total:
     version: int
 
 
+class Scratch:
+    """Memory for products: one of its own for every tensor would cost more, fresh, than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0)
+        self.used = Lock()
+
+    def sum_of_squares(self, x: Tensor) -> Tensor:
+        """Return the sum of squares of each channel of an fp32 tensor [rows, channels]."""
+        with self.used:
+            if self.memory.numel() < x.numel():
+                self.memory = x.new_empty(x.numel())
+            return torch.mul(x, x, out=self.memory[: x.numel()].view_as(x)).sum(0)
+
+
 class _Totals:
     """Adds up tensors [..., channels], each once for all modules that it passes: queries, keys and values read one."""
 
     NAME = "_bf16_to_fp16_total"
 
-    def __init__(self) -> None:
-        self.scratch = torch.empty(0)
+    def __init__(self, scratch: Scratch) -> None:
+        self.scratch = scratch
 
     def of(self, x: Tensor) -> _Total:
         total: _Total | None = getattr(x, self.NAME, None)
         if total is None or total.version != x._version:
             flat = x.reshape(-1, x.shape[-1]).float()
-            # A product of its own for every tensor would cost more in fresh memory than in arithmetic.
-            if self.scratch.numel() < flat.numel():
-                self.scratch = flat.new_empty(flat.numel())
-            square = torch.mul(flat, flat, out=self.scratch[: flat.numel()].view_as(flat))
             # Of a row shorter than a block of LongT5's there is no sum.
             amax = torch.maximum(flat.amax(0), -flat.amin(0)) if len(flat) else flat.new_zeros(flat.shape[1])
-            total = _Total(amax, square.sum(0), len(flat), x._version)
+            total = _Total(amax, self.scratch.sum_of_squares(flat), len(flat), x._version)
             setattr(x, self.NAME, total)
         return total
 
 
 class _Channels:
-    """Running per-channel maximum and sum of squares."""
+    """Running per-channel maximum and sum of squares, the latter in float64 once there are two."""
 
     def __init__(self) -> None:
         self.rows = 0
-        self.amax = torch.zeros(0)
-        self.squares = torch.zeros(0, dtype=torch.float64)
+        self.amax = self.squares = torch.zeros(0)
 
-    def add(self, total: _Total) -> None:
-        amax, squares = total.amax, total.squares.double()
-        if self.rows:
-            amax, squares = torch.maximum(amax, self.amax), squares + self.squares
-        self.amax, self.squares, self.rows = amax, squares, self.rows + total.rows
+    def add(self, other: _Total | _Channels) -> None:
+        if not self.rows:  # those of one tensor are many modules' and in memory once
+            self.amax, self.squares = other.amax, other.squares
+        elif other.rows:
+            self.amax = torch.maximum(other.amax, self.amax)
+            self.squares = other.squares.double() + self.squares.double()
+        self.rows += other.rows
 
     def result(self) -> ChannelRange:
-        mean = (self.squares / max(self.rows, 1)).float()
+        mean = (self.squares.double() / max(self.rows, 1)).float()
         return ChannelRange(self.amax.cpu(), mean.cpu(), self.rows)
 
 
@@ -151,7 +180,7 @@ class NormMeter:
         self.centred = isinstance(module, nn.LayerNorm)
         self.rows = 0
         self.norm_max = 0.0
-        self.binades: dict[int, int] = {}
+        self.binades: Counter[int] = Counter()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # No operation of the model's: the observer, which is active, need not look.
@@ -168,7 +197,15 @@ class NormMeter:
         self.norm_max = max(self.norm_max, float(length.max()))
         steps = (variance.nan_to_num(nan=math.inf).clamp(1e-30, 1e300).log2() * _STEPS_IN_A_BINADE).round().int()
         for step, count in zip(*(x.tolist() for x in steps.unique(return_counts=True)), strict=True):
-            self.binades[step] = self.binades.get(step, 0) + count
+            self.binades[step] += count
+
+    def take(self, other: NormMeter) -> None:
+        """Take over what another meter of such a norm has seen."""
+        self.rows += other.rows
+        self.norm_max = max(self.norm_max, other.norm_max)
+        self.binades.update(other.binades)
+        other.rows, other.norm_max = 0, 0.0
+        other.binades.clear()
 
     def result(self) -> NormRange:
         shares = [(2.0 ** (k / _STEPS_IN_A_BINADE), n / self.rows) for k, n in sorted(self.binades.items())]
@@ -200,6 +237,15 @@ class _Meter:
                     self.norm.add(x)
             self.output.add(self.totals.of(y))
 
-    def result(self, scores: ScoreRange | None) -> ModuleRange:
+    def take(self, other: _Meter) -> None:
+        """Take over what another meter of such a module has seen."""
+        self.input.add(other.input)
+        self.output.add(other.output)
+        other.input, other.output = _Channels(), _Channels()
+        if self.norm is not None and other.norm is not None:
+            self.norm.take(other.norm)
+
+    def result(self, scores: Sequence[ScoreRange]) -> ModuleRange:
         norm = None if self.norm is None else self.norm.result()
-        return ModuleRange(self.input.result(), self.output.result(), norm, scores)
+        largest = ScoreRange(max(s.product for s in scores), max(s.biased for s in scores)) if scores else None
+        return ModuleRange(self.input.result(), self.output.result(), norm, largest)

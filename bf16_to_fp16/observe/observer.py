@@ -25,7 +25,6 @@ from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Call, Site, is_lin
 _FRIENDLY = dict.fromkeys(("bmm", "mm", "addmm", "baddbmm"), "matmul")
 _FRIENDLY |= {"_softmax": "softmax", "_safe_softmax": "softmax", "_to_copy": "to", "native_layer_norm": "layer_norm"}
 
-_OUTPUTS_OF_A_RUN = 1 << 40  # more than any run has
 _CUBED = {"pow", "mul", "add", "tanh"}  # operations of which a cube and its way to a tanh consist
 
 
@@ -74,8 +73,7 @@ class SiteObserver(TorchDispatchMode):
     unless it is cut off before the module's end.
 
     fast_products: compute matrix products on the CPU as ``FastProducts`` does. only: measure the modules at
-    these paths alone. beside: the observer of another run by a copy of the model, whose sites this run adds to, as seen
-    after all that was seen there.
+    these paths alone.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class SiteObserver(TorchDispatchMode):
         *,
         fast_products: bool = True,
         only: Collection[str] | None = None,
-        beside: SiteObserver | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -92,8 +89,7 @@ class SiteObserver(TorchDispatchMode):
         self.fast_products = fast_products
         self.outputs = 0
         """Floating-point op outputs seen in the model, without views."""
-        self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {} if beside is None else beside._sites
-        self._before: int = 0 if beside is None else beside._before + _OUTPUTS_OF_A_RUN
+        self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {}
         self._operators: dict[Any, _Operator] = {}
         self._stack: list[_Frame] = []
         self._frame: _Frame | None = None
@@ -230,7 +226,7 @@ class SiteObserver(TorchDispatchMode):
             return
         self.outputs += 1
         name = _name(operator, args, frame, index, constant=constant, backward=node is not None)
-        site = frame.site(name, frame.count(name), out.dtype, self._before + self.outputs)
+        site = frame.site(name, frame.count(name), out.dtype, self.outputs)
         if node is None:
             self._remember(site.name)
         site.calls += 1
@@ -265,11 +261,11 @@ class SiteObserver(TorchDispatchMode):
         elif masked is not None:
             _note_masked(site, out, high, masked)
         elif frame.unseen and node is None:
-            _note_unseen(frame, site, out, self._before + self.outputs)
+            _note_unseen(frame, site, out, self.outputs)
         else:
             _note(site, out, low, high, cube)
         if whole and site.nonfinite:
-            site.order = self._before + self.outputs
+            site.order = self.outputs
 
     def _backward_frame(self, node: Any) -> _Frame | None:
         number = node._sequence_nr()
@@ -288,7 +284,7 @@ class SiteObserver(TorchDispatchMode):
         scores = origins.scores_of_mask(args)
         if scores is None:
             return
-        site = frame.site("masked", 1, dtype, self._before + self.outputs)
+        site = frame.site("masked", 1, dtype, self.outputs)
         site.calls += 1
         site.amax = max(site.amax, float(origins.masked_span(scores, masked).amax()))
 

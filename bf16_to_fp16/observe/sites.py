@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -38,10 +39,38 @@ class Site:
     pending_nonfinite: int = 0
     pending_saturated: int = 0
 
+    def take(self, later: Site) -> None:
+        """Take over what the same site of a later run has seen."""
+        if later.nonfinite and not self.nonfinite:
+            self.order = later.order
+        self.amax = max(self.amax, later.amax)
+        self.calls += later.calls
+        self.nonfinite += later.nonfinite
+        self.saturated += later.saturated
+        self.benign += later.benign
+        self.reason = self.reason or later.reason
+        if later.limit is None:
+            self.limit = None
+
     @property
     def headroom_bits(self) -> float | None:
         """log2(limit / amax), None where there is no limit."""
         return None if self.limit is None else headroom_bits(self.amax, self.limit)
+
+
+_OUTPUTS_OF_A_RUN = 1 << 40  # more than any run has
+
+
+def sites_of_all(runs: Iterable[Iterable[Site]]) -> list[Site]:
+    """Return the sites of forwards by copies of one model as if one observer had seen them one after another."""
+    sites: dict[tuple[str, torch.dtype], Site] = {}
+    for number, run in enumerate(runs):
+        for site in run:
+            later = replace(site, order=site.order + number * _OUTPUTS_OF_A_RUN)
+            before = sites.setdefault((site.name, site.dtype), later)
+            if before is not later:
+                before.take(later)
+    return list(sites.values())
 
 
 @dataclass(slots=True)

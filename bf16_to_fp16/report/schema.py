@@ -184,14 +184,12 @@ class InputKind(ReportObject):
 
 class Inputs(ReportObject):
     """What was run, from which the same can be run again; ``chosen``: ids by the reason that each was chosen for, empty
-    where every id was run; ``left_out``: kinds of batches for which memory was short; ``sha256``: of all ids and masks.
-    """
+    where every id was run; ``sha256``: of all ids and masks."""
 
     seed: Count | None = None
     data: Text | None = None
     batches: list[InputKind] = []
     chosen: dict[str, list[Count]] = {}
-    left_out: list[str] = []
     sha256: str | None = None
 
 

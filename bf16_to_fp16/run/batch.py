@@ -121,14 +121,12 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def describe_batches(
-    inputs: Sequence[Batch], *, seed: int, data: str | None = None, generates: bool = False
-) -> dict[str, Any]:
+def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
     """Return the report's ``inputs``, from which the same can be run again and be told from anything else. ``batches``:
     each run of one kind as one entry: kind, number of batches, rows of them all, and the longest encoder and decoder in
     tokens (None without a decoder's input). ``data``: the last part of the path, or the name of a dataset of the Hub,
     and how many rows were drawn; None without data. ``chosen``: ids by reason, empty where every id is run.
-    ``left_out``: the generation, where memory was short. ``sha256``: of all ids and masks."""
+    ``sha256``: of all ids and masks."""
     digest = hashlib.sha256()
     for batch in inputs:
         for tensor in batch.tensors.values():
@@ -151,7 +149,6 @@ def describe_batches(
         "data": None if data is None else {"name": shown, "rows": drawn},
         "batches": entries,
         "chosen": {reason: list(ids) for batch in inputs for reason, ids in batch.chosen.items()},
-        "left_out": [GENERATE] if generates and not any(batch.generate for batch in inputs) else [],
         "sha256": digest.hexdigest(),
     }
 

@@ -1,10 +1,11 @@
 """Many runs of a stock model in one walk over its files, in the memory of one block.
 
 A lane is one ordinary run of a stock model in a thread of its own, with its precision, attention and inputs. Its model
-has no weights: at a block, an embedding, a final norm or a head it waits. The walk reads the weights of the first place
-where any lane waits, lets those lanes through one after another, drops the weights and goes on. So every mask, bias and
-cache is stock code's own, and no number differs from a whole model's. Of an embedding only the rows of the ids are
-read. For a lane that comes back to a place (a generation, for each token) the weights are read again.
+has no weights: at a block, a final norm or a head it waits. The walk reads the weights of the first place where any
+lane waits, lets those lanes through, drops the weights and goes on. On a CPU several lanes go through at once, each
+with its share of the threads, since one short batch keeps few busy. So every mask, bias and cache is stock code's own,
+and no number differs from a whole model's on as many threads. Of an embedding a lane reads only the rows of its ids.
+For a lane that comes back to a place (a generation, for each token) the weights are read again.
 Lanes that run the same on the same inputs, with weights that differ, share what a place gives until their weights do.
 """
 
@@ -14,9 +15,10 @@ import copy
 import inspect
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -33,6 +35,8 @@ T = TypeVar("T")
 Change = Callable[[str, Tensor], Tensor]
 """Gives the weight that a run is to have in place of the stored one: of its name and values, in the run's dtype."""
 
+_AT_ONCE = 4  # lanes that run at once at most: python code, a fifth of a small model's time, runs in one at a time
+_TOGETHER = 600 << 20  # bytes of a place's weights, in several precisions, that are in memory at once at most
 _STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited
 _COLLECTIONS = (dict, OrderedDict, set)
 
@@ -105,8 +109,9 @@ def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 class Lane(Generic[T]):
     """One run in a walk; ``result``: what ``run`` returned, there once the walk is over.
 
-    ``state``: the same of lanes that have run the same up to here, with the same weights; None of one that shares
-    nothing. ``takes``: what a place gives, where another lane has run it.
+    ``casts``: whether it runs under autocast. ``state``: the same of lanes that have run the same up to here, with the
+    same weights; None of one that shares nothing. ``takes``: what a place gives, where another lane has run it.
+    ``threads``: on how many of torch's it computes.
     """
 
     run: Callable[[Any], T]
@@ -117,12 +122,17 @@ class Lane(Generic[T]):
     takes: Any = None
     gave: Any = None
     waits_at: str | None = None  # the place where it waits; None before it has started
-    asks: tuple[nn.Embedding, Tensor] | None = None  # an embedding of which it needs rows, and their ids
+    casts: bool = False
+    threads: int = 1
     done: bool = False
     error: BaseException | None = None
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     thread: threading.Thread | None = None
     result: T = field(init=False)
+
+    def excludes(self, other: Lane[Any]) -> bool:
+        """Whether it cannot run while another one does: modules that run for both, or casts that either may make."""
+        return self.model is other.model or (self.casts and other.casts)
 
 
 def results_of(lanes: Iterable[Lane[T]]) -> list[T]:
@@ -156,8 +166,9 @@ class Walk:
         self._models: dict[Any, _Model] = {}
         self._shared: dict[Any, Any] = {}
         self._read: dict[str, Tensor] = {}
-        self._turn = threading.Semaphore(0)
-        self._running: Lane[Any]
+        self._threads = 1
+        self._back: SimpleQueue[Lane[Any]] = SimpleQueue()  # lanes that have come to a place or to their end
+        self._own = threading.local()  # of a lane's thread: the lane
         self._ending = False
 
     def add(
@@ -169,19 +180,22 @@ class Walk:
         attention: str = "eager",
         change: Change | None = None,
         alike: Hashable = None,
+        casts: bool = False,
     ) -> Lane[T]:
         """Add a run of the model as ``run.stock.load`` gives it with ``dtype``, ``half`` and ``attention``. run: is
         called with the model, without gradients, in a thread of its own; it must not change weights. change: applied to
         each weight; it returns those that it leaves. alike: of lanes with an equal one, all else but changes the same,
-        ``run`` does the same on the same inputs, and meters nothing. Raises ``UserError`` as ``load`` does."""
+        ``run`` does the same on the same inputs, and meters nothing. casts: whether it runs under autocast, whose cast
+        of a weight is seen in the one lane that makes it: such lanes go one after another. Raises ``UserError`` as
+        ``load`` does."""
         weights = self._weights(dtype, half)
         if alike is None:
-            lane = Lane(run, self._hooked(weights, attention), weights, change)
+            lane = Lane(run, self._hooked(weights, attention), weights, change, casts=casts)
         else:
             key = alike, weights, attention
             if key not in self._shared:
                 self._shared[key] = self._hooked(weights, attention, shared=True)
-            lane = Lane(run, self._shared[key], weights, change, key)
+            lane = Lane(run, self._shared[key], weights, change, key, casts=casts)
         self.lanes.append(lane)
         return lane
 
@@ -192,7 +206,7 @@ class Walk:
         for path, module in model.named_modules():
             if path in weights.places:
                 if _is_lookup(module):
-                    self._hook_lookup(module)
+                    self._hook_lookup(module, weights.names[module.weight])
                     continue
                 module.register_forward_pre_hook(lambda module, args, path=path: self._pause(path))
                 if shared:
@@ -200,8 +214,8 @@ class Walk:
         return model
 
     def _given(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what a place gives the lane that is running: what it takes from another, or else what it computes."""
-        lane = self._running
+        """Return what a place gives the lane that comes to it: what it takes from another, or else what it computes."""
+        lane: Lane[Any] = self._own.lane
         if lane.takes is not None:
             (output,), lane.takes = lane.takes, None
             return output
@@ -222,6 +236,7 @@ class Walk:
     def run(self, advance: Advance | None = None) -> None:
         """Run all lanes to their ends; raises what the first lane that fails raises. advance: called after every
         place."""
+        self._threads = torch.get_num_threads()
         steps = [0, max((len(lane.weights.places) for lane in self.lanes), default=0)]
 
         def count() -> None:
@@ -231,8 +246,7 @@ class Walk:
 
         try:
             with one_arena(), weights_widened_once() as widened:
-                for lane in self.lanes:
-                    self._resume(lane)
+                self._resume(self.lanes)
                 while waiting := [lane for lane in self.lanes if not lane.done]:
                     self._run_place(waiting, widened)
                     count()
@@ -246,36 +260,50 @@ class Walk:
         order = {path: i for i, path in enumerate(waiting[0].weights.places)}
         place = min((str(lane.waits_at) for lane in waiting), key=order.__getitem__)
         here = [lane for lane in waiting if lane.waits_at == place]
-        models = list(dict.fromkeys(lane.weights for lane in here))
-        to_come = Counter(lane.state for lane in here)
-        for weights in models:
-            plain: dict[str, Tensor] = {}
-            visits: list[_Visit] = []
-            for change in dict.fromkeys(lane.change for lane in here if lane.weights is weights):
-                altered = self._load(weights, place, change, plain, widened)
-                if weights is models[-1]:
+        rounds = self._together(place, here)
+        for models in rounds:
+            lanes = [lane for lane in here if lane.weights in models]
+            to_come, visits = Counter(lane.state for lane in lanes), list[_Visit]()
+            plain: dict[_Model, dict[str, Tensor]] = {weights: {} for weights in models}
+            while lanes:
+                changes = {lane.weights: lane.change for lane in reversed(lanes)}  # of each model the next
+                altered = {each: self._load(each, place, changes[each], plain[each], widened) for each in changes}
+                if models is rounds[-1]:
                     self._read.clear()
-                for lane in here:
-                    if lane.weights is weights and lane.change is change:
-                        to_come[lane.state] -= 1
-                        self._visit(lane, altered, visits)
-                        visits = [visit for visit in visits if to_come[visit.before]]
+                now = [lane for lane in lanes if lane.change is changes[lane.weights]]
+                lanes = [lane for lane in lanes if lane.change is not changes[lane.weights]]
+                to_come.subtract(lane.state for lane in now)
+                visits += self._visit(now, altered, visits)
+                visits = [visit for visit in visits if to_come[visit.before]]
             widened.clear()
-            self._drop(weights, place)
+            for weights in models:
+                self._drop(weights, place)
 
-    def _visit(self, lane: Lane[Any], altered: Mapping[str, Tensor], visits: list[_Visit]) -> None:
-        """Let a lane run on from a place, by what the place gave one that came in the same state, if one did."""
-        if lane.state is None:
-            return self._resume(lane)
-        same = next((visit for visit in visits if visit.repeats(lane.state, altered)), None)
-        if same is not None:
-            lane.takes, lane.state = (same.output,), same.after
-            return self._resume(lane)
-        before, after = lane.state, object()
-        lane.state = after  # until it looks up other rows than others do, on its way to the next place
-        self._resume(lane)
-        visits.append(_Visit(before, altered, after, lane.gave))
-        lane.gave = None
+    @staticmethod
+    def _together(place: str, lanes: Iterable[Lane[Any]]) -> list[list[_Model]]:
+        """Return the models of some lanes that wait at a place, in groups whose weights are in memory at once."""
+        models = list(dict.fromkeys(lane.weights for lane in lanes))
+        small = sum(p.numel() * p.element_size() for each in models for _, p in each.stored(place)) <= _TOGETHER
+        return [models] if small else [[each] for each in models]
+
+    def _visit(
+        self, lanes: Sequence[Lane[Any]], altered: Mapping[_Model, Mapping[str, Tensor]], visits: Sequence[_Visit]
+    ) -> list[_Visit]:
+        """Let lanes run on from a place, by what it gave one that came in the same state, if one did, and return what
+        it gives the others. altered: the weights of each model that changes have altered."""
+        computed: list[tuple[Lane[Any], Hashable, Hashable]] = []
+        for lane in lanes:
+            same = next((visit for visit in visits if visit.repeats(lane.state, altered[lane.weights])), None)
+            if same is not None:
+                lane.takes, lane.state = (same.output,), same.after
+            elif lane.state is not None:
+                computed.append((lane, lane.state, object()))
+                lane.state = computed[-1][-1]  # until it looks up other rows than others do, before the next place
+        self._resume(lanes)
+        made = [_Visit(before, altered[lane.weights], after, lane.gave) for lane, before, after in computed]
+        for lane, *_ in computed:
+            lane.gave = None
+        return made
 
     def _load(
         self, weights: _Model, place: str, change: Change | None, plain: dict[str, Tensor], widened: Widened
@@ -301,10 +329,22 @@ class Walk:
             parameter.data = _placeholder(parameter, self.device)
         torch.clear_autocast_cache()
 
-    def _resume(self, lane: Lane[Any]) -> None:
-        """Let a lane run to the next place where it waits, or to its end; raise what it raises."""
-        while True:
-            self._running = lane
+    def _resume(self, lanes: Sequence[Lane[Any]]) -> None:
+        """Let lanes run to the next place where they wait, or to their ends; raise what the first raises that fails."""
+        apart = {(lane.casts, None if lane.casts else id(lane.model)) for lane in lanes}
+        most = min(self._threads, _AT_ONCE) if self.device.type == "cpu" else 1
+        # Told from the lanes alone, so that each has as many threads in every run.
+        at_once = max(1, min(len(apart), most))
+        waiting, running = [*lanes], list[Lane[Any]]()
+        while waiting or running:
+            free = (lane for lane in waiting if not any(lane.excludes(other) for other in running))
+            lane = next(free, None) if len(running) < at_once else None
+            if lane is None:
+                running.remove(self._back.get())
+                continue
+            waiting.remove(lane)
+            running.append(lane)
+            lane.threads = self._threads // at_once
             if lane.thread is None:
                 before = threading.stack_size(_STACK)
                 lane.thread = threading.Thread(target=self._live, args=(lane,), daemon=True)
@@ -312,14 +352,13 @@ class Walk:
                 threading.stack_size(before)
             else:
                 lane.go.release()
-            self._turn.acquire()
+        for lane in lanes:
             if lane.error is not None:
                 raise lane.error
-            if lane.asks is None:
-                return
-            self._look_up(lane, *lane.asks)
 
     def _live(self, lane: Lane[Any]) -> None:
+        self._own.lane = lane
+        _compute_on(lane.threads)
         # Leaving autocast's outermost level would empty the cache that all lanes share, and each would cast anew.
         torch.autocast_increment_nesting()
         try:
@@ -331,57 +370,64 @@ class Walk:
             lane.error = error
         lane.done = True
         lane.model = None
-        self._turn.release()
+        self._back.put(lane)
 
-    def _pause(self, place: str | None) -> None:
-        """Called in the running lane at a place: give the turn back and wait for the next."""
-        lane = self._running
+    def _pause(self, place: str) -> None:
+        """Called in a lane at a place: wait there until it is let through."""
+        lane: Lane[Any] = self._own.lane
         lane.waits_at = place
-        self._turn.release()
+        self._back.put(lane)
         lane.go.acquire()
         if self._ending:
             raise _Ended
+        _compute_on(lane.threads)
 
     def _end(self) -> None:
-        """End the lanes that are not done, each in its turn."""
+        """End the lanes that are not done."""
         self._ending = True
         for lane in self.lanes:
             if lane.thread is not None:
                 lane.go.release()
                 lane.thread.join()
+        torch.set_num_threads(self._threads)  # which new threads start with, and a lane has set
         # Models and their hooks hold the walk, in circles that are not collected at once; results are large.
         self.lanes.clear()
         self._models.clear()
         self._shared.clear()
 
-    def _hook_lookup(self, module: nn.Embedding) -> None:
+    def _hook_lookup(self, module: nn.Embedding, name: str) -> None:
         def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-            lane = self._running
-            lane.asks = (module, args[0])  # type: ignore[assignment]
-            self._pause(lane.waits_at)
-            (_, places), lane.asks = lane.asks, None  # type: ignore[misc]
+            shared: Any = module._parameters["weight"]
+            # No operation of the model's: what measures those need not look.
+            with torch._C._DisableTorchDispatch():
+                rows, places = self._rows(name, args[0], shared.dtype)
+                padding: Any = module.padding_idx
+                if padding is not None and len(rows) <= padding:  # it must be a row, and is one of none
+                    rows = torch.cat([rows, rows.new_zeros(padding + 1 - len(rows), rows.shape[1])])
+            module._parameters["weight"] = nn.Parameter(rows)
+            vars(module)["_shared"] = shared
             return (places,)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            # Kept any longer, it would hold what was read at another place of a tied weight.
-            module.weight.data = vars(module).pop("_whole")
+            module._parameters["weight"] = vars(module).pop("_shared")
 
         module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
+        module.register_forward_hook(after, always_call=True)
 
-    def _look_up(self, lane: Lane[Any], module: nn.Embedding, ids: Tensor) -> None:
-        """Give an embedding the rows of some ids, and put in the ids' place where the rows are."""
-        weight: Any = module.weight
+    def _rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the rows of an embedding that the running lane asks for, and where in them that of each id is."""
+        lane: Lane[Any] = self._own.lane
         wanted, places = ids.unique(return_inverse=True)
-        name = lane.weights.names[weight]
-        rows = self.checkpoint.read_some_rows(name, wanted.tolist()).to(self.device, weight.dtype)
+        rows = self.checkpoint.read_some_rows(name, wanted.tolist()).to(self.device, dtype)
         if lane.change is not None and (changed := lane.change(name, rows)) is not rows:
             rows, lane.state = changed, lane.state and object()  # it shares nothing with lanes that look up others
-        if module.padding_idx is not None and len(rows) <= module.padding_idx:  # it must be a row, and is one of none
-            rows = torch.cat([rows, rows.new_zeros(module.padding_idx + 1 - len(rows), rows.shape[1])])
-        module._whole = weight.data
-        weight.data = rows
-        lane.asks = (module, places)
+        return rows, places
+
+
+def _compute_on(threads: int) -> None:
+    """Have this thread of Python's compute on so many of torch's."""
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 def _is_lookup(module: nn.Module) -> bool:

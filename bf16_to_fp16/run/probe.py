@@ -19,13 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import system
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError
 from ..families.known import of_model_type, spare_padding
 from ..families.layout import Layout, TensorSource
 from ..families.resolve import resolve
-from ..progress import Progress
 from . import batch as kinds
 from . import choice, interface
 from .batch import GENERATED_TOKENS, LOGIT_BUDGET, Batch, ended, seeded, stack
@@ -38,7 +36,6 @@ _PROBE_LOGITS = 2**25
 """Most logits of the probe, random ids and short rows apart: those of about a thousand positions at a vocabulary of
 32,128."""
 
-GENERATION_SHARE = 1 / 4  # of the memory at hand: what takes more would be read from the disk for each token
 
 _SHORT, _SHORT_DECODER = 8, 4
 """Tokens of the longest of the short rows, and in the decoder, where each costs the vocabulary's logits."""
@@ -77,15 +74,6 @@ def batches(
     return [replace(_readable(config, batch), blind=is_blind(config, batch)) for batch in borne]
 
 
-def generation_bytes(layout: Layout) -> int:
-    """Return the bytes of the weights that a walk reads again for each token of a generation, the decoder's and the
-    head's, in 16 bits and in fp32."""
-    if not layout.stock.is_language_model or layout.head is None:
-        return 0
-    at, heads = layout.stacks()[-1].ends.at + ".", [linear.weight for linear in layout.head.linears]
-    return 6 * sum(math.prod(t.shape) for name, t in layout.tensors.items() if name.startswith(at) or name in heads)
-
-
 def audit_batches(
     config: Any,
     folder: Path,
@@ -95,12 +83,10 @@ def audit_batches(
     sweep: bool = False,
     chosen: Mapping[str, Sequence[int]] | None = None,
     opened: tuple[TensorSource, Layout] | None = None,
-    progress: Progress | None = None,
 ) -> list[Batch]:
     """Return what an audit runs on: the built-in probe, its ids chosen by the weights in ``folder`` unless they are
-    given or all are wanted, and ``data`` where given; without a generation whose weights are more than
-    ``GENERATION_SHARE`` of the memory at hand. opened: the checkpoint in ``folder`` and its layout, where the caller
-    has them. progress: says what is left out. Other arguments and errors are those of ``batches``."""
+    given or all are wanted, and ``data`` where given. opened: the checkpoint in ``folder`` and its layout, where the
+    caller has them. Other arguments and errors are those of ``batches``."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
@@ -109,11 +95,6 @@ def audit_batches(
     inputs = batches(config, None, None, seed=seed, sweep=sweep, chosen=chosen)
     if data is not None:
         inputs += batches(config, folder, data, seed=seed)
-    if generation_bytes(opened[1]) <= GENERATION_SHARE * system.available_memory():
-        return inputs
-    inputs = [batch for batch in inputs if not batch.generate]
-    if progress is not None:
-        progress.say("Not enough memory to read the whole decoder for each token of generate: it is left out")
     return inputs
 
 

@@ -6,6 +6,7 @@ A CPU accumulates 16-bit products in fp32 and overflows to inf as tensor cores d
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -111,14 +112,16 @@ class Widened:
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
         self._offered: list[Tensor] = []
+        self._making = threading.Lock()
 
     def of(self, weight: Tensor) -> Tensor:
         key = (weight.data_ptr(), weight.shape)
-        if key not in self._copies:
-            known = next((x.t() for x in self._offered if _has_values_of(weight.t(), x)), None)
-            # With the weight itself, so that nothing else comes to lie where it does.
-            self._copies[key] = (weight, weight.float() if known is None else known)
-        return self._copies[key][1]
+        with self._making:
+            if key not in self._copies:
+                known = next((x.t() for x in self._offered if _has_values_of(weight.t(), x)), None)
+                # With the weight itself, so that nothing else comes to lie where it does.
+                self._copies[key] = (weight, weight.float() if known is None else known)
+            return self._copies[key][1]
 
     def offer(self, weight: Tensor) -> None:
         self._offered.append(weight)

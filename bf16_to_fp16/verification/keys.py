@@ -42,7 +42,7 @@ KEYS: Mapping[str, How] = {
     **row(How.ORIGINAL, "source", "sha256 other_sha256 dtype dtypes made dropped config_changes"),
     **row(How.ORIGINAL, "source", "carried_over left_out side_dtypes card replaced.values replaced.sha256"),
     **row(How.NEVER, "source", "path subfolder revision"),
-    **row(How.RUN, "inputs", "seed left_out sha256 batches.kind batches.batches batches.rows"),
+    **row(How.RUN, "inputs", "seed sha256 batches.kind batches.batches batches.rows"),
     **row(How.RUN, "inputs", "batches.encoder batches.decoder"),
     **row(How.BESIDE, "inputs", "data.name data.rows"),
     **row(How.BOTH, "inputs", "chosen"),

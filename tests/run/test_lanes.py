@@ -26,12 +26,12 @@ from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.observe.observer import SiteObserver
-from bf16_to_fp16.observe.sites import Site
+from bf16_to_fp16.observe.sites import Site, sites_of_all
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import REPORT
 from bf16_to_fp16.rescaling.plan import describe_plan
 from bf16_to_fp16.run.batch import GENERATE, REPEATED, Batch, run_batch
-from bf16_to_fp16.run.lanes import Change, Walk
+from bf16_to_fp16.run.lanes import Change, Walk, results_of
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
 
@@ -62,6 +62,15 @@ def shown(site: Site) -> tuple[Any, ...]:
     return (site.name, site.dtype, site.limit, site.amax, *counts, site.reason)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_at_once() -> Iterator[None]:
+    """Have two lanes run at once, on a thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints that overflow in fp16: tied and untied heads, in shards, without Pegasus's positions and bias."""
@@ -88,22 +97,20 @@ def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way:
     observer = SiteObserver(whole)
     with observer:
         expected = [run(whole, batch, way == "amp") for batch in inputs]
-    observers: list[SiteObserver] = []
 
-    def observed(batch: Batch) -> Any:
-        def lane(model: Any) -> list[Tensor]:
-            observers.append(SiteObserver(model, beside=observers[-1] if observers else None))
-            with observers[-1]:
-                return run(model, batch, way == "amp")
-
-        return lane
+    def observed(batch: Batch, model: Any) -> tuple[list[Tensor], list[Site]]:
+        with SiteObserver(model) as observer:
+            return run(model, batch, way == "amp"), observer.sites()
 
     walk = Walk(open_checkpoint(folders[kind]))
-    lanes = [walk.add(observed(b), dtype, half=half, attention=attention) for b in inputs]
+    how: dict[str, Any] = {"half": half, "attention": attention, "casts": way == "amp"}
+    lanes = [walk.add(partial(observed, b), dtype, **how) for b in inputs]
     walk.run()
     for lane, outputs in zip(lanes, expected, strict=True):
-        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(lane.result, outputs, strict=True))
-    first, second = ([s for s in o.sites() if s.calls] for o in (observers[0], observer))
+        given, _ = lane.result
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(given, outputs, strict=True))
+    seen = sites_of_all(sites for _, sites in results_of(lanes))
+    first, second = ([s for s in sites if s.calls] for sites in (seen, observer.sites()))
     assert sorted(map(shown, first), key=str) == sorted(map(shown, second), key=str)
     # What broke first, and what ran first, stand in the same order.
     assert [s.name for s in sorted(first, key=lambda s: s.order)] == [
@@ -131,7 +138,7 @@ def test_lanes_of_every_way_in_one_walk_share_no_weights(kind: str, tmp_path: Pa
     ways.sort(key=lambda way: way[0].itemsize)
     walk = Walk(open_checkpoint(folder))
     lanes = [
-        walk.add(partial(run, batch=batch, amp=amp), dtype, half=half, attention=attention, change=change)
+        walk.add(partial(run, batch=batch, amp=amp), dtype, half=half, attention=attention, change=change, casts=amp)
         for dtype, half, attention, amp, change in ways
     ]
     walk.run()
@@ -259,6 +266,36 @@ def test_fewer_ids_than_the_number_of_the_padding_are_looked_up(tmp_path: Path) 
     assert torch.equal(lane.result[0], run(load(folder, torch.float32), batch, False)[0])
 
 
+@pytest.mark.parametrize(("how", "at_once"), [({}, 3), ({"casts": True}, 1), ({"alike": 0}, 1)])
+def test_lanes_run_at_once_on_their_shares_of_the_threads(
+    how: dict[str, Any], at_once: int, folders: dict[str, Path]
+) -> None:
+    """Those under autocast, and those that share modules, one after another on all of them."""
+    walk, ids = Walk(open_checkpoint(folders["t5"])), torch.tensor([[5, 9]])
+    batch, meet, inside = Batch("", ids, ids.clip(max=1), ids, ids.clip(max=1)), threading.Barrier(at_once), list[int]()
+    seen: list[tuple[int, int]] = []
+
+    def looks(model: Any) -> None:
+        inside.append(0)
+        meet.wait(20)
+        seen.append((len(inside), torch.get_num_threads()))
+        meet.wait(20)
+        inside.clear()
+        run_batch(model, batch)
+
+    torch.set_num_threads(3)
+    for _ in range(3):
+        walk.add(looks, torch.float32, **how)
+    walk.run()
+    after = [torch.get_num_threads()]
+    fresh = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
+    fresh.start()
+    fresh.join()
+    torch.set_num_threads(2)
+    assert seen == [(at_once, 3 // at_once)] * 3
+    assert after == [3, 3]
+
+
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict[str, Path]) -> None:
     walk = Walk(open_checkpoint(folders["t5"]))
@@ -327,5 +364,5 @@ def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_rewritten_ce
     converted = does("convert")
     assert converted.returncode == 0, converted.stderr
     report = json.loads((out / REPORT).read_text())
-    assert report["verdict"] == "safe" and report["inputs"]["left_out"] == []
+    assert report["verdict"] == "safe"
     assert report["regimes"]["half"]["runs"][0]["kinds"] == [REPEATED, GENERATE]

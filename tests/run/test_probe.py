@@ -1,7 +1,6 @@
 """The probe covers what it says."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -93,17 +92,6 @@ def test_an_encoder_gets_nothing_for_a_decoder_whatever_the_flag_says(kind: str)
     made = batches(config, None, None)
     assert len(made) > 4
     assert all(b.decoder_input_ids is None and not b.generate for b in made)
-
-
-@pytest.mark.parametrize(("memory", "left_out"), [(0, ["generate"]), (math.inf, [])])
-def test_without_the_memory_of_a_decoder_nothing_is_generated_and_the_inputs_say_so(
-    memory: float, left_out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bf16_to_fp16.system.available_memory", lambda: memory)
-    made = audit_batches(tiny.config("t5"), tiny.save(tiny.build("t5"), tmp_path), None)
-    listed = describe_batches(made, seed=0, generates=True)
-    assert listed["left_out"] == left_out
-    assert ("generate" in [entry["kind"] for entry in listed["batches"]]) == (not left_out)
 
 
 def test_rows_of_every_batch_fit_into_one_of_one_shape() -> None:
