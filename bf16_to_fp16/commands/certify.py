@@ -14,7 +14,6 @@ from ..conversion.options import shown_in_a_command
 from ..conversion.planning import classified, opened_with_notes
 from ..devices import Device
 from ..environment import SCHEMA
-from ..errors import UserError
 from ..families.known import padding_entry
 from ..progress import Progress, shown_by
 from ..quiet import quiet
@@ -56,8 +55,7 @@ def certify(
     merged weights are then bounded. Raises UserError for a source, adapter or device that cannot be used.
     """
     progress = shown_by(progress)
-    if max_length < 1:
-        raise UserError(f"a maximum length of {max_length} is not a number of positions; give 1 or more")
+    arithmetic = Arithmetic(max_length)  # which refuses what is no number of positions
     on = Device(device, progress)
     checkpoint = opened_with_notes(source, subfolder, config, progress)
     layout = classified(checkpoint, progress, max_length)
@@ -65,7 +63,7 @@ def certify(
     if adapter is not None:
         weights = merged_weights(Path(adapter), checkpoint.folder, layout, fp16_weights(checkpoint, layout))
         progress.say(f"{checkpoint.name} is bounded as it is when {own_name(adapter)} is merged into it")
-    certificate, tiers = bounded(checkpoint, layout, target, Arithmetic(max_length), on, progress, weights=weights)
+    certificate, tiers = bounded(checkpoint, layout, target, arithmetic, on, progress, weights=weights)
     if (made_for := recorded_target(checkpoint.folder)) in WHERE and made_for != target:
         progress.say(f"{checkpoint.name} was converted for use {WHERE[made_for]}; --target {made_for} bounds it there")
     described, converted = CertificateEntry.model_validate(certificate.to_json()), is_converted(checkpoint.folder)

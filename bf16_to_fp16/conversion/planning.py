@@ -95,6 +95,11 @@ class Opened:
             return self
         return replace(self, layout=decided.layout, edits=edits, before=self)
 
+    def named(self, layout: Layout) -> str:
+        """Return what the source under a layout of it is called where progress is shown."""
+        what = "source" if self.edits is None else "edited source"
+        return what if layout.tied == self.layout.tied else f"{what} with its head apart"
+
     def apart(self) -> Layout:
         """Return the layout with the head apart from the embedding."""
         return replace(
@@ -318,7 +323,8 @@ class Search:
             towers = {site.name for site in bounds.sites if not site.holds and site.name in squares}
             self.failing[target] = self.unmoved | behind | towers
 
-        bounds = bound_source(opened.weights, target, self.options.max_length, self.progress, opened.spectra, note)
+        how: dict[str, Any] = {"note": note, "named": opened.named}
+        bounds = bound_source(opened.weights, target, self.options.max_length, self.progress, opened.spectra, **how)
         grounds = Grounds(self.ranges, bounds, acceptable, weaker, self.tables, self.start)
         options = replace(self.options, target=target)
         if margin_bits is not None:
@@ -500,16 +506,17 @@ def bound_source(
     progress: Progress,
     spectra: Spectra | None = None,
     note: Callable[[Certificate, Layout, Mapping[str, int]], None] = lambda *_: None,
+    named: Callable[[Layout], str] = lambda _: "source",
 ) -> Bounds:
     """Return a function that bounds the signals of the unscaled source, in arithmetic without subnormals.
 
     weights: gives a layout's. spectra: where the eigenvalues that it computes are kept. note: is called with the
-    bounds and what they are of.
+    bounds and what they are of. named: what progress calls the source under a layout.
     """
 
     def of(layout: Layout, exponents: Mapping[str, int]) -> Mapping[str, ModuleRange]:
         again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {powers(exponents)}"
-        with progress.step(f"Bounding every site of the source {WHERE[target]}{again}") as advance:
+        with progress.step(f"Bounding every site of the {named(layout)} {WHERE[target]}{again}") as advance:
             arithmetic = Arithmetic(max_length, planned=exponents)
             how: dict[str, Any] = {"target": target, "spectra": spectra, "advance": advance}
             found = bound(layout, weights(layout), arithmetic, **how)

@@ -41,14 +41,6 @@ OTHER_FORMATS = frozenset(
 """Tags of the source that say how its weights are stored, which the converted folder does not share."""
 MOST_UNCERTIFIED_ON_CARD = 6  # sites without a proof that a card lists; the report has all
 
-REGIME_COLUMNS = (
-    Column("regime", lambda row: f"{row['name']} ({row['meaning']})"),
-    numbers("non-finite", itemgetter("nonfinite")),
-    numbers("saturated", itemgetter("saturated")),
-    numbers("max |x|", itemgetter("amax"), str),
-    numbers("headroom", itemgetter("bits"), str),
-)
-
 
 def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
     """Write the model card of a conversion to ``path``, UTF-8."""
@@ -256,7 +248,7 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
         languages=languages,
         plan=plan_in_full(plan),
         recipe=yaml.safe_dump(run.recipe, sort_keys=False, width=120, allow_unicode=True) if run and run.recipe else "",
-        regimes=Table(REGIME_COLUMNS, page.regime_rows(report.regimes)),
+        regimes=Table(page.REGIME_COLUMNS, page.regime_rows(report.regimes)),
         tiers=Table(page.TIER_COLUMNS, facts.tier_rows(report)),
         unproven=Table(page.UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED_ON_CARD]),
         unproven_count=len(unproven),

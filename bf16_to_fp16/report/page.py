@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,15 @@ def bound_table(report: Report) -> Table:
     if not facts.found_by(report):
         columns = [column for column in columns if "worst found" not in column.title]
     return Table(columns, facts.bound_rows(certificate), title, "bounds")
+
+
+REGIME_COLUMNS = (
+    Column("regime", lambda row: f"{row['name']} ({row['meaning']})"),
+    numbers("non-finite", itemgetter("nonfinite")),
+    numbers("saturated", itemgetter("saturated")),
+    numbers("max |x|", itemgetter("amax"), str),
+    numbers("headroom", itemgetter("bits"), str),
+)
 
 
 def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,17 @@ from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..targets import TIERS
 from . import facts, schema
-from .page import TIER_COLUMNS, closeness_table, exponent_table, histograms, plan_rows, run_rows, weight_rows
+from .page import (
+    REGIME_COLUMNS,
+    TIER_COLUMNS,
+    closeness_table,
+    exponent_table,
+    histograms,
+    plan_rows,
+    regime_rows,
+    run_rows,
+    weight_rows,
+)
 from .remedies import passed_limit
 from .screen import Output, bad, console, good
 from .tables import Column, Table, names, numbers
@@ -52,7 +63,7 @@ def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbos
         print_certified(screen, report)
         print_tiers(screen, report)
         if report.regimes:
-            screen.table(regime_table(report.regimes))
+            screen.table(Table(REGIMES, regime_rows(report.regimes)))
             print_underflow(screen, report.regimes)
             print_gradients(screen, report)
         for table in figures_of(report):
@@ -281,7 +292,7 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
             " (bf16-to-fp16 families)"
         )
     print_tiers(screen, report)
-    screen.table(regime_table(report.regimes))
+    screen.table(Table(REGIMES, regime_rows(report.regimes)))
     print_underflow(screen, report.regimes)
     print_gradients(screen, report)
     for name, regime in report.regimes.items():
@@ -456,20 +467,6 @@ def print_verdict(screen: Output, report: schema.Report) -> None:
         screen.print(bad("unsafe", why or facts.passed(report)))
 
 
-def regime_table(regimes: Mapping[str, schema.RegimeEntry]) -> Table:
-    """Return the table of regimes."""
-    columns = (
-        Column("regime", 0),
-        Column("is", lambda row: facts.REGIME_MEANINGS.get(row[0], "")),
-        numbers("non-finite", lambda row: row[1].nonfinite),
-        numbers("saturated", lambda row: row[1].saturated),
-        numbers("max |x|", lambda row: row[1].reached, wording.reached),
-        numbers("headroom", lambda row: wording.headroom_or_excess(row[1].headroom_bits, row[1].reached), str),
-        names("tightest site", lambda row: row[1].tightest or "none"),
-    )
-    return Table(columns, list(regimes.items()))
-
-
 SITE_COLUMNS = (
     names("site"),
     numbers("max |x|", lambda s: wording.reached(s.reached) if s.limit or s.nonfinite else plain(s.amax), str),
@@ -484,6 +481,7 @@ SITE_COLUMNS = (
     numbers("saturated", "saturated"),
     Column("by design", facts.by_design),
 )
+REGIMES = (*REGIME_COLUMNS, names("tightest site", itemgetter("tightest")))
 PAIRS = (Column("what", 0), Column("value", 1))
 
 

@@ -128,14 +128,30 @@ def test_weights_are_of_the_commit_of_the_config_whatever_comes_meanwhile(
     assert opened.revision == opened.folder.name == first != theirs.branches["main"]
 
 
-def test_another_type_is_refused_before_its_weights_are_fetched(
-    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "bert"}, "model_type 'bert' is not supported"),
+        ({"model_type": "t5", "architectures": ["T5Model"], "num_layers": 0}, "'num_layers' is 0, not a number"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused_before_weights_are_fetched(
+    config: dict[str, object], said: str, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.add("org/other", {"config.json": b'{"model_type": "bert"}', "model.safetensors": b"weights"}, private=False)
+    files = {"config.json": json.dumps(config).encode(), "model.safetensors": b"weights"}
+    hub.add("org/other", files, private=False)
     for command in (["convert", "org/other", str(tmp_path / "out")], ["certify", "org/other"]):
         assert cli.main(command) == 2
-        assert "model_type 'bert' is not supported" in capsys.readouterr().err
+        assert f"error: org/other/config.json: {said}" in capsys.readouterr().err
     assert hub.count("^GET /.*safetensors") == hub.count("^GET /cdn/") == 0 and hub.count("^GET /.*config.json")
+
+
+def test_what_is_in_the_way_of_the_output_is_told_before_the_hub_is_asked(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").touch()
+    assert cli.main(["convert", "org/theirs", str(tmp_path)]) == 2
+    assert "exists" in capsys.readouterr().err and hub.count("^GET /") == 0
 
 
 def test_a_name_that_the_hub_has_not_is_refused_before_what_takes_long_to_import() -> None:
