@@ -29,6 +29,7 @@ QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")
 TORCH_FORMATS = ("pt", "mlx")
 """What the metadata of a file may call its format: transformers 4 takes MLX's for PyTorch's, and of version 5 any."""
 
+LFS_POINTER = b"version "  # how Git LFS begins the few lines that stand for a large file
 MOST_AXES = 8  # axes of a tensor. The product of a million sizes would take hours
 
 
@@ -72,7 +73,10 @@ def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str,
         size = size_of(source)
         if size < 8:
             raise UserError(f"{file}: {size} bytes are too few for a safetensors file; {RESTORE}")
-        length = int.from_bytes(read_bytes(source, 8), "little")
+        beginning = read_bytes(source, 8)
+        if beginning == LFS_POINTER:
+            raise UserError(f"{file}: a pointer of Git LFS in place of the weights; run git lfs pull in its folder")
+        length = int.from_bytes(beginning, "little")
         if length > size - 8:
             raise UserError(
                 f"{file}: a header of {length} bytes does not fit the file of {size};"

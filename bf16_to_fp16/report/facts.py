@@ -116,10 +116,14 @@ def measured_on(report: schema.Report) -> str:
     return f"{named}, {batches:,} batch{'' if batches == 1 else 'es'} ({', '.join(kinds)})"
 
 
-def closeness(close: schema.FidelityEntry, *, finetuned: bool = False) -> tuple[str, str]:
-    """Return how much closer fp16 is to the fp32 source than bf16 in words, and the two numbers."""
+def closeness(report: schema.Report) -> tuple[str, str]:
+    """Return how much closer fp16 is to the fp32 source than bf16 in words, and the two numbers, of a report that has
+    them."""
+    close = report.fidelity
+    assert close is not None
     bf16, fp16 = known(close.kl_bf16), known(close.kl_fp16)
-    reference = "the finetuned weights in fp32" if finetuned else "the fp32 source"
+    reference = "the fp32 source" if report.finetune is None else "the finetuned weights in fp32"
+    reference += "" if report.regimes else ", on a few short rows"
     what = f"{'KL' if close.measure == 'kl' else close.measure} to {reference}"
     note = f"{what}: fp16 {scientific(fp16)}" + ("" if bf16 is None else f", bf16 {scientific(bf16)}")
     if fp16 is None:

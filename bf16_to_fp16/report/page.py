@@ -240,11 +240,12 @@ def headline(report: Report) -> list[Figure]:
         name = "half" if "half" in regimes else min(regimes, key=lambda n: regimes[n].headroom_bits)
         regime = regimes[name]
         value = headroom_or_excess(regime.headroom_bits, regime.reached)
-        site = facts.first_broken(regime) or regime.tightest
+        broken = facts.first_broken(regime)
+        site = f"; first broken: {broken}" if broken else f" at {regime.tightest}" if regime.tightest else ""
         said = reached(regime.reached)
         said = said if said == "overflow" else f"max |x| {said} of 65,504"
         ran = "pure fp16" if name == "half" else name
-        result.append(Figure(f"headroom in {ran}", value, f"{said} at {site}" if site else said))
+        result.append(Figure(f"headroom in {ran}", value, said + site))
     attack, certificate = report.attack, report.certificate
     if attack is not None and attack.sites:
         most = min(attack.sites, key=lambda site: site.headroom_bits)
@@ -270,7 +271,7 @@ def headline(report: Report) -> list[Figure]:
         result.append(Figure(what, scientific(first.value), note))
     if close is not None:
         name = "fp16 against bf16" if run is None else "rounding, fp16 against bf16"
-        result.append(Figure(name, *facts.closeness(close, finetuned=run is not None)))
+        result.append(Figure(name, *facts.closeness(report)))
     if weights is not None and len(result) < MAIN_FIGURES:
         zero = f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"
         note = f"of {weights.elements:,}; {zero} rounded to zero"

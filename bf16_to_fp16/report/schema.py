@@ -306,8 +306,8 @@ class RegimeEntry(CountedEntry):
 
     @property
     def reached(self) -> float:
-        """The largest |x|, of a regime that broke that of the site where it did so first, in fp32 where it is known."""
-        return next((site.reached for site in self.broken_sites), self.amax)
+        """The largest |x|, of a regime that broke in fp32 where that is known."""
+        return max((site.reached for site in self.broken_sites), default=self.amax)
 
     @property
     def broken_sites(self) -> list[SiteEntry]:

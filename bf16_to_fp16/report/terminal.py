@@ -183,7 +183,7 @@ def accuracy(report: schema.Report) -> str:
     """Return how much closer the output is to fp32 than bf16, in words; empty where nothing was compared."""
     if report.fidelity is None:
         return ""
-    how, note = facts.closeness(report.fidelity, finetuned=report.finetune is not None)
+    how, note = facts.closeness(report)
     return f"{how}{' than bf16' if how.endswith(('closer', 'off')) else ''}; {note}"
 
 
@@ -296,7 +296,8 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
     print_underflow(screen, report.regimes)
     print_gradients(screen, report)
     for name, regime in report.regimes.items():
-        title = f"{name}: the tightest of {wording.counted(len(regime.sites), 'site')} that were measured"
+        which = "first broken" if regime.broken_sites else "tightest"
+        title = f"{name}: the {which} of {wording.counted(len(regime.sites), 'site')} that were measured"
         screen.table(Table(SITE_COLUMNS, regime.sites[:WORST_SITES], title))
     print_unsafe(screen, report)
     if report.attack is not None and report.certificate is not None:
@@ -481,7 +482,7 @@ SITE_COLUMNS = (
     numbers("saturated", "saturated"),
     Column("by design", facts.by_design),
 )
-REGIMES = (*REGIME_COLUMNS, names("tightest site", itemgetter("tightest")))
+REGIMES = (*REGIME_COLUMNS, names("tightest or first broken", itemgetter("tightest")))
 PAIRS = (Column("what", 0), Column("value", 1))
 
 

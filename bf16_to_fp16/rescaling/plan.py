@@ -176,7 +176,10 @@ def check_plan_fits(layout: Layout, plan: Plan) -> None:
                 f"the plan moves {signal!r}, which this checkpoint does not have; use the plan of this checkpoint"
             )
         if isinstance(exponent, list) and len(exponent) != known.size:
-            raise UserError(f"the plan has {len(exponent)} exponents for {signal}, which has {known.size} channels")
+            raise UserError(
+                f"the plan has {len(exponent)} exponents for {signal}, which has {known.size} channels;"
+                " use the plan of this checkpoint"
+            )
     check_centred(layout, plan)
 
 

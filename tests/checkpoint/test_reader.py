@@ -21,6 +21,13 @@ from bf16_to_fp16.errors import UserError
 CONFIG = {"model_type": "t5", "d_model": 4}
 
 
+def test_a_pointer_of_git_lfs_is_told_for_what_it_is(folder: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (folder / "model.safetensors").write_text(pointer)
+    with pytest.raises(UserError, match=r"pointer of Git LFS .* run git lfs pull"):
+        open_checkpoint(folder)
+
+
 def test_the_sizes_by_which_headers_are_checked_are_those_of_torch() -> None:
     assert {name: dtype.itemsize for name, dtype in (SAFETENSORS_DTYPES | FP8_DTYPES).items()} == ITEM_SIZES
 

@@ -121,7 +121,7 @@ def test_a_long_name_is_neither_cut_nor_folded_nor_taken_for_markup(capsys: pyte
     assert not FRAME.search(shown) and "\x1b" not in shown
     assert sum(name in line for line in shown.splitlines()) == 3  # among the regimes, its sites, and what is unsafe
     measured = len(report["regimes"]["half"]["sites"])
-    assert f"half: the tightest of {measured} sites that were measured" in shown
+    assert f"half: the first broken of {measured} sites that were measured" in shown
     first = next(line for line in shown.splitlines() if line.startswith("half "))
     assert first.split()[-1] == name and "every parameter in fp16, .half()" in first
     assert sum(" no limit " in line for line in shown.splitlines()) == 1 and " - " not in shown
