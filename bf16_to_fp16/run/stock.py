@@ -23,11 +23,11 @@ from ..families.types import Part, StockClass
 from ..progress import Progress
 from .experts import experts_apart
 
-# Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.
 ALONE = threading.RLock()
 """Held while stock code loads a model, and by a walk: both set what all threads of a process share, such as torch's
 default dtype and the number of its threads."""
 
+# Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.
 _OF_ROWS = "ForSequenceClassification"
 
 
