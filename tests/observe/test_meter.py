@@ -60,9 +60,9 @@ def test_one_observer_that_takes_over_others_has_what_one_of_all_runs_has() -> N
     """Each once, however often it takes over."""
     model = model_of("gated")
     inputs = batches(model.config, None, None)[:4]
-    alone, expected = observe_ranges(model, inputs[:1]), observe_ranges(model, inputs)
+    alone, expected = observe_ranges(model, inputs[:1]), observe_ranges(model, [*inputs, inputs[1]])
     first, *rest = observers = [RangeObserver(model) for _ in inputs]
-    for observer, batch in zip(observers, inputs, strict=True):
+    for observer, batch in (*zip(observers, inputs, strict=True), (observers[1], inputs[1])):
         with torch.no_grad(), observer:
             run_batch(model, batch)
         first.take(rest)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -348,6 +349,25 @@ def test_lanes_run_at_once_on_their_shares_of_the_threads(
     torch.set_num_threads(2)
     assert seen == [(at_once, 3 // at_once)] * 3
     assert after == [3, 3]
+
+
+@pytest.mark.parametrize("how", [{"casts": True}, {"alike": 0}])
+def test_lanes_that_may_not_run_at_once_do_not_beside_one_that_may(
+    how: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    walk, inside, most = Walk(open_checkpoint(folders["t5"])), [0], [0]
+
+    def looks(model: Any) -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.05)
+        inside[0] -= 1
+
+    for _ in range(3):
+        walk.add(looks, torch.float32, **how)
+    walk.add(lambda model: None, torch.float32)
+    walk.run()
+    assert most == [1]
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
