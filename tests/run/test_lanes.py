@@ -393,6 +393,24 @@ def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict
     assert not any(hasattr(lane, "result") for lane in lanes)
 
 
+def test_an_interrupt_before_a_lane_has_started_is_told_as_one(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk, before, start = Walk(open_checkpoint(folders["t5"])), threading.active_count(), threading.Thread.start
+    batch = batches(load(folders["t5"], torch.float32).config, None, None)[0]
+    lanes = [walk.add(partial(run, batch=batch, amp=False), torch.float32) for _ in range(2)]
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread is lanes[1].thread:
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        walk.run()
+    assert threading.active_count() == before and threading.stack_size() == 0
+
+
 def test_a_weight_is_in_memory_only_while_a_lane_is_at_its_place(folders: dict[str, Path]) -> None:
     """Also where autocast keeps copies of its own."""
     walk = Walk(open_checkpoint(folders["gated"]))
