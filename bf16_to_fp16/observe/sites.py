@@ -62,7 +62,8 @@ _OUTPUTS_OF_A_RUN = 1 << 40  # more than any run has
 
 
 def sites_of_all(runs: Iterable[Iterable[Site]]) -> list[Site]:
-    """Return the sites of forwards by copies of one model as if one observer had seen them one after another."""
+    """Return the sites of forwards by copies of one model as if one observer had seen them one after another, in the
+    order in which the forwards show them."""
     sites: dict[tuple[str, torch.dtype], Site] = {}
     for number, run in enumerate(runs):
         for site in run:

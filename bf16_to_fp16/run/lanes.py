@@ -16,6 +16,7 @@ import inspect
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -348,10 +349,12 @@ class Walk:
             running.append(lane)
             lane.threads = self._threads // at_once
             if lane.thread is None:
-                before = threading.stack_size(_STACK)
                 lane.thread = threading.Thread(target=self._live, args=(lane,), daemon=True)
-                lane.thread.start()
-                threading.stack_size(before)
+                before = threading.stack_size(_STACK)
+                try:
+                    lane.thread.start()
+                finally:
+                    threading.stack_size(before)
             else:
                 lane.go.release()
         for lane in lanes:
@@ -390,7 +393,8 @@ class Walk:
         for lane in self.lanes:
             if lane.thread is not None:
                 lane.go.release()
-                lane.thread.join()
+                with suppress(RuntimeError):  # where an interrupt came before it had started
+                    lane.thread.join()
         torch.set_num_threads(self._threads)  # which new threads start with, and a lane has set
         # Models and their hooks hold the walk, in circles that are not collected at once; results are large.
         self.lanes.clear()

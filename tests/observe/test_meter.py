@@ -6,7 +6,7 @@ from support import tiny
 from support.observed import model_of, padded, sites_of
 from torch import Tensor, nn
 
-from bf16_to_fp16.observe.meter import observe_ranges
+from bf16_to_fp16.observe.meter import RangeObserver, observe_ranges
 from bf16_to_fp16.run.batch import run_batch
 from bf16_to_fp16.run.probe import batches
 
@@ -54,6 +54,30 @@ def test_ranges_of_two_batches_are_those_of_both_together() -> None:
     assert torch.equal(both.amax, torch.maximum(apart[0].amax, apart[1].amax))
     mean = sum(part.mean_square * part.rows for part in apart) / both.rows
     assert torch.allclose(both.mean_square, torch.as_tensor(mean), rtol=1e-5)
+
+
+def test_one_observer_that_takes_over_others_has_what_one_of_all_runs_has() -> None:
+    """Each once, however often it takes over."""
+    model = model_of("gated")
+    inputs = batches(model.config, None, None)[:4]
+    alone, expected = observe_ranges(model, inputs[:1]), observe_ranges(model, [*inputs, inputs[1]])
+    first, *rest = observers = [RangeObserver(model) for _ in inputs]
+    for observer, batch in (*zip(observers, inputs, strict=True), (observers[1], inputs[1])):
+        with torch.no_grad(), observer:
+            run_batch(model, batch)
+        first.take(rest)
+    ranges = first.ranges(rest)
+    assert ranges.keys() == expected.keys()
+    for path, seen in ranges.items():
+        for ours, theirs in ((seen.input, expected[path].input), (seen.output, expected[path].output)):
+            assert ours.rows == theirs.rows
+            assert torch.equal(ours.amax, theirs.amax) and torch.equal(ours.mean_square, theirs.mean_square)
+        assert seen.scores == expected[path].scores
+    norms = [{path: seen.norm for path, seen in each.items() if seen.norm} for each in (alone, ranges, expected)]
+    for path, norm in norms[1].items():
+        assert norm.norm_max == norms[2][path].norm_max and torch.equal(norm.variances, norms[2][path].variances)
+    assert any(norm.norm_max < norms[1][path].norm_max for path, norm in norms[0].items())
+    assert any(seen.scores != ranges[path].scores for path, seen in alone.items())
 
 
 def test_a_layer_norm_s_variance_is_centred() -> None:

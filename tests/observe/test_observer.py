@@ -1,6 +1,7 @@
 """The observer sees every operation, tells design from overflow, and leaves no trace."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers.activations import NewGELUActivation
 
 from bf16_to_fp16.numerics import GELU_CUBE_BACKWARD_LIMIT
 from bf16_to_fp16.observe.observer import SiteObserver
-from bf16_to_fp16.observe.sites import CUBE_REASON, MASK_REASON, Site
+from bf16_to_fp16.observe.sites import CUBE_REASON, MASK_REASON, Site, sites_of_all
 from bf16_to_fp16.run.batch import run_batch
 from bf16_to_fp16.run.probe import batches
 
@@ -303,6 +304,40 @@ class Raises(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.inner(x)
         raise RuntimeError("in the middle")
+
+
+def test_sites_of_runs_apart_are_those_of_one_run_after_another() -> None:
+    """Also where the later site breaks in an earlier run, and a mask or a cube is in one of them only."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+            self.one.weight.data.fill_(4.0)
+            self.other.weight.data.fill_(64.0)
+
+        def forward(self, x: Tensor, fill: float) -> Tensor:
+            x = self.other(self.one(x))
+            x = torch.where(x > 0, x, torch.full_like(x, fill))
+            return torch.tanh(x**3) if fill else x**3
+
+    model, runs = Model().half(), [(1.0, 0.0), (1000.0, -65504.0), (1.0, -65504.0), (20000.0, 0.0), (-1.0, -65504.0)]
+
+    def observed(some: list[tuple[float, float]]) -> list[Site]:
+        observer = SiteObserver(model)
+        for x, fill in some:
+            with torch.no_grad(), observer:
+                model(torch.tensor([[x]], dtype=torch.float16), fill)
+        return observer.sites()
+
+    whole, apart = observed(runs), [observed([run]) for run in runs]
+    for _ in range(2):  # what is joined stays as it is
+        joined = sites_of_all(apart)
+        first, second = (sorted(sites, key=lambda s: s.order) for sites in (joined, whole))
+        assert [replace(s, order=0) for s in first] == [replace(s, order=0) for s in second]
+    order = {s.name: s.order for s in joined}
+    assert order["other"] < order["one"] and len({order[name] >> 40 for name in order}) > 2
+    assert {s.reason for s in joined} >= {MASK_REASON, CUBE_REASON}
 
 
 def test_nothing_stays_behind_after_an_exception() -> None:

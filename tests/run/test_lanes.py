@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -350,6 +351,25 @@ def test_lanes_run_at_once_on_their_shares_of_the_threads(
     assert after == [3, 3]
 
 
+@pytest.mark.parametrize("how", [{"casts": True}, {"alike": 0}])
+def test_lanes_that_may_not_run_at_once_do_not_beside_one_that_may(
+    how: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    walk, inside, most = Walk(open_checkpoint(folders["t5"])), [0], [0]
+
+    def looks(model: Any) -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.05)
+        inside[0] -= 1
+
+    for _ in range(3):
+        walk.add(looks, torch.float32, **how)
+    walk.add(lambda model: None, torch.float32)
+    walk.run()
+    assert most == [1]
+
+
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict[str, Path]) -> None:
     walk = Walk(open_checkpoint(folders["t5"]))
@@ -371,6 +391,24 @@ def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict
         walk.run()
     assert len(ended) == 2 and threading.active_count() == before
     assert not any(hasattr(lane, "result") for lane in lanes)
+
+
+def test_an_interrupt_before_a_lane_has_started_is_told_as_one(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk, before, start = Walk(open_checkpoint(folders["t5"])), threading.active_count(), threading.Thread.start
+    batch = batches(load(folders["t5"], torch.float32).config, None, None)[0]
+    lanes = [walk.add(partial(run, batch=batch, amp=False), torch.float32) for _ in range(2)]
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread is lanes[1].thread:
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        walk.run()
+    assert threading.active_count() == before and threading.stack_size() == 0
 
 
 def test_a_weight_is_in_memory_only_while_a_lane_is_at_its_place(folders: dict[str, Path]) -> None:
