@@ -323,8 +323,8 @@ class Search:
             towers = {site.name for site in bounds.sites if not site.holds and site.name in squares}
             self.failing[target] = self.unmoved | behind | towers
 
-        how: dict[str, Any] = {"note": note, "named": opened.named}
-        bounds = bound_source(opened.weights, target, self.options.max_length, self.progress, opened.spectra, **how)
+        how = (self.options.max_length, self.progress, opened.spectra, note, opened.named)
+        bounds = bound_source(opened.weights, target, *how)
         grounds = Grounds(self.ranges, bounds, acceptable, weaker, self.tables, self.start)
         options = replace(self.options, target=target)
         if margin_bits is not None:
