@@ -306,8 +306,10 @@ class RegimeEntry(CountedEntry):
 
     @property
     def reached(self) -> float:
-        """The largest |x|, of a regime that broke in fp32 where that is known."""
-        return max((site.reached for site in self.broken_sites), default=self.amax)
+        """The largest |x| that fp16 must hold, of a regime that broke in fp32 where that is known."""
+        broken = self.broken_sites
+        limited = [site for site in broken if site.limit is not None] or broken
+        return max((site.reached for site in limited), default=self.amax)
 
     @property
     def broken_sites(self) -> list[SiteEntry]:
