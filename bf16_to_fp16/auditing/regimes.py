@@ -291,7 +291,7 @@ def run_regimes(
         shares = [seen[regime, name] for name in attention]
         for shown in shares:
             _merge(merged, shown.sites())
-        logits = sum(ran_so.nonfinite for shown in shares for ran_so in shown.results())
+        logits = sum(each.nonfinite for shown in shares for each in shown.results())
         runs = tuple(Run.of(shown.attention, shown.inputs) for shown in shares)
         result = _result(regime, merged, logits, insides, runs, shares[0].norms())
         results[regime] = replace(result, vectors=any(shown.modules for shown in shares))

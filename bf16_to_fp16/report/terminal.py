@@ -494,7 +494,7 @@ def figures_of(report: schema.Report) -> list[Table]:
     if (worst := facts.least_precise(report)) is not None:
         kept = wording.significant_bits(worst.bits)
         where = "" if kept == "11" else f" at {worst.module}"
-        rows.append(("significant bits kept by the residual stream", f"{kept} of 11{where}"))
+        rows.append(("significant bits kept of what enters a norm", f"{kept} of 11{where}"))
     moved = histograms({} if report.plan is None else report.plan.exponents)
     rows += [(each.kind, f"{each.moved:,} of {each.channels:,} channels moved") for each in moved if each.channels]
     rows += [row for row in plan_rows(report) if row[0] not in ("outputs", "class")]  # which stand below

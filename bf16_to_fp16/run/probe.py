@@ -36,7 +36,6 @@ _PROBE_LOGITS = 2**25
 """Most logits of the probe, random ids and short rows apart: those of about a thousand positions at a vocabulary of
 32,128."""
 
-
 _SHORT, _SHORT_DECODER = 8, 4
 """Tokens of the longest of the short rows, and in the decoder, where each costs the vocabulary's logits."""
 
