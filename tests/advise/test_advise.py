@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import tiny
+from support.program import refused
 from torch import Tensor, nn
 
 from bf16_to_fp16 import AdamW
@@ -582,7 +583,4 @@ def test_bad_input_is_one_line(
     (tmp_path / "empty.csv").write_text("")
     log_of(tmp_path / "short.csv", [2.0] * 10)
     log_of(tmp_path / "long.csv", spiked())
-    given = [a.format(t5=T5, tmp=tmp_path, ids=ids) for a in arguments]
-    assert main(["advise", *given]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and message in error
+    assert message in refused(capsys, "advise", *(a.format(t5=T5, tmp=tmp_path, ids=ids) for a in arguments))
