@@ -11,10 +11,10 @@ import pytest
 import torch
 import yaml
 from support.learner import recipe_tree, rows_of, saved
+from support.program import refused
 
 from bf16_to_fp16.cards import Card, architecture, cards, check_torch_uses_cards, computes_in_bf16
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning import processes, run
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
@@ -138,12 +138,11 @@ def test_a_card_that_torch_cannot_use_ends_a_finetune_with_the_line_that_mends_i
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(RECIPE | {"source": "shipped:t5-gated-bytes", "out": str(tmp_path / "out")}))
     words = ["finetune", str(recipe), "--set", "data.path=shipped:held_out.txt"]
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: there is a Tesla V100-SXM2-16GB and torch ") and said.count("\n") == 1
+    said = refused(capsys, *words)
+    assert said.startswith("error: there is a Tesla V100-SXM2-16GB and torch ")
     assert reason in said and "; pip install --force-reinstall torch==2.7.1 (" in said
     assert not (tmp_path / "out.run").exists()
     monkeypatch.setattr(run, "open_checkpoint", lambda *_, **__: (_ for _ in ()).throw(UserError("it went on")))
-    assert main([*words, "--device", "cpu"]) == 2 and "it went on" in capsys.readouterr().err
+    assert "it went on" in refused(capsys, *words, "--device", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_torch_uses_cards()

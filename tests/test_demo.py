@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from support import tiny
 from support.forked import in_a_fork
+from support.program import refused
 
 from bf16_to_fp16 import __main__ as program
 from bf16_to_fp16 import cli, convert
@@ -272,9 +273,7 @@ def test_a_demo_that_has_no_place_says_so_before_any_work(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
     with tiny.no_models():
-        assert cli.main(["demo", "--out", out]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and printed.out == ""
+        assert refused(capsys, "demo", "--out", out)
     assert (tmp_path / "file").read_text() == "mine"
 
 

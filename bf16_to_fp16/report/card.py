@@ -235,7 +235,7 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
     hub_id, revision = origin(report)
     run, plan, carried = report.finetune, report.plan, report.source.carried_over
     evaluated = (each.get("held_out_loss") for each in run.evaluations) if run is not None else ()
-    unproven = facts.uncertified_rows(report)
+    unproven = report.uncertified
     assert plan is not None  # a card is of a conversion
     return card_template().render(
         report=report,

@@ -31,7 +31,7 @@ from ..wording import (
     tightness,
 )
 from . import schema
-from .remedies import OVER, SQUARES_UNSEEN, over_limits
+from .remedies import OVER, SQUARES_UNSEEN
 from .tables import Column, Table, numbers
 
 STRICTEST = TIERS[-1].name
@@ -56,13 +56,6 @@ def bounds_by_name(report: schema.Report) -> dict[str, tuple[float, float | None
     """Return (bound, tightness) of every site that the certificate knows; empty without a certificate."""
     sites = report.certificate.sites if report.certificate is not None else ()
     return {site.name: (site.bound, tightness(site.bound, site.observed)) for site in sites}
-
-
-def uncertified_rows(report: schema.Report) -> list[schema.UnprovenEntry]:
-    """Return the sites whose bound passes its limit, the worst first; without reasons none was rescaled."""
-    if report.uncertified is not None:
-        return report.uncertified
-    return over_limits(report.certificate) if report.certificate is not None else []
 
 
 def for_target(report: schema.Report | schema.Verification) -> str:
@@ -490,7 +483,7 @@ def passed(report: schema.Report) -> str:
     over = sum(entry.kind == "limit" for entry in report.unsafe)
     if over:
         return f"no exponent keeps {counted(over, 'signal')} under the limit with the margin"
-    unproven = len(uncertified_rows(report))
+    unproven = len(report.uncertified)
     return f"bounds pass the limit at {counted(unproven, 'site')}" if unproven else "see below what passes its limit"
 
 

@@ -126,7 +126,7 @@ def certificate_parts(report: Report) -> dict[str, Any]:
     """Return what the template needs of a report's certificate."""
     certificate = report.certificate
     assert certificate is not None  # for which this is called
-    unproven, found_by = facts.uncertified_rows(report), facts.found_by(report)
+    unproven, found_by = report.uncertified, facts.found_by(report)
     one_reason = len({site.reason for site in unproven}) == 1
     columns = UNPROVEN_COLUMNS[: -1 if one_reason else None]
     return {
@@ -261,7 +261,7 @@ def headline(report: Report) -> list[Figure]:
         note += f"{facts.PROVEN}; up to {counted(certificate.max_length, 'position')}, by bounds at {sites}"
         result.append(Figure(f"any input, {nearest}" if nearest else "any input", headroom(least), note))
     elif certificate is not None:
-        unproven = facts.uncertified_rows(report)
+        unproven = report.uncertified
         of = f"of {len(certificate.sites):,}{facts.for_target(report)}"
         note = f"{of}, the furthest over its limit: {unproven[0].name}" if unproven else of
         result.append(Figure("not proven for every input", counted(len(unproven), "site"), note))

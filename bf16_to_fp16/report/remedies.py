@@ -190,9 +190,9 @@ def unproven(site: BoundEntry | Bound, reason: str, remedy: str) -> UnprovenEntr
     )
 
 
-def normalising_is_all(unproven: Sequence[UnprovenEntry] | None) -> bool:
+def normalising_is_all(unproven: Sequence[UnprovenEntry]) -> bool:
     """Return whether nothing stands against a proof but vectors that may be zero, which no finetune can rule out."""
-    return bool(unproven) and all(entry.remedy == NORMALISE_IN_FP32 for entry in unproven or ())
+    return bool(unproven) and all(entry.remedy == NORMALISE_IN_FP32 for entry in unproven)
 
 
 def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
@@ -218,7 +218,7 @@ def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Repo
         *(entry.model_copy(update={"remedy": helped(entry.remedy)}) for entry in report.unsafe),
         *(entry.model_copy(update={"remedy": remedy}) for entry in missed),
     ]
-    uncertified = [entry.model_copy(update={"remedy": helped(entry.remedy)}) for entry in report.uncertified or ()]
+    uncertified = [entry.model_copy(update={"remedy": helped(entry.remedy)}) for entry in report.uncertified]
     changed = {"verdict": "unsafe", "finetune": finetune, "unsafe": unsafe, "uncertified": uncertified, "next": remedy}
     return report.model_copy(update=changed)
 

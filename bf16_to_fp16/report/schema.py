@@ -605,7 +605,7 @@ class Report(Versioned):
     inputs: Inputs | None = None
     regimes: dict[str, RegimeEntry] = {}
     certificate: CertificateEntry | None = None
-    uncertified: list[UnprovenEntry] | None = None
+    uncertified: list[UnprovenEntry] = []
     attack: AttackEntry | None = None
     fidelity: FidelityEntry | None = None
     outputs: dict[str, OutputEntry] = Field(

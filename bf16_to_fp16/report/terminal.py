@@ -370,7 +370,7 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
     print_advice(screen, report)
     ranked = sorted(certificate.sites, key=lambda site: site.headroom_bits)
     shown = ranked[: max(WORST_SITES, min(len(over), 4 * WORST_SITES))]
-    why = {site.name: site.reason for site in report.uncertified or ()}
+    why = {site.name: site.reason for site in report.uncertified}
     columns = (
         names("site"),
         Column("what", "kind"),
@@ -446,7 +446,7 @@ def came_through(whose: str, weights: schema.WeightsEntry) -> str:
 
 def print_uncertified(screen: Output, report: schema.Report) -> None:
     """Print the sites that are not proven with the reasons, and what helps, unless the whole has a next step."""
-    unproven = report.uncertified or ()
+    unproven = report.uncertified
     for site in unproven[:WORST_SITES]:
         screen.print(f"not certified: {site.name}, bound {bound_of(site.bound)}; {site.reason}")
     print_more(screen, len(unproven), "not certified")

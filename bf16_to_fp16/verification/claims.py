@@ -127,14 +127,14 @@ def contradictions(report: Report) -> Iterator[tuple[str, str]]:
     for entry in report.close:
         if entry.kind != "limit" or entry.regimes or entry.nonfinite or entry.saturated:
             yield f"close.{entry.signal}", "is no limit that was nearly passed"
-    if report.uncertified is not None and report.certificate is not None:
+    if report.certificate is not None:
         yield from unproven(report, report.certificate)
 
 
 def unproven(report: Report, certificate: CertificateEntry) -> Iterator[tuple[str, str]]:
     """Yield (key, reason) where the sites without a proof are not those whose recorded bound passes its limit."""
     wanted = {site.name: site for site in certificate.sites if not site.largest <= site.limit}
-    for entry in report.uncertified or ():
+    for entry in report.uncertified:
         site = wanted.pop(entry.name, None)
         same = site is not None and (entry.bound, entry.limit, entry.excess_bits) == (
             site.largest,
@@ -151,7 +151,7 @@ def wrong_sentences(report: Report) -> Iterator[tuple[str, str]]:
     """Yield (key, reason) of reasons and remedies that this release does not write there."""
     other = "is no sentence of this program"
     kinds = {site.name: site.kind for site in report.certificate.sites} if report.certificate is not None else {}
-    for each in report.uncertified or ():
+    for each in report.uncertified:
         if kinds.get(each.name) == SiteKind.ZERO_VECTOR:
             if (each.reason, each.remedy) != (remedies.MAY_BE_ZERO, remedies.NORMALISE_IN_FP32):
                 yield f"uncertified.{each.name}.reason", other

@@ -30,8 +30,6 @@ from bf16_to_fp16.report.remedies import unsafe_sites
 from bf16_to_fp16.report.schema import (
     AttackedSite,
     AttackEntry,
-    CertificateEntry,
-    PrecisionEntry,
     RegimeEntry,
     Report,
     regimes_of,
@@ -437,47 +435,6 @@ def test_of_signals_that_sank_the_largest_value_and_all_regimes_are_told() -> No
         ("v", 5e-6, ["half", "amp", "stock"]),
         ("o", 1e-6, ["half"]),
     ]
-
-
-def test_the_tightest_bounds_the_worst_of_the_unproven_and_the_least_precise_come_first() -> None:
-    names = {"a": 3.0, "b": -2.0, "c": 0.5, "d": -5.0}
-    sites = [
-        {"name": name, "headroom_bits": bits, "bound": 65504 * 2.0**-bits, "observed": 64.0, "limit": 65504.0}
-        | {"partial": 0.0, "holds": bits >= 0, "kind": "scores" if name == "d" else "residual"}
-        for name, bits in names.items()
-    ]
-    whole = {"sites": sites, "holds": False, "headroom_bits": -5.0, "max_length": 512, "splits": 8}
-    certificate = CertificateEntry.model_validate(whole)
-    assert [row.name for row in facts.bound_rows(certificate, 3)] == ["d", "b", "c"]
-    rows = facts.uncertified_rows(Report(certificate=certificate))
-    assert [(row.name, row.excess_bits) for row in rows] == [("d", 5.0), ("b", 2.0)]
-    assert "changes the function" in rows[0].remedy and "rescales what can be" in rows[1].remedy
-    precision = [
-        PrecisionEntry(module=name, bits=bits, stack=None, block=None, role=None)
-        for name, bits in (("x", 9.5), ("y", 8.25), ("z", math.nan))
-    ]
-    report = Report(precision=precision)
-    assert facts.least_precise(report) == precision[1] and facts.least_precise(Report()) is None
-
-
-def test_what_a_bound_covers_goes_with_target_and_mode() -> None:
-    site = {"name": "x", "bound": 1.0, "partial": 1.0, "limit": 65504.0, "headroom_bits": 15.9, "holds": True}
-    residual, square = (site | {"kind": kind, "observed": None} for kind in ("residual", "squares"))
-    made = {"holds": True, "headroom_bits": 15.9, "max_length": 512, "splits": 16, "sites": [residual]}
-    squares = made | {"sites": [residual, square]}
-    options = {}
-    for name, certificate in {"half": made, "norm-safe": squares, "train": squares | {"train_mode": True}}.items():
-        covers, leaves = facts.coverage(Report(certificate=CertificateEntry.model_validate(certificate)))
-        options[name] = [option for _, option in leaves if option]
-        assert any("up to 512 positions" in line for line in covers)
-        assert any("dropout" in line for line in covers) is (name == "train")
-        assert any("squares" in line for line in covers) is (name != "half")
-    assert {name: sorted(each) for name, each in options.items()} == {
-        "half": ["--target fp16-accumulate", "--target norm-safe", "--target train"],
-        "norm-safe": ["--target fp16-accumulate", "--target train"],
-        "train": ["--target fp16-accumulate"],
-    }
-    assert facts.coverage(Report()) == ([], [])
 
 
 @pytest.mark.parametrize(("bits", "breaks"), [(0.0, False), (-0.01, True)])

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import exhaustive, tiny, tools
+from support.program import refused
 
 from bf16_to_fp16 import audit, certify, convert, undo
 from bf16_to_fp16.checkpoint.headers import TensorInfo
 from bf16_to_fp16.checkpoint.naming import WAN
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.single_file import described, inferred_config
-from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.verify import verify
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.run.stock import load
@@ -134,13 +134,12 @@ def test_the_encoder_of_a_bundle_is_found_behind_its_prefix(prefix: str, tmp_pat
 def test_of_two_encoders_one_has_to_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = tools.stored(encoder(), prefix="a.") | tools.stored(encoder(seed=1), prefix="b.transformer.")
     source = tools.write(tmp_path / "two.safetensors", both)
-    assert main(["certify", str(source)]) == 2
-    assert "holds 2 T5 models; name one with --subfolder: a or b.transformer" in one_line(capsys)
+    said = refused(capsys, "certify", source)
+    assert "holds 2 T5 models; name one with --subfolder: a or b.transformer" in said
     found = open_checkpoint(source, "b.transformer")
     assert torch.equal(found.read("shared.weight"), encoder(seed=1).shared.weight.bfloat16())
     assert found.name == "two.safetensors/b.transformer"
-    assert main(["certify", str(source), "--subfolder", "c"]) == 2
-    assert "no T5 in it under 'c'" in one_line(capsys)
+    assert "no T5 in it under 'c'" in refused(capsys, "certify", source, "--subfolder", "c")
 
 
 def test_a_tokenizer_inside_a_file_comes_out_byte_for_byte_and_is_no_quantised_weight(
@@ -277,23 +276,15 @@ def test_what_a_file_leaves_open_is_one_line_and_nothing_written(
 ) -> None:
     change, said = BROKEN[name]
     source = tools.write(tmp_path / "t5.safetensors", change(load_file(t5)))
-    assert main(["convert", str(source), str(tmp_path / "out"), "--no-audit"]) == 2
-    assert said in one_line(capsys) and not (tmp_path / "out").exists()
+    assert said in refused(capsys, "convert", source, tmp_path / "out", "--no-audit")
+    assert not (tmp_path / "out").exists()
 
 
 def test_gguf_and_files_that_are_no_weights_are_refused(
     t5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(t5, tmp_path / "t5.gguf")
-    assert main(["certify", str(tmp_path / "t5.gguf")]) == 2 and "GGUF" in one_line(capsys)
+    assert "GGUF" in refused(capsys, "certify", tmp_path / "t5.gguf")
     (tmp_path / "notes.txt").write_text("weights")
-    assert main(["certify", str(tmp_path / "notes.txt")]) == 2 and "is not a folder" in one_line(capsys)
-    assert main(["certify", str(t5), "--config", str(tmp_path / "none.json")]) == 2
-    assert "none.json: No such file" in one_line(capsys)
-
-
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the error that was printed, which is one line."""
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    return lines[0]
+    assert "is not a folder" in refused(capsys, "certify", tmp_path / "notes.txt")
+    assert "none.json: No such file" in refused(capsys, "certify", t5, "--config", tmp_path / "none.json")

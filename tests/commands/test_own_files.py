@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import pipelines, tiny
+from support.program import refused
 
 from bf16_to_fp16 import cli, system
 from bf16_to_fp16.checkpoint import staging
@@ -40,15 +41,6 @@ def here(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path
 
 def contents(root: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Return the one error line of a command that is refused."""
-    assert cli.main([str(each) for each in arguments]) == 2
-    printed = capsys.readouterr()
-    said = printed.err.splitlines()[-1]
-    assert said.startswith("error: ") and printed.err.count("error: ") == 1 and printed.out == ""
-    return said
 
 
 def thesis(root: Path) -> Path:

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from support import pipelines, tiny
 from support.hub_server import WRITER, HubServer, as_the_hub
 from support.pipelines import TRANSFORMER, contents
+from support.program import refused
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from bf16_to_fp16 import UserError, convert_pipeline, undo_pipeline
@@ -63,16 +64,6 @@ def states(folder: Path, name: str, dtype: torch.dtype, **options: Any) -> torch
     model = getattr(transformers, kind).from_pretrained(folder, subfolder=name, dtype=dtype, **options).to(dtype)
     with torch.no_grad():
         return model.eval()(IDS)[0].float()
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Return the one line of a command that is refused."""
-    capsys.readouterr()
-    assert main([*map(str, words)]) == 2
-    printed = capsys.readouterr()
-    lines = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert printed.out == "" and len(lines) == 1
-    return lines[0]
 
 
 # --- what is converted -----------------------------------------------------------------------------------------------
@@ -125,15 +116,15 @@ def test_report_page_card_and_path_name_the_subfolder(out: Path) -> None:
 def test_every_part_is_verified_by_its_name_and_the_whole_says_which(
     out: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = error_of(capsys, "verify", out)
+    said = refused(capsys, "verify", out)
     assert said.endswith(f"has no fp16_report.json of its own; give {out / 'text_encoder'} or {out / 'text_encoder_3'}")
     original = ("--original", str(source / "text_encoder_3"))
     assert main(["verify", str(out), "--subfolder", "text_encoder_3", "--no-audit", *original]) == 0
     assert main(["certify", str(out), "--subfolder", "text_encoder"]) == 0
     for command in ("audit", "certify"):
-        assert "name one with --subfolder: text_encoder or text_encoder_3" in error_of(capsys, command, out)
-    assert str(out / "text_encoder_3") in error_of(capsys, "publish", out, "me/sd", "--dry-run")
-    assert "is a converted pipeline already" in error_of(capsys, "convert", out, f"{out}-2")
+        assert "name one with --subfolder: text_encoder or text_encoder_3" in refused(capsys, command, out)
+    assert str(out / "text_encoder_3") in refused(capsys, "publish", out, "me/sd", "--dry-run")
+    assert "is a converted pipeline already" in refused(capsys, "convert", out, f"{out}-2")
 
 
 def test_one_unsafe_encoder_makes_the_whole_unsafe_and_each_is_reported(
@@ -226,14 +217,14 @@ def test_weights_whose_files_were_others_come_back_in_files_that_load(
 def test_undo_of_what_is_no_converted_pipeline_is_one_line(
     small: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "is a pipeline that convert did not write" in error_of(capsys, "undo", small, tmp_path / "back")
+    assert "is a pipeline that convert did not write" in refused(capsys, "undo", small, tmp_path / "back")
     with pytest.raises(UserError, match="overlaps the source"):
         undo_pipeline(out, out / "back")
     copy = Path(shutil.copytree(out, tmp_path / "copy"))
     record = json.loads((copy / "fp16_pipeline.json").read_text())
     record["encoders"][0]["texts"] = {"../../escaped": "x"}
     (copy / "fp16_pipeline.json").write_text(json.dumps(record))
-    assert "'../../escaped' leaves the folder" in error_of(capsys, "undo", copy, tmp_path / "back")
+    assert "'../../escaped' leaves the folder" in refused(capsys, "undo", copy, tmp_path / "back")
     assert not (tmp_path / "back").exists() and not (tmp_path / "escaped").exists()
 
 
@@ -261,7 +252,7 @@ def test_an_encoder_that_cannot_be_converted_leaves_nothing(tmp_path: Path, caps
     folder = pipelines.make(tmp_path / "sd", encoders)
     (folder / "text_encoder_2" / "model.safetensors").write_bytes(b"cut short")
     before = contents(folder)
-    assert "text_encoder_2/model.safetensors" in error_of(capsys, "convert", folder, tmp_path / "out", "--no-audit")
+    assert "text_encoder_2/model.safetensors" in refused(capsys, "convert", folder, tmp_path / "out", "--no-audit")
     assert [path.name for path in tmp_path.iterdir()] == ["sd"] and contents(folder) == before
 
 
@@ -269,17 +260,17 @@ def test_what_is_in_the_way_is_one_line(small: Path, tmp_path: Path, capsys: pyt
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "older").write_text("older")
     for options in ((), ("--force",)):
-        said = error_of(capsys, "convert", small, tmp_path / "out", *options)
+        said = refused(capsys, "convert", small, tmp_path / "out", *options)
         assert "out exists and holds older" in said and "--force" not in said
     for out in (small, small / "out"):
-        assert "overlaps the source" in error_of(capsys, "convert", small, out, "--force")
-    said = error_of(capsys, "convert", small, tmp_path / "new", "--finetune", small / "model_index.json")
+        assert "overlaps the source" in refused(capsys, "convert", small, out, "--force")
+    said = refused(capsys, "convert", small, tmp_path / "new", "--finetune", small / "model_index.json")
     assert "--finetune takes one model" in said
     one = small / "text_encoder_2"
-    assert "--copy is for whole pipelines" in error_of(capsys, "convert", one, tmp_path / "new", "--copy")
+    assert "--copy is for whole pipelines" in refused(capsys, "convert", one, tmp_path / "new", "--copy")
     (tmp_path / "out" / "older").unlink()
     assert main(["convert", str(small), str(tmp_path / "out"), "--no-audit"]) == 0
-    assert "give --force to replace it" in error_of(capsys, "convert", small, tmp_path / "out")
+    assert "give --force to replace it" in refused(capsys, "convert", small, tmp_path / "out")
     assert main(["convert", str(small), str(tmp_path / "out"), "--no-audit", "--force"]) == 0
     (tmp_path / "taken").write_text("mine")
     assert main(["convert", str(small), str(tmp_path / "taken"), "--dry-run", "--no-audit"]) == 0
@@ -293,17 +284,17 @@ def test_a_pipeline_without_an_encoder_is_refused_and_a_link_out_of_it_too(
 ) -> None:
     (tmp_path / "secret").write_text("theirs")
     (small / "vae" / "notes.txt").symlink_to(tmp_path / "secret")
-    assert "outside the folder" in error_of(capsys, "convert", small, tmp_path / "out")
+    assert "outside the folder" in refused(capsys, "convert", small, tmp_path / "out")
     (small / "vae" / "notes.txt").unlink()
     (small / "vae" / "loop").symlink_to(small)
-    assert "is a link to a folder that holds it" in error_of(capsys, "convert", small, tmp_path / "out")
+    assert "is a link to a folder that holds it" in refused(capsys, "convert", small, tmp_path / "out")
     (small / "vae" / "loop").unlink()
     shutil.rmtree(small / "text_encoder_2")
-    assert "is a pipeline without a text encoder of a known family" in error_of(
+    assert "is a pipeline without a text encoder of a known family" in refused(
         capsys, "convert", small, tmp_path / "out"
     )
     (small / "model_index.json").write_text('{"../vae": ["diffusers", "AModel"]}')
-    assert "'../vae' is not the name of a folder" in error_of(capsys, "convert", small, tmp_path / "out")
+    assert "'../vae' is not the name of a folder" in refused(capsys, "convert", small, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -311,7 +302,7 @@ def test_weights_that_are_only_a_variant_are_named_with_what_to_do(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (small / "text_encoder_2" / "model.safetensors").rename(small / "text_encoder_2" / "model.fp16.safetensors")
-    said = error_of(capsys, "convert", small, tmp_path / "out", "--no-audit")
+    said = refused(capsys, "convert", small, tmp_path / "out", "--no-audit")
     assert "rename model.fp16.safetensors to model.safetensors" in said
 
 
@@ -410,9 +401,9 @@ def test_what_changes_on_the_hub_meanwhile_is_noticed_and_a_full_cache_too(
     with monkeypatch.context() as patch:
         usage = shutil.disk_usage(tmp_path)
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        assert "needs 2.2 MB and the disk of the cache has 1.0 kB" in error_of(capsys, *words)
+        assert "needs 2.2 MB and the disk of the cache has 1.0 kB" in refused(capsys, *words)
     hub.struck = pushed
-    assert "me/flux was changed on the Hub meanwhile" in error_of(capsys, *words)
+    assert "me/flux was changed on the Hub meanwhile" in refused(capsys, *words)
     assert not (tmp_path / "out").exists() and len(repo.commits) == 2
     assert main([*map(str, words)]) == 0
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from support import exhaustive, pipelines, tiny
 from support.contract import layout_of
 from support.pipelines import contents
+from support.program import refused
 from transformers import LlamaModel
 
 from bf16_to_fp16 import UserError, convert_pipeline, undo_pipeline
@@ -57,14 +58,6 @@ def hunyuan(folder: Path, dtype: torch.dtype = torch.bfloat16, projection: torch
 def set_index(folder: Path, **entries: Any) -> None:
     path = folder / "model_index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Return the one line of a command that is refused."""
-    capsys.readouterr()
-    assert main([*map(str, words)]) == 2
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
-    return line
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +215,7 @@ def test_a_linear_that_cannot_carry_it_exactly_is_refused_and_nothing_is_left(
     save_file({PROJECTION: weight.to(dtype)}, source / "transformer" / FILES[0])
     (source / "transformer" / VARIANT).unlink()
     before = contents(source)
-    assert words in error_of(capsys, "convert", source, tmp_path / "out", "--no-audit")
+    assert words in refused(capsys, "convert", source, tmp_path / "out", "--no-audit")
     assert [path.name for path in tmp_path.iterdir()] == ["source"] and contents(source) == before
 
 
@@ -296,11 +289,11 @@ def test_of_an_unknown_class_an_encoder_read_at_its_end_is_assumed_and_others_ar
     other = pipelines.make(
         tmp_path / "llama", {"text_encoder": pipelines.llama()}, _class_name=["its_code", "NewPipeline"]
     )
-    said = error_of(capsys, "convert", other, tmp_path / "new")
+    said = refused(capsys, "convert", other, tmp_path / "new")
     assert said.startswith("error: what NewPipeline reads of text_encoder is not known here, and inner states")
     assert f"bf16-to-fp16 convert {other} OUT --subfolder text_encoder" in said and not (tmp_path / "new").exists()
     whole = pipelines.make(tmp_path / "whole", {"text_encoder": tiny.build("t5")}, _class_name="NewPipeline")
-    assert "inner states of a T5ForConditionalGeneration change" in error_of(capsys, "convert", whole, tmp_path / "new")
+    assert "inner states of a T5ForConditionalGeneration change" in refused(capsys, "convert", whole, tmp_path / "new")
     alone = ("convert", str(other), str(tmp_path / "new"), "--subfolder", "text_encoder", "--no-audit")
     assert main([*alone]) == 0
 
@@ -320,7 +313,7 @@ def test_a_class_that_does_not_fit_the_config_is_refused(
 ) -> None:
     folder = pipelines.make(tmp_path / "flux", {"text_encoder_2": pipelines.encoder()})
     set_index(folder, text_encoder_2=loaded)
-    said = error_of(capsys, "convert", folder, tmp_path / "out")
+    said = refused(capsys, "convert", folder, tmp_path / "out")
     assert f"loads text_encoder_2 as {'.'.join(loaded)}, which is no supported class for its config (t5: " in said
     assert "--subfolder text_encoder_2" in said
 
@@ -331,7 +324,7 @@ def test_a_class_that_reads_what_nothing_makes_up_for_is_refused_with_the_reason
     for kind, reason in READ_OTHERWISE.items():
         encoders = {"text_encoder": tiny.small("qwen3_vl")}
         folder = pipelines.make(tmp_path / kind, encoders, _class_name=kind)
-        assert f"{kind} {reason}; convert it alone" in error_of(capsys, "convert", folder, tmp_path / "out")
+        assert f"{kind} {reason}; convert it alone" in refused(capsys, "convert", folder, tmp_path / "out")
 
 
 def test_the_same_code_under_another_name_fits_and_is_planned_for_as_the_config_calls_it(tmp_path: Path) -> None:
@@ -405,7 +398,7 @@ def test_what_enters_a_layer_is_what_its_first_norm_sees() -> None:
 def test_states_that_an_encoder_has_not_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = pipelines.make(tmp_path / "klein", {"text_encoder": pipelines.llama()}, _class_name="Flux2KleinPipeline")
     save_file({"context_embedder.weight": torch.ones(4, 3 * WIDTH)}, folder / pipelines.TRANSFORMER)
-    said = error_of(capsys, "convert", folder, tmp_path / "out", "--no-audit")
+    said = refused(capsys, "convert", folder, tmp_path / "out", "--no-audit")
     assert "reads hidden_states 9, 18, 27 of text_encoder, which has 4 layers" in said
 
 

@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from support import tiny, tools
 from support.forging import flip
 from support.hub_server import OTHER, READER, WRITER, Fault, HubServer, Repo, as_the_hub, card_errors
+from support.learner import recipe_tree, saved
 from support.pipelines import contents
-from transformers import ByT5Tokenizer
 
 from bf16_to_fp16 import UserError, cli, convert, publish, undo, verify
 from bf16_to_fp16.checkpoint.folder import records
@@ -677,26 +677,9 @@ def test_a_card_that_the_hub_refuses_is_one_line(send: Callable[..., Any], hub: 
 
 
 def test_finetune_publishes_what_it_made(run: Run, hub: HubServer, tmp_path: Path) -> None:
-    small: dict[str, Any] = {"num_layers": 1, "num_decoder_layers": 1, "vocab_size": 384, "dropout_rate": 0.0}
-    tiny.save(tiny.build("t5", factor=4.0, **small), tmp_path / "source")
-    ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "source")
-    (tmp_path / "text.txt").write_text("".join(f"some text of line {i}, long enough to mask\n" for i in range(40)))
-    recipe = {
-        "source": str(tmp_path / "source"),
-        "out": str(tmp_path / "out"),
-        "precision": "fp32",
-        "device": "cpu",
-        "data": {
-            "path": str(tmp_path / "text.txt"),
-            "first_sentinel": 383,
-            "input_length": 24,
-            "target_length": 12,
-            "batch_size": 2,
-        },
-        "schedule": {"steps": 1},
-        "penalty": {"form": "none"},
-        "quality": {"max_kl": None},
-    }
+    recipe = recipe_tree(saved(tmp_path / "source", 40, dropout=0.0), tmp_path / "out")
+    recipe |= {"precision": "fp32", "device": "cpu", "penalty": {"form": "none"}}
+    recipe |= {"schedule": {"steps": 1}, "quality": {"max_kl": None}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     words = ("finetune", tmp_path / "recipe.yaml")
     assert "is not a name" in error_of(run(*words, "--push-to", "a/b/c"))

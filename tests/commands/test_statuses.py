@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 from support import tiny
+from support.program import refused
 from transformers import ByT5Tokenizer
 
 from bf16_to_fp16 import UserError, certify, cli
@@ -32,15 +33,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tiny.save(tiny.small("t5-encoder", num_layers=1, vocab_size=384), tmp_path_factory.mktemp("s") / "source")
     ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
     return folder
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Return the one error line of a command that is refused."""
-    capsys.readouterr()
-    assert cli.main([str(each) for each in arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.count("error: ") == 1 and "Traceback" not in said
-    return said.splitlines()[-1]
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------

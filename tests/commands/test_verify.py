@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
 from support.contract import random_plan
 from support.forging import flip, forge
+from support.program import refused
 
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, verify
 from bf16_to_fp16.auditing.regimes import audit_folder
@@ -120,9 +121,8 @@ def test_a_converted_folder_inside_another_is_verified_by_its_name(
     below = folder.rename(folder.with_name("text_encoder_2"))
     assert verify(below.parent, subfolder="text_encoder_2", run_model=False)["verified"]
     assert cli.main(["verify", str(below.parent), "--subfolder", "text_encoder_2", "--no-audit"]) == 0
-    capsys.readouterr()
-    assert cli.main(["verify", str(below.parent)]) == 2
-    assert f"has no fp16_report.json of its own; give {below}\n" in capsys.readouterr().err
+    said = refused(capsys, "verify", below.parent)
+    assert said.endswith(f"has no fp16_report.json of its own; give {below}")
 
 
 def test_exit_status_and_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,9 +137,7 @@ def test_exit_status_and_output(folder: Path, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert f"files: {ONE}: the weights were changed or damaged" in out and "not verified: 1 problem above" in out
     (folder / REPORT).unlink()
-    assert cli.main(["verify", str(folder)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and "has no fp16_report.json" in printed.err and printed.err.count("\n") == 1
+    assert "has no fp16_report.json" in refused(capsys, "verify", folder)
 
 
 @pytest.mark.parametrize(
@@ -174,13 +172,6 @@ def test_a_changed_config_is_named_with_the_key_that_the_plan_needs(folder: Path
     [(check, name, reason)] = problems(folder)
     assert (check, name) == ("files", "config.json")
     assert reason.startswith(f"the config was changed, layer_norm_epsilon is 1e-06 instead of {right} (SHA-256 ")
-
-
-def test_a_hidden_change_of_the_config_contradicts_the_plan(folder: Path) -> None:
-    configure(folder, layer_norm_epsilon=1e-6)
-    rehash(folder)
-    found = problems(folder, run_model=False)
-    assert ("plan", "config.json") in {(check, name) for check, name, _ in found}
 
 
 def test_a_hidden_change_of_the_weights_contradicts_the_certificate(folder: Path) -> None:

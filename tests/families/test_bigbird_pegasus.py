@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from support import tiny
+from support.program import refused
 
-from bf16_to_fp16 import UserError, cli
+from bf16_to_fp16 import UserError
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
@@ -19,8 +20,7 @@ def test_attention_over_blocks_is_refused_in_one_line_as_published_and_by_defaul
     config = json.loads((source / "config.json").read_text())
     del config["attention_type"]
     (source / "config.json").write_text(json.dumps(config | written))
-    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--no-audit"]) == 2
-    said = capsys.readouterr().err
+    said = refused(capsys, "convert", source, tmp_path / "out", "--no-audit")
     assert "'attention_type' is 'block_sparse'" in said and 'write "original_full" there' in said
     assert not (tmp_path / "out").exists()
 

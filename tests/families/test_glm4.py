@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from support import tiny
@@ -54,21 +53,3 @@ def test_gains_behind_a_sublayer_carry_the_streams_factor_to_the_bit(tmp_path: P
     ]
     assert len(behind) == 4
     assert all(torch.equal(after[name].double(), before[name].double() * 2.0**r) for name in behind)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_queries_and_keys_move_by_pairs_of_neighbours(interleaved: bool) -> None:
-    """With channels 2i and 2i + 1 the outputs keep their bits, with i and i + head_dim/2 they do not."""
-    model = tiny.build("glm4", 1, factor=1.0)
-    layout, before = layout_of(model), outputs(model)
-    signal = layout.signals["model.layers.0.self_attn.query_key"]
-    assert signal.size == 2 * 10 // 2
-    exponents = torch.arange(10).view(2, 5) % 5 - 2
-    queries = exponents.repeat_interleave(2, 1) if interleaved else exponents.repeat(1, 2)
-    weights = model.model.layers[0].self_attn
-    with torch.no_grad():
-        for linear, sign in ((weights.q_proj, 1), (weights.k_proj, -1)):
-            own = queries.repeat_interleave(2, 0) if sign == 1 else queries
-            linear.weight.copy_(torch.ldexp(linear.weight, sign * own.flatten()[:, None]))
-            linear.bias.copy_(torch.ldexp(linear.bias, sign * own.flatten()))
-    assert interleaved == all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))

@@ -14,6 +14,7 @@ import yaml
 from support import exhaustive, tiny
 from support.devices import STAND_IN
 from support.learner import changed, recipe_tree, rows_of, saved, tiny_model, without_edits
+from support.program import refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -44,14 +45,6 @@ def written(origin: Path, folder: Path, **changes: Any) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    assert main([str(a) for a in arguments]) == 2
-    captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and captured.out == ""
-    return lines[0]
 
 
 def test_a_finetune_ends_in_a_converted_checkpoint_with_its_history(source: Path, tmp_path: Path) -> None:
@@ -154,7 +147,7 @@ def test_bad_input_is_one_line_and_nothing_at_out(
     if torch.cuda.is_available() and overrides == ["device=cuda"]:
         pytest.skip("there is one")
     arguments = [part for o in overrides for part in ("--set", o.format(source=source))]
-    assert wanted in error_of(capsys, "finetune", written(source, tmp_path), *arguments)
+    assert wanted in refused(capsys, "finetune", written(source, tmp_path), *arguments)
     assert not (tmp_path / "out").exists()
 
 
@@ -302,11 +295,11 @@ def test_convert_finetunes_only_what_rescaling_leaves_unsafe(
     capsys.readouterr()
     flags = ["--dry-run", "--no-audit"]
     for given in (flags[:1], flags[1:], flags):
-        said = error_of(capsys, "convert", source, tmp_path / "x", "--finetune", recipe, *given)
+        said = refused(capsys, "convert", source, tmp_path / "x", "--finetune", recipe, *given)
         assert said.endswith(f"leave out either --finetune or {' and '.join(given)}")
     bad = tmp_path / "bad.yaml"
     bad.write_text("data: {path: none.txt}\nschedul: {}\n")
-    assert "unknown key schedul" in error_of(capsys, "convert", source, tmp_path / "x", "--finetune", bad)
+    assert "unknown key schedul" in refused(capsys, "convert", source, tmp_path / "x", "--finetune", bad)
     assert not (tmp_path / "x").exists()
 
 

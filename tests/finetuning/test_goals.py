@@ -94,7 +94,7 @@ def test_the_next_command_of_a_finetune_stands_once_on_page_card_and_terminal(
     unproven = {"uncertified": [site | {"name": name} for name in ("a.1", "a.2")]}
     report = read(Report, dump(finetuned(0.6)) | unproven | {"verdict": "unsafe"})
     result, go_on = after(report.model_copy(update={"unsafe": found}))
-    assert {entry.remedy for entry in (*result.unsafe, *(result.uncertified or ()))} == {go_on}
+    assert {*(e.remedy for e in result.unsafe), *(e.remedy for e in result.uncertified)} == {go_on}
     command = go_on.partition(": ")[2]
     print_conversion(result, tmp_path, verbose=True)
     for said in (render(result), notice(result), capsys.readouterr().out):

@@ -17,6 +17,7 @@ import transformers
 import yaml
 from support.launching import ROOT
 from support.learner import recipe_tree, saved
+from support.program import refused
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.utils.flop_counter import FlopCounterMode
@@ -163,19 +164,17 @@ def test_what_cannot_be_launched_is_one_line_and_writes_nothing(
     words: tuple[str, ...], wanted: str, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = set(recipe.parent.iterdir())
-    assert main(["launch", str(recipe), "--gpus", "4", *words]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1 and wanted in said.err
+    assert wanted in refused(capsys, "launch", recipe, "--gpus", 4, *words)
     assert set(recipe.parent.iterdir()) == before
 
 
 def test_a_file_of_others_is_not_replaced(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = recipe.parent / "out.launch.yaml"
     theirs.write_text("a: b\n")
-    assert main(["launch", str(recipe), "--gpus", "4"]) == 2
-    assert f"{theirs} was not written by launch; rename it" in capsys.readouterr().err
-    assert main(["launch", str(recipe), "--gpus", "4", "--set", f"out={theirs}/out"]) == 2
-    assert f"{theirs} is a file, and no folder to write in; give another out" in capsys.readouterr().err
+    ask = ("launch", recipe, "--gpus", 4)
+    assert f"{theirs} was not written by launch; rename it" in refused(capsys, *ask)
+    said = refused(capsys, *ask, "--set", f"out={theirs}/out")
+    assert f"{theirs} is a file, and no folder to write in; give another out" in said
     assert theirs.read_text() == "a: b\n"
 
 

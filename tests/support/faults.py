@@ -27,6 +27,7 @@ import yaml
 from huggingface_hub import constants
 from support import forked, pipelines, tiny
 from support.hub_server import WRITER, HubServer
+from support.learner import recipe_tree
 from transformers import ByT5Tokenizer
 
 import bf16_to_fp16
@@ -70,7 +71,6 @@ JOBS = {
             ("source", "converted"),
             prepare=replaced,
         ),
-        Job("convert, audited", ("convert", "{root}/source", "{root}/out")),
         Job("undo", ("undo", "{root}/converted", "{root}/out"), ("converted",)),
         Job("convert a pipeline", ("convert", "{root}/pipeline", "{root}/out", "--no-audit"), ("pipeline",)),
         Job(
@@ -95,23 +95,8 @@ def make_inputs(root: Path) -> Path:
     convert(root / "source", root / "converted", run_model=False)
     pipelines.make(root / "pipeline", {"text_encoder_2": pipelines.encoder(num_layers=1)})
     (root / "text.txt").write_text("".join(f"some text of line {i}, long enough to mask\n" for i in range(40)))
-    recipe = {
-        "source": "given",
-        "out": "given",
-        "precision": "fp32",
-        "device": "cpu",
-        "data": {
-            "path": str(root / "text.txt"),
-            "first_sentinel": 383,
-            "input_length": 24,
-            "target_length": 12,
-            "batch_size": 2,
-        },
-        "schedule": {"steps": 4, "learning_rate": 1e-3},
-        "penalty": {"form": "none"},
-        "checkpointing": {"every": 1},
-        "evaluation": {"every": 100},
-    }
+    recipe = recipe_tree(root, root / "out") | {"precision": "fp32", "device": "cpu", "penalty": {"form": "none"}}
+    recipe |= {"schedule": {"steps": 4}, "checkpointing": {"every": 1}, "evaluation": {"every": 100}}
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return root
 
@@ -240,14 +225,6 @@ def fail(number: int) -> Callable[[], None]:
 
 
 DISK = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
-
-
-def killed_after(job: Job, root: Path, seconds: float) -> int:
-    """Run a job in a child, kill it after some seconds, and return its exit status."""
-    number = forked.child(lambda: main(job.words(root)))
-    time.sleep(seconds)
-    os.kill(number, signal.SIGKILL)  # still ours, even where it has ended
-    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
 # --- publishing ------------------------------------------------------------------------------------------------------

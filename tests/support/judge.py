@@ -29,10 +29,6 @@ class Judged:
     kl_fp16_random: float
     kl_bf16_random: float
     kl_fp32_random: float
-    worst_fp16_text: float  # the largest of one position
-    worst_bf16_text: float
-    agreement_fp16: float  # share of the positions of text with the same most probable token as the source in fp32
-    agreement_bf16: float
     loss: float  # of the source in fp32 on the text: nats per token that it is given; nan without a head
     finite: bool  # all outputs in fp16 are
 
@@ -114,12 +110,6 @@ def divergences(reference: Sequence[Tensor], other: Sequence[Tensor], logits: bo
     return torch.cat(found)
 
 
-def agreement(reference: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """Return the share of positions with the same largest output."""
-    same = [a.argmax(-1) == b.argmax(-1) for a, b in zip(reference, other, strict=True)]
-    return float(torch.cat(same).double().mean())
-
-
 def loss_on(model: Any, reference: Sequence[Tensor], batches: Sequence[Batch]) -> float:
     """Return the mean cross-entropy of what the texts go on with, ``nan`` of what predicts no tokens."""
     losses = []
@@ -161,12 +151,8 @@ def judge(
     ):
         other = load(folder, dtype, attention)
         on_text, on_random = outputs(other, text), outputs(other, random)
-        each = divergences(exact_text, on_text, logits)
-        found[f"kl_{name}_text"] = float(each.mean())
+        found[f"kl_{name}_text"] = float(divergences(exact_text, on_text, logits).mean())
         found[f"kl_{name}_random"] = float(divergences(exact_random, on_random, logits).mean())
-        if name != "fp32":
-            found[f"worst_{name}_text"] = float(each.max())
-            found[f"agreement_{name}"] = agreement(exact_text, on_text)
         if name == "fp16":
             found["finite"] = all(bool(values.isfinite().all()) for values in (*on_text, *on_random))
     return Judged(**found)

@@ -213,11 +213,11 @@ class RelativeAdam(train_demo.ScaledAdam):
         return float(super().step(rate))
 
 
-def batches(model: Any, rows: int, seed: int, held_out: bool = False) -> Iterator[Batch]:
+def batches(model: Any, rows: int, seed: int) -> Iterator[Batch]:
     """Yield batches without end: gaps of a text and what fills them, a text and its next bytes, or a text as it is,
     with capital initials or in capitals, and which of these it is."""
     rng = torch.Generator().manual_seed(seed)
-    text = train_demo.HELD_OUT.read_bytes() if held_out else gzip.decompress(train_demo.TRAIN.read_bytes())
+    text = gzip.decompress(train_demo.TRAIN.read_bytes())
     family = model.config.model_type if model.config.is_encoder_decoder else "gemma3"
     spans = {"spans": 1, "span_length": 54} if family == "pegasus" else {"spans": 3, "span_length": 18}
     recipe = {"family": family, "window": WINDOW, "batch": rows, **spans}
@@ -240,13 +240,6 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
     inputs = batch if model.config.is_encoder_decoder else {"input_ids": batch["input_ids"]}
     logits = model(**inputs, use_cache=False).logits.float()
     return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch["labels"].flatten())
-
-
-@torch.no_grad()
-def held_out_loss(folder: Path, rows: int = 16) -> float:
-    """Return the loss of a saved checkpoint in fp32 on held-out text, in nats per token or text."""
-    model = load(folder)
-    return float(loss_of(model, next(batches(model, rows, 1, held_out=True))))
 
 
 def train(model: Any, kind: Kind, sites: tuple[Site, ...], steps: int, seed: int) -> None:
@@ -371,19 +364,7 @@ def peaks_of(model: Any, sites: tuple[Site, ...]) -> dict[Site, Tensor]:
 
 
 @torch.no_grad()
-def edit_site(model: Any, site: Site, limit: float = LIMIT / 2) -> list[int]:
-    """Divide each unit of a site by the least power of two with which text stays under the limit, and return the
-    exponents; of a site with a key bias the bias becomes what cancels the constant part of the keys."""
-    if site.what == "bias":
-        attention = model.get_submodule(site.module)
-        norm = model.get_submodule(site.module.rpartition(".")[0]).self_attn_layer_norm
-        attention.k_proj.bias.copy_(-attention.k_proj.weight @ norm.bias)
-        return []
-    exponents = (peaks_of(model, (site,))[site] / limit).log2().ceil().clamp_min(0)
-    if site.what == "gains":
-        module, k = model.get_submodule(site.module), int(exponents[0])
-        multiply_gain(model, module.q_norm, 2.0 ** -(k // 2))
-        multiply_gain(model, module.k_norm, 2.0 ** -(k - k // 2))
-    else:
-        scale(model, site, 2.0**-exponents)
-    return [int(k) for k in exponents]
+def edit_site(model: Any, site: Site) -> None:
+    """Divide each unit of a site by the least power of two with which text stays under half the limit."""
+    exponents = (peaks_of(model, (site,))[site] / (LIMIT / 2)).log2().ceil().clamp_min(0)
+    scale(model, site, 2.0**-exponents)
