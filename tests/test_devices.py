@@ -13,6 +13,7 @@ from bf16_to_fp16 import UserError, audit, certify, convert
 from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
+from bf16_to_fp16.bounds.spectral import gram, summed_products
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.devices import Device, check_all_is_used, find_device, on_device, products_on
 from bf16_to_fp16.families.resolve import resolve
@@ -83,6 +84,15 @@ def test_a_product_that_a_device_has_no_memory_for_is_made_on_the_cpu_and_only_t
     assert places == [[], [], [full], [full]]
     assert said.lines == [f"Device: {STAND_IN}", full]
     assert device.used == {"certificate": [str(STAND_IN), "cpu"]}
+
+
+def test_a_gram_matrix_is_multiplied_on_the_device_from_its_first_sum_to_its_last() -> None:
+    rows = torch.randn(300, 20)
+    with StandIn(room=2) as device, products_on(Device(STAND_IN, Said()), "certificate"):
+        made = gram(rows)
+    assert device.copies == 2 and torch.equal(made, gram(rows))
+    factors = torch.empty(2, 20, 256, device=STAND_IN)
+    assert summed_products(factors, factors).device == STAND_IN
 
 
 def test_what_goes_wrong_otherwise_is_not_taken_for_full_memory() -> None:

@@ -127,7 +127,7 @@ def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) 
         "kind": ({"dtype": -1}, "is -1, not a word such as 'bfloat16'"),
         "null": ({"scale_decoder_outputs": None}, "is null, which stock code takes for false; write false"),
         "labels": ({"id2label": 3}, "is 3, not a table such as"),
-        "end": ({"eos_token_id": [1, -1]}, "'eos_token_id' is [1, -1], not an id or some"),
+        "end": ({"eos_token_id": [-1, "1"]}, "'eos_token_id' is [-1, '1'], not an id or some"),
         "word": ({"feed_forward_proj": 3}, "is 3, not a word such as 'relu'"),
         "heads": ({"num_heads": 3, "d_kv": 0}, "'d_kv' is 0, not a size"),
         "function": ({"feed_forward_proj": "tanh"}, "activation 'tanh' has no bound"),

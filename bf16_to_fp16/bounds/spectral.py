@@ -36,7 +36,6 @@ _GUESS = 1 + 2.0**-9
 
 
 @on_device
-@full_precision()
 def summed_products(left: Tensor, right: Tensor) -> Tensor:
     """Return the sum of left_i·right_iᵀ over i, each in the dtype of both: fp64 [a, b]; left [n, a, k], right
     [n, b, k]."""

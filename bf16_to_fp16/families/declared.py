@@ -19,9 +19,12 @@ from .types import Attention, Experts, Family, Head, Part, Stack
 EARLY = 8
 """Layers of each stack whose records are made where the tensors are not known: every kind of layer is among them."""
 
+DTYPES = ("dtype", "torch_dtype")
+"""Keys whose value is a word or, as stock code saves what was loaded so, a table with one for each part."""
+
 COMMON: Mapping[str, object] = {
     **dict.fromkeys(("is_encoder_decoder", "scale_decoder_outputs", "tie_word_embeddings", "use_cache"), True),
-    **dict.fromkeys(("dtype", "torch_dtype"), "bfloat16"),
+    **dict.fromkeys(DTYPES, "bfloat16"),
     "initializer_factor": 1.0,
     "initializer_range": 0.02,
     "id2label": {"0": "LABEL_0"},
@@ -97,7 +100,8 @@ def check_kinds(family: Family, config: Mapping[str, object]) -> None:
     for key, example in {**family.defaults, **COMMON}.items():
         value = looked_up(config, key)
         what, number = KINDS.get(type(example)), isinstance(example, float)
-        fits = isinstance(value, (int, float) if number else type(example)) and not (number and isinstance(value, bool))
+        kinds = (int, float) if number else (str, dict) if key in DTYPES else type(example)
+        fits = isinstance(value, kinds) and not (number and isinstance(value, bool))
         if value is not None and what is not None and not fits:
             such = "" if isinstance(example, bool) else f" such as {example!r}"
             raise UserError(
@@ -105,7 +109,7 @@ def check_kinds(family: Family, config: Mapping[str, object]) -> None:
             )
     ends = config.get("eos_token_id")
     tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(type(token) is int and token >= 0 for token in tokens):
+    if not all(type(token) is int for token in tokens):  # a negative one ends no text, as stock code allows
         raise UserError(
             f"config.json: 'eos_token_id' is {shown(ends)}, not an id or some; take it from the original checkpoint"
         )

@@ -50,6 +50,13 @@ def test_a_tensor_that_is_missed_for_what_the_config_leaves_out_is_told_with_it(
         resolve(source)
 
 
+def test_a_dtype_for_each_part_and_an_end_that_never_comes_are_taken_as_stock_code_takes_them() -> None:
+    source = ModelTensors(tiny.build("gated"))
+    source.config |= {"dtype": {"": "bfloat16"}, "eos_token_id": [1, -1]}
+    assert CONFIG_MAPPING["t5"].from_dict(source.config).eos_token_id == [1, -1]
+    assert resolve(source).family.name == "t5"
+
+
 STATED: list[tuple[str, str, object]] = [
     *((kind, "attention_bias", True) for kind in ("gemma", "gemma2", "gemma3")),
     ("gemma3", "attn_logit_softcapping", 50.0),
