@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import pipelines, tiny
+from support.pipelines import contents
 from support.program import refused
 
 from bf16_to_fp16 import cli, system
@@ -37,10 +38,6 @@ def here(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     capsys.readouterr()
     return tmp_path
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
 def thesis(root: Path) -> Path:
