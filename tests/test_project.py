@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -98,6 +98,20 @@ ANSWERED_AT_ONCE = [
 """Command lines by their status, that need no model: each is answered before torch is imported."""
 
 
+def answers(lines: Sequence[str]) -> str:
+    """Return what command lines say in one new process: of each its errors, its status, and whether torch is loaded."""
+    code = f"""
+import sys
+from bf16_to_fp16.cli import main
+for line in {list(lines)}:
+    print(line, main(line.split()), "torch" in sys.modules, sep=": ", file=sys.stderr)
+print("transformers" in sys.modules, end="")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("False"), done.stderr
+    return done.stderr
+
+
 def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) -> None:
     t5 = {"model_type": "t5", "architectures": ["T5EncoderModel"], "num_layers": 2, "num_heads": 2, "d_kv": 4}
     t5 |= {"d_model": 8, "d_ff": 8, "vocab_size": 9}
@@ -109,6 +123,11 @@ def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) 
         "text": ({"layer_norm_epsilon": "1e-6"}, "not a small positive number"),
         "rate": ({"dropout_rate": 1.5}, "not a dropout rate"),
         "number": ({"dropout_rate": "0.1"}, "is '0.1', not a number such as 0.1"),
+        "switch": ({"tie_word_embeddings": -1}, "'tie_word_embeddings' is -1, not true or false"),
+        "kind": ({"dtype": -1}, "is -1, not a word such as 'bfloat16'"),
+        "null": ({"scale_decoder_outputs": None}, "is null, which stock code takes for false; write false"),
+        "labels": ({"id2label": 3}, "is 3, not a table such as"),
+        "end": ({"eos_token_id": [1, -1]}, "'eos_token_id' is [1, -1], not an id or some"),
         "word": ({"feed_forward_proj": 3}, "is 3, not a word such as 'relu'"),
         "heads": ({"num_heads": 3, "d_kv": 0}, "'d_kv' is 0, not a size"),
         "function": ({"feed_forward_proj": "tanh"}, "activation 'tanh' has no bound"),
@@ -137,22 +156,71 @@ def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) 
     unfit["empty --config tests"] = " has a config.json of its own"
     broken += tuple(f"convert --dry-run {tmp_path / more}" for more in unfit)
     wanted = [f"{line}: {status}: False" for status, lines in (*ANSWERED_AT_ONCE, (2, broken)) for line in lines]
-    code = f"""
-import sys
-from bf16_to_fp16.cli import main
-for line in {[line.partition(": ")[0] for line in wanted]}:
-    print(line, main(line.split()), "torch" in sys.modules, sep=": ", file=sys.stderr)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    answers = [line for line in done.stderr.splitlines() if not line.startswith("error: ")]
-    assert answers == wanted, done.stderr
+    stderr = answers([line.partition(": ")[0] for line in wanted])
+    assert [line for line in stderr.splitlines() if not line.startswith("error: ")] == wanted, stderr
     quantised = (tmp_path / "file.gguf", *(tmp_path / name / "file.gguf" for name in sources[-2:]))
     told = [words for _, words in said.values()] + [f"{file}: GGUF holds quantised weights" for file in quantised]
-    assert [done.stderr.count(words) for words in told] == [2] * len(sources)
+    assert [stderr.count(words) for words in told] == [2] * len(sources)
     places = [f"error: {tmp_path / more.partition(' ')[0]}{words}" for more, words in unfit.items()]
     places += [f"error: {tmp_path / name}/config.json" for name in said if name not in ("empty", "short")]
-    places += ["leave out either --data or --no-audit", "--plan has every exponent"]  # of ``ANSWERED_AT_ONCE``
-    assert [place for place in places if place not in done.stderr] == []
+    places += ["leave out either --data or --no-audit", "all that --margin would choose"]  # of ``ANSWERED_AT_ONCE``
+    assert [place for place in places if place not in stderr] == []
+
+
+def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    source = {"sha256": {}, "config_changes": {}, "dtype": "BF16", "dtypes": {}, "made": [], "path": "other"}
+    report: dict[str, object] = {"schema": 1, "verdict": "safe", "source": source, "output": {"files": []}}
+    report |= {"plan": {"family": "t5"}, "certificate": {"sites": []}, "target": "half"}
+    config = {"model_type": "t5", "architectures": ["T5EncoderModel"], "num_layers": 2, "num_heads": 2, "d_kv": 4}
+    config |= {"d_model": 8, "d_ff": 8, "vocab_size": 9}
+    lora = {"peft_type": "LORA", "base_model_name_or_path": "other"}
+    files: dict[str, object] = {
+        **{
+            "none/config.json": config,
+            "broken/fp16_report.json": "{",
+            "older/fp16_report.json": report | {"schema": 2},
+        },
+        **{"less/fp16_report.json": report | {"plan": None}, "whole/fp16_report.json": report, "text.txt": "a"},
+        **{"source/config.json": config, "source/model.safetensors": "\2\0\0\0\0\0\0\0{}"},
+        **{"pickle/config.json": config, "pickle/pytorch_model.bin": "PK", "lone.safetensors": "\2\0\0\0\0\0\0\0{}"},
+        **{"of_other/adapter_config.json": {"peft_type": "IA3"}, "empty/text.txt": ""},
+        **{"back/adapter_config.json": lora, "back/adapter_model.safetensors": ""},
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    wrong = {"none": "has no fp16_report.json, so", "broken": "is not valid JSON", "older": "schema 2 is not 1"}
+    wrong["less"] = "has no plan, so convert did not write it"
+    commands = ("verify {}", "undo {} OUT", "publish {} me/x", "convert {} OUT --adapter of_other")
+    told = {command.format(name): words for name, words in wrong.items() for command in commands}
+    told |= {
+        "convert whole OUT --adapter empty": "no adapter_config.json",
+        "convert whole OUT --adapter of_other": "peft_type is 'IA3'",
+        "undo whole OUT --adapter back": "is for the original checkpoint already",
+        "certify source --adapter of_other": "peft_type is 'IA3'",
+        "undo whole OUT": "whole: no config.json",
+        "verify lone.safetensors": "convert --layout did not write it",
+        "undo lone.safetensors OUT": "convert --layout did not write it",
+        "convert pickle OUT": "pytorch_model.bin: cut short, in torch's format of before 2020",
+        "convert source OUT --plan text.txt": "text.txt: holds no plan of this program",
+        "convert source OUT --plan whole --target norm-safe": "the plan was made for --target half",
+        "convert source OUT --plan whole --eps fixed": "--plan has all that --eps would choose",
+        "convert source OUT --push-to me/x --dry-run": "leave out either --dry-run or --push-to",
+        "convert source OUT --push-to a/b/c": "is not a name for a repository",
+        "convert source OUT --finetune text.txt": "a recipe is made of `key: value` lines",
+        "convert source OUT --data text.txt": "source: no tokenizer files",
+        "verify whole --no-audit --data text.txt": "leave out either --data or --no-audit",
+        "verify whole --data text.txt": "whole: no tokenizer files",
+        "convert source OUT --device cuda:9999": "device cuda:9999: this machine has",
+    }
+    named = re.compile(rf"\b({'|'.join({name.partition('/')[0] for name in files} | {'OUT'})})(?= |$)")
+    lines = {named.sub(lambda name: str(tmp_path / name[0]), line): words for line, words in told.items()}
+    said = answers(list(lines)).splitlines()
+    ends = [f"{line}: 2: {line.endswith('cuda:9999')}" for line in lines]  # which only torch can tell
+    assert (
+        said[1::2] == ends
+        and [words for words, line in zip(lines.values(), said[::2], strict=True) if words not in line] == []
+    )
 
 
 def test_no_hint_needs_a_release_before_there_is_one() -> None:

@@ -23,9 +23,10 @@ from .linear import (
     balanced,
     magnitudes,
     outer_scaled,
+    products_of_rows,
     quadratic,
+    root_of,
     row_norms,
-    square_root,
 )
 from .spectral import largest_eigenvalue
 
@@ -59,9 +60,9 @@ def score_bounds(
         q, k = query.matrix[part], key.matrix[read]
         cq, ck = query.centre[part], key.centre[read]
         eq, ek = query.error[part], key.error[read]
-        gq, gk = q @ q.t(), k @ k.t()
-        root = square_root(gq)
-        crossed = query.radius * key.radius * math.sqrt(largest_eigenvalue(root @ gk @ root))
+        gq, gk = products_of_rows(q), products_of_rows(k)
+        root = root_of(gq)
+        crossed = query.radius * key.radius * math.sqrt(largest_eigenvalue(root.t() @ gk @ root))
         crossed += key.radius * quadratic(gk, cq)
         # Between two keys their common centre cancels.
         apart[h] = 2 * crossed
@@ -231,7 +232,7 @@ def rotated(
     grams, peaks = [], []
     for h in range(heads):
         rows = made.matrix[h * size : (h + 1) * size][order] * (made.radius * both)
-        gram = rows @ rows.t()
+        gram = products_of_rows(rows)
         one, other, mixed = gram.diagonal()[:half], gram.diagonal()[half:], gram[:half, half:].diagonal()
         grams.append(gram)
         peaks.append(((one + other) / 2 + torch.hypot((one - other) / 2, mixed)).sqrt() * COMPUTED)
@@ -388,10 +389,8 @@ def attention_output(
     for h in range(heads):
         part, columns = (slice(n * size, (n + 1) * size) for n in (h // group, h))
         v, o = values.matrix[part], weight[:, columns].double()
-        g = v @ v.t()
-        g.diagonal().add_(g.trace() * (size + v.shape[1]) * 2.0**-50)
-        root = square_root(g)
-        moved = o @ root
+        g = products_of_rows(v)
+        moved = o @ root_of(g)
         exact += total * (values.radius * row_norms(moved) + (o @ values.centre[part]).abs())
         balance = balanced(row_norms(o.t()), values.partial[part])
         longest = values.radius * math.sqrt(largest_eigenvalue(outer_scaled(g, balance)))

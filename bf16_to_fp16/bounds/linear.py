@@ -374,11 +374,25 @@ def number(value: float | Tensor) -> float:
     return float(value.detach()) if isinstance(value, Tensor) else value
 
 
-def square_root(matrix: Tensor) -> Tensor:
-    """Return the symmetric root of a positive semidefinite fp64 matrix, its eigenvalues raised by their error."""
-    values, vectors = torch.linalg.eigh(matrix)
-    raised = values.clamp(min=0) + matrix.shape[0] * 2.0**-48 * float(matrix.trace())
-    return (vectors * raised.sqrt()) @ vectors.t()
+def products_of_rows(rows: Tensor) -> Tensor:
+    """Return an upper bound of rows·rowsᵀ in the positive semidefinite order, of a few rows in fp64: fp64 [n, n]."""
+    made = rows @ rows.t()
+    made.diagonal().add_(made.trace() * sum(rows.shape) * 2.0**-50)
+    return made
+
+
+def root_of(matrix: Tensor) -> Tensor:
+    """Return an L with L·Lᵀ at least a positive semidefinite fp64 matrix in the same order.
+
+    It is Cholesky's factor of the matrix and n units of its trace, several times what the factor is off by (Higham,
+    Accuracy and Stability of Numerical Algorithms, theorem 10.3).
+    """
+    raised = matrix.clone()
+    raised.diagonal().add_(matrix.shape[0] * 2.0**-48 * matrix.trace())
+    root, failed = torch.linalg.cholesky_ex(raised)
+    if int(failed):  # as where squares are smaller than fp64 holds
+        root = raised.trace().sqrt() * torch.eye(len(matrix), dtype=matrix.dtype)
+    return root
 
 
 def balanced(one: Tensor, other: Tensor) -> Tensor:

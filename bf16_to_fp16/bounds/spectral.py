@@ -37,12 +37,12 @@ _GUESS = 1 + 2.0**-9
 
 @on_device
 @full_precision()
-def transposed_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return leftᵀ·right: fp64 [a, b]; fp32 factors are multiplied ``FP32_ROWS`` rows at a time."""
-    step = AT_A_TIME if left.dtype == torch.float64 else FP32_ROWS
+def summed_products(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum of left_i·right_iᵀ over i, each in the dtype of both: fp64 [a, b]; left [n, a, k], right
+    [n, b, k]."""
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
-    for start in range(0, len(left), step):
-        total += left[start : start + step].t() @ right[start : start + step]
+    for one, other in zip(left, right, strict=True):
+        total += times_rows(one, other)
     return total
 
 
@@ -50,7 +50,7 @@ def transposed_product(left: Tensor, right: Tensor) -> Tensor:
 def gram(rows: Tensor | Tall) -> Tensor:
     """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
 
-    rows: [n, d], fp32 or fp64. The error of every product is bounded by γ·Σ|a||b|, whose
+    rows: [n, d], fp32 or fp64; fp32 is summed over ``FP32_ROWS`` of them. The error of every product is bounded by γ·Σ|a||b|, whose
     Frobenius norm is at most γ times the trace; that is added to the diagonal. γ has eight units more, for factors that
     are off by four units each.
     """
@@ -58,9 +58,14 @@ def gram(rows: Tensor | Tall) -> Tensor:
     exact = rows.dtype == torch.float64
     total = torch.zeros(size, size, dtype=torch.float64)
     for part in (rows,) if isinstance(rows, Tensor) else rows.parts(AT_A_TIME):
+        together = max(1, len(part) if exact else min(len(part), FP32_ROWS))
+        padded = torch.nn.functional.pad(part, (0, 0, 0, -len(part) % together))
+        # Rows side by side, as oneDNN multiplies fastest.
+        across = padded.view(-1, together, size).transpose(1, 2).contiguous()
         for i in range(0, size, TILE):
             for j in range(0, i + 1, TILE):
-                total[i : i + TILE, j : j + TILE] += transposed_product(part[:, i : i + TILE], part[:, j : j + TILE])
+                tile = summed_products(across[:, i : i + TILE], across[:, j : j + TILE])
+                total[i : i + TILE, j : j + TILE] += tile
     for i in range(0, size, TILE):
         total[:i, i : i + TILE] = total[i : i + TILE, :i].t()
     unit = (count + 8) * 2.0**-52 if exact else (FP32_ROWS + 8) * 2.0**-24

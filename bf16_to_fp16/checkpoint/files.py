@@ -1,4 +1,4 @@
-"""Bytes and JSON of a stranger's file, of which nothing is believed.
+"""Bytes, JSON and zip directories of strangers' files, of which nothing is believed.
 
 Nothing here imports torch, so that a command can say at once what is wrong with its input.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import struct
+import sys
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -100,3 +103,29 @@ def nested_value(data: object, *keys: str) -> Any:
     for key in keys:
         data = data.get(key) if isinstance(data, Mapping) else None
     return data
+
+
+def zip_records(file: Path) -> dict[int, int]:
+    """Return the sizes of a zip file's records in bytes by where their data begin; raise UserError unless plain."""
+    sizes = {}
+    try:
+        with reading(file) as raw, zipfile.ZipFile(file) as archive:
+            for record in archive.infolist():
+                if record.compress_type != zipfile.ZIP_STORED:
+                    raise UserError(f"{file}: compressed; unpack and zip it again without compression, or {RESTORE}")
+                if record.filename.endswith((".pkl", "/byteorder")) and record.file_size > LONGEST_HEADER:
+                    raise UserError(f"{file}: {record.file_size} bytes are too many for a pickle of tensors; {RESTORE}")
+                if record.filename.endswith("/byteorder") and archive.read(record).decode() != sys.byteorder:
+                    raise UserError(f"{file}: saved on a machine of another byte order; save it again on one like this")
+                raw.seek(record.header_offset + 26)
+                name, extra = struct.unpack("<HH", raw.read(4))
+                sizes[record.header_offset + 30 + name + extra] = record.file_size
+    except (struct.error, zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
+        # Zip files that are encrypted, of many disks or with impossible offsets raise the other kinds.
+        raise UserError(
+            f"{file}: cut short, in torch's format of before 2020, or no checkpoint at all; {RESTORE}, or, where you"
+            " trust it, load it with torch and save it with safetensors"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
+    return sizes

@@ -42,6 +42,17 @@ OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html",
 """Top-level files that a converted folder has of its own."""
 
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+    "vocab.json",
+)
+"""Files of which a tokenizer has one."""
+
+
 def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
@@ -189,6 +200,18 @@ def tokenizer_beside(folder: Path, subfolder: str | None) -> Path | None:
     if subfolder is None or "text_encoder" not in subfolder:
         return None
     return folder.parent / folder.name.replace("text_encoder", "tokenizer")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has any file of a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def check_tokenizer(*folders: Path | None) -> None:
+    """Raise UserError where none of some folders has a tokenizer."""
+    if not any(folder is not None and has_tokenizer(folder) for folder in folders):
+        # Stock code then makes an empty tokenizer, which turns every text into unknown tokens.
+        raise UserError(f"{folders[0]}: no tokenizer files, and text needs them; put the original's tokenizer there")
 
 
 def is_converted(folder: Path) -> bool:

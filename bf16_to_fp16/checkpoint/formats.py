@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import struct
-import sys
-import zipfile
 from io import FileIO
 from pathlib import Path
 
 import torch
 
 from ..errors import UserError
-from .files import LONGEST_HEADER, read_exactly, reading, size_of
+from .files import read_exactly, reading, size_of, zip_records
 from .headers import TensorInfo
 from .places import RESTORE, shown
 
@@ -112,8 +109,7 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
     storage is then looked up in the zip directory. Raises UserError for anything but a dict of contiguous tensors in an
     uncompressed zip file."""
     resave = "load it with torch and save it with safetensors"
-    with reading(file):
-        records = zip_records(file)
+    records = zip_records(file)
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -139,29 +135,3 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
             raise UserError(f"{file}: tensor {shown(name)} lies outside its storage; {RESTORE}")
         tensors[name] = TensorInfo(name, dtype, tuple(tensor.shape), file, begin + skip, nbytes)
     return tensors
-
-
-def zip_records(file: Path) -> dict[int, int]:
-    """Return the sizes of a zip file's records in bytes by where their data begin; raise UserError unless plain."""
-    sizes = {}
-    try:
-        with zipfile.ZipFile(file) as archive, open(file, "rb") as raw:
-            for record in archive.infolist():
-                if record.compress_type != zipfile.ZIP_STORED:
-                    raise UserError(f"{file}: compressed; unpack and zip it again without compression, or {RESTORE}")
-                if record.filename.endswith((".pkl", "/byteorder")) and record.file_size > LONGEST_HEADER:
-                    raise UserError(f"{file}: {record.file_size} bytes are too many for a pickle of tensors; {RESTORE}")
-                if record.filename.endswith("/byteorder") and archive.read(record).decode() != sys.byteorder:
-                    raise UserError(f"{file}: saved on a machine of another byte order; save it again on one like this")
-                raw.seek(record.header_offset + 26)
-                name, extra = struct.unpack("<HH", raw.read(4))
-                sizes[record.header_offset + 30 + name + extra] = record.file_size
-    except (struct.error, zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
-        # Zip files that are encrypted, of many disks or with impossible offsets raise the other kinds.
-        raise UserError(
-            f"{file}: cut short, in torch's format of before 2020, or no checkpoint at all; {RESTORE}, or, where you"
-            " trust it, load it with torch and save it with safetensors"
-        ) from error
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
-    return sizes

@@ -263,3 +263,21 @@ def reading_from(repo: str, revision: str | None, work: Callable[[], T], endpoin
 
     with explained(repo, endpoint=endpoint, revision=revision, token=get_token()):
         return with_retries(work)
+
+
+def check_name(repo: str) -> None:
+    """Raise UserError for what cannot be the name of a repository."""
+    from huggingface_hub.utils import validate_repo_id
+
+    with explained(repo, writing=True):
+        validate_repo_id(repo)
+
+
+def token_of(token: str | None, endpoint: str | None) -> str:
+    """Return the token that is given, or the one of the environment or the log-in; raise UserError without any."""
+    from huggingface_hub import constants, get_token
+
+    known = token or get_token()
+    if not known:
+        raise UserError(f"not logged in to {(endpoint or constants.ENDPOINT).removeprefix('https://')}; {LOG_IN}")
+    return known

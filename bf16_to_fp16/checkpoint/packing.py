@@ -172,6 +172,13 @@ def metadata_of(summary: Mapping[str, Any], way_back: Mapping[str, Any]) -> dict
     return {SUMMARY: json.dumps(summary, ensure_ascii=False), WAY_BACK: base64.b64encode(packed).decode()}
 
 
+def packed_data(file: Path) -> dict[str, Any]:
+    """Return what ``undo`` needs of a file that ``convert --layout`` wrote; raise UserError for any other file."""
+    if (data := way_back_of(file)) is None:
+        raise UserError(f"{file}: convert --layout did not write it; give a file that it wrote, or a converted folder")
+    return data
+
+
 def way_back_of(file: Path) -> dict[str, Any] | None:
     """Return what ``undo`` needs of a file that this program wrote, with its ``layout``; None for any other file, and
     raise UserError where it is damaged."""

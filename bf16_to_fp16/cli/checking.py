@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..checkpoint.adapters import config_of
 from ..checkpoint.contents import check_lone
 from ..checkpoint.places import CONVERTED, local_source
+from ..conversion.options import check_data
 from ..environment import how_to_install
 from ..errors import UserError
 from ..run.runtimes import NAMES
@@ -119,6 +121,8 @@ def certify_command(
     """Bound what any input can make of every value in SOURCE, from its weights alone."""
     others: dict[str | Path | None, str] = {config: shared.CONFIG, adapter: "the folder of an adapter"}
     shared.check_given(source, None, others, subfolder, check=partial(provable, config))
+    if adapter is not None and (folder := local_source(source)) is not None:
+        config_of(adapter, folder / (subfolder or ""))
     from ..commands.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read
@@ -189,9 +193,11 @@ def verify_command(
     **options: Any,
 ) -> int:
     """Check a converted folder, file or Hub id against its report, and run it on this machine."""
-    if not Path(source).is_file():
-        shared.check_there(source, CONVERTED, endpoint=options["endpoint"])
-    shared.check_given(original, data, check=partial(runnable, None))
+    check_data(data, run_model=not no_audit)
+    place = shared.check_there(source, CONVERTED, or_file=True, endpoint=options["endpoint"])
+    if place is not None:
+        shared.check_written(place, options["subfolder"], data)
+    shared.check_given(original, check=partial(runnable, None))
     from ..commands.verify import verify
     from ..report import terminal
     from ..report.schema import Verification, read

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..checkpoint.adapters import config_for
 from ..checkpoint.folder import converted_already, is_converted
 from ..checkpoint.layouts import LAYOUTS
-from ..checkpoint.places import written_folder
+from ..checkpoint.pipeline import is_pipeline
+from ..checkpoint.places import subfolder_of, written_folder
+from ..checkpoint.recorded import recorded_plan
+from ..checkpoint.staging import check_out
 from ..conversion.options import FLAGS, FOLDER_LAYOUT, Destination, Options
 from ..errors import UserError
+from ..targets import AUTO
 from ..visible import show
 from . import shared
 from .checking import provable
@@ -98,21 +103,19 @@ def convert_command(
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
     if out is not None and not dry_run:
         check_free(out, Path(source), folder=folder, force=force)
-    others = {options.plan: "an fp16_report.json or a converted folder", recipe: "the recipe's YAML file"}
-    shared.check_given(
-        source,
-        options.data,
-        others | {options.config: shared.CONFIG},
-        options.subfolder,
-        check=partial(check_convertible, options),
-    )
     out = out or Path("OUT")  # of a dry run, which writes nothing
+    others = {recipe: "the recipe's YAML file", options.config: shared.CONFIG}
+    shared.check_given(source, options.data, others, options.subfolder, check=partial(check_convertible, options))
     place = Destination(out, force=force, dry_run=dry_run)
     if (pipeline := whole_pipeline(source, options)) is not None:
         check_whole(source, recipe, push_to)
         return convert_whole(options, pipeline, place, copy, verbose=verbose, json_file=json_file)
     if copy:
         raise UserError(f"--copy is for whole pipelines, and {source} is one model; leave it out")
+    if recipe is not None:
+        from ..finetuning.recipe import read_recipe_for
+
+        read_recipe_for(recipe, source, out, options.target, options.subfolder)
     if folder and out.suffix == ".safetensors":
         raise UserError(f"{out} names a file, and a folder is written; give a folder, or --layout single or comfy")
     from ..commands.convert import convert_by, convert_to_file
@@ -141,9 +144,12 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
     for folder, wanted in ((adapter, "the folder of an adapter"), (base, "a folder that convert wrote")):
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder; give {wanted}")
+    back = context.command.name == "undo"
+    config_for(adapter, base, back=back)
+    shared.check_given(str(base))
     from ..commands.adapter import convert_adapter
 
-    result = convert_adapter(adapter, out, base, back=context.command.name == "undo", force=force)
+    result = convert_adapter(adapter, out, base, back=back, force=force)
     shared.write_result(json_file, result.to_json())
     if json_file != "-":
         show(f"{result.out} holds {len(result.tensors)} tensors of an adapter for {result.base}")
@@ -209,6 +215,8 @@ def check_convertible(options: Options, folder: Path, config: Mapping[str, Any])
         raise converted_already(folder)
     config = config if options.as_class is None else naming_class(config, options.as_class)
     provable(options.config, folder, config)
+    if options.plan is not None:
+        recorded_plan(Path(options.plan), None if options.target == AUTO else options.target)
 
 
 def check_free(out: Path, source: Path, *, folder: bool, force: bool) -> None:
@@ -270,22 +278,17 @@ def undo_command(
         return take_adapter(adapter, out, folder, force=force, json_file=json_file)
     if not folder.is_file():
         written_folder(folder)
-    from ..checkpoint.pipeline import is_pipeline
-    from ..checkpoint.places import subfolder_of
-    from ..checkpoint.staging import check_out
-    from ..commands.undo import undo
-    from ..report import terminal
-    from ..report.schema import REPORT
-    from ..report.stored import read_packed
-
-    folder, words = folder if subfolder is None else subfolder_of(folder, subfolder), ""
+    folder = folder if subfolder is None else subfolder_of(folder, subfolder)
     if is_pipeline(folder):
         return undo_whole(folder, out, force=force, json_file=json_file)
-    if folder.is_file():
-        words = terminal.came_through("the source's weights", read_packed(folder).weights)
-    elif (folder / REPORT).is_file():  # what is no converted folder ``undo`` refuses in words of its own
+    shared.check_written(folder)
+    shared.check_given(str(folder))
+    if folder.is_dir():
         check_out(out, folder, force=force, back=True)
-        words = terminal.brought_back(folder)  # before anything is written
+    from ..commands.undo import undo
+    from ..report import terminal
+
+    words = terminal.brought_back(folder)  # before anything is written
     written = undo(folder, out, force=force, progress=shared.make_progress())
     shared.write_result(json_file, {"out": str(written)})
     if json_file != "-":
@@ -295,7 +298,6 @@ def undo_command(
 
 def undo_whole(folder: Path, out: Path, *, force: bool, json_file: str | None) -> int:
     """Bring the source of a converted pipeline back, print what came through, and return the exit status."""
-    from ..checkpoint.staging import check_out
     from ..commands.pipeline import read_pipeline, undo_pipeline
     from ..report import terminal
 

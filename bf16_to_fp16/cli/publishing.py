@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..checkpoint.hub import check_name, token_of
+from ..checkpoint.pipeline import is_pipeline
 from ..checkpoint.places import written_folder
+from ..checkpoint.recorded import recorded
 from ..errors import UserError
 from ..visible import show
 from .shared import FOLDER, SAFE, UNSAFE, Grouped, endpoint, json_file, make_progress, write_result
@@ -19,8 +22,6 @@ if TYPE_CHECKING:
 
 def check_publishable(repo_id: str, *, dry_run: bool = False) -> None:
     """Raise UserError for what stands in the way of an upload, which is better known before the work than after it."""
-    from ..commands.publish import check_name, token_of
-
     if dry_run:
         raise UserError("a dry run writes nothing to publish; leave out either --dry-run or --push-to")
     check_name(repo_id)
@@ -78,7 +79,9 @@ def publish_command(
 
     The token is that of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped.
     """
-    written_folder(folder)
+    check_name(repo_id)
+    if not is_pipeline(written_folder(folder)):  # which ``publish`` refuses in words of its own
+        recorded(folder)
     from ..commands.publish import Upload, publish
     from ..report import terminal
 

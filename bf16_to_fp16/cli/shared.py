@@ -15,8 +15,12 @@ from click.core import ParameterSource
 
 from ..checkpoint.contents import read_config, weight_files
 from ..checkpoint.fetching import SMALL_FILES, fetched
+from ..checkpoint.files import zip_records
+from ..checkpoint.folder import check_tokenizer, tokenizer_beside
 from ..checkpoint.headers import read_header
+from ..checkpoint.packing import packed_data
 from ..checkpoint.places import CHECKPOINT, local_folder, local_source, subfolder_of
+from ..checkpoint.recorded import recorded
 from ..conversion.options import FLAGS, Options
 from ..errors import UserError, shortened
 from ..quiet import quiet_downloads
@@ -140,23 +144,47 @@ def check_given(
             config = read_config(folder)
             with in_folder("/".join(filter(None, (source, subfolder)))):
                 check(folder, config)
+            if data is not None:
+                check_tokenizer(folder, tokenizer_beside(folder, subfolder))
             for file in weight_files(folder)[0] if here is not None else ():
-                if file.suffix == ".safetensors":
-                    read_header(file)
-    if data is not None:
-        from ..run.texts import local_files
-
-        local_files(data)
+                (read_header if file.suffix == ".safetensors" else zip_records)(file)
+    check_text(data)
     for path, wanted in others.items():
         if path is not None and not Path(path).exists():
             raise UserError(f"{path}: No such file or directory; give {wanted}")
 
 
-def check_there(source: str, wanted: str = CHECKPOINT, *, or_file: bool = False, endpoint: str | None = None) -> None:
-    """Raise UserError for what is neither a folder here (or a file, where that may be one) nor a repository on the Hub,
-    before the seconds that the work takes to import; it then tells to give what is ``wanted``."""
-    if local_folder(source, wanted, or_file=or_file) is None:
+def check_text(data: str | None) -> None:
+    """Raise UserError for a text that was given and is not there, or of no known kind."""
+    if data is not None:
+        from ..run.texts import local_files
+
+        local_files(data)
+
+
+def check_written(place: Path, subfolder: str | None = None, data: str | None = None) -> None:
+    """Raise UserError for a folder or a file here that ``convert`` did not write, and for a text that was given with it
+    and cannot be read, before the seconds that the work takes to import."""
+    if place.is_file():
+        packed_data(place)
+    else:
+        folder = place if subfolder is None else subfolder_of(place, subfolder)
+        recorded(folder)
+        if data is not None:
+            check_tokenizer(folder)
+    check_text(data)
+
+
+def check_there(
+    source: str, wanted: str = CHECKPOINT, *, or_file: bool = False, endpoint: str | None = None
+) -> Path | None:
+    """Return the folder here (or the file, where that may be one) that a source names, None for a Hub id. Raises
+    UserError for what is neither that nor a repository, before the seconds that the work takes to import; it then tells
+    to give what is ``wanted``."""
+    here = local_folder(source, wanted, or_file=or_file)
+    if here is None:
         asked(source, (), endpoint)
+    return here
 
 
 def asked(source: str, patterns: Sequence[str], endpoint: str | None = None) -> Path:

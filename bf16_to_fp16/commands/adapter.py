@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..checkpoint.files import read_json
+from ..checkpoint.adapters import CONFIG, NOTE, TENSORS, config_for, config_of
 from ..checkpoint.folder import carry_over, records, write_json
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
@@ -32,25 +32,6 @@ from ..rescaling.adapters import Scaled, merged_update, part_of, scaled_adapter
 from ..rescaling.edits import edits_of
 from ..rescaling.plan import Plan, inverse
 from .undo import config_before
-
-CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-NOTE = "fp16_adapter.json"  # what a converted adapter's folder says of itself; PEFT does not look at it
-
-INITIAL = (True, False, "gaussian", "orthogonal", "eva")
-"""Ways to begin an adapter (``init_lora_weights``) that leave the checkpoint's weights as they are."""
-
-OTHER_FORMS = (
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "megatron_config",
-    "monteclora_config",
-    "target_parameters",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
-)
-"""Keys of an adapter's config with which what it adds is not B·A on a named weight."""
 
 MERGED = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
 """Parts of an adapter that can be merged into a weight by themselves."""
@@ -126,12 +107,10 @@ def convert_adapter(
     ``out`` then does not exist.
     """
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
-    if not (base / REPORT).is_file():
-        raise UserError(f"{base}: has no {REPORT}, so convert did not write it; give a converted folder")
-    config, tensors = read_adapter(adapter)
+    config = config_for(adapter, base, back=back)
+    tensors = read_tensors(adapter)
     check_out(out, adapter, base, force=force)
     checkpoint, plan, origin = open_checkpoint(base), read_plan(base), read_origin(base)
-    check_side(adapter, config, base, origin, back=back)
     layout = resolve(checkpoint)
     gain = head_gain(layout, plan, checkpoint, origin)
     check_tying(adapter, config, plan)
@@ -153,64 +132,15 @@ def convert_adapter(
     return ConvertedAdapter(out, on, rescaled, finetuned, edited=bool(edits_of(layout, plan).exponents))
 
 
-def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config and the tensors of a LoRA adapter; raise UserError for any other, and for a pickle."""
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder}: no {CONFIG}; give the folder of an adapter, as PEFT's save_pretrained writes it")
-    config = read_json(folder / CONFIG, "config")
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only LORA adapters can be taken over")
-    used = [key for key in OTHER_FORMS if config.get(key)]
-    if used:
-        raise UserError(f"{folder / CONFIG}: with {used[0]} what it adds is not B·A on a weight; train plain LoRA")
-    begun = config.get("init_lora_weights", True)
-    if begun not in INITIAL:
-        raise UserError(
-            f"{folder / CONFIG}: init_lora_weights {begun!r} changes the checkpoint's weights as well; save it with"
-            " path_initial_model_for_weight_conversion, which makes it plain LoRA"
-        )
-    if not (folder / TENSORS).is_file():
-        words = f"no {TENSORS}; save the adapter with save_pretrained"
-        if (folder / PICKLE).is_file():
-            words = f"{PICKLE} is a pickle, which is not read; load it with peft and save_pretrained writes {TENSORS}"
-        raise UserError(f"{folder}: {words}")
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of an adapter; raise UserError where they cannot be read, or there are none."""
     try:
         tensors = load_file(folder / TENSORS)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder / TENSORS}: cannot be read ({first_line(error)}); save the adapter again") from error
     if not tensors:
         raise UserError(f"{folder / TENSORS}: holds no tensor; save the adapter again")
-    return config, tensors
-
-
-def check_side(adapter: Path, config: Mapping[str, Any], base: Path, origin: Source, *, back: bool) -> None:
-    """Raise UserError for an adapter that says itself that it is on the side to which it is to be taken."""
-    side, name = "original" if back else "converted", config.get("base_model_name_or_path")
-    there = same_place(name, origin.path) if back else same_place(name, base)
-    if (adapter / NOTE).is_file():
-        there = read_json(adapter / NOTE, "note").get("for") == side
-    if there:
-        other = "bf16-to-fp16 convert" if back else "bf16-to-fp16 undo"
-        raise UserError(f"{adapter}: is for the {side} checkpoint already; {other} takes it the other way")
-
-
-def check_is_for(adapter: Path, config: Mapping[str, Any], folder: Path) -> None:
-    """Raise UserError for an adapter that says itself that it is for the other side of a conversion than a folder."""
-    if (folder / REPORT).is_file():
-        check_side(adapter, config, folder, read_origin(folder), back=True)
-    elif (adapter / NOTE).is_file() and read_json(adapter / NOTE, "note").get("for") == "converted":
-        raise UserError(
-            f"{adapter}: is for a converted checkpoint; certify that one, or bring the adapter back by undo"
-        )
-
-
-def same_place(one: object, other: object) -> bool:
-    """Return whether two names of a checkpoint are the same, or lead to the same folder."""
-    if not one or not other:
-        return False
-    a, b = Path(str(one)), Path(str(other))
-    return str(one) == str(other) or (a.exists() and b.exists() and a.resolve() == b.resolve())
+    return tensors
 
 
 def check_tying(adapter: Path, config: Mapping[str, Any], plan: Plan) -> None:
@@ -235,8 +165,7 @@ def merged_weights(adapter: Path, folder: Path, layout: Layout, stored: TensorRe
     folder: the checkpoint's. stored: gives its own values. Raises UserError for an adapter with more than A and B, or
     that is not on it, or says that it is for the other side of a conversion.
     """
-    config, tensors = read_adapter(adapter)
-    check_is_for(adapter, config, folder)
+    config, tensors = config_of(adapter, folder), read_tensors(adapter)
     others = [name for name in tensors if not MERGED.search(name)]
     if others:
         raise UserError(

@@ -19,7 +19,7 @@ from ..auditing.regimes import verdict
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import as_json, is_weights, sha256_of
-from ..checkpoint.hub import LOG_IN, explained, status_of, with_retries
+from ..checkpoint.hub import check_name, explained, status_of, token_of, with_retries
 from ..checkpoint.packing import summary_of
 from ..checkpoint.places import contained, written_folder
 from ..checkpoint.reader import open_checkpoint
@@ -272,24 +272,6 @@ def check_no_secrets(upload: Upload, token: str) -> None:
 
 
 # --- the Hub ---------------------------------------------------------------------------------------------------------
-
-
-def check_name(repo: str) -> None:
-    """Raise UserError for what cannot be the name of a repository."""
-    from huggingface_hub.utils import validate_repo_id
-
-    with explained(repo, writing=True):
-        validate_repo_id(repo)
-
-
-def token_of(token: str | None, endpoint: str | None) -> str:
-    """Return the token that is given, or the one of the environment or the log-in; raise UserError without any."""
-    from huggingface_hub import constants, get_token
-
-    known = token or get_token()
-    if not known:
-        raise UserError(f"not logged in to {(endpoint or constants.ENDPOINT).removeprefix('https://')}; {LOG_IN}")
-    return known
 
 
 @dataclass(frozen=True)

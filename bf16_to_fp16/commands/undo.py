@@ -28,7 +28,7 @@ from ..families.configs import with_value, without_value
 from ..families.other_class import names_under
 from ..families.resolve import resolve
 from ..progress import Progress, shown_by
-from ..report.schema import REPORT, Source
+from ..report.schema import Source
 from ..report.stored import check_written_files, originals, read_origin, read_packed, read_plan
 from ..rescaling.apply import writes
 from ..rescaling.plan import Plan, inverse
@@ -49,10 +49,8 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     if Path(folder).is_file():
         return undo_file(Path(folder), Path(out), force=force, progress=progress)
     folder, out = written_folder(folder), Path(out)
-    if not (folder / REPORT).is_file():
-        raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
-    check_out(out, folder, force=force, back=True)
     origin = read_origin(folder)
+    check_out(out, folder, force=force, back=True)
     checkpoint = named_as_before(open_checkpoint(folder), origin)
     with staged(out, force=force) as work:
         written = write_weights(checkpoint, read_plan(folder), origin, work, progress)

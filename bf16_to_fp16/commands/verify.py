@@ -26,7 +26,7 @@ from ..checkpoint.places import local_source, own_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..conversion.editing import change_by
 from ..conversion.measuring import audited, bounded, compare, errors_of, in_fp32_too, measured_edits, outputs_of_few
-from ..conversion.options import FIXED, read_command
+from ..conversion.options import FIXED, check_data, read_command
 from ..conversion.planning import observe_source, own_length
 from ..devices import Device
 from ..environment import SCHEMA
@@ -88,8 +88,7 @@ def verify(
     whose report is true. Raises UserError for a source that is not a converted checkpoint.
     """
     progress = shown_by(progress)
-    if data is not None and not run_model:
-        raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
+    check_data(data, run_model=run_model)
     if original is not None:
         local_source(original)  # hashing takes long
     on, name, revision, findings = Device(device, progress), own_name(source), None, Findings()
@@ -485,10 +484,8 @@ def packed_subject(file: Path) -> Subject:
 
     Raises UserError where no conversion wrote it, or its metadata are damaged.
     """
-    said = summary_of(file)
-    if said is None:
-        raise UserError(f"{file}: convert --layout did not write it; give a file that it wrote, or a converted folder")
-    inside = read_packed(file)
+    inside, said = read_packed(file), summary_of(file)
+    assert said is not None  # it was opened as such
     try:
         known = {key: said[key] for key in ("verdict", "proof", "target", "tiers")}
         claim, longest = schema.Report.model_validate({"schema": SCHEMA} | known), int(said["max_length"])

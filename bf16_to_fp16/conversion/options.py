@@ -99,16 +99,24 @@ def parse_size(text: str) -> int:
 
 
 def checked_device(name: str) -> str:
-    """Return the name of a device; raise UserError at once for one of no known form."""
-    from ..devices import checked_name
+    """Return the name of a device; raise UserError at once for one of no known form, or that is not here."""
+    from ..devices import checked_name, find_device
 
-    return checked_name(name)
+    if checked_name(name) not in ("auto", "cpu"):  # of which torch need not be asked
+        find_device(name)
+    return name
 
 
 def check_margin(bits: object) -> None:
     """Raise UserError for what is no number of bits that a signal can keep to its limit."""
     if not isinstance(bits, int | float) or not 0 <= bits <= MOST_MARGIN:
         raise UserError(f"a margin of {shortened(bits)} bits cannot be kept; give 0 to {MOST_MARGIN}")
+
+
+def check_data(data: object, *, run_model: bool) -> None:
+    """Raise UserError for a text where nothing is run."""
+    if data is not None and not run_model:
+        raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,12 +239,12 @@ class Options:
         if self.layout != FOLDER_LAYOUT and self.max_shard_size is not None:
             raise UserError("--layout writes one file; leave out either it or --max-shard-size")
         Arithmetic(self.max_length)  # of which it is one
-        if self.data is not None and not self.run_model:
-            raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
+        check_data(self.data, run_model=self.run_model)
         if self.sweep and not self.run_model:
             raise UserError("nothing is run to sweep; leave out either --sweep or --no-audit")
-        if self.plan is not None and self.margin_bits != MARGIN_BITS:
-            raise UserError("--plan has every exponent that --margin would choose; leave out one of the two")
+        for name, own in (("--margin", self.margin_bits == MARGIN_BITS), ("--eps", self.eps == OF_CONFIG)):
+            if self.plan is not None and not own:
+                raise UserError(f"--plan has all that {name} would choose; leave out one of the two")
         if self.max_kl is not None and (self.exact or not self.run_model):
             other = "--exact" if self.exact else "--no-audit"
             raise UserError(f"--max-kl accepts what edits cost, and {other} makes none; leave out one of the two")

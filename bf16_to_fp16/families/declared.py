@@ -19,6 +19,18 @@ from .types import Attention, Experts, Family, Head, Part, Stack
 EARLY = 8
 """Layers of each stack whose records are made where the tensors are not known: every kind of layer is among them."""
 
+COMMON: Mapping[str, object] = {
+    **dict.fromkeys(("is_encoder_decoder", "scale_decoder_outputs", "tie_word_embeddings", "use_cache"), True),
+    **dict.fromkeys(("dtype", "torch_dtype"), "bfloat16"),
+    "initializer_factor": 1.0,
+    "initializer_range": 0.02,
+    "id2label": {"0": "LABEL_0"},
+}
+"""Keys of which stock configs of all families ask for a value of one kind, each with an example."""
+
+KINDS = {bool: "true or false", float: "a number", str: "a word", dict: "a table"}
+"""What values of a kind are called; whole numbers are checked where they are read."""
+
 IDS = ("decoder_start_token_id", "pad_token_id")
 
 
@@ -80,16 +92,25 @@ def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: 
 
 
 def check_kinds(family: Family, config: Mapping[str, object]) -> None:
-    """Raise UserError for a text or a fraction that is none, for a rate of dropout that is no share, and for
-    ``tie_encoder_decoder``."""
-    for key, default in family.defaults.items():
-        value, number = looked_up(config, key), isinstance(default, float)
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) if number else isinstance(value, str)
-        if value is not None and isinstance(default, (str, float)) and not fits:
+    """Raise UserError for a text, a fraction, a switch or a table that is none, for a rate of dropout that is no share,
+    for what ends a text and is no id, for a null that would be a switch, and for ``tie_encoder_decoder``."""
+    for key, example in {**family.defaults, **COMMON}.items():
+        value = looked_up(config, key)
+        what, number = KINDS.get(type(example)), isinstance(example, float)
+        fits = isinstance(value, (int, float) if number else type(example)) and not (number and isinstance(value, bool))
+        if value is not None and what is not None and not fits:
+            such = "" if isinstance(example, bool) else f" such as {example!r}"
             raise UserError(
-                f"config.json: {key!r} is {shown(value)}, not {'a number' if number else 'a word'} such as"
-                f" {default!r}; take it from the original checkpoint"
+                f"config.json: {key!r} is {shown(value)}, not {what}{such}; take it from the original checkpoint"
             )
+    ends = config.get("eos_token_id")
+    tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise UserError(
+            f"config.json: 'eos_token_id' is {shown(ends)}, not an id or some; take it from the original checkpoint"
+        )
+    if (key := family.output_scale_key) in config and config[key] is None:
+        raise UserError(f"config.json: {key!r} is null, which stock code takes for false; write false")
     for key in sorted({*family.dropout.values()}):
         rate = looked_up(config, key)
         if isinstance(rate, (int, float)) and not 0 <= rate < 1:

@@ -180,6 +180,14 @@ def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
     return same_values(checkpoint, family.head, embedding)
 
 
+def unsaid(family: Family, config: Mapping[str, object]) -> str:
+    """Return what a config does not say and stock code decides by a word of its own, which may make it ask for other
+    tensors; else nothing."""
+    words = {key: word for key, word in family.defaults.items() if isinstance(word, str)}
+    parts = [f"{key!r} (stock code takes {word!r})" for key, word in words.items() if looked_up(config, key) is None]
+    return f", with the config.json that says {' and '.join(parts)}" if parts else ""
+
+
 def says_untied(family: Family, config: Mapping[str, object]) -> bool:
     """Return whether a config says in so many words that the embedding does not serve as head."""
     return any(looked_up(config, key) is False for key in family.tie_keys)
@@ -225,7 +233,7 @@ def resolve_tensor(
             return None
         raise UserError(
             f"{checkpoint.source}: tensor {record.name} is missing, and stock code would fill it with random numbers;"
-            " take the whole original checkpoint"
+            f" take the whole original checkpoint{unsaid(family, checkpoint.config)}"
         )
     check_floating(checkpoint, source)
     if tuple(info.shape) != shape:

@@ -326,6 +326,17 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return recipe
 
 
+def read_recipe_for(
+    path: str | Path, source: str | Path, out: Path, target: str, subfolder: str | None
+) -> tuple[Recipe, tuple[str, ...]]:
+    """Return the recipe in a YAML file with these in the place of its own, and the overrides that put them there; raise
+    UserError as ``read_recipe`` does."""
+    given = {"source": str(source), "out": str(out), "target": target, "subfolder": subfolder}
+    # A JSON string is a YAML string, whatever is in it.
+    overrides = tuple(f"{key}={json.dumps(value)}" for key, value in given.items())
+    return read_recipe(path, overrides), overrides
+
+
 def _check_places(recipe: Recipe, path: Path) -> None:
     """Raise UserError for a relative path that leads nowhere from here, but would from the recipe's folder."""
     named = {"source": recipe.source, "data.path": recipe.data.path, "data.held_out_path": recipe.data.held_out_path}

@@ -7,7 +7,6 @@ continued run begins from the same bits.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -60,7 +59,7 @@ from .mixed_precision import MixedPrecision
 from .objectives import BYTE_SENTINEL
 from .optimizers import with_advised_pair
 from .processes import in_parts, launched_with, launcher, precisions_of, weights_in_parts
-from .recipe import Recipe, parse_recipe, read_recipe
+from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
 from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe, step_examples, with_shares
 
@@ -287,10 +286,7 @@ def convert_or_finetune(
     out, force, progress = place.out, place.force, shown_by(progress)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("convert runs in one process; under a launcher use finetune")
-    given = {"source": str(source), "out": str(out), "target": options.target, "subfolder": options.subfolder}
-    # A JSON string is a YAML string, whatever is in it.
-    overrides = tuple(f"{key}={json.dumps(value)}" for key, value in given.items())
-    read_as = read_recipe(recipe, overrides)
+    read_as, overrides = read_recipe_for(recipe, source, out, options.target, options.subfolder)
     chosen = read_as.settled()
     check_recipe(chosen)
     check_out(out, source, force=force)

@@ -16,13 +16,12 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from ..checkpoint.folder import MODULES
+from ..checkpoint.folder import MODULES, TOKENIZER_FILES
 from ..checkpoint.layouts import LAYOUTS
 from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass
 from ..rescaling.plan import Plan
-from ..run.tokenizer import TOKENIZER_FILES
 from ..wording import bound_magnitude, bytes_in_words, significant_bits
 from . import facts, page
 from .schema import Report, dump

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -29,8 +30,9 @@ from pydantic import (
     model_validator,
 )
 
-from ..checkpoint.files import nested_value, read_json
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.recorded import REPORT as REPORT
+from ..checkpoint.recorded import report_data
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import architectures
@@ -39,10 +41,8 @@ from ..rescaling.plan import Plan
 if TYPE_CHECKING:
     from ..auditing.regimes import RegimeResult
 
-REPORT = "fp16_report.json"
 PAGE = "fp16_report.html"
 CARD = "README.md"
-LONGEST_REPORT = 64_000_000  # bytes; one with an exponent for each channel of an 11B model has some 12 MB
 FROM_A_FILE = "from a file"
 """The validation context of what was not just made here, and may have keys of another version."""
 Flag = Annotated[bool, Field(strict=True)]
@@ -838,33 +838,31 @@ def read(model: type[Model], data: Mapping[str, Any]) -> Model:
     return model.model_validate(data, context=FROM_A_FILE)
 
 
-def read_report(
+def read_report(path: Path, needed: Mapping[str, str], otherwise: str, *, also: Collection[str] = ()) -> Report:
+    """Return the keys ``needed`` and ``also`` of a report from its file. Raises UserError as ``report_data`` and
+    ``typed`` do."""
+    data = report_data(path, needed)
+    wanted = {*also, *(key.partition(".")[0] for key in needed)}
+    return typed({key: value for key, value in data.items() if key in wanted}, path, needed, otherwise)
+
+
+def typed(
+    data: Mapping[str, Any],
     path: Path,
     needed: Mapping[str, str],
     otherwise: str,
-    *,
-    also: Collection[str] | None = (),
-    wrong: Mapping[str, str] | None = None,
-    version: int | None = None,
+    wrong: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
-    """Return a report from its file: its keys ``needed`` and ``also``, or all of them for ``also=None``.
+    """Return what a report's file holds as a report.
 
-    needed: dotted keys, each with what is said where it is missing or not of its type, in the order in which they are
-    looked at. wrong: the same of what stands below a key. otherwise: what is said of anything else. version: of the
-    keys, where another is refused. Raises UserError of one line with the path and those words.
+    needed: dotted keys, each with what is said where it is not of its type. wrong: the same of what stands below a key.
+    otherwise: what is said of anything else. Raises UserError of one line with the path and those words.
     """
-    data = read_json(path, "report", LONGEST_REPORT)
-    if version is not None and data.get("schema") != version:
-        raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")
-    for key, words in needed.items():
-        if nested_value(data, *key.split(".")) is None:
-            raise UserError(f"{path}: {words}")
-    wanted = {*(data if also is None else also), *(key.partition(".")[0] for key in needed)}
     try:
-        return read(Report, {key: value for key, value in data.items() if key in wanted})
+        return read(Report, data)
     except ValidationError as error:
         place = ".".join(str(step) for step in error.errors()[0]["loc"])
-        for key, words in (wrong or {}).items():
+        for key, words in wrong.items():
             if place.startswith(key) and place not in needed:
                 raise UserError(f"{path.name}: {words}") from error
         raise UserError(f"{path}: {needed.get(place, otherwise)}") from error

@@ -13,12 +13,13 @@ import torch
 from pydantic import ValidationError
 
 from ..checkpoint.formats import SAFETENSORS_DTYPES
-from ..checkpoint.packing import way_back_of
+from ..checkpoint.packing import packed_data
+from ..checkpoint.recorded import NO_PLAN, REPORT, recorded, recorded_plan
 from ..errors import UserError
 from ..families.layout import Layout
 from ..rescaling.centred import centred_tensors
 from ..rescaling.plan import Plan, check_centred
-from .schema import REPORT, Source, WeightsEntry, read_report
+from .schema import Source, WeightsEntry, read_report, typed
 
 STORED = {"F64", "F32", "F16", "BF16"}  # dtypes that ``undo`` can write back, in safetensors' spelling
 
@@ -31,18 +32,10 @@ def read_plan(path: Path) -> Plan:
 def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, str]:
     """Return the plan that a report holds, and the target that it was made for. Raises UserError for a file without
     one, or with one that was made for another ``target``."""
-    path = path / REPORT if path.is_dir() else path
-    if not path.exists():
-        raise UserError(f"{path}: No such file or directory; give an {REPORT} or a converted folder")
-    try:
-        report = read_report(path, {"plan": "holds no plan"}, "holds no plan", also=("target",))
-    except UserError as error:
-        raise UserError(f"{path}: holds no plan of this program; give an {REPORT} that convert wrote") from error
+    file, data = recorded_plan(path, target)
+    report = typed({key: data[key] for key in ("plan", "target") if key in data}, file, {}, NO_PLAN)
     assert report.plan is not None  # asked for
-    made_for = report.target or target or "half"
-    if target is not None and made_for != target:
-        raise UserError(f"{path}: the plan was made for --target {made_for}; give that, or leave --plan away")
-    return report.plan, made_for
+    return report.plan, report.target or target or "half"
 
 
 @dataclass(frozen=True)
@@ -57,9 +50,7 @@ class Packed:
 
 def read_packed(file: Path) -> Packed:
     """Return what a file of weights says of how it was made; raise UserError where it does not, or is damaged."""
-    way_back = way_back_of(file)
-    if way_back is None:
-        raise UserError(f"{file}: has no plan in its metadata, so convert did not write it; give what convert wrote")
+    way_back = packed_data(file)
     try:
         plan, source = Plan.model_validate(way_back["plan"]), Source.model_validate(way_back["source"])
         weights = WeightsEntry.model_validate(way_back["weights"])
@@ -96,8 +87,7 @@ def check_written_files(folder: Path, sha256: Mapping[str, str]) -> None:
 def read_origin(path: Path) -> Source:
     """Return what the report in a converted folder says of its source; raise UserError where it does not."""
     words = "does not say what the source was; take the one that convert wrote"
-    needed = {f"source.{key}": words for key in ("dtype", "dtypes", "made", "config_changes")}
-    origin = read_report(path / REPORT, needed, words).source
+    origin = typed({"source": recorded(path)["source"]}, path / REPORT, {}, words).source
     if not {origin.dtype, *origin.dtypes.values()} <= STORED:
         raise UserError(f"{path / REPORT}: {words}")
     return origin

@@ -35,6 +35,7 @@ from .page import (
 )
 from .remedies import passed_limit
 from .screen import Output, bad, console, good
+from .stored import read_packed
 from .tables import Column, Table, names, numbers
 
 WORST_SITES = 6
@@ -426,7 +427,9 @@ def print_tiers(screen: Output, report: schema.Report) -> None:
 
 
 def brought_back(folder: Path) -> str:
-    """Return whose weights ``undo`` brings back from a converted folder, and how many bit for bit, in words."""
+    """Return whose weights ``undo`` brings back from a converted folder or file, and how many bit for bit, in words."""
+    if folder.is_file():
+        return came_through("the source's weights", read_packed(folder).weights)
     words = "does not say how the weights came through; take the one that convert wrote"
     report = schema.read_report(folder / schema.REPORT, {"weights": words}, words, also=("finetune",))
     assert report.weights is not None  # asked for

@@ -13,22 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.folder import check_tokenizer
+from ..checkpoint.folder import has_tokenizer as has_tokenizer
 from ..errors import UserError, first_line
 from .batch import DATA, LOGIT_BUDGET, Batch, seeded
 from .interface import decoder_start, is_causal, pad_id
 from .padding import padded
 from .stock import vocabulary_of
 from .texts import texts
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-    "vocab.json",
-)
-"""Files of which a tokenizer has one."""
 
 
 def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int, length: int) -> list[Batch]:
@@ -96,18 +88,11 @@ def without_end(ids: Tensor, tokenizer: Any) -> Tensor:
     return ids[:-1] if len(ids) > 1 and int(ids[-1]) == tokenizer.eos_token_id else ids
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has any file of a tokenizer."""
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
-
-
 def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer in ``folder``; nothing is fetched. Raises UserError where there is none or it is damaged."""
     from transformers import AutoTokenizer
 
-    if not has_tokenizer(folder):
-        # Stock code then makes an empty tokenizer, which turns every text into unknown tokens.
-        raise UserError(f"{folder}: no tokenizer files, and text needs them; put the original's tokenizer there")
+    check_tokenizer(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         tokenizer("a")  # what its config says is first read where a text is

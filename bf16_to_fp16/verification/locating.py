@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoint.fetching import fetched
 from ..checkpoint.hub import reading_from
-from ..checkpoint.places import CONVERTED, contained, local_folder, subfolder_of
+from ..checkpoint.places import CONVERTED, local_folder, subfolder_of
+from ..checkpoint.recorded import NEEDED, REPORT, check_below, recorded
 from ..checkpoint.staging import check_free_space
-from ..environment import SCHEMA
 from ..errors import UserError
 from ..progress import Progress
-from ..report.schema import REPORT, Report, read_report
+from ..report.schema import Report, typed
 from ..wording import bytes_in_words
 
 LISTS_OTHER = "lists something that convert does not write; convert the source again"
-
-NEEDED = {
-    key: f"has no {key}, so convert did not write it; convert the source again"
-    for key in ("verdict", "source.sha256", "source.config_changes", "output.files", "plan", "certificate.sites")
-}
-"""What a report must have to be checked, and what is said where it is missing."""
 
 WRONG = {
     "plan.": "its plan is not one of this program; convert the source again",
@@ -42,17 +35,7 @@ def locate(
     folder = local_folder(source, CONVERTED)
     if folder is None:
         return fetch(str(source), subfolder, endpoint, progress)
-    folder = folder if subfolder is None else subfolder_of(folder, subfolder)
-    if not (folder / REPORT).exists():
-        check_below(folder, [path.relative_to(folder).as_posix() for path in folder.glob(f"*/{REPORT}")])
-    return folder, None, []
-
-
-def check_below(source: str | Path, reports: Sequence[str]) -> None:
-    """Raise UserError for a source without a report that has some in folders below it."""
-    if reports:
-        names = " or ".join(sorted(name.removesuffix(f"/{REPORT}") for name in reports))
-        raise UserError(f"{source} has no {REPORT} of its own; give --subfolder {names}")
+    return folder if subfolder is None else subfolder_of(folder, subfolder), None, []
 
 
 def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Progress) -> tuple[Path, str, list[str]]:
@@ -79,7 +62,7 @@ def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Pr
 
     commit, sizes = reading_from(repo, asked, tree, endpoint)
     if REPORT not in sizes:
-        check_below(repo, [name for name in sizes if name.endswith(f"/{REPORT}")])
+        check_below(repo, [f"--subfolder {name}" for name in sizes if name.endswith(f"/{REPORT}")])
         raise UserError(
             f"{repo} has no {inside}{REPORT}, so this program did not convert it; audit and certify take any source"
         )
@@ -94,15 +77,10 @@ def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Pr
 
 
 def read_recorded(folder: Path) -> Report:
-    """Return the report of a converted folder.
-
-    Raises UserError where there is none, or it lacks what can be checked.
-    """
+    """Return the report of a converted folder; raise UserError as ``recorded`` does, and where it lists what convert
+    does not write."""
     path = folder / REPORT
-    if not path.is_file():
-        raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
-    contained(folder, REPORT)
-    report = read_report(path, NEEDED, LISTS_OTHER, also=None, wrong=WRONG, version=SCHEMA)
+    report = typed(recorded(folder), path, NEEDED, LISTS_OTHER, WRONG)
     if any(entry.nbytes is None or entry.sha256 is None for entry in report.output.files):
         raise UserError(f"{path}: {LISTS_OTHER}")
     return report

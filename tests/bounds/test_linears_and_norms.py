@@ -31,7 +31,9 @@ from bf16_to_fp16.bounds.linear import (
     in_ball,
     knapsack,
     lengthened,
+    products_of_rows,
     rms_normalised,
+    root_of,
     row_norms,
     squared_matrix_vector,
 )
@@ -234,6 +236,19 @@ def test_the_eigenvalue_bound_does_not_trust_power_iteration() -> None:
     hidden[0], hidden[1] = 1, -1
     matrix += torch.outer(hidden, hidden) * 2
     assert largest_eigenvalue(matrix) >= float(torch.linalg.eigvalsh(matrix)[-1])
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(6, 9), torch.eye(9)[:6], torch.arange(54.0).view(6, 9), torch.ones(6, 9)])
+@pytest.mark.parametrize("scale", [1.0, 1e-160, 1e150])
+def test_a_root_times_its_transpose_is_above_the_matrix(rows: torch.Tensor, scale: float) -> None:
+    rows = rows.double() * scale
+    matrix = products_of_rows(rows)
+    root, slack = root_of(matrix), float(matrix.trace()) * 2.0**-50
+    exact = [[math.fsum(a * b for a, b in zip(x, y, strict=True)) for y in rows.tolist()] for x in rows.tolist()]
+    for above, below in ((matrix, torch.tensor(exact, dtype=torch.float64)), (root @ root.t(), matrix)):
+        # n units of the trace are added, of which rounding here and there takes a small part.
+        assert float(torch.linalg.eigvalsh(above - below)[0]) >= 3 * slack
+        assert float((above - below).abs().max()) <= 1e4 * slack or scale == 1e-160
 
 
 def test_a_gram_matrix_in_fp32_is_an_upper_bound() -> None:

@@ -260,6 +260,7 @@ def _(at: Place) -> list[str]:
 def with_data(name: str, content: bytes) -> Damage:
     def damage(at: Place) -> list[str]:
         (at.root / name).write_bytes(content)
+        (at.source / "tokenizer.json").touch()
         return convert(at, "--data", str(at.root / name))
 
     return damage

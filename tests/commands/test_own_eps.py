@@ -172,10 +172,13 @@ def test_a_plan_is_replayed_with_its_own_eps_and_refused_for_another_reader(held
     assert again.out is not None
     assert again.plan.eps_held and again.plan.eps == result.plan.eps
     assert (again.out / "model.safetensors").read_bytes() == (result.out / "model.safetensors").read_bytes()
-    rescaled = convert(source, tmp_path / "rescaled", run_model=False)
-    with pytest.raises(UserError, match="; leave out --plan"):
-        convert(source, tmp_path / "x", plan=rescaled.out, eps="fixed", run_model=False)
-    assert not (tmp_path / "x").exists()
+    with pytest.raises(UserError, match="all that --eps would choose; leave out one of the two"):
+        convert(source, tmp_path / "x", plan=result.out, eps="fixed", run_model=False)
+    encoder = tiny.save(tiny.build("t5-encoder", **KINDS["wide"]), tmp_path / "encoder")
+    rescaled = convert(encoder, tmp_path / "rescaled", run_model=False)
+    with pytest.raises(UserError, match=r"the plan is for an eps of .*; leave out --plan"):
+        convert(encoder, tmp_path / "x.safetensors", plan=rescaled.out, layout="comfy", run_model=False)
+    assert not (tmp_path / "x").exists() and not (tmp_path / "x.safetensors").exists()
 
 
 def test_a_plan_whose_eps_is_not_what_it_says_is_found_out(held: Any) -> None:

@@ -115,7 +115,7 @@ def test_every_part_is_verified_by_its_name_and_the_whole_says_which(
     out: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, "verify", out)
-    assert said.endswith("has no fp16_report.json of its own; give --subfolder text_encoder or text_encoder_3")
+    assert said.endswith(f"has no fp16_report.json of its own; give {out / 'text_encoder'} or {out / 'text_encoder_3'}")
     original = ("--original", str(source / "text_encoder_3"))
     assert main(["verify", str(out), "--subfolder", "text_encoder_3", "--no-audit", *original]) == 0
     assert main(["certify", str(out), "--subfolder", "text_encoder"]) == 0

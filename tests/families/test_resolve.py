@@ -41,6 +41,15 @@ def test_an_unsupported_class_of_a_known_type_lists_the_known_ones() -> None:
         family_of({"model_type": "t5", "architectures": ["T5ForImages"]})
 
 
+def test_a_tensor_that_is_missed_for_what_the_config_leaves_out_is_told_with_it() -> None:
+    source = ModelTensors(tiny.build("gated"))
+    del source.config["feed_forward_proj"]
+    with pytest.raises(
+        UserError, match=r"wi\.weight is missing, .* says 'feed_forward_proj' \(stock code takes 'relu'\)$"
+    ):
+        resolve(source)
+
+
 STATED: list[tuple[str, str, object]] = [
     *((kind, "attention_bias", True) for kind in ("gemma", "gemma2", "gemma3")),
     ("gemma3", "attn_logit_softcapping", 50.0),

@@ -278,10 +278,10 @@ def test_parts_cannot_be_changed() -> None:
     ("place", "value", "said"),
     [
         ("plan", {"family": "t5", "residual_exponent": "much"}, "holds no plan of this program; give an"),
-        ("source", {"dtype": "BF16"}, "does not say what the source was; take the one that convert wrote"),
+        ("source", {"dtype": "BF16"}, "has no source.sha256, so convert did not write it"),
         ("source.dtype", "F8_E4M3", "does not say what the source was; take the one that convert wrote"),
         ("source.made", "all", "does not say what the source was; take the one that convert wrote"),
-        ("output", {}, "does not say what was written; convert again"),
+        ("output", {}, "has no output.files, so convert did not write it"),
         ("output.files", [{"name": "model.safetensors"}], "does not say what was written; convert again"),
         ("output.files", [], "is not what convert wrote (SHA-256); fetch or convert it again"),
     ],

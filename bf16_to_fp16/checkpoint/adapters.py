@@ -1,0 +1,92 @@
+"""The files of a LoRA adapter, as PEFT writes them, and on which side of a conversion it is.
+
+Nothing here imports torch, so that a command can say at once what is wrong with its input.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .files import read_json
+from .recorded import REPORT, recorded
+
+CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+NOTE = "fp16_adapter.json"  # what a converted adapter's folder says of itself; PEFT does not look at it
+
+INITIAL = (True, False, "gaussian", "orthogonal", "eva")
+"""Ways to begin an adapter (``init_lora_weights``) that leave the checkpoint's weights as they are."""
+
+OTHER_FORMS = (
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "megatron_config",
+    "monteclora_config",
+    "target_parameters",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+"""Keys of an adapter's config with which what it adds is not B·A on a named weight."""
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the config of the LoRA adapter in a folder; raise UserError for any other, and for a pickle."""
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder}: no {CONFIG}; give the folder of an adapter, as PEFT's save_pretrained writes it")
+    config = read_json(folder / CONFIG, "config")
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only LORA adapters can be taken over")
+    used = [key for key in OTHER_FORMS if config.get(key)]
+    if used:
+        raise UserError(f"{folder / CONFIG}: with {used[0]} what it adds is not B·A on a weight; train plain LoRA")
+    begun = config.get("init_lora_weights", True)
+    if begun not in INITIAL:
+        raise UserError(
+            f"{folder / CONFIG}: init_lora_weights {begun!r} changes the checkpoint's weights as well; save it with"
+            " path_initial_model_for_weight_conversion, which makes it plain LoRA"
+        )
+    if not (folder / TENSORS).is_file():
+        words = f"no {TENSORS}; save the adapter with save_pretrained"
+        if (folder / PICKLE).is_file():
+            words = f"{PICKLE} is a pickle, which is not read; load it with peft and save_pretrained writes {TENSORS}"
+        raise UserError(f"{folder}: {words}")
+    return config
+
+
+def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
+    """Return the config of a LoRA adapter that is to be taken to a converted folder, or ``back`` from it. Raises
+    UserError as ``adapter_config`` and ``recorded`` do, and where the adapter says itself that it is there already."""
+    origin, config = recorded(base)["source"], adapter_config(adapter)
+    side, name = "original" if back else "converted", config.get("base_model_name_or_path")
+    there = same_place(name, origin.get("path")) if back else same_place(name, base)
+    if (adapter / NOTE).is_file():
+        there = read_json(adapter / NOTE, "note").get("for") == side
+    if there:
+        other = "bf16-to-fp16 convert" if back else "bf16-to-fp16 undo"
+        raise UserError(f"{adapter}: is for the {side} checkpoint already; {other} takes it the other way")
+    return config
+
+
+def config_of(adapter: Path, folder: Path) -> dict[str, Any]:
+    """Return the config of a LoRA adapter for a folder; raise UserError as ``adapter_config`` does, and where the
+    adapter says itself that it is for the other side of a conversion."""
+    if (folder / REPORT).is_file():
+        return config_for(adapter, folder, back=True)
+    config = adapter_config(adapter)
+    if (adapter / NOTE).is_file() and read_json(adapter / NOTE, "note").get("for") == "converted":
+        raise UserError(
+            f"{adapter}: is for a converted checkpoint; certify that one, or bring the adapter back by undo"
+        )
+    return config
+
+
+def same_place(one: object, other: object) -> bool:
+    """Return whether two names of a checkpoint are the same, or lead to the same folder."""
+    if not one or not other:
+        return False
+    a, b = Path(str(one)), Path(str(other))
+    return str(one) == str(other) or (a.exists() and b.exists() and a.resolve() == b.resolve())

@@ -1,0 +1,72 @@
+"""What ``convert`` records in a folder, as far as JSON shows it: that the report is there, and has what others need.
+
+Nothing here imports torch, so that a command can say at once what is wrong with its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..environment import SCHEMA
+from ..errors import UserError
+from .files import nested_value, read_json
+from .places import contained
+
+REPORT = "fp16_report.json"
+LONGEST_REPORT = 64_000_000  # bytes; one with an exponent for each channel of an 11B model has some 12 MB
+
+NEEDED = {
+    key: f"has no {key}, so convert did not write it; convert the source again"
+    for key in (
+        *("verdict", "source.sha256", "source.config_changes", "source.dtype", "source.dtypes", "source.made"),
+        *("output.files", "plan", "certificate.sites"),
+    )
+}
+"""What the report of a converted folder must have, and what is said where it is missing."""
+
+NO_PLAN = f"holds no plan of this program; give an {REPORT} that convert wrote"
+
+
+def report_data(path: Path, needed: Mapping[str, str], version: int | None = None) -> dict[str, Any]:
+    """Return what a report's file holds; raise UserError where it is no JSON object, or lacks one of the dotted keys
+    ``needed``, with the words that each has. version: of the keys, where another is refused."""
+    data = read_json(path, "report", LONGEST_REPORT)
+    if version is not None and data.get("schema") != version:
+        raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")
+    for key, words in needed.items():
+        if nested_value(data, *key.split(".")) is None:
+            raise UserError(f"{path}: {words}")
+    return data
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """Return the report of a converted folder; raise UserError where there is none, or none of this version with what
+    is ``NEEDED``."""
+    if not (folder / REPORT).is_file():
+        check_below(folder, map(str, folder.glob(f"*/{REPORT}")))
+        raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
+    return report_data(contained(folder, REPORT), NEEDED, SCHEMA)
+
+
+def check_below(source: str | Path, reports: Iterable[str]) -> None:
+    """Raise UserError for a source without a report that has some in folders below it."""
+    if names := " or ".join(sorted(name.removesuffix(f"/{REPORT}") for name in reports)):
+        raise UserError(f"{source} has no {REPORT} of its own; give {names}")
+
+
+def recorded_plan(path: Path, target: str | None) -> tuple[Path, dict[str, Any]]:
+    """Return the report's file at ``path``, itself or in that folder, and what it holds. Raises UserError for a file
+    without a plan, or with one that was made for another ``target``."""
+    file = path / REPORT if path.is_dir() else path
+    if not file.exists():
+        raise UserError(f"{file}: No such file or directory; give an {REPORT} or a converted folder")
+    try:
+        data = report_data(file, {"plan": NO_PLAN})
+    except UserError as error:
+        raise UserError(f"{file}: {NO_PLAN}") from error
+    made_for = data.get("target") or target
+    if target is not None and made_for != target:
+        raise UserError(f"{file}: the plan was made for --target {made_for}; give that, or leave --plan away")
+    return file, data
