@@ -129,12 +129,9 @@ def test_arguments_that_are_swapped_cost_nothing_and_force_is_not_advised(
 def test_force_replaces_nothing_that_the_source_was_made_from(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a finetune of a converted folder has that for its original."""
     (here / "child").mkdir()
-    digest = {
-        entry["name"]: entry["sha256"]
-        for entry in json.loads((here / "converted" / "fp16_report.json").read_text())["output"]["files"]
-    }
+    report = json.loads((here / "converted" / "fp16_report.json").read_text())
+    report["source"]["sha256"] = {entry["name"]: entry["sha256"] for entry in report["output"]["files"]}
     shutil.copytree(here / "source", here / "child", dirs_exist_ok=True)
-    report = {"source": {"sha256": {"model.safetensors": digest["model.safetensors"]}}}
     (here / "child" / "fp16_report.json").write_text(json.dumps(report))
     before = contents(here)
     for command in ("convert", "undo"):
