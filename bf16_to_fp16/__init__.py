@@ -80,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return the public names, which are there before they are imported."""
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -50,9 +50,9 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 def gram(rows: Tensor | Tall) -> Tensor:
     """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
 
-    rows: [n, d], fp32 or fp64; fp32 is summed over ``FP32_ROWS`` of them. The error of every product is bounded by γ·Σ|a||b|, whose
-    Frobenius norm is at most γ times the trace; that is added to the diagonal. γ has eight units more, for factors that
-    are off by four units each.
+    rows: [n, d], fp32 or fp64; fp32 is summed over ``FP32_ROWS`` of them. The error of every product is bounded by
+    γ·Σ|a||b|, whose Frobenius norm is at most γ times the trace; that is added to the diagonal. γ has eight units more,
+    for factors that are off by four units each.
     """
     count, size = rows.shape
     exact = rows.dtype == torch.float64

@@ -19,15 +19,8 @@ INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 """Ways to begin an adapter (``init_lora_weights``) that leave the checkpoint's weights as they are."""
 
 OTHER_FORMS = (
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "megatron_config",
-    "monteclora_config",
-    "target_parameters",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
+    *("arrow_config", "kasa_config", "layer_replication", "megatron_config", "monteclora_config"),
+    *("target_parameters", "use_bdlora", "use_qalora", "velora_config"),
 )
 """Keys of an adapter's config with which what it adds is not B·A on a named weight."""
 

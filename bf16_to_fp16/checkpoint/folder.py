@@ -43,12 +43,8 @@ OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html",
 
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-    "vocab.json",
+    *("tokenizer.json", "tokenizer_config.json", "spiece.model", "sentencepiece.bpe.model"),
+    *("tokenizer.model", "vocab.json"),
 )
 """Files of which a tokenizer has one."""
 

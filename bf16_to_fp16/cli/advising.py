@@ -16,6 +16,7 @@ from .shared import (
     SAFE,
     Grouped,
     Ordered,
+    check_text,
     check_there,
     json_file,
     make_progress,
@@ -78,10 +79,7 @@ tensors = click.option("--tensor", "tensors", multiple=True, metavar="NAME", hel
 @json_file
 def updates_command(source: str, json_file: str | None, **options: Any) -> int:
     """Say which weights an optimizer's updates would not move, and what helps."""
-    if options["data"] is not None:
-        from ..run.texts import local_files
-
-        local_files(options["data"])
+    check_text(options["data"])
     check_there(source, or_file=True)
     from ..advise.tables import print_updates
     from ..advise.updates import advise_updates

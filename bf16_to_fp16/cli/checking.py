@@ -67,7 +67,7 @@ def audit_command(
     **options: Any,
 ) -> int:
     """Run SOURCE in fp16 in the ways people run it, and measure every operation's output."""
-    shared.check_given(source, data, {config: shared.CONFIG}, subfolder, check=partial(runnable, config))
+    shared.check_given(source, data, config, subfolder, check=partial(runnable, config))
     shared.checked_target(html, "--html")
     from ..commands.audit import audit
     from ..report import terminal
@@ -119,8 +119,7 @@ def certify_command(
     **options: Any,
 ) -> int:
     """Bound what any input can make of every value in SOURCE, from its weights alone."""
-    others: dict[str | Path | None, str] = {config: shared.CONFIG, adapter: "the folder of an adapter"}
-    shared.check_given(source, None, others, subfolder, check=partial(provable, config))
+    shared.check_given(source, None, config, subfolder, check=partial(provable, config))
     if adapter is not None and (folder := local_source(source)) is not None:
         config_of(adapter, folder / (subfolder or ""))
     from ..commands.certify import certify
@@ -165,7 +164,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
     folder = local_source(source)
     if not report.next or folder is None or named(report.family) is None:
         return report.next
-    return going_on_from(source, report.regimes, is_converted(folder / (subfolder or "")), subfolder)
+    return going_on_from(source, report.regimes, is_converted(folder / (subfolder or "")), subfolder, report.target)
 
 
 @click.command("verify", cls=Grouped)

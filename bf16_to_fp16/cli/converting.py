@@ -12,6 +12,7 @@ import click
 from ..checkpoint.adapters import config_for
 from ..checkpoint.folder import converted_already, is_converted
 from ..checkpoint.layouts import LAYOUTS
+from ..checkpoint.packing import check_out_file
 from ..checkpoint.pipeline import is_pipeline
 from ..checkpoint.places import subfolder_of, written_folder
 from ..checkpoint.recorded import recorded_plan
@@ -101,11 +102,11 @@ def convert_command(
         out = out or Path(push_to.rpartition("/")[2])
     if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
-    if out is not None and not dry_run:
-        check_free(out, Path(source), folder=folder, force=force)
+    if out is not None:
+        check_free(out, Path(source), folder=folder, force=force, aside=dry_run)
     out = out or Path("OUT")  # of a dry run, which writes nothing
-    others = {recipe: "the recipe's YAML file", options.config: shared.CONFIG}
-    shared.check_given(source, options.data, others, options.subfolder, check=partial(check_convertible, options))
+    fit = partial(check_convertible, options)
+    shared.check_given(source, options.data, options.config, options.subfolder, check=fit)
     place = Destination(out, force=force, dry_run=dry_run)
     if (pipeline := whole_pipeline(source, options)) is not None:
         check_whole(source, recipe, push_to)
@@ -219,14 +220,15 @@ def check_convertible(options: Options, folder: Path, config: Mapping[str, Any])
         recorded_plan(Path(options.plan), None if options.target == AUTO else options.target)
 
 
-def check_free(out: Path, source: Path, *, folder: bool, force: bool) -> None:
-    """Raise UserError unless a conversion can be written at ``out``, as a folder or as one file."""
-    if folder:
-        Destination(out, force=force).check(source)
-        return
-    from ..checkpoint.packing import check_out_file
-
-    check_out_file(out, source, force=force)
+def check_free(out: Path, source: Path, *, folder: bool, force: bool, aside: bool) -> None:
+    """Raise UserError unless a conversion can be written at ``out``, as a folder or as one file; aside: say it, as for
+    a dry run."""
+    try:
+        (check_out if folder else check_out_file)(out, source, force=force)
+    except UserError as error:
+        if not aside:
+            raise
+        show(f"the conversion itself would stop: {error}", aside=True)
 
 
 def check_together(recipe: Path | None, push_to: str | None, *, folder: bool, idle: Sequence[str]) -> None:
@@ -281,16 +283,16 @@ def undo_command(
     folder = folder if subfolder is None else subfolder_of(folder, subfolder)
     if is_pipeline(folder):
         return undo_whole(folder, out, force=force, json_file=json_file)
-    shared.check_written(folder)
-    shared.check_given(str(folder))
     if folder.is_dir():
         check_out(out, folder, force=force, back=True)
+    shared.check_written(folder)
+    shared.check_given(str(folder))
     from ..commands.undo import undo
     from ..report import terminal
 
     words = terminal.brought_back(folder)  # before anything is written
     written = undo(folder, out, force=force, progress=shared.make_progress())
-    shared.write_result(json_file, {"out": str(written)})
+    shared.write_result(json_file, {"out": str(written), "holds": words})
     if json_file != "-":
         show(f"{written} holds {words}")
     return SAFE

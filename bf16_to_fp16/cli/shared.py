@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import click
@@ -48,8 +47,6 @@ PATH = Location()
 FOLDER = Location(path_type=Path)
 
 Check = Callable[[Path, Mapping[str, Any]], object]  # raises UserError for a checkpoint's folder and config
-
-CONFIG = "the config.json of SOURCE's weights"
 
 source = click.argument("source", type=PATH)  # or a Hub id; what a shell completes
 
@@ -124,15 +121,15 @@ class Grouped(click.Command):
 def check_given(
     source: str | None,
     data: str | None = None,
-    others: Mapping[str | Path | None, str] = MappingProxyType({}),
+    config: str | Path | None = None,
     subfolder: str | None = None,
     *,
     check: Check = lambda *_: None,
 ) -> None:
-    """Raise UserError for a checkpoint, a text or another file that was given and is not there, or of a folder whose
-    files are not those of a checkpoint, before the seconds that the work takes to import, and a download.
+    """Raise UserError for a checkpoint, a text or a config that was given and is not there, or of a folder whose files
+    are not those of a checkpoint, before the seconds that the work takes to import, and a download.
 
-    others: paths, with what is then told to give. check: what more is asked of the checkpoint's folder and config.
+    check: what more is asked of the checkpoint's folder and config.
     """
     here = None if source is None else local_source(source)
     if source is not None and (here is None or here.is_dir()):
@@ -141,17 +138,15 @@ def check_given(
         folder = here or asked(source, SMALL_FILES)
         folder = folder if subfolder is None else subfolder_of(folder, subfolder)
         if not (folder / "model_index.json").is_file() and not (folder / "modules.json").is_file():
-            config = read_config(folder)
             with in_folder("/".join(filter(None, (source, subfolder)))):
-                check(folder, config)
+                check(folder, read_config(folder))
             if data is not None:
                 check_tokenizer(folder, tokenizer_beside(folder, subfolder))
             for file in weight_files(folder)[0] if here is not None else ():
                 (read_header if file.suffix == ".safetensors" else zip_records)(file)
     check_text(data)
-    for path, wanted in others.items():
-        if path is not None and not Path(path).exists():
-            raise UserError(f"{path}: No such file or directory; give {wanted}")
+    if config is not None and not Path(config).exists():
+        raise UserError(f"{config}: No such file or directory; give the config.json of SOURCE's weights")
 
 
 def check_text(data: str | None) -> None:

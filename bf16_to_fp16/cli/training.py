@@ -53,13 +53,12 @@ def finetune_command(
     RECIPE.
     """
     from ..finetuning.recipe import read_recipe
-    from ..run.texts import local_files
 
     overrides = (*overrides, f"device={device}") if device else overrides
     asked = read_recipe(recipe, overrides)
     shared.check_there(asked.source)
-    for texts in filter(None, (asked.data.path, asked.data.held_out_path)):
-        local_files(texts)
+    for texts in (asked.data.path, asked.data.held_out_path):
+        shared.check_text(texts)
     if push_to is not None:
         check_publishable(push_to)
     # What follows takes seconds to import.

@@ -23,6 +23,7 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known, padding_entry
 from ..families.layout import Layout
+from ..families.older import differences
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.build import speaking_of, tiers_of
@@ -92,7 +93,7 @@ def audit(
     with progress.step(f"Auditing {', '.join(regimes)}") as advance:
         results = on.run("audit", lambda place: run(device=place, advance=advance, **how))
     if layout is not None and (converted or attack_steps is not None):
-        known["target"] = BOUNDED_FOR
+        known |= {"target": BOUNDED_FOR, "older": differences(layout, checkpoint.config) if converted else []}
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
     described = describe_batches(inputs, seed=seed, data=data)
     entries = regimes_of(results)

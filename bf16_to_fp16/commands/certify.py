@@ -67,7 +67,7 @@ def certify(
     if (made_for := recorded_target(checkpoint.folder)) in WHERE and made_for != target:
         progress.say(f"{checkpoint.name} was converted for use {WHERE[made_for]}; --target {made_for} bounds it there")
     described, converted = CertificateEntry.model_validate(certificate.to_json()), is_converted(checkpoint.folder)
-    then = going_on_from(shown_in_a_command(source), {}, converted, subfolder) if adapter is None else MERGE
+    then = going_on_from(shown_in_a_command(source), {}, converted, subfolder, target) if adapter is None else MERGE
     unproven = over_limits(described, converted=converted)
     if converted and normalising_is_all(unproven):
         then = NORMALISE_IN_FP32

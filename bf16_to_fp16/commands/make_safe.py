@@ -272,6 +272,10 @@ def check_plain(model: Any, remedy: str) -> None:
 
 def check_known(model: Any) -> None:
     """Raise UserError for a model of no known family, with what serves in its place."""
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"{type(model).__name__} is no model; load it with from_pretrained first (convert takes folders and files)"
+        )
     if class_named(type(model).__name__) is None:
         known = ", ".join(name for family in FAMILIES for name in names_of(family))
         raise UserError(

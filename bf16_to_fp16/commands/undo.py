@@ -49,8 +49,8 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     if Path(folder).is_file():
         return undo_file(Path(folder), Path(out), force=force, progress=progress)
     folder, out = written_folder(folder), Path(out)
-    origin = read_origin(folder)
     check_out(out, folder, force=force, back=True)
+    origin = read_origin(folder)
     checkpoint = named_as_before(open_checkpoint(folder), origin)
     with staged(out, force=force) as work:
         written = write_weights(checkpoint, read_plan(folder), origin, work, progress)

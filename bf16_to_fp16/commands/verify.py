@@ -236,6 +236,7 @@ def examine(
         findings.regimes = again.ran.regimes
         problems = check_audit(findings.regimes)
         if subject.packed is None and claim.regimes:
+            findings.notes += again.other_text
             if again.same_text:
                 problems += check_inputs(claim, again.described())
             entries = schema.regimes_of(again.ran.regimes)
@@ -322,6 +323,13 @@ class Repeated:
         if self.data is None or self.said.data is None:
             return self.data is None and self.said.data is None
         return bool(self.described()["sha256"] == self.said.sha256)
+
+    @property
+    def other_text(self) -> list[str]:
+        """What there is to say where other text ran, a sentence."""
+        how = "no --data" if self.said.data is None else f"--data {self.said.data.name}"
+        said = f"the report's figures, fidelity among them, are those with {how}: give the same to compare them"
+        return [] if self.same_text else [said]
 
     def described(self) -> dict[str, Any]:
         """Return what was run as a report says it."""

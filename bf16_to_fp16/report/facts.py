@@ -31,7 +31,7 @@ from ..wording import (
     tightness,
 )
 from . import schema
-from .remedies import SQUARES_UNSEEN
+from .remedies import OVER, SQUARES_UNSEEN
 from .tables import Column, Table, numbers
 
 STRICTEST = TIERS[-1].name
@@ -516,9 +516,10 @@ def first_broken(regime: schema.RegimeEntry) -> str | None:
     return next((site.name for site in regime.broken_sites), None)
 
 
-def held_in(entry: schema.TierEntry, proven: str) -> str:
+def held_in(report: schema.Report, entry: schema.TierEntry, proven: str) -> str:
     """Return whether a checkpoint is safe in a class of runtimes; proven: what a proof is called."""
-    unseen = "not known" if entry.reason == SQUARES_UNSEEN else "no"
+    over = "no" if report.broken_regimes else "not proven"
+    unseen = {SQUARES_UNSEEN: "not known", OVER: over}.get(entry.reason, "no")
     return {"certified": f"yes, {proven}", "observed": "yes, on what was run", None: unseen}[entry.proof]
 
 
@@ -528,7 +529,7 @@ def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
     rows = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
-            said = held_in(entry, f"for {every_input(report)}") + (f": {entry.reason}" if entry.reason else "")
+            said = held_in(report, entry, f"for {every_input(report)}") + (f": {entry.reason}" if entry.reason else "")
             rows.append((tier.title, tier.words, said, ", ".join(entry.runtimes)))
     return rows
 

@@ -20,6 +20,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from ..families.known import named
+from ..families.older import is_older_key
 from ..numerics import FP16_MAX
 from ..wording import (
     bound_magnitude,
@@ -411,9 +413,11 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
     if other := facts.other_class(report):
         rows.append(("class", other))
     # Of a finetune they begin with the config of what was trained, rescaled once already, not with the original's.
+    family = named(report.family)
     whose = "config.json" if report.finetune is None else "config.json of the finetuned weights"
     for key, sides in report.source.config_changes.items():
-        rows.append((f"{whose}: {key}", f"{sides.get('before', 'absent')} → {sides.get('after', 'absent')}"))
+        why = ", for transformers 4" if "before" not in sides and family and is_older_key(family, key) else ""
+        rows.append((f"{whose}: {key}", f"{sides.get('before', 'absent')} → {sides.get('after', 'absent')}{why}"))
     if (plan.eps is None or plan.eps_held) and any(plan.residual_exponents):
         where = "held for a reader that has its own" if plan.eps_held else "fixed in stock code"
         rows.append(("norm eps", f"{where}, so it drifts (below)"))

@@ -14,6 +14,7 @@ from ..bounds.kinds import Remedy, traits
 from ..checkpoint.places import SHIPPED
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..rescaling.planner import Fallback, Violation
+from ..targets import TIERS
 from ..wording import counted, listed, reached
 from .schema import AttackEntry, BoundEntry, CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
 
@@ -223,17 +224,24 @@ def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Repo
 
 
 def going_on_from(
-    source: str, regimes: Mapping[str, RegimeEntry], converted: bool, subfolder: str | None = None
+    source: str,
+    regimes: Mapping[str, RegimeEntry],
+    converted: bool,
+    subfolder: str | None = None,
+    target: str | None = None,
 ) -> str:
     """Return how to go on with a checkpoint that was found unsafe, in ``regimes`` or, where nothing was run, by its
-    bounds; ``source``, ``subfolder``: as the command takes them."""
+    bounds; ``source``, ``subfolder``, ``target``: as the command takes them."""
+    below = {"subfolder": subfolder, "target": None if target == TIERS[0].target else target}
     if converted:
         clean = [name for name, regime in regimes.items() if not regime.broken]
         if len(clean) == len(regimes):
             clean = []
-        return finetuning_of(source, f"{source}-finetuned", clean, certify=not regimes, subfolder=subfolder)
+        again = f"convert its source with --target {target}, " if below["target"] else ""
+        return again + finetuning_of(source, f"{source}-finetuned", clean, certify=not regimes, **below)
     out = f"{PurePath(source.removeprefix(SHIPPED).partition('@')[0]).name}-fp16"
-    words = ["bf16-to-fp16", "convert", source, out, *(["--subfolder", subfolder] if subfolder else [])]
+    words = ["bf16-to-fp16", "convert", source, out]
+    words += [word for key, value in below.items() if value for word in (f"--{key}", value)]
     return f"convert it, which lowers most of this, exactly or with a drift that it measures: {shlex.join(words)}"
 
 

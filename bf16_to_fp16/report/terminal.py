@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -20,7 +20,7 @@ from ..families.known import half_call, loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
-from ..targets import TIERS
+from ..targets import MARGIN_BITS, TIERS
 from . import facts, schema
 from .page import (
     REGIME_COLUMNS,
@@ -212,7 +212,7 @@ def runtimes_line(report: schema.Report) -> str:
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
             why = f" ({entry.reason})" if entry.reason and tier.target == report.target else ""
-            said.append(f"{tier.title}: {facts.held_in(entry, 'proven')}{why}")
+            said.append(f"{tier.title}: {facts.held_in(report, entry, 'proven')}{why}")
     return "safe in: " + " · ".join(said)
 
 
@@ -300,7 +300,7 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
         which = "first broken" if regime.broken_sites else "tightest"
         title = f"{name}: the {which} of {wording.counted(len(regime.sites), 'site')} that were measured"
         screen.table(Table(SITE_COLUMNS, regime.sites[:WORST_SITES], title))
-    print_unsafe(screen, report)
+    print_unsafe(screen, report, ("found",))  # what broke stands in the tables
     if report.attack is not None and report.certificate is not None:
         print_attack(screen, report.attack, report.certificate)
         print_uncertified(screen, report)
@@ -399,10 +399,7 @@ def plain(value: float) -> str:
 def certificate_sentence(report: schema.Report, certificate: schema.CertificateEntry) -> str:
     """Return what a certificate that holds says, and for which target."""
     inputs = facts.every_input(report, length=True).removeprefix("every ")
-    return (
-        f"no {inputs} can overflow it, by bounds at {wording.counted(len(certificate.sites), 'site')};"
-        f" {facts.any_input(report)}"
-    )
+    return f"no {inputs} can overflow it, by bounds at {wording.counted(len(certificate.sites), 'site')}"
 
 
 def print_certified(screen: Output, report: schema.Report) -> None:
@@ -463,8 +460,11 @@ def print_verdict(screen: Output, report: schema.Report) -> None:
     if report.safe and not report.regimes:
         screen.print(good("safe", "by its certificate; nothing was run"))
     elif report.safe:
-        kept = wording.below_limit(min(regime.headroom_bits for regime in report.regimes.values()))
-        screen.print(good("safe", f"no overflow and no saturation observed; the largest value run is {kept}"))
+        least = min(regime.headroom_bits for regime in report.regimes.values())
+        said = f"no overflow and no saturation observed; the largest value run is {wording.below_limit(least)}"
+        if least < MARGIN_BITS and not report.proven:
+            said += f", and other input may come nearer: convert keeps {MARGIN_BITS} bits"
+        screen.print(good("safe", said))
     else:
         broken = report.broken_regimes
         why = f"values overflow or saturate in {', '.join(broken)}" if broken else facts.broken_by_search(report)
@@ -507,10 +507,10 @@ def figures_of(report: schema.Report) -> list[Table]:
 _UNSAFE = {"broke": "unsafe", "found": "unsafe", "limit": "over their limit with margin"}
 
 
-def print_unsafe(screen: Output, report: schema.Report) -> None:
+def print_unsafe(screen: Output, report: schema.Report, kinds: Iterable[str] = tuple(_UNSAFE)) -> None:
     """Print what broke, what a search found, what no exponent can hold and what keeps less than the margin."""
     said: dict[str, list[str]] = {}
-    for kind in _UNSAFE:
+    for kind in kinds:
         for entry in report.unsafe:
             if entry.kind == kind:
                 over = f"over its limit with margin: {entry.signal} by {wording.excess(entry.excess_bits, 2)} bits"

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support import tiny
 
-from bf16_to_fp16 import audit, cli
+from bf16_to_fp16 import audit, cli, convert
 from bf16_to_fp16.auditing.any_model import open_any
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.observe.observer import SiteObserver
@@ -178,3 +179,8 @@ def test_a_class_that_cannot_generate_is_not_asked_to(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "m")
     report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
     assert not any(batch["kind"] == "generate" for batch in report["inputs"]["batches"])
+
+
+def test_the_audit_of_a_converted_folder_says_what_older_versions_make_of_it(tmp_path: Path) -> None:
+    done = convert(tiny.save(tiny.small("umt5"), tmp_path / "source"), tmp_path / "out", run_model=False)
+    assert audit(tmp_path / "out", regimes=("half",))["older"] == done.report["older"] != []

@@ -156,8 +156,8 @@ def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path
     assert main(["convert", str(sources["umt5"]), str(out), "--layout", "comfy", "--no-audit"]) in (0, 1)
     said = capsys.readouterr().out
     assert "ComfyUI has 1e-06 for eps whatever the file says: that costs" in said and f"written: {out}" in said
-    assert main(["undo", str(out), str(tmp_path / "back.safetensors")]) == 0
-    assert "the source's weights, all of them bit for bit" in capsys.readouterr().out
+    assert main(["undo", str(out), str(tmp_path / "back.safetensors"), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["holds"] == "the source's weights, all of them bit for bit"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back.safetensors", "out.safetensors"]
 
 

@@ -264,6 +264,8 @@ def test_other_models_are_one_line_that_says_what_to_use_in_their_place() -> Non
         with pytest.raises(UserError, match="ActivationPenalty, which takes any model") as caught:
             make_fp16_safe(model)
         assert "\n" not in str(caught.value) and "T5ForConditionalGeneration" in str(caught.value)
+    with pytest.raises(UserError, match=r"^str is no model; load it with from_pretrained first"):
+        make_fp16_safe("folder")
 
 
 @pytest.mark.parametrize("prepare", [make_fp16_safe, rescale])

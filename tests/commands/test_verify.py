@@ -23,14 +23,14 @@ from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.checkpoint.pipeline import name_variants
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.verify import run_again
+from bf16_to_fp16.commands.verify import Repeated, run_again
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.configs import with_value
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.remedies import OVER, PENALTY, SQUARES_UNSEEN
-from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.report.schema import Inputs, Report, Text, read
 from bf16_to_fp16.report.stored import read_origin, read_plan
 from bf16_to_fp16.rescaling.plan import describe_plan
 from bf16_to_fp16.run import batch, probe
@@ -596,3 +596,10 @@ def test_what_cannot_be_checked_is_refused(folder: Path, tmp_path: Path) -> None
     rehash(folder, finetune={}, plan=report["plan"])
     with pytest.raises(UserError, match="was finetuned"):
         verify(folder, original=folder)
+
+
+def test_figures_of_another_text_are_told_to_be_so() -> None:
+    said = [Inputs(), Inputs(data=Text(name="mine.txt"))]
+    notes = [Repeated([], each, data, [], None).other_text for each in said for data in (None, "x")]  # type: ignore[arg-type]
+    assert [bool(note) for note in notes] == [False, True, True, True]
+    assert "those with no --data: give the same" in notes[1][0] and "those with --data mine.txt" in notes[2][0]

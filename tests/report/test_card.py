@@ -134,6 +134,14 @@ def test_an_unsafe_verdict_is_the_first_line(tmp_path: Path) -> None:
     assert ".half()\n" not in written.text and "`.half()` is not safe" in written.text
 
 
+def test_channels_that_share_one_exponent_are_told_it_once(tmp_path: Path) -> None:
+    report = fakes.conversion()
+    moved = report["plan"]["exponents"]
+    report["plan"]["exponents"] = {k: [e and -3 for e in v] if isinstance(v, list) else v for k, v in moved.items()}
+    text = card(tmp_path, report).text
+    assert "12 of 512 channels moved, exponent −3\n" in text and "−3 to" not in text
+
+
 def test_a_safe_verdict_comes_with_its_figures(tmp_path: Path) -> None:
     text = card(tmp_path, fakes.conversion()).text
     assert text.lstrip().startswith("# `summariser-large` in fp16")

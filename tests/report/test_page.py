@@ -575,6 +575,11 @@ def test_the_report_of_a_finetune_has_the_curves_of_its_log(tmp_path: Path) -> N
 def test_a_finetune_says_whose_config_the_rescaling_changed() -> None:
     (key,) = fakes.conversion()["source"]["config_changes"]
     assert f"config.json: {key}" in dict(page.plan_rows(read(Report, fakes.conversion())))
+    gemma = fakes.conversion() | {"family": "gemma3"}
+    gemma["source"]["config_changes"] |= {"rope_theta": {"after": 1e6}, "pad_token_id": {"after": 0}}
+    rows = dict(page.plan_rows(read(Report, gemma)))
+    assert rows["config.json: rope_theta"] == "absent → 1000000.0, for transformers 4"
+    assert rows["config.json: pad_token_id"] == "absent → 0"
     assert f"config.json of the finetuned weights: {key}" in dict(page.plan_rows(read(Report, finetuned())))
 
 

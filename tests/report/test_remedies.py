@@ -12,6 +12,7 @@ from bf16_to_fp16 import audit, certify, cli, convert
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.report import remedies
 from bf16_to_fp16.report.build import uncertified_sites
+from bf16_to_fp16.report.remedies import going_on_from
 from bf16_to_fp16.report.schema import AttackedSite, AttackEntry
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Fallback, Planned
@@ -56,11 +57,20 @@ def test_an_audit_names_every_site_that_broke(source: Path, capsys: pytest.Captu
     assert cli.main(["audit", str(source), "--regime", "half"]) == 1
     out = capsys.readouterr().out
     command = f"bf16-to-fp16 convert {source} theirs-fp16\n"  # as it was given, which the report does not keep
-    assert out.count("\nunsafe: ") > 1 and out.count("\nnext: ") == 1 and out.endswith(command)
+    assert (
+        out.startswith("unsafe: ")
+        and out.count("unsafe: ") == 1
+        and out.count("\nnext: ") == 1
+        and out.endswith(command)
+    )
     assert report["next"].endswith("bf16-to-fp16 convert theirs theirs-fp16")
 
 
 def test_a_certificate_that_does_not_hold_names_every_site(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = certify(source, target="norm-safe")
+    assert report["next"].endswith("bf16-to-fp16 convert theirs theirs-fp16 --target norm-safe")
+    on = going_on_from("out", {}, True, None, "norm-safe")
+    assert on.startswith("convert its source with --target norm-safe, ") and '"target": "norm-safe"' in on
     report = certify(source)
     over = {site["name"] for site in report["certificate"]["sites"] if not site["holds"]}
     assert {row["name"] for row in report["uncertified"]} == over and over

@@ -282,7 +282,7 @@ def test_parts_cannot_be_changed() -> None:
         ("source.dtype", "F8_E4M3", "does not say what the source was; take the one that convert wrote"),
         ("source.made", "all", "does not say what the source was; take the one that convert wrote"),
         ("output", {}, "has no output.files, so convert did not write it"),
-        ("output.files", [{"name": "model.safetensors"}], "does not say what was written; convert again"),
+        ("output.files", [{"name": "model.safetensors"}], "is not what convert wrote (SHA-256)"),
         ("output.files", [], "is not what convert wrote (SHA-256); fetch or convert it again"),
     ],
 )

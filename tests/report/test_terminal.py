@@ -21,7 +21,7 @@ from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.page import headline
-from bf16_to_fp16.report.remedies import SQUARES_UNSEEN
+from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
 from bf16_to_fp16.report.schema import FinetuneEntry, Report, Verification, read
 from bf16_to_fp16.report.screen import console, print_families
 from bf16_to_fp16.report.terminal import (
@@ -119,7 +119,7 @@ def test_a_long_name_is_neither_cut_nor_folded_nor_taken_for_markup(capsys: pyte
     print_audit(read(Report, report))
     shown = capsys.readouterr().out
     assert not FRAME.search(shown) and "\x1b" not in shown
-    assert sum(name in line for line in shown.splitlines()) == 3  # among the regimes, its sites, and what is unsafe
+    assert sum(name in line for line in shown.splitlines()) == 2  # among the regimes and its sites, and not once more
     measured = len(report["regimes"]["half"]["sites"])
     assert f"half: the first broken of {measured} sites that were measured" in shown
     first = next(line for line in shown.splitlines() if line.startswith("half "))
@@ -188,17 +188,31 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
     assert remedy.startswith("next: ") and "bf16-to-fp16 finetune" in remedy and page.startswith("report: ")
 
 
+@pytest.mark.parametrize(
+    ("bits", "proof", "told"), [(0.39, "observed", True), (0.39, "certified", False), (2, "observed", False)]
+)
+def test_a_safe_audit_says_where_less_is_kept_than_convert_keeps(
+    bits: float, proof: str, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = fakes.conversion() | {"proof": proof}
+    report["regimes"]["half"]["headroom_bits"] = bits
+    proven = {"holds": proof == "certified", "headroom_bits": 1.0, "max_length": 512, "splits": 8, "sites": []}
+    report |= {"certificate": proven, "target": "half"}
+    print_audit(read(Report, report))
+    assert ("other input may come nearer: convert keeps 1.25 bits" in capsys.readouterr().out) == told
+
+
 def test_what_is_left_out_is_counted_and_the_next_step_is_said_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     broken = fakes.audit() | {"unsafe": [BROKEN | {"signal": f"site.{i}"} for i in range(9)]}
     print_audit(read(Report, broken))
     said = capsys.readouterr().out
-    assert said.count("\nunsafe: ") == 6 and "and 3 more unsafe; --json FILE lists all" in said
-    assert "by design" not in said  # an empty column
+    assert said.count("unsafe: ") == 1 and "by design" not in said  # an empty column
     made = fakes.conversion(safe=False) | {"unsafe": broken["unsafe"], "uncertified": UNPROVEN}
     print_conversion(read(Report, made), tmp_path, verbose=True)
     said = capsys.readouterr().out
+    assert said.count("\nunsafe: ") == 6 and "and 3 more unsafe; --json FILE lists all" in said
     assert said.count("next: ") == 1 and "load: " not in said and "what helps" not in said
     print_conversion(read(Report, made), tmp_path, then="finetune it: exactly so")
     assert capsys.readouterr().out.count("next: finetune it: exactly so\n") == 1
@@ -230,7 +244,7 @@ def test_what_is_said_of_bounds_names_their_arithmetic_and_one_headroom_for_each
     assert f"any input: {both} (proven; a proof needs no margin)" in said
     print_certificate(read(Report, made))
     said = capsys.readouterr().out
-    assert f"by bounds at 2 sites; {both}" in said and "tightest by bound with norms in fp16" in said
+    assert "by bounds at 2 sites\n" in said and said.count(both) == 1 and "tightest by bound with norms in fp16" in said
     figures = {figure.name: (figure.value, figure.note) for figure in headline(read(Report, made))}
     value, note = figures["any input, in PyTorch at least"]
     assert value == "81.8 × (6.3 bits)" and note.startswith("with norms in fp16: 1.09 × (0.12 bits); proven")
@@ -321,6 +335,10 @@ def test_the_runtimes_that_were_asked_for_and_are_not_shown_have_their_reason() 
     for target, why in (("norm-safe", " (squares vanish)"), ("half", "")):
         said = f"safe in: PyTorch: yes, proven · ONNX and TensorRT: no{why} · sums in fp16: no"
         assert runtimes_line(Report.model_validate({"target": target, "tiers": tiers})) == said
+    tiers["norm-fp16"]["reason"], least = OVER, fakes.conversion(safe=False)["regimes"]
+    unproven = Report.model_validate({"target": "half", "tiers": tiers})
+    assert "ONNX and TensorRT: not proven · " in runtimes_line(unproven)
+    assert "ONNX and TensorRT: no · " in runtimes_line(read(Report, {"schema": 1, "tiers": tiers, "regimes": least}))
     tiers["norm-fp16"]["reason"] = SQUARES_UNSEEN  # where nothing was run
     said = "safe in: PyTorch: yes, proven · ONNX and TensorRT: not known · sums in fp16: no"
     assert runtimes_line(Report.model_validate({"target": "half", "tiers": tiers})) == said
