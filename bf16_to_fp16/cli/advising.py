@@ -10,6 +10,7 @@ import click
 
 from ..conversion.options import SEED
 from ..errors import UserError
+from ..visible import show
 from .shared import (
     FOLDER,
     PATH,
@@ -25,14 +26,24 @@ from .shared import (
     write_result,
 )
 
+# Each question, and what it is asked about.
+QUESTIONS = {"updates": "SOURCE", "init": "SOURCE", "format": "NUMBER", "losses": "LOG"}
+
 
 class _Questions(Ordered):
-    """The four commands."""
+    """The four commands; the old form, ``advise SOURCE --updates``, still runs and says the new one."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
-        """Raise UsageError where none of them is asked for."""
-        if not arguments or not (arguments[0] in self.commands or arguments[0].startswith("-")):
-            asks = f"ask for one of {', '.join(self.commands)}, such as: bf16-to-fp16 advise updates SOURCE"
+        """Put the name of the question first, where it was asked for by an option."""
+        split = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--format=") else [a])]
+        asked = next((name for name in QUESTIONS if f"--{name}" in split), None)
+        if asked is not None and split[0] not in QUESTIONS:
+            split.remove(f"--{asked}")
+            of = QUESTIONS[asked]
+            show(f"advise {of} --{asked} is now: bf16-to-fp16 advise {asked} {of}", aside=True)
+            arguments = [asked, *split]
+        if not arguments or not (arguments[0] in QUESTIONS or arguments[0].startswith("-")):
+            asks = f"ask for one of {', '.join(QUESTIONS)}, such as: bf16-to-fp16 advise updates SOURCE"
             raise click.UsageError(asks, context)
         return super().parse_args(context, arguments)
 

@@ -511,6 +511,25 @@ def test_an_infinite_weight_is_named_as_that_and_not_as_large(
     assert out.endswith(f"1 tensor with inf or NaN, most {name}: 1 weight") and "than drawn" not in out
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ((str(T5), "--init"), ("init", str(T5))),
+        (("--format", "-2"), ("format", "-2")),
+        (("--format=-2",), ("format", "-2")),
+        (("70000", "--format", "--json", "-"), ("format", "70000", "--json", "-")),
+    ],
+)
+def test_the_old_form_runs_and_one_line_says_the_new_one(
+    capsys: pytest.CaptureFixture[str], old: tuple[str, ...], new: tuple[str, ...]
+) -> None:
+    assert main(["advise", *old]) == 0
+    before = capsys.readouterr()
+    of = {"init": "SOURCE", "format": "NUMBER"}[new[0]]
+    assert before.err.splitlines()[0] == f"advise {of} --{new[0]} is now: bf16-to-fp16 advise {new[0]} {of}"
+    assert before.out == advise(capsys, *new)
+
+
 def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = log_of(tmp_path / "log.csv", [*[2.0, 2.1] * 50, *[math.nan] * 20])
     modes: dict[str, list[object]] = {
