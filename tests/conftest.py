@@ -17,7 +17,9 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import pytest
 import torch
+from huggingface_hub import constants
 from support import brief, warm
+from support.hub_server import WRITER, HubServer, as_the_hub
 
 from bf16_to_fp16.run import probe
 
@@ -119,3 +121,21 @@ def compat_python() -> Path:
     script = Path(__file__).parent / "compat" / "make_env.py"
     made = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
     return Path(made.stdout.strip())
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HubServer]:
+    server = HubServer().start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HubServer:
+    """A Hub with nothing on it, a token that may write, and a cache of the test's own."""
+    server.clear()
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    as_the_hub(server, monkeypatch)
+    return server

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from huggingface_hub import constants, file_download, snapshot_download
 from safetensors.torch import save
 from support import tiny
-from support.hub_server import OTHER, WRITER, Fault, HubServer, as_the_hub
+from support.hub_server import OTHER, WRITER, Fault, HubServer
+from support.pipelines import contents
 from support.program import refused
 
 from bf16_to_fp16 import UserError, cli, convert, verify
@@ -37,28 +37,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[HubServer]:
-    server = HubServer().start()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-def hub(server: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HubServer:
-    """A Hub with the source under org/theirs, an empty cache, and waits that are not waited for."""
-    server.clear()
-    server.add("org/theirs", contents(source), private=False)
-    monkeypatch.setenv("HF_TOKEN", WRITER)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    as_the_hub(server, monkeypatch)
+def hub(hub: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """A Hub with the source under org/theirs, and waits that are not waited for."""
+    hub.add("org/theirs", contents(source), private=False)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    return server
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return hub
 
 
 def error_at(source: str, hub: HubServer) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from support import exhaustive, tiny
 from support.contract import outputs, random_plan
+from support.forging import copied
 
 from bf16_to_fp16 import UserError, convert, make_fp16_safe, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -61,15 +61,6 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 Converted = tuple[Path, Path, Plan]
-
-
-def copied(folder: Path, place: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Return a copy of a converted folder whose report was changed."""
-    shutil.copytree(folder, place)
-    report = loads((place / REPORT).read_bytes())
-    change(report)
-    (place / REPORT).write_text(json.dumps(report))
-    return place
 
 
 def test_centred_biases_are_written_and_give_what_the_sources_do(converted: Converted) -> None:

@@ -15,6 +15,7 @@ from compat.harness import compute_logits, relative_error
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
+from support.folders import seen
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -93,15 +94,6 @@ def edited(folder: Path, key: str, value: object) -> None:
     (folder / "config.json").write_text(json.dumps(with_value(config, key, value)))
 
 
-def stock(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the logits of an image and the ids about it, as stock users load a folder."""
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
-    (batch,) = images(model.config)
-    with torch.no_grad():
-        found: torch.Tensor = run_batch(model, batch).logits.float()
-    return found
-
-
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a source under published names and what its conversion wrote."""
@@ -113,11 +105,11 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_an_image_that_broke_the_source_is_finite_and_true_in_fp16(converted: tuple[Path, Path]) -> None:
     source, out = converted
-    assert not stock(source, torch.float16).isfinite().all()
-    wanted, report = stock(source), json.loads((out / "fp16_report.json").read_text())
+    assert not seen(source, torch.float16).isfinite().all()
+    wanted, report = seen(source), json.loads((out / "fp16_report.json").read_text())
     predicted = report["plan"]["drift"]["predicted_max_logit_error"]
-    assert (stock(out) - wanted).abs().max() <= max(1e-5 * wanted.abs().max(), 2 * predicted)
-    assert (stock(out, torch.float16) - wanted).abs().max() <= 0.05 * wanted.abs().max()
+    assert (seen(out) - wanted).abs().max() <= max(1e-5 * wanted.abs().max(), 2 * predicted)
+    assert (seen(out, torch.float16) - wanted).abs().max() <= 0.05 * wanted.abs().max()
     assert report["proof"] == "certified" and "image" in {batch["kind"] for batch in report["inputs"]["batches"]}
     assert report["fidelity"]["kl_fp16"] < report["fidelity"]["kl_bf16"] / 32
     assert verify(out, original=source)["verified"]

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import tiny
+from support.forging import copied
 
 from bf16_to_fp16 import cli, convert, undo, verify
 from bf16_to_fp16.checkpoint.folder import sha256_of
@@ -154,17 +155,6 @@ def test_an_edited_conversion_is_verified_against_its_original(qwen: Converted) 
     assert found["verified"] and found["verdict"] == "safe", found["problems"]
 
 
-def copied(folder: Path, place: Path, change: Callable[[list[dict[str, Any]]], object]) -> Path:
-    """Return a copy of a converted folder whose list of edits was changed."""
-    shutil.copytree(folder, place)
-    report = loads((place / REPORT).read_bytes())
-    change(report["inexact"])
-    if not report["inexact"]:
-        del report["inexact"]
-    (place / REPORT).write_text(json.dumps(report))
-    return place
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -179,7 +169,12 @@ def copied(folder: Path, place: Path, change: Callable[[list[dict[str, Any]]], o
 def test_verify_notices_a_list_of_edits_that_is_not_the_plans(
     demo: Converted, tmp_path: Path, change: Callable[[list[dict[str, Any]]], object]
 ) -> None:
-    found = verify(copied(demo.out, tmp_path / "out", change), run_model=False)
+    def changed(report: dict[str, Any]) -> None:
+        change(report["inexact"])
+        if not report["inexact"]:
+            del report["inexact"]
+
+    found = verify(copied(demo.out, tmp_path / "out", changed), run_model=False)
     assert not found["verified"] and found["checks"]["plan"] == "failed"
     assert {(p["check"], p["name"]) for p in found["problems"] if p["check"] == "plan"} == {("plan", "inexact")}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import pipelines, tiny
+from support.pipelines import contents
 from support.program import refused
 
 from bf16_to_fp16 import cli, system
@@ -37,10 +38,6 @@ def here(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     capsys.readouterr()
     return tmp_path
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
 def thesis(root: Path) -> Path:
@@ -132,12 +129,9 @@ def test_arguments_that_are_swapped_cost_nothing_and_force_is_not_advised(
 def test_force_replaces_nothing_that_the_source_was_made_from(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a finetune of a converted folder has that for its original."""
     (here / "child").mkdir()
-    digest = {
-        entry["name"]: entry["sha256"]
-        for entry in json.loads((here / "converted" / "fp16_report.json").read_text())["output"]["files"]
-    }
+    report = json.loads((here / "converted" / "fp16_report.json").read_text())
+    report["source"]["sha256"] = {entry["name"]: entry["sha256"] for entry in report["output"]["files"]}
     shutil.copytree(here / "source", here / "child", dirs_exist_ok=True)
-    report = {"source": {"sha256": {"model.safetensors": digest["model.safetensors"]}}}
     (here / "child" / "fp16_report.json").write_text(json.dumps(report))
     before = contents(here)
     for command in ("convert", "undo"):

@@ -7,16 +7,14 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from huggingface_hub import constants
 from support import pipelines, tiny
-from support.hub_server import WRITER, HubServer, as_the_hub
+from support.hub_server import HubServer
 from support.pipelines import TRANSFORMER, contents
 from support.program import refused
 from transformers import AutoTokenizer, ByT5Tokenizer
@@ -352,17 +350,6 @@ def test_of_a_repository_only_what_from_pretrained_uses_is_wanted() -> None:
 
 
 # --- the Hub ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """A Hub, and a cache of the test's own."""
-    server = HubServer().start()
-    monkeypatch.setenv("HF_TOKEN", WRITER)
-    as_the_hub(server, monkeypatch)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    yield server
-    server.stop()
 
 
 def test_a_pipeline_on_the_hub_is_fetched_as_far_as_it_is_used_and_linked_from_the_cache(

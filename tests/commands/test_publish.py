@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import tiny, tools
 from support.forging import flip
-from support.hub_server import OTHER, READER, WRITER, Fault, HubServer, Repo, as_the_hub, card_errors
+from support.hub_server import OTHER, READER, WRITER, Fault, HubServer, Repo, card_errors
 from support.learner import recipe_tree, saved
 from support.pipelines import contents
 
@@ -35,13 +35,6 @@ from bf16_to_fp16.commands.publish import MESSAGE
 from bf16_to_fp16.progress import Progress
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[HubServer]:
-    server = HubServer().start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +52,6 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(converted: Path, tmp_path: Path) -> Path:
     """A copy of it that a test may damage."""
     return Path(shutil.copytree(converted, tmp_path / "copy"))
-
-
-@pytest.fixture
-def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HubServer:
-    """The server, empty, with a token that may write and a cache of the test's own."""
-    server.clear()
-    monkeypatch.setenv("HF_TOKEN", WRITER)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    as_the_hub(server, monkeypatch)
-    return server
 
 
 @pytest.fixture

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from compat.harness import compute_logits, relative_error
 from safetensors.torch import load_file
 from support import tiny
+from support.folders import seen
 
 from bf16_to_fp16 import UserError, convert, undo, verify
-from bf16_to_fp16.run.batch import run_batch
-from bf16_to_fp16.run.probe import images
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "mistral3")
 LAST = {
@@ -48,24 +46,15 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     return made
 
 
-def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the logits of an image and the ids about it."""
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
-    (batch,) = images(model.config)
-    with torch.no_grad():
-        found: torch.Tensor = run_batch(model, batch).logits.float()
-    return found
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_that_broke_the_source_is_finite_and_the_sources_in_fp32(kind: str, pairs: Pairs) -> None:
     source, out = pairs[kind]
     report: Any = json.loads((out / "fp16_report.json").read_text())
     assert report["proof"] == "certified" and "image" in {batch["kind"] for batch in report["inputs"]["batches"]}
     assert report["fidelity"]["kl_fp16"] < report["fidelity"]["kl_bf16"] / 16
-    wanted, found = logits(source), logits(out)
-    assert not logits(source, torch.float16).isfinite().all()
-    assert (logits(out, torch.float16) - wanted).abs().max() <= 0.05 * wanted.abs().max()
+    wanted, found = seen(source), seen(out)
+    assert not seen(source, torch.float16).isfinite().all()
+    assert (seen(out, torch.float16) - wanted).abs().max() <= 0.05 * wanted.abs().max()
     if kind == "mistral3":  # whose projector's norm has the text model's eps
         drift = report["plan"]["drift"]
         assert drift["predicted_max_logit_error"] > 0 and (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
@@ -125,7 +114,7 @@ def test_a_config_that_holds_the_text_models_keys_itself_is_taken_and_keeps_its_
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "text_config" not in written
     assert written["rms_norm_eps"] == flat["rms_norm_eps"] * 4.0**result.plan.residual_exponent
-    assert result.safe and torch.equal(logits(tmp_path / "out"), logits(source))
+    assert result.safe and torch.equal(seen(tmp_path / "out"), seen(source))
     undo(tmp_path / "out", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == flat
 

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,13 +43,6 @@ def installed(tmp_path: Path) -> Path:
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
     shutil.rmtree(tree)
     return tmp_path / "site"
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    server = HubServer().start()
-    yield server
-    server.stop()
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForImageTextToText
 
-from bf16_to_fp16.run.probe import batches
+from bf16_to_fp16.run.batch import run_batch
+from bf16_to_fp16.run.probe import batches, images
 from bf16_to_fp16.run.stock import load
 
 
@@ -22,3 +24,12 @@ def compared(source: Path, out: Path, dtype: torch.dtype = torch.float32) -> flo
             a, b = (next(iter(m(**inputs).values())).float() for m in (reference, other))
         worst = max(worst, float((a - b).abs().max() / a.abs().max()))
     return worst
+
+
+def seen(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the logits of an image and the ids about it, as stock users load a folder."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+    (batch,) = images(model.config)
+    with torch.no_grad():
+        found: torch.Tensor = run_batch(model, batch).logits.float()
+    return found

@@ -1,6 +1,7 @@
 """Forging a converted folder as someone would who hides a change: hashes, card and page agree with what was changed."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,13 @@ def forge(
             (folder / PAGE).write_text(page, encoding="utf-8", newline="\n")
             relist(folder, report)
     (folder / REPORT).write_text(as_json(report), encoding="utf-8")
+
+
+def copied(folder: Path, place: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Return a copy of a converted folder whose report was changed."""
+    shutil.copytree(folder, place)
+    forge(place, change, views=False)
+    return place
 
 
 def relist(folder: Path, report: dict[str, Any], *, new: bool = False) -> None:
