@@ -185,11 +185,18 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
         **{"pickle/config.json": config, "pickle/pytorch_model.bin": "PK", "lone.safetensors": "\2\0\0\0\0\0\0\0{}"},
         **{"of_other/adapter_config.json": {"peft_type": "IA3"}, "empty/text.txt": ""},
         **{"back/adapter_config.json": lora, "back/adapter_model.safetensors": ""},
+        **{"linked/text.txt": "", "large/fp16_report.json": ""},
     }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    wrong = {"none": "has no fp16_report.json, so", "broken": "is not valid JSON", "older": "schema 2 is not 1"}
+    os.truncate(tmp_path / "large/fp16_report.json", 64_000_001)
+    (tmp_path / "linked/fp16_report.json").symlink_to("../whole/fp16_report.json")
+    wrong = {
+        "large": "64000001 bytes are too many for a report",
+        "linked": "fp16_report.json, outside the folder",
+    }
+    wrong |= {"none": "has no fp16_report.json, so", "broken": "is not valid JSON", "older": "schema 2 is not 1"}
     wrong["less"] = "has no plan, so convert did not write it"
     commands = ("verify {}", "undo {} OUT", "publish {} me/x", "convert {} OUT --adapter of_other")
     told = {command.format(name): words for name, words in wrong.items() for command in commands}
