@@ -185,11 +185,14 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
         **{"pickle/config.json": config, "pickle/pytorch_model.bin": "PK", "lone.safetensors": "\2\0\0\0\0\0\0\0{}"},
         **{"of_other/adapter_config.json": {"peft_type": "IA3"}, "empty/text.txt": ""},
         **{"back/adapter_config.json": lora, "back/adapter_model.safetensors": ""},
-        **{"linked/text.txt": "", "large/fp16_report.json": ""},
+        **{"linked/text.txt": "", "large/fp16_report.json": "", "there/adapter_model.safetensors": ""},
+        "there/adapter_config.json": lora | {"base_model_name_or_path": f"{tmp_path}/whole/."},
+        **{"pipe/text_encoder/config.json": config, "pipe/tokenizer/tokenizer.json": ""},
     }
     for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    shutil.copy(tmp_path / "source/model.safetensors", tmp_path / "pipe/text_encoder")
     os.truncate(tmp_path / "large/fp16_report.json", 64_000_001)
     (tmp_path / "linked/fp16_report.json").symlink_to("../whole/fp16_report.json")
     wrong = {
@@ -204,6 +207,7 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
         "convert whole OUT --adapter empty": "no adapter_config.json",
         "convert whole OUT --adapter of_other": "peft_type is 'IA3'",
         "undo whole OUT --adapter back": "is for the original checkpoint already",
+        "convert whole OUT --adapter there": "is for the converted checkpoint already",
         "certify source --adapter of_other": "peft_type is 'IA3'",
         "undo whole OUT": "whole: no config.json",
         "verify lone.safetensors": "convert --layout did not write it",
@@ -216,6 +220,7 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
         "convert source OUT --push-to a/b/c": "is not a name for a repository",
         "convert source OUT --finetune text.txt": "a recipe is made of `key: value` lines",
         "convert source OUT --data text.txt": "source: no tokenizer files",
+        "convert pipe OUT --subfolder text_encoder --data no.txt": "no.txt: no such file",  # a tokenizer is beside it
         "verify whole --no-audit --data text.txt": "leave out either --data or --no-audit",
         "verify whole --data text.txt": "whole: no tokenizer files",
         "convert source OUT --device cuda:9999": "device cuda:9999: this machine has",
