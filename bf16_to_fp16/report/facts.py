@@ -361,7 +361,8 @@ def standing(report: schema.Report) -> str:
 
 def verdict_sentence(report: schema.Report) -> str:
     """Return the verdict in one sentence, with what it rests on, and a second on padding where it depends on that."""
-    further = [f"{said[:1].upper()}{said[1:]}." for said in (inexactness(report), padding_advice(report)) if said]
+    asides = (unmet_target(report) if report.safe else "", inexactness(report), padding_advice(report))
+    further = [f"{said[:1].upper()}{said[1:]}." for said in asides if said]
     return " ".join([_verdict(report), *further])
 
 
@@ -443,7 +444,7 @@ def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
 def _verdict(report: schema.Report) -> str:
     regimes, broken = report.regimes, report.broken_regimes
     if report.safe or report.short:
-        beginning = "Safe in fp16"
+        beginning = "Safe in fp16" + (f" {where(TIERS[0].target)}" if unmet_target(report) else "")
         if report.proven:
             beginning += f" for {every_input(report)}, by bounds from the weights"
         elif report.short and regimes:
@@ -516,21 +517,32 @@ def first_broken(regime: schema.RegimeEntry) -> str | None:
     return next((site.name for site in regime.broken_sites), None)
 
 
-def held_in(report: schema.Report, entry: schema.TierEntry, proven: str) -> str:
-    """Return whether a checkpoint is safe in a class of runtimes; proven: what a proof is called."""
-    over = "no" if report.broken_regimes else "not proven"
-    unseen = {SQUARES_UNSEEN: "not known", OVER: over}.get(entry.reason, "no")
+def held_in(entry: schema.TierEntry, proven: str, *, broken: bool) -> str:
+    """Return whether a checkpoint is safe in a class of runtimes; proven: what a proof is called; broken: whether it
+    is unsafe in what was run."""
+    unseen = {SQUARES_UNSEEN: "not known", OVER: "no" if broken else "not proven"}.get(entry.reason, "no")
     return {"certified": f"yes, {proven}", "observed": "yes, on what was run", None: unseen}[entry.proof]
+
+
+def unmet_target(report: schema.Report | schema.Verification) -> str:
+    """Return in words where a checkpoint that is safe in PyTorch is not known to be, and why, although it was made for
+    that arithmetic; empty for any other."""
+    name = next((tier.name for tier in TIERS if tier.target == report.target), "")
+    entry = report.tiers.get(name)
+    if entry is None or entry.holds:
+        return ""
+    return f"{where(report.target or '')}: {held_in(entry, '', broken=False)}, {entry.reason}"
 
 
 def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
     """Return of every class of runtimes its title, its arithmetic, whether the checkpoint is safe there, and which they
     are."""
-    rows = []
+    rows, proven = [], f"for {every_input(report)}"
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
-            said = held_in(report, entry, f"for {every_input(report)}") + (f": {entry.reason}" if entry.reason else "")
-            rows.append((tier.title, tier.words, said, ", ".join(entry.runtimes)))
+            said = held_in(entry, proven, broken=bool(report.broken_regimes))
+            why = f": {entry.reason}" if entry.reason else ""
+            rows.append((tier.title, tier.words, f"{said}{why}", ", ".join(entry.runtimes)))
     return rows
 
 

@@ -212,7 +212,7 @@ def runtimes_line(report: schema.Report) -> str:
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
             why = f" ({entry.reason})" if entry.reason and tier.target == report.target else ""
-            said.append(f"{tier.title}: {facts.held_in(report, entry, 'proven')}{why}")
+            said.append(f"{tier.title}: {facts.held_in(entry, 'proven', broken=bool(report.broken_regimes))}{why}")
     return "safe in: " + " · ".join(said)
 
 
@@ -243,6 +243,8 @@ def output_line(report: schema.Report) -> Text:
         kept += f"; {worst}"
     if report.short:
         return bad("output: safe, but short of what was asked", f"{facts.missed(report)}; {said}; {kept}")
+    if unmet := facts.unmet_target(report):
+        return good(f"output: safe {facts.where(TIERS[0].target)}", f"{said}; {kept}; {unmet}")
     return good("output: safe", f"{said}; {kept}")
 
 
@@ -414,7 +416,8 @@ def print_certified(screen: Output, report: schema.Report) -> None:
     else:
         count = f"{len(certificate.over)} of {wording.counted(len(certificate.sites), 'site')}"
         over = f"not certified at {count}{facts.for_target(report)}, the worst below"
-        screen.print(f"{over}: safe there on what was run" if report.safe else over)
+        there = report.safe and not facts.unmet_target(report)
+        screen.print(f"{over}: safe there on what was run" if there else over)
 
 
 def print_tiers(screen: Output, report: schema.Report) -> None:
@@ -685,10 +688,13 @@ def print_verification(result: schema.Verification, *, verbose: bool = False) ->
         said = "nothing was run" if kept is None else f"the largest value run is {wording.below_limit(kept)}"
         inputs = f"up to {wording.counted(result.certificate.max_length, 'position')}"
         aside = facts.claim_end(result.padding, result.report.family)
-        every = f"proven for every input of {inputs}{aside}{facts.for_target(result)}"
+        unmet = facts.unmet_target(result)
+        there = f" {facts.where(TIERS[0].target)}" if unmet else facts.for_target(result)
+        every = f"proven for every input of {inputs}{aside}{there}"
         proof = every if result.certificate.holds else "safe on what was run"
         edits = f"; edited at {wording.counted(result.edits, 'site')}, so not quite the source's function"
         said += edits if result.edits else ""
+        said += f"; {unmet}" if unmet else ""
         screen.print(good("verified", f"{wording.counted(result.files, 'file')} as recorded, {proof}; {said}"))
     else:
         screen.print(bad("not verified", f"{wording.counted(len(result.problems), 'problem')} above"))

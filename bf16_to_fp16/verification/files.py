@@ -83,7 +83,8 @@ def difference(path: Path, name: str, digest: str, entry: FileEntry, owner: Mapp
         changed = changed_keys(path, report)
         return f"the config was changed{changed} (SHA-256 {digest[:12]}…, not {str(entry.sha256)[:12]}…)"
     if size != expected:
-        return f"has {size:,} bytes and the report says {expected:,}: cut short, or another file"
+        how = "cut short, or another file" if size < expected else "was changed, or is another file"
+        return f"has {size:,} bytes and the report says {expected:,}: {how}"
     kind = "the weights were changed or damaged" if is_safetensors(name) else "was changed or damaged"
     return f"{kind}: its {size:,} bytes have the SHA-256 {digest[:12]}…, not {str(entry.sha256)[:12]}…"
 

@@ -389,6 +389,7 @@ def test_a_tier_that_only_the_bounds_speak_for_is_claimed_by_none_and_found_out(
         report = convert(tmp_path / "source", tmp_path / name, target="norm-safe", run_model=ran).report
         assert [tier["holds"] for tier in report["tiers"].values()] == [True, False, False]
         assert reason in report["tiers"]["norm-fp16"]["reason"]
+        assert "Safe in fp16 in PyTorch " in (tmp_path / name / "README.md").read_text()
         assert problems(tmp_path / name) == problems(tmp_path / name, run_model=False) == []
     assert certify(tmp_path / "bounded", target="norm-safe")["tiers"] == report["tiers"]
     report["tiers"]["norm-fp16"] |= {"holds": True, "proof": "certified", "reason": ""}

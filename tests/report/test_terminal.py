@@ -26,6 +26,7 @@ from bf16_to_fp16.report.schema import FinetuneEntry, Report, Verification, read
 from bf16_to_fp16.report.screen import console, print_families
 from bf16_to_fp16.report.terminal import (
     brought_back,
+    output_line,
     plain,
     print_audit,
     print_certificate,
@@ -335,6 +336,11 @@ def test_the_runtimes_that_were_asked_for_and_are_not_shown_have_their_reason() 
     for target, why in (("norm-safe", " (squares vanish)"), ("half", "")):
         said = f"safe in: PyTorch: yes, proven · ONNX and TensorRT: no{why} · sums in fp16: no"
         assert runtimes_line(Report.model_validate({"target": target, "tiers": tiers})) == said
+        made = {"schema": 1, "verdict": "safe", "target": target, "tiers": tiers}
+        line = output_line(read(Report, made)).plain
+        there = ": nothing overflowed on what was run; nothing was audited"
+        whole = f" in PyTorch{there}; with norms in fp16: no, squares vanish" if why else there
+        assert line == f"output: safe{whole}"
     tiers["norm-fp16"]["reason"], least = OVER, fakes.conversion(safe=False)["regimes"]
     unproven = Report.model_validate({"target": "half", "tiers": tiers})
     assert "ONNX and TensorRT: not proven · " in runtimes_line(unproven)
