@@ -66,7 +66,9 @@ def config_value(family: Family, config: Mapping[str, object], key: str) -> obje
             over, under = (number_of(family, config, part, "a size") for part in (value.over, value.under))
             return over // under
     if value is None and not optional:
-        raise UserError(f"config.json has no {key!r}, which {family.title} needs; take it from the original checkpoint")
+        raise UserError(
+            f"config.json has no {key!r}, which is needed for {family.title}; take it from the original checkpoint"
+        )
     return value
 
 

@@ -34,7 +34,7 @@ from ..families.places import places
 from ..families.spread import carrying, spread_out
 from ..families.types import RESIDUAL, Attention, ObservationPoint, Side
 from ..families.walk import walk
-from ..numerics import NOISE, NORM_FLOOR
+from ..numerics import FP16_MAX, NOISE, NORM_FLOOR
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors
@@ -266,6 +266,8 @@ def tiers_of(
         proof, reason = ("certified", "") if certified[tier.name] else (None, remedies.OVER)
         if tier.target in SQUARING and squares is not None and squares.least < NORM_FLOOR:
             proof, reason = None, remedies.sinks(squares.least)
+        elif tier.target in SQUARING and squares is not None and squares.largest > FP16_MAX:
+            proof, reason = None, remedies.swells(squares.largest)
         elif tier.target in SQUARING and squares is None and proof is not None:
             proof, reason = None, remedies.SQUARES_UNSEEN
         elif proof is None and clean and tier.target in seen:

@@ -45,6 +45,7 @@ UNMOVED = "no exact exponent moves it, and no edit was made that lowers it enoug
 NOTHING_MOVES = "no exact exponent moves it"
 TOO_COSTLY = "holding it for every input would push weights or signals under fp16's smallest numbers"
 SINKING = "the mean square of a token in the stream falls to "
+SWELLING = "the squares of a token in the stream sum to "
 MAY_BE_ZERO = "the vector may be zero, and fp16 rounds the eps to 0 by which it is then divided: 0/0 is NaN"
 NORMALISE_IN_FP32 = "take Normalize out of the loaded model, and divide what encode gives by its length in fp32"
 LET_EPS_GO = "leave out --eps fixed, unless what reads the output has an eps of its own"
@@ -55,7 +56,7 @@ WITHOUT_EITHER = f"leave out --exact and --no-audit: {EDITS_HELP}"
 OVER_AT_EVERY_EXPONENT = "its bound is over the limit at every exponent"
 CONVERT_AGAIN = "fetch it again, or convert the source again"
 REMOVE = "remove it, or keep it elsewhere"
-RIGHT_REVISION = "give --original at the revision that the report names"
+RIGHT_REVISION = "give --original the source that the report names, at its revision"
 UNSAFE_BY_REPORT = f"finetune it, or {STAY}"
 
 
@@ -69,6 +70,11 @@ def passed_limit(violation: Violation) -> UnsafeEntry:
 def sinks(least: float) -> str:
     """Return why a tier that squares the stream in fp16 does not hold where a token's mean square is so small."""
     return f"{SINKING}{least:.2g}, where fp16 squares vanish"
+
+
+def swells(most: float) -> str:
+    """Return why a tier that squares the stream in fp16 does not hold where a token's squares are so large."""
+    return f"{SWELLING}{most:.2g}, which fp16 cannot hold"
 
 
 ANOTHER_FUNCTION = "every weight was carried over exactly, and the output in fp32 is not the source's"

@@ -175,7 +175,7 @@ def wrong_sentences(report: Report) -> Iterator[tuple[str, str]]:
     for name, tier in report.tiers.items():
         said = tier.reason
         if said not in (("",) if tier.holds else (remedies.OVER, remedies.SQUARES_UNSEEN)) and not (
-            said.startswith(remedies.SINKING) and not tier.holds
+            said.startswith((remedies.SINKING, remedies.SWELLING)) and not tier.holds
         ):
             yield f"tiers.{name}.reason", other
 

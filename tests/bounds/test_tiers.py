@@ -15,6 +15,7 @@ from support.adversary import adverse_inputs, observe
 from support.contract import FREE, broken, certified, layout_of
 from support.fp16_sums import fp16_runtime, one_by_one
 
+from bf16_to_fp16.auditing.regimes import RegimeResult
 from bf16_to_fp16.bounds.arithmetic import MOST_POSITIONS, UNIT, Arithmetic, growth
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import Conversion, convert
@@ -26,8 +27,8 @@ from bf16_to_fp16.families.types import RESIDUAL
 from bf16_to_fp16.numerics import NORM_FLOOR, PROOF_MARGIN_BITS
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
-from bf16_to_fp16.report.build import Decided
-from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
+from bf16_to_fp16.report.build import Decided, tiers_of
+from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN, sinks, swells
 from bf16_to_fp16.rescaling.planner import PROOF_WORTH, Fallback, Violation, least_cost
 from bf16_to_fp16.rescaling.squares import can_fit
 from bf16_to_fp16.run.stock import load
@@ -264,6 +265,17 @@ def test_no_exponent_brings_both_ends_inside_where_they_are_too_far_apart() -> N
 
         assert can_fit(layout, seen(apart / 2.01)) and not can_fit(layout, seen(apart * 1.01))
     assert can_fit(layout, {})
+
+
+def test_squares_that_were_seen_to_be_too_large_or_too_small_are_told_and_not_only_unproven() -> None:
+    layout, certified = layout_of(tiny.build("t5")), {"torch": True, "norm-fp16": False, "fp16-accumulate": False}
+    reasons = {}
+    for longest, least in ((200.0, 1.0), (300.0, 1.0), (200.0, 2.0**-20)):
+        norms = {layout.norms[0]: NormRange(longest, torch.tensor([[least, 1.0]]))}
+        regimes = {"half": RegimeResult("half", 0, 0, 1.0, 16.0, 0, (), norms=norms)}
+        reasons[longest, least] = [tier.reason for tier in tiers_of(layout, certified, regimes).values()]
+    large, small = swells(300.0**2 * growth(layout.signals[RESIDUAL].size)), sinks(2.0**-20)
+    assert list(reasons.values()) == [["", "", OVER], ["", large, large], ["", small, small]]
 
 
 @pytest.mark.parametrize("kind", ["t5-encoder", "llama"])
