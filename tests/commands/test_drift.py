@@ -142,6 +142,7 @@ def test_undo_gives_back_dtypes_tensors_and_config_as_recorded(tmp_path: Path) -
     record = {
         "dtype": "BF16",
         "dtypes": {norm: "F32"},
+        "sha256": {},
         "made": [made],
         "config_changes": {
             "dtype": {"before": "bfloat16", "after": "float16"},
@@ -151,9 +152,8 @@ def test_undo_gives_back_dtypes_tensors_and_config_as_recorded(tmp_path: Path) -
     }
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     output = {"files": [{"name": "model.safetensors", "sha256": digest}]}
-    (folder / "fp16_report.json").write_text(
-        json.dumps({"plan": plan.model_dump(), "source": record, "output": output})
-    )
+    said = {"schema": 1, "verdict": "safe", "certificate": {"sites": []}, "plan": plan.model_dump()}
+    (folder / "fp16_report.json").write_text(json.dumps(said | {"source": record, "output": output}))
     back = undo(folder, tmp_path / "back")
     after = load_file(back / "model.safetensors")
     assert set(load_file(folder / "model.safetensors")) - set(after) == {made}

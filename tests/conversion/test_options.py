@@ -56,6 +56,6 @@ def test_what_is_no_distance_is_refused(accepted: float) -> None:
 
 
 def test_a_plan_takes_no_margin_since_it_has_its_exponents() -> None:
-    with pytest.raises(UserError, match="--plan has every exponent that --margin would choose"):
+    with pytest.raises(UserError, match="--plan has all that --margin would choose"):
         Options(plan="r.json", margin_bits=4.0).check()
     Options(plan="r.json").check()
