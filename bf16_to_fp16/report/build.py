@@ -259,15 +259,18 @@ def tiers_of(
     squares = squares_of(layout, regimes["half"].norms) if "half" in regimes else None
     # No run shows what sums in fp16 would come to, nor what squares of a sentence's vector would.
     squared = squares is not None and squares.fits and not regimes["half"].vectors
+    unfit = ""
+    if squares is not None and squares.least < NORM_FLOOR:
+        unfit = remedies.sinks(squares.least)
+    elif squares is not None and squares.largest > FP16_MAX:
+        unfit = remedies.swells(squares.largest)
     seen = ("half", "norm-safe") if squared else ("half",)
     rows: dict[str, schema.TierEntry] = {}
     for tier in TIERS:
         proof: Literal["certified", "observed"] | None
         proof, reason = ("certified", "") if certified[tier.name] else (None, remedies.OVER)
-        if tier.target in SQUARING and squares is not None and squares.least < NORM_FLOOR:
-            proof, reason = None, remedies.sinks(squares.least)
-        elif tier.target in SQUARING and squares is not None and squares.largest > FP16_MAX:
-            proof, reason = None, remedies.swells(squares.largest)
+        if tier.target in SQUARING and unfit:
+            proof, reason = None, unfit
         elif tier.target in SQUARING and squares is None and proof is not None:
             proof, reason = None, remedies.SQUARES_UNSEEN
         elif proof is None and clean and tier.target in seen:

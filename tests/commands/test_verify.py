@@ -19,7 +19,7 @@ from support.forging import flip, forge
 from support.program import refused
 
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, verify
-from bf16_to_fp16.auditing.regimes import audit_folder
+from bf16_to_fp16.auditing.regimes import Audited, audit_folder
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.checkpoint.pipeline import name_variants
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -601,6 +601,7 @@ def test_what_cannot_be_checked_is_refused(folder: Path, tmp_path: Path) -> None
 
 def test_figures_of_another_text_are_told_to_be_so() -> None:
     said = [Inputs(), Inputs(data=Text(name="mine.txt"))]
-    notes = [Repeated([], each, data, [], None).other_text for each in said for data in (None, "x")]  # type: ignore[arg-type]
+    ran = Audited({}, [], [])
+    notes = [Repeated([], each, data, [], ran).other_text for each in said for data in (None, "x")]
     assert [bool(note) for note in notes] == [False, True, True, True]
     assert "those with no --data: give the same" in notes[1][0] and "those with --data mine.txt" in notes[2][0]
