@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -25,3 +29,28 @@ def loads(text: str | bytes) -> Any:
     except ValueError as error:
         raise json.JSONDecodeError(str(error), "", 0) from error
     return value
+
+
+def write_json(path: Path, data: Mapping[str, object]) -> None:
+    """Write ``data`` as ``as_json`` gives it, UTF-8."""
+    # Half a character, as a file's name may hold, becomes the escape that JSON has for it.
+    path.write_text(as_json(data), encoding="utf-8", errors="backslashreplace", newline="\n")
+
+
+def as_json(data: Mapping[str, object]) -> str:
+    """Return ``data`` as JSON with two spaces of indent and a final newline, numbers as ``finite`` makes them."""
+    return json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def finite(data: object) -> object:
+    """Return ``data`` with ±inf as ±the largest double and NaN as None: JSON has neither, and readers compare these
+    as numbers."""
+    if isinstance(data, float):
+        if math.isnan(data):
+            return None
+        return math.copysign(sys.float_info.max, data) if math.isinf(data) else data
+    if isinstance(data, Mapping):
+        return {str(k): finite(v) for k, v in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(v) for v in data]
+    return data

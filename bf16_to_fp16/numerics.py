@@ -73,3 +73,6 @@ def lowest_bit_exponent(x: torch.Tensor) -> torch.Tensor:
     result = torch.clamp(exponent, min=1) - 127 - 23 + trailing
     result = torch.where(significand == 0, torch.full_like(result, 127), result)
     return torch.where(exponent == 255, torch.full_like(result, -1000), result)
+
+
+LARGEST_EXPONENT = 500  # exponents beyond it are refused; fp64 has room for twice as much

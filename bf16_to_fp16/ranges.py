@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .numerics import FP16_MAX, NORM_FLOOR
+
 
 @dataclass(frozen=True)
 class ChannelRange:
@@ -81,3 +83,16 @@ Ranges = dict[str, ModuleRange]  # ranges by module path
 def norms_of(ranges: Mapping[str, ModuleRange] | None) -> dict[str, NormRange]:
     """Return what entered norms, by module path; nothing where nothing was observed."""
     return {path: seen.norm for path, seen in (ranges or {}).items() if seen.norm is not None}
+
+
+@dataclass(frozen=True)
+class Squares:
+    """The largest sum of squares that a norm makes, as fp16 may sum it, and the least mean of any token."""
+
+    largest: float
+    least: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the sum neither overflows nor the mean falls where squares lose more than bf16 does."""
+        return self.largest <= FP16_MAX and self.least >= NORM_FLOOR

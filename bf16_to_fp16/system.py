@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,6 @@ PATIENCE = (0.1, 0.3, 1.0)
 
 CGROUP = Path("/sys/fs/cgroup")  # where Linux says what the group of this process may use and does
 M_ARENA_MAX = -8  # glibc's mallopt option: how many arenas threads allocate in, 0 for its own choice
-
-
-def open_to_read(file: Path) -> FileIO:
-    """Return a file open for reading; raises OSError, and does not wait for the writer of a pipe."""
-    waiting = getattr(os, "O_NONBLOCK", 0)
-    return FileIO(file, opener=lambda path, flags: os.open(path, flags | BINARY | waiting))
 
 
 def open_new(file: Path) -> int:

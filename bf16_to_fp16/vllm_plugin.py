@@ -18,7 +18,7 @@ from typing import Any
 from .checkpoint.reader import open_checkpoint
 from .errors import UserError
 from .report.schema import REPORT
-from .verification.files import check_files, check_unread
+from .verification.files import check_hashes, check_unread
 from .verification.locating import read_recorded
 
 LOG = logging.getLogger("vllm.bf16_to_fp16")  # below vLLM's own, whose handlers print it
@@ -65,8 +65,8 @@ def objection(folder: Path) -> str | None:
         return str(error)
     if not report.safe:
         return f"{REPORT} says {report.verdict}"
-    for problem in (*check_files(folder, report), *check_unread(checkpoint, report)):
-        return f"{problem.name} {problem.reason}"
+    for name, reason, *_ in (*check_hashes(folder, report), *check_unread(checkpoint, report)):
+        return f"{name} {reason}"
     return None
 
 

@@ -110,7 +110,7 @@ def broken_report(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (changed_weights, "model.safetensors the weights were changed or damaged"),
+        (changed_weights, "model.safetensors was changed, damaged or cut short"),
         (called_unsafe, f"{REPORT} says unsafe"),
         (further_weights, "more.safetensors is not in the report"),
         (broken_report, "not valid JSON"),

@@ -8,53 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.reader import Checkpoint
 from ..progress import Advance
+from ..results import Fidelity
 from ..run.batch import Batch, run_batch, values_of
 from ..run.lanes import Lane, Walk, results_of
 from ..run.products import FastProducts
-from .every_output import EveryOutput, batches_shown, run_shown
+from .every_output import EveryOutput, run_recording, smallest_batches
 
 NO_CHOICE = -1e9  # a logit that nobody chooses
 _ELEMENTS_AT_A_TIME = 1 << 18  # logits compared at a time: 2 MB in float64, which a cache holds
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """How far the source in bf16 and the output in fp16 are from the source in fp32, padding left out.
-
-    measure "kl": ``kl_*`` is the mean of KL(fp32 ‖ x) per token, in nats; "relative squared error" (encoders): Σ(x −
-    fp32)² / Σ fp32² of the last hidden state. ``max_logit_error_*``: the largest difference of a logit or state.
-    ``top1_*``: the share of tokens with the same best id, None for encoders. The bf16 fields are None where no bf16
-    model was given. ``kl_fp32``: of the output's weights in fp32; ``squared_error_fp32``: their relative squared error,
-    0 where the function is the source's to the bit. A model that gives inf or NaN has infinite divergence and error.
-    """
-
-    measure: Literal["kl", "relative squared error"]
-    kl_bf16: float | None
-    kl_fp16: float
-    max_logit_error_bf16: float | None
-    max_logit_error_fp16: float
-    top1_bf16: float | None
-    top1_fp16: float | None
-    positions: int
-    kl_fp32: float | None = None
-    squared_error_fp32: float | None = None
-    reference: str = "fp32 source"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the ``fidelity`` entry of the report; what is infinite becomes null."""
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in asdict(self).items()
-        }
 
 
 Outputs = Sequence[Tensor]
@@ -93,15 +63,15 @@ def add_outputs(
     walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
 ) -> list[Lane[Tensor]]:
     """Add to a walk one lane for each batch that is compared, whose results are ``Outputs``; products are those of
-    ``FastProducts``. every: where all that is given on ``batches_shown`` is put, in their order. options: of
+    ``FastProducts``. every: where all that is given on ``smallest_batches`` is put, in their order. options: of
     ``Walk.add``."""
-    shown = [] if every is None else batches_shown(compared(batches))
+    shown = [] if every is None else smallest_batches(compared(batches))
     put = [] if every is None else every
     put.extend({} for _ in shown)
 
     def run(batch: Batch, model: Any) -> Tensor:
         with FastProducts():
-            return output_on(batch, run_shown(model, batch, shown, put))
+            return output_on(batch, run_recording(model, batch, shown, put))
 
     return [walk.add(partial(run, batch), dtype, **options) for batch in compared(batches)]
 
@@ -216,4 +186,7 @@ def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabi
         top1_bf16=from_bf16.agreeing / count if probabilities and bf16 is not None else None,
         top1_fp16=from_fp16.agreeing / count if probabilities else None,
         positions=count,
+        kl_fp32=None,
+        squared_error_fp32=None,
+        reference="fp32 source",
     )

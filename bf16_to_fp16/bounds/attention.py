@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..families.spread import spread_out
-from ..families.types import Attention
+from ..families.types import Rotary
 from .arithmetic import COMPUTED, Arithmetic
 from .linear import (
     LinearBound,
@@ -136,13 +136,13 @@ def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
     return relative, 3 * a.tiny * (1 + a.unit)
 
 
-def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, attention: Attention) -> Turned:
+def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotary) -> Turned:
     """Return what an attention's rotation makes of a norm's output; it keeps the length of a pair, but for
     ``rotation_error`` and the factor on cosines and sines.
 
     heads: that the norm is of.
     """
-    factor, order = attention.rotary_factor, pair_order(len(source.gain) // heads, attention).to(source.gain.device)
+    factor, order = rotary.factor, pair_order(len(source.gain) // heads, rotary).to(source.gain.device)
 
     def largest_of_pairs(values: Tensor) -> Tensor:
         return values.view(heads, -1)[:, order].view(heads, 2, -1).amax(1) * factor
@@ -198,17 +198,15 @@ class Rotated:
     bound: Tensor
 
 
-def pair_order(size: int, attention: Attention) -> Tensor:
+def pair_order(size: int, rotary: Rotary) -> Tensor:
     """Return the channels of a head, the first of each pair that an attention turns and then the second: [size]."""
     channels = torch.arange(size)
-    if attention.interleaved:
+    if rotary.interleaved:
         return channels.view(-1, 2).t().flatten()
-    return channels.view(attention.runs, 2, -1).transpose(0, 1).flatten()
+    return channels.view(rotary.runs, 2, -1).transpose(0, 1).flatten()
 
 
-def rotated(
-    made: LinearBound, heads: int, attention: Attention, arithmetic: Arithmetic, factor: float = 1.0
-) -> Rotated:
+def rotated(made: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0) -> Rotated:
     """Return what an attention's rotation by any angles makes of a linear's outputs, multiplied with what grows to
     ``factor`` at most.
 
@@ -216,12 +214,12 @@ def rotated(
     c), (c, b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²).
     """
     size = made.norms.numel() // heads
-    order, half = pair_order(size, attention), size // 2
+    order, half = pair_order(size, rotary), size // 2
     relative, tiny = rotation_error(arithmetic)
     if factor != 1.0:  # rounded, as is its product
         factor *= (1 + arithmetic.unit) ** 2
         tiny = tiny * factor + arithmetic.tiny
-    both = (1 + math.sqrt(2) * relative) * attention.rotary_factor * factor * COMPUTED
+    both = (1 + math.sqrt(2) * relative) * rotary.factor * factor * COMPUTED
 
     def ordered(values: Tensor) -> Tensor:
         return values.view(heads, size)[:, order] * both
@@ -243,11 +241,11 @@ def rotated(
     return Rotated(tuple(grams), shifts, longest, centres, errors, bound.flatten())
 
 
-def grown(attention: Attention, length: int) -> float:
+def grown(rotary: Rotary, length: int) -> float:
     """Return what an attention multiplies queries with at most, of sequences of up to ``length`` positions."""
-    if attention.growth is None:
+    if rotary.growth is None:
         return 1.0
-    growth, positions = attention.growth
+    growth, positions = rotary.growth
     return (1 + growth * math.log1p(length / positions)) * (1 + 2.0**-20)  # fp32's logarithm is nearer than that
 
 

@@ -28,6 +28,7 @@ from ..families.types import (
     Head,
     HeadLinear,
     Projector,
+    Rotary,
     StackEnds,
     Sublayer,
 )
@@ -359,11 +360,11 @@ class _Walk(Findings):
         )
         linears = self.linears(sublayer.fused, *reads)
         (query, query_square), (key, key_square) = next(linears), next(linears)
-        if sublayer.rotary and sublayer.query_norm:
+        if sublayer.rotary is not None and sublayer.query_norm:
             normed = (sublayer.query_norm, query, query_square, heads), (sublayer.key_norm, key, key_square, kv_heads)
-            self.turned_score(sublayer, heads, *(self.head_norm(sublayer, *each) for each in normed))
-        elif sublayer.rotary:
-            self.rotated_score(sublayer, (query, heads), (key, kv_heads))
+            self.turned_score(sublayer, sublayer.rotary, heads, *(self.head_norm(sublayer, *each) for each in normed))
+        elif sublayer.rotary is not None:
+            self.rotated_score(sublayer, sublayer.rotary, (query, heads), (key, kv_heads))
         else:
             self.score(sublayer, heads, query, key)
         del query, key
@@ -392,22 +393,29 @@ class _Walk(Findings):
         return self.normalised(path, bound.amax(0), square.mean(0), float(bound.norm(dim=1).max()))[0], together
 
     def turned_score(
-        self, sublayer: Attention, heads: int, query: tuple[NormOutput, int], key: tuple[NormOutput, int]
+        self,
+        sublayer: Attention,
+        rotary: Rotary,
+        heads: int,
+        query: tuple[NormOutput, int],
+        key: tuple[NormOutput, int],
     ) -> None:
         """Bound a rotation of normalised queries and keys, and their scores; query, key: with the number of heads that
         one norm is of."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
-        one, other = (turned(source, a, together, sublayer) for source, together in (query, key))
+        one, other = (turned(source, a, together, rotary) for source, together in (query, key))
         self.turn({sublayer.query_norm: one.bound.flatten(), sublayer.key_norm: other.bound.flatten()})
-        factors = self.rotation(sublayer, one.bound, other.bound)
+        factors = self.rotation(sublayer, rotary, one.bound, other.bound)
         self.scored(sublayer, turned_score_bounds(one, other, heads, a, scale), scale, factors)
 
-    def rotated_score(self, sublayer: Attention, query: tuple[LinearBound, int], key: tuple[LinearBound, int]) -> None:
+    def rotated_score(
+        self, sublayer: Attention, rotary: Rotary, query: tuple[LinearBound, int], key: tuple[LinearBound, int]
+    ) -> None:
         """Bound a rotation of queries and keys as their projections make them, and their scores; query, key: with the
         number of heads."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
-        one, other = rotated(*query, sublayer, a, grown(sublayer, a.max_length)), rotated(*key, sublayer, a)
-        if sublayer.growth is not None:
+        one, other = rotated(*query, rotary, a, grown(rotary, a.max_length)), rotated(*key, rotary, a)
+        if rotary.growth is not None:
             self.note(f"{sublayer.at}:mul#5", SiteKind.ROTATION, largest(one.bound))
         turned_rows = {sublayer.query: one.bound, sublayer.key: other.bound}
         if sublayer.fused:
@@ -415,7 +423,7 @@ class _Walk(Findings):
                 sublayer.query: torch.cat([one.bound, other.bound, torch.zeros(sublayer.fused[2], dtype=torch.float64)])
             }
         self.turn(turned_rows)
-        factors = self.rotation(sublayer, one.bound, other.bound)
+        factors = self.rotation(sublayer, rotary, one.bound, other.bound)
         self.scored(sublayer, rotated_score_bounds(one, other, a, scale), scale, factors)
 
     def turn(self, turned_rows: Mapping[str, Tensor]) -> None:
@@ -424,10 +432,10 @@ class _Walk(Findings):
             bound, square = self.outputs[path]
             self.outputs[path] = (torch.maximum(bound, most), square)
 
-    def rotation(self, sublayer: Attention, query: Tensor, key: Tensor) -> float:
+    def rotation(self, sublayer: Attention, rotary: Rotary, query: Tensor, key: Tensor) -> float:
         """Record the steps of a rotation of queries and keys; return their largest bound."""
         most = max(largest(query), largest(key))
-        self.note(f"{sublayer.rotary}:to", SiteKind.ROTATION, sublayer.rotary_factor)
+        self.note(f"{rotary.at}:to", SiteKind.ROTATION, rotary.factor)
         for operation in ("mul", "mul#2", "mul#3", "mul#4", "add", "add#2"):
             self.note(f"{sublayer.at}:{operation}", SiteKind.ROTATION, most)
         return most

@@ -27,6 +27,7 @@ from ..families.types import (
     HeadLinear,
     Kind,
     Projector,
+    Rotary,
     StackEnds,
     Sublayer,
     feed_forwards_of,
@@ -394,9 +395,11 @@ class _Walk:
         if not self.wants(*sites):
             return
         assert other is not None
-        if sublayer.rotary:
+        if sublayer.rotary is not None:
             product, scaled, span = (
-                self.turned_scores(sublayer) if sublayer.query_norm else self.rotated_scores(sublayer, source)
+                self.turned_scores(sublayer, sublayer.rotary)
+                if sublayer.query_norm
+                else self.rotated_scores(sublayer, sublayer.rotary, source)
             )
             for site, bound in zip(sites, (product, *self.masked(sublayer, scaled, span)), strict=True):
                 self.note(site, bound)
@@ -430,7 +433,7 @@ class _Walk:
         for site, bound in zip(sites, (sums + off, *self.masked(sublayer, scaled, span)), strict=False):
             self.note(site, bound)
 
-    def turned_scores(self, sublayer: Attention) -> tuple[Tensor, ...]:
+    def turned_scores(self, sublayer: Attention, rotary: Rotary) -> tuple[Tensor, ...]:
         """Bounds of the scores of normalised and turned queries and keys, which heads of one norm have in common: of
         products and partial sums, scaled, and of how far those of one query lie apart."""
         scale = self.layout.score_scale(sublayer)
@@ -438,7 +441,7 @@ class _Walk:
         if not sublayer.norms_whole:
             heads = kv_heads = 1
         norms = zip((sublayer.query_norm, sublayer.key_norm), (heads, kv_heads), strict=True)
-        query, key = (turned(self.norm(path), self.a, of, sublayer) for path, of in norms)
+        query, key = (turned(self.norm(path), self.a, of, rotary) for path, of in norms)
         made = turned_score_bounds(query, key, heads, self.a, scale)
         return torch.maximum(made.product, made.partial), made.product * scale, made.span
 
@@ -458,7 +461,7 @@ class _Walk:
         span = masked_span(span, scores, biases[0] if biases else None, self.a)
         return scores + torch.stack([bias.abs().amax(0) for bias in biases]).amax(0) if biases else scores, span
 
-    def rotated_scores(self, sublayer: Attention, source: NormOutput) -> tuple[Tensor, ...]:
+    def rotated_scores(self, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
         """Bounds of the scores of turned queries and keys without norms, head by head: of products and partial sums,
         scaled, and of how far those of one query lie apart."""
         a, scale = self.a, self.layout.score_scale(sublayer)
@@ -467,9 +470,9 @@ class _Walk:
         query, key, *_ = self.linears(sublayer.fused, (sublayer.query, source), (sublayer.key, source))
         for made, number in ((query, heads), (key, kv_heads)):
             size = len(made.norms) // number
-            order = pair_order(size, sublayer).to(made.norms.device)
+            order = pair_order(size, rotary).to(made.norms.device)
             matrix, centre = made.radius * made.matrix.view(number, size, -1)[:, order], made.centre.view(number, size)
-            factor = sublayer.rotary_factor * (grown(sublayer, a.max_length) if made is query else 1.0)
+            factor = rotary.factor * (grown(rotary, a.max_length) if made is query else 1.0)
             matrix, centre = matrix * factor, centre * factor
             group = heads // number
             sides.append((matrix.repeat_interleave(group, 0), centre[:, order].repeat_interleave(group, 0)))

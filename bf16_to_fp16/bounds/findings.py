@@ -220,3 +220,17 @@ class Findings:
 def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
     """Return bounds and expected mean squares as the planner takes them."""
     return ChannelRange(pair[0].float(), pair[1].float(), 1)
+
+
+@dataclass(frozen=True)
+class SourceBounds:
+    """The bounds of the unscaled source under one layout.
+
+    ranges: what each module can reach. exponents: of the streams, under which LayerNorm's eps was bounded. unmoved:
+    sites over their limit that no exact exponent moves. failing: these, and those behind a sentence encoder or a tower.
+    """
+
+    ranges: Mapping[str, ModuleRange]
+    exponents: Mapping[str, int]
+    unmoved: frozenset[str]
+    failing: frozenset[str]

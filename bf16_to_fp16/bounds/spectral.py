@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..devices import on_device
 from ..families.layout import TensorReader
-from ..run.products import times_rows
+from ..run.onednn import times_rows
 from .arithmetic import COMPUTED, full_precision
 from .factored import IN_CACHE, Tall
 

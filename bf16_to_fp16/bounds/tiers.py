@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..checkpoint.side_modules import SideModule
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.side_modules import SideModule, read_side_modules
+from ..devices import Device, products_on
 from ..families.layout import Layout, TensorReader
-from ..targets import TIERS
+from ..progress import Progress
+from ..targets import TIERS, WHERE
 from .arithmetic import Arithmetic
-from .certificate import bound, is_certified
+from .certificate import bound, fp16_weights, is_certified
+from .findings import Certificate
 from .side_modules import with_side_modules
 from .spectral import Spectra
 
@@ -46,3 +50,37 @@ def certified_tiers(
         else:
             holding[tier.name] = is_certified(layout, weights, arithmetic, tier.target, spectra)
     return holding
+
+
+def bounded(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    target: str,
+    arithmetic: Arithmetic,
+    device: Device,
+    progress: Progress,
+    whose: str = "",
+    spectra: Spectra | None = None,
+    *,
+    weights: TensorReader | None = None,
+    tiers: bool = True,
+) -> tuple[Certificate, dict[str, bool]]:
+    """Return the certificate of a checkpoint's weights rounded to fp16, with what stands behind a sentence encoder, and
+    if asked for by tier whether its own holds.
+
+    whose: ends the name of the step. spectra: eigenvalues that are known. weights: other values than the checkpoint's.
+    So many parameters, since all commands that bound something share it.
+    """
+    weights, modules = weights or fp16_weights(checkpoint, layout), read_side_modules(checkpoint.folder)
+    spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
+    with products_on(device, "certificate"):
+        with progress.step(f"Bounding every site{whose} {WHERE[target]}") as advance:
+            bounds = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
+        certificate = with_side_modules(bounds, layout, modules)
+        if tiers:
+            holds = certificate.holds
+            with progress.step("Bounding every site in stricter arithmetic"):
+                by_tier = certified_tiers(
+                    layout, weights, target, holds=holds, arithmetic=arithmetic, spectra=spectra, modules=modules
+                )
+    return certificate, by_tier

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, shortened
+from ..json_text import loads
 from .files import read_json
-from .places import RESTORE, check_not_gguf, contained, shown
+from .places import RESTORE, check_not_gguf, contained, leaves, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -97,3 +99,46 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
             missing = folder / shortened(file.name)
             raise UserError(f"{missing} is missing, but {weights} names it; fetch it from the original checkpoint")
     return files, index
+
+
+MODULES = "modules.json"  # the file in which sentence-transformers lists the modules of a folder
+
+
+WITHOUT_FILES = ("Normalize",)
+"""Classes of a sentence encoder's modules whose folders are empty, which a repository does not keep."""
+
+
+def listed_modules(source: Path) -> list[Mapping[str, Any]]:
+    """Return the entries of a sentence encoder's ``modules.json``, none without one; raise UserError where a folder
+    that it names is not there."""
+    listing = source / MODULES
+    if not listing.is_file():
+        return []
+    try:
+        listed = list(loads(listing.read_text(encoding="utf-8")))
+        kinds = {str(m["path"]): str(m.get("type", "")).rpartition(".")[2] for m in listed if m["path"]}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{listing}: not a list of modules with paths; restore it from the original checkpoint"
+        ) from error
+    for name, kind in sorted(kinds.items()):
+        if leaves(name) or len(Path(name).parts) != 1:
+            raise UserError(
+                f"{listing}: module path {name!r} leaves the folder; restore it from the original checkpoint"
+            )
+        if not (source / name).is_dir() and kind not in WITHOUT_FILES:
+            raise UserError(
+                f"{listing}: module {name!r} is not in {source}; fetch the whole checkpoint, its output depends on it"
+            )
+    return listed
+
+
+def side_modules(source: Path) -> set[str]:
+    """Return the sub-folders that a sentence encoder's ``modules.json`` names; raises as ``listed_modules`` does."""
+    # Also of ./1_Pooling and 1_Pooling/.
+    return {Path(str(entry["path"])).name for entry in listed_modules(source) if entry["path"]}
+
+
+def is_converted(folder: Path) -> bool:
+    """Return whether this program wrote the checkpoint in ``folder``."""
+    return (Path(folder) / "fp16_report.json").is_file()

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
-import math
 import shutil
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from ..errors import UserError
-from ..json_text import loads
-from .places import contained, leaves
-from .staging import FULL_OR_FAILING
+from .contents import side_modules
+from .disk import FULL_OR_FAILING
+from .places import contained
 
 OTHER_WEIGHTS = (
     *(".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".onnx", ".pt"),
@@ -33,10 +29,6 @@ CODE = (
 )
 """Endings of files that run, or run something when they are read: what is converted needs none of them."""
 
-MODULES = "modules.json"  # the file in which sentence-transformers lists the modules of a folder
-
-WITHOUT_FILES = ("Normalize",)
-"""Classes of a sentence encoder's modules whose folders are empty, which a repository does not keep."""
 
 OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html", ".gitattributes")
 """Top-level files that a converted folder has of its own."""
@@ -135,62 +127,6 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def listed_modules(source: Path) -> list[Mapping[str, Any]]:
-    """Return the entries of a sentence encoder's ``modules.json``, none without one; raise UserError where a folder
-    that it names is not there."""
-    listing = source / MODULES
-    if not listing.is_file():
-        return []
-    try:
-        listed = list(loads(listing.read_text(encoding="utf-8")))
-        kinds = {str(m["path"]): str(m.get("type", "")).rpartition(".")[2] for m in listed if m["path"]}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{listing}: not a list of modules with paths; restore it from the original checkpoint"
-        ) from error
-    for name, kind in sorted(kinds.items()):
-        if leaves(name) or len(Path(name).parts) != 1:
-            raise UserError(
-                f"{listing}: module path {name!r} leaves the folder; restore it from the original checkpoint"
-            )
-        if not (source / name).is_dir() and kind not in WITHOUT_FILES:
-            raise UserError(
-                f"{listing}: module {name!r} is not in {source}; fetch the whole checkpoint, its output depends on it"
-            )
-    return listed
-
-
-def side_modules(source: Path) -> set[str]:
-    """Return the sub-folders that a sentence encoder's ``modules.json`` names; raises as ``listed_modules`` does."""
-    # Also of ./1_Pooling and 1_Pooling/.
-    return {Path(str(entry["path"])).name for entry in listed_modules(source) if entry["path"]}
-
-
-def write_json(path: Path, data: Mapping[str, object]) -> None:
-    """Write ``data`` as ``as_json`` gives it, UTF-8."""
-    # Half a character, as a file's name may hold, becomes the escape that JSON has for it.
-    path.write_text(as_json(data), encoding="utf-8", errors="backslashreplace", newline="\n")
-
-
-def as_json(data: Mapping[str, object]) -> str:
-    """Return ``data`` as JSON with two spaces of indent and a final newline, numbers as ``finite`` makes them."""
-    return json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def finite(data: object) -> object:
-    """Return ``data`` with ±inf as ±the largest double and NaN as None: JSON has neither, and readers compare these
-    as numbers."""
-    if isinstance(data, float):
-        if math.isnan(data):
-            return None
-        return math.copysign(sys.float_info.max, data) if math.isinf(data) else data
-    if isinstance(data, Mapping):
-        return {str(k): finite(v) for k, v in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [finite(v) for v in data]
-    return data
-
-
 def tokenizer_beside(folder: Path, subfolder: str | None) -> Path | None:
     """Return the tokenizer's folder of a diffusers layout: ``text_encoder_2`` has ``tokenizer_2`` beside it."""
     if subfolder is None or "text_encoder" not in subfolder:
@@ -208,11 +144,6 @@ def check_tokenizer(*folders: Path | None) -> None:
     if not any(folder is not None and has_tokenizer(folder) for folder in folders):
         # Stock code then makes an empty tokenizer, which turns every text into unknown tokens.
         raise UserError(f"{folders[0]}: no tokenizer files, and text needs them; put the original's tokenizer there")
-
-
-def is_converted(folder: Path) -> bool:
-    """Return whether this program wrote the checkpoint in ``folder``."""
-    return (Path(folder) / "fp16_report.json").is_file()
 
 
 def converted_already(source: Path, says: str = "fp16_report.json") -> UserError:

@@ -17,11 +17,12 @@ import torch
 from .. import system
 from ..errors import UserError
 from ..wording import counted
+from .disk import writing
 from .files import read_bytes, reading, size_of
 from .formats import READ_BYTES, SAFETENSORS_DTYPES, bytes_of
 from .headers import FLOATING_DTYPES, TensorInfo, read_whole_header
 from .places import shown
-from .staging import created, writing
+from .staging import created
 
 ByTensor = Mapping[str, Sequence[int]]
 """Powers of two by tensor: one for each of so many equal blocks of its columns."""

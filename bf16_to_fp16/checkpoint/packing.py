@@ -8,7 +8,6 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import os
@@ -23,18 +22,12 @@ from .. import system
 from ..errors import UserError
 from ..system import write_all
 from . import files, headers
-from .layouts import LAYOUTS
+from .disk import writing
 from .naming import STOCK, Naming
 from .ownership import is_kept
-from .staging import ELSEWHERE, check_apart, check_file, created, umask, writing
+from .packed import SUMMARY, TENSORS, WAY_BACK, summary_of
+from .staging import ELSEWHERE, check_apart, check_file, created, umask
 
-SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
-"""Keys of a file's metadata: what it is, as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""
-
-TENSORS = "bf16_to_fp16.tensors_sha256"
-"""Key of a file's metadata: the SHA-256 of its tensors, as ``described`` and then their bytes, in the file's order."""
-
-LONGEST_WAY_BACK = 64_000_000  # bytes of the plan and config that a file may hold; an XXL encoder's have less than 3 MB
 COPIED_BYTES = 1 << 22  # bytes copied at a time
 
 
@@ -130,29 +123,6 @@ def tensors_sha256(file: Path) -> str:
     return running.hexdigest()
 
 
-def metadata_in(file: Path) -> dict[str, str]:
-    """Return a file's own metadata, none where it is no safetensors file; raise UserError where it is damaged."""
-    return headers.read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
-
-
-def recorded_sha256(file: Path) -> str | None:
-    """Return the hash of its tensors that a file records, None where it has none."""
-    return metadata_in(file).get(TENSORS)
-
-
-def summary_of(file: Path) -> dict[str, Any] | None:
-    """Return what a file of weights says of its conversion, None where no conversion wrote it; raise UserError where it
-    is damaged."""
-    if not file.is_file():
-        raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
-    if (said := metadata_in(file).get(SUMMARY)) is None:
-        return None
-    summary = files.parse_json(said.encode(), file, "metadata")
-    if not all(isinstance(summary.get(key), str) for key in ("layout", "verdict", "proof", "target", "command")):
-        raise UserError(f"{file}: its metadata are damaged; convert the source again")
-    return summary
-
-
 def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
     """Move a finished file to ``out``; raise UserError where something has appeared there meanwhile."""
     with writing(out, ELSEWHERE):
@@ -170,31 +140,3 @@ def metadata_of(summary: Mapping[str, Any], way_back: Mapping[str, Any]) -> dict
     """Return the metadata of a file: what it is, and what ``undo`` needs."""
     packed = zlib.compress(json.dumps(way_back, ensure_ascii=False).encode(), 9)
     return {SUMMARY: json.dumps(summary, ensure_ascii=False), WAY_BACK: base64.b64encode(packed).decode()}
-
-
-def packed_data(file: Path) -> dict[str, Any]:
-    """Return what ``undo`` needs of a file that ``convert --layout`` wrote; raise UserError for any other file."""
-    if (data := way_back_of(file)) is None:
-        raise UserError(f"{file}: convert --layout did not write it; give a file that it wrote, or a converted folder")
-    return data
-
-
-def way_back_of(file: Path) -> dict[str, Any] | None:
-    """Return what ``undo`` needs of a file that this program wrote, with its ``layout``; None for any other file, and
-    raise UserError where it is damaged."""
-    metadata = metadata_in(file)
-    if WAY_BACK not in metadata:
-        return None
-    try:
-        unpacking = zlib.decompressobj()
-        data = unpacking.decompress(base64.b64decode(metadata[WAY_BACK], validate=True), LONGEST_WAY_BACK)
-        if not unpacking.eof:
-            raise ValueError("cut short or too long")
-    except (ValueError, binascii.Error, zlib.error) as error:
-        raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again") from error
-    way_back = files.parse_json(data, file, WAY_BACK)
-    summary = files.parse_json(metadata.get(SUMMARY, "{}").encode(), file, SUMMARY)
-    parts = (way_back.get("plan"), way_back.get("config"), way_back.get("source"), way_back.get("weights"))
-    if not all(isinstance(part, dict) for part in parts) or summary.get("layout") not in LAYOUTS:
-        raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again")
-    return way_back | {"layout": summary["layout"]}

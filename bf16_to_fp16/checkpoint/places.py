@@ -119,3 +119,8 @@ def contained(folder: Path, name: str) -> Path:
 def shown(value: object) -> str:
     """Return a name or value from a stranger's file as an error message may repeat it, cut where it is long."""
     return repr(shortened(value)) if isinstance(value, str) else shortened(repr(value))
+
+
+def shown_in_a_command(word: str | Path) -> str:
+    """Return a word of a command line as it is published: of a local path the last part."""
+    return own_name(word) if Path(word).exists() else str(word)

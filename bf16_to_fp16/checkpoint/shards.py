@@ -18,8 +18,6 @@ from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from .headers import entry_of, header_of
 from .reader import Checkpoint
 
-LARGEST_EXPONENT = 500  # exponents beyond it are refused; fp64 has room for twice as much
-
 
 @dataclass(frozen=True)
 class Write:

@@ -16,11 +16,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import UserError
+from .contents import MODULES, WEIGHTS, listed_modules
 from .files import nested_value, read_json
-from .folder import MODULES, listed_modules
 from .formats import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, read_range
 from .reader import collect, weight_files
-from .shards import WEIGHTS
 
 DENSE, DROPOUT, LAYER_NORM, NORMALIZE, POOLING = "Dense", "Dropout", "LayerNorm", "Normalize", "Pooling"
 BOUNDED = (DENSE, DROPOUT, LAYER_NORM, NORMALIZE, POOLING)

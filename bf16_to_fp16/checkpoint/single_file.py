@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from ..errors import UserError, shortened
+from ..json_text import write_json
 from . import files, formats, headers
-from .folder import write_json
+from .disk import FREE_SPACE_REMEDY, check_free_space, writing
 from .layouts import LAYOUTS, TEXT, TOKENIZERS
 from .naming import Naming, found_in
-from .packing import way_back_of
+from .packed import way_back_of
 from .places import RESTORE
-from .staging import FREE_SPACE_REMEDY, check_free_space, writing
 
 SPIECE_FILE = "spiece.model"  # what T5's tokenizers call theirs
 SCALES = (".scale_weight", ".weight_scale")

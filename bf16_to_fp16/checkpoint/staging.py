@@ -21,15 +21,11 @@ from typing import Any
 
 from .. import system
 from ..errors import UserError, shortened
-from ..wording import bytes_in_words
+from .disk import FREE_SPACE_REMEDY, FULL_OR_FAILING, writing
 from .ownership import files_of, has_record, is_made_from, is_report, is_whole, strange_file
-
-FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-"""Errors of the disk that is written to."""
 
 MOST_FOLDERS = 200  # folders in each other that an output may lie in; Python makes some 1,000
 ELSEWHERE = "choose another output path"
-FREE_SPACE_REMEDY = "free some space or choose another output path"
 
 
 def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = False) -> None:
@@ -311,28 +307,6 @@ def sync_tree(folder: Path) -> None:
         for name in files:
             system.sync_file(Path(root) / name)
         system.sync_folder(Path(root))
-
-
-def check_free_space(what: str, nbytes: int, folder: Path, *, of: str = "the cache", variable: str = "HF_HOME") -> None:
-    """Raise UserError where the disk of a folder has no room for so many bytes. what: needs them. of: what the folder
-    is called; variable: of the environment, that chooses another one."""
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise UserError(
-            f"{what} needs {bytes_in_words(nbytes)} and the disk of {of} has {bytes_in_words(free)};"
-            f" free some space, or set {variable} to a folder on another disk"
-        )
-
-
-@contextmanager
-def writing(path: Path, remedy: str = FREE_SPACE_REMEDY) -> Iterator[None]:
-    """Turn an error of the disk into a UserError that names the output file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; {remedy}") from error
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def provable(lone: object, folder: Path, config: Mapping[str, Any]) -> None:
 
 def exact_next(report: Report, source: str, subfolder: str | None) -> str:
     """Return a report's next step with the path as it was given, of which the report has the last part only."""
-    from ..checkpoint.folder import is_converted
+    from ..checkpoint.contents import is_converted
     from ..families.known import named
     from ..report.remedies import going_on_from
 
@@ -180,14 +180,12 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @shared.subfolder
 @shared.device
 @shared.endpoint
-@shared.verbose
 @shared.json_file
 def verify_command(
     source: str,
     original: str | None,
     data: str | None,
     no_audit: bool,
-    verbose: bool,
     json_file: str | None,
     **options: Any,
 ) -> int:
@@ -199,13 +197,14 @@ def verify_command(
     shared.check_given(original, check=partial(runnable, None))
     from ..commands.verify import verify
     from ..report import terminal
-    from ..report.schema import Verification, read
+    from ..report.answers import Verification
+    from ..report.schema import read
 
     run_model, progress = not no_audit, shared.make_progress()
     result = verify(source, original=original, data=data, run_model=run_model, progress=progress, **options)
     shared.write_result(json_file, result)
     if json_file != "-":
-        terminal.print_verification(read(Verification, result), verbose=verbose)
+        terminal.print_verification(read(Verification, result))
     return SAFE if result["verified"] else UNSAFE
 
 
@@ -231,7 +230,8 @@ def check_command(out: str, runtime: str, source: str | None, seed: int, json_fi
         shared.check_given(given, check=partial(runnable, None))
     from ..commands.check import check
     from ..report import terminal
-    from ..report.schema import RuntimeCheck, read
+    from ..report.answers import RuntimeCheck
+    from ..report.schema import read
 
     result = check(out, runtime, source=source, seed=seed, progress=shared.make_progress())
     shared.write_result(json_file, result)

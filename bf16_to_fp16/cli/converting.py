@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..checkpoint.adapters import config_for
-from ..checkpoint.folder import converted_already, is_converted
+from ..checkpoint.contents import is_converted
+from ..checkpoint.folder import converted_already
 from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packing import check_out_file
 from ..checkpoint.pipeline import is_pipeline
@@ -60,10 +61,8 @@ BESIDE = (
 """The options of ``convert`` that are no fields of ``Options``."""
 
 
-def every_option(command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command the options of a conversion, and those beside them."""
-    options = (*map(shared.field_option, FLAGS), *BESIDE)
-    for option in reversed(options):  # the last decorator is the first in ``--help``
+def options_of_convert(command: Callable[..., int]) -> Callable[..., int]:
+    for option in reversed((*map(shared.field_option, FLAGS), *BESIDE)):  # the last decorator is the first in --help
         command = option(command)
     return command
 
@@ -71,7 +70,7 @@ def every_option(command: Callable[..., int]) -> Callable[..., int]:
 @click.command("convert", cls=Grouped)
 @shared.source
 @click.argument("out", type=shared.FOLDER, required=False)
-@every_option
+@options_of_convert
 def convert_command(
     source: str,
     out: Path | None,
@@ -96,21 +95,36 @@ def convert_command(
     options.check()
     folder = options.layout == FOLDER_LAYOUT
     idle = [flag for flag, given in (("--dry-run", dry_run), ("--no-audit", not options.run_model)) if given]
-    check_together(recipe, push_to, folder=folder, idle=idle)
+    if not folder and (recipe is not None or push_to is not None):
+        raise UserError("--layout writes one file; leave it out with --finetune and --push-to, which make a folder")
+    if recipe is not None and idle:
+        raise UserError(f"a finetune follows from the audit; leave out either --finetune or {' and '.join(idle)}")
     if push_to is not None:
         check_publishable(push_to, dry_run=dry_run)
         out = out or Path(push_to.rpartition("/")[2])
     if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
     if out is not None:
-        check_free(out, Path(source), folder=folder, force=force, aside=dry_run)
+        try:
+            (check_out if folder else check_out_file)(out, Path(source), force=force)
+        except UserError as error:
+            if not dry_run:
+                raise
+            show(f"the conversion itself would stop: {error}", aside=True)
     out = out or Path("OUT")  # of a dry run, which writes nothing
     fit = partial(check_convertible, options)
     shared.check_given(source, options.data, options.config, options.subfolder, check=fit)
     place = Destination(out, force=force, dry_run=dry_run)
-    if (pipeline := whole_pipeline(source, options)) is not None:
-        check_whole(source, recipe, push_to)
-        return convert_whole(options, pipeline, place, copy, verbose=verbose, json_file=json_file)
+    if folder and options.subfolder is None and options.config is None:
+        from ..checkpoint.pipeline import open_pipeline
+        from ..families.components import is_converted_in
+
+        if (pipeline := open_pipeline(source, is_converted_in, None)) is not None:
+            for option, given in (("--finetune", recipe), ("--push-to", push_to)):
+                if given is not None:
+                    one = f"{option} takes one model, and {source} is a whole pipeline"
+                    raise UserError(f"{one}; give --subfolder NAME as well")
+            return convert_whole(options, pipeline, place, copy, verbose=verbose, json_file=json_file)
     if copy:
         raise UserError(f"--copy is for whole pipelines, and {source} is one model; leave it out")
     if recipe is not None:
@@ -162,25 +176,6 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
     return SAFE
 
 
-def whole_pipeline(source: str, options: Options) -> Pipeline | None:
-    """Return the pipeline that is to be converted whole, None for one model."""
-    if options.subfolder is not None or options.config is not None or options.layout != FOLDER_LAYOUT:
-        return None
-    from ..checkpoint.pipeline import open_pipeline
-    from ..families.known import is_converted_in
-
-    return open_pipeline(source, is_converted_in, None)
-
-
-def check_whole(source: str, recipe: Path | None, push_to: str | None) -> None:
-    """Raise UserError for options of ``convert`` that take one model, where SOURCE is a whole pipeline."""
-    for option, given in (("--finetune", recipe), ("--push-to", push_to)):
-        if given is not None:
-            raise UserError(
-                f"{option} takes one model, and {source} is a whole pipeline; give --subfolder NAME as well"
-            )
-
-
 def convert_whole(
     options: Options,
     pipeline: Pipeline,
@@ -218,25 +213,6 @@ def check_convertible(options: Options, folder: Path, config: Mapping[str, Any])
     provable(options.config, folder, config)
     if options.plan is not None:
         recorded_plan(Path(options.plan), None if options.target == AUTO else options.target)
-
-
-def check_free(out: Path, source: Path, *, folder: bool, force: bool, aside: bool) -> None:
-    """Raise UserError unless a conversion can be written at ``out``, as a folder or as one file; aside: say it, as for
-    a dry run."""
-    try:
-        (check_out if folder else check_out_file)(out, source, force=force)
-    except UserError as error:
-        if not aside:
-            raise
-        show(f"the conversion itself would stop: {error}", aside=True)
-
-
-def check_together(recipe: Path | None, push_to: str | None, *, folder: bool, idle: Sequence[str]) -> None:
-    """Raise UserError for options of ``convert`` that do not go together; idle: those given that leave out the run."""
-    if not folder and (recipe is not None or push_to is not None):
-        raise UserError("--layout writes one file; leave it out with --finetune and --push-to, which make a folder")
-    if recipe is not None and idle:
-        raise UserError(f"a finetune follows from the audit; leave out either --finetune or {' and '.join(idle)}")
 
 
 def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:

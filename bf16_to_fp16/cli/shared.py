@@ -17,7 +17,7 @@ from ..checkpoint.fetching import SMALL_FILES, fetched
 from ..checkpoint.files import zip_records
 from ..checkpoint.folder import check_tokenizer, tokenizer_beside
 from ..checkpoint.headers import read_header
-from ..checkpoint.packing import packed_data
+from ..checkpoint.packed import packed_data
 from ..checkpoint.places import CHECKPOINT, local_folder, local_source, subfolder_of
 from ..checkpoint.recorded import recorded
 from ..conversion.options import FLAGS, Options
@@ -220,8 +220,8 @@ def write_result(target: str | None, data: Mapping[str, Any], *, published: Mapp
     for ``-``."""
     if target is None:
         return
-    from ..checkpoint.folder import finite, write_json
     from ..environment import SCHEMA
+    from ..json_text import finite, write_json
 
     data = {"schema": SCHEMA, **data} | ({} if published is None else {"published": published})
     if target == "-":

@@ -7,34 +7,29 @@ weights, so that of the checkpoint says nothing of an adapter on it; that of the
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
-from ..checkpoint.adapters import CONFIG, NOTE, TENSORS, config_for, config_of
-from ..checkpoint.folder import carry_over, records, write_json
+from ..checkpoint.adapters import CONFIG, NOTE, TENSORS, config_for
+from ..checkpoint.folder import carry_over, records
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import check_out, staged
-from ..errors import UserError, first_line
-from ..families.layout import Layout, TensorReader
+from ..errors import UserError
+from ..families.layout import Layout
 from ..families.resolve import head_scale, resolve
+from ..json_text import write_json
 from ..report.schema import REPORT, Source, read_report
 from ..report.stored import read_origin, read_plan
-from ..rescaling.adapters import Scaled, merged_update, part_of, scaled_adapter
+from ..rescaling.adapters import Scaled, scaled_adapter
 from ..rescaling.edits import edits_of
 from ..rescaling.plan import Plan, inverse
+from ..run.merging import read_tensors
 from .undo import config_before
-
-MERGED = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
-"""Parts of an adapter that can be merged into a weight by themselves."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +127,6 @@ def convert_adapter(
     return ConvertedAdapter(out, on, rescaled, finetuned, edited=bool(edits_of(layout, plan).exponents))
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of an adapter; raise UserError where they cannot be read, or there are none."""
-    try:
-        tensors = load_file(folder / TENSORS)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder / TENSORS}: cannot be read ({first_line(error)}); save the adapter again") from error
-    if not tensors:
-        raise UserError(f"{folder / TENSORS}: holds no tensor; save the adapter again")
-    return tensors
-
-
 def check_tying(adapter: Path, config: Mapping[str, Any], plan: Plan) -> None:
     """Raise UserError for an adapter that is to stay tied where the conversion has separated head and embedding."""
     if plan.untied_head and config.get("ensure_weight_tying"):
@@ -157,43 +141,3 @@ def head_gain(layout: Layout, plan: Plan, checkpoint: Checkpoint, origin: Source
     if not plan.untied_head or layout.family.untie != "scaled":
         return 1.0
     return head_scale(layout.family, config_before(checkpoint.config, origin), True)
-
-
-def merged_weights(adapter: Path, folder: Path, layout: Layout, stored: TensorReader) -> TensorReader:
-    """Return a function from a layout's tensor name to the fp16 values of a checkpoint merged with an adapter for it.
-
-    folder: the checkpoint's. stored: gives its own values. Raises UserError for an adapter with more than A and B, or
-    that is not on it, or says that it is for the other side of a conversion.
-    """
-    config, tensors = config_of(adapter, folder), read_tensors(adapter)
-    others = [name for name in tensors if not MERGED.search(name)]
-    if others:
-        raise UserError(
-            f"{adapter / TENSORS}: {others[0]} is more than A and B, which are merged here; merge it with PEFT's"
-            " merge_and_unload(), and certify what that saves"
-        )
-    try:
-        update = merged_update(tensors, layout, scaling_of(tensors, config))
-    except UserError as error:
-        raise UserError(f"{adapter / TENSORS}: {error}") from None
-
-    def read(name: str) -> Tensor:
-        weight = stored(name)
-        return weight if name not in update else (weight.float() + update[name]).half()
-
-    return read
-
-
-def scaling_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, float]:
-    """Return by module path what an adapter multiplies B·A with: alpha/r, or alpha/√r with ``use_rslora``."""
-    scalings = {}
-    for name, values in tensors.items():
-        target, part = part_of(name)
-        if part is None or part.suffix not in (".lora_A.weight", ".lora_embedding_A"):
-            continue
-        path, rank = target.rpartition(".")[0], values.shape[0]
-        patterns: Mapping[str, Any] = config.get("alpha_pattern") or {}
-        fitting = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path))
-        alpha = float(next(fitting, config.get("lora_alpha", 8)))
-        scalings[path] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return scalings

@@ -7,23 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import fp16_weights
-from ..checkpoint.folder import is_converted
-from ..checkpoint.places import own_name
-from ..conversion.measuring import bounded
-from ..conversion.options import shown_in_a_command
-from ..conversion.planning import classified, opened_with_notes
+from ..bounds.tiers import bounded
+from ..checkpoint.contents import is_converted
+from ..checkpoint.places import own_name, shown_in_a_command
+from ..conversion.opening import classified, opened_with_notes
 from ..devices import Device
 from ..environment import SCHEMA
 from ..families.known import padding_entry
 from ..progress import Progress, shown_by
 from ..quiet import quiet
-from ..report.build import speaking_of, tiers_of
-from ..report.page import Result
 from ..report.remedies import NORMALISE_IN_FP32, going_on_from, normalising_is_all, over_limits
-from ..report.schema import CertificateEntry, Environment, Report, Source, dump
-from ..report.stored import recorded_target
+from ..report.result import Result
+from ..report.schema import CertificateEntry, Environment, Report, Source, recorded_target
+from ..report.tiers import judged_tiers
+from ..results import dump
+from ..run.merging import merged_weights
 from ..targets import WHERE
-from .adapter import merged_weights
 
 if TYPE_CHECKING:
     import torch
@@ -81,10 +80,12 @@ def certify(
         ),
         target=target,
         padding=padding_entry(layout.config),
-        tiers=tiers_of(layout, tiers, {}),
+        tiers=judged_tiers(tiers),
         certificate=described,
         uncertified=unproven,
         next="" if certificate.holds else then,
         environment=Environment.model_validate(on.environment()),
     )
-    return Result(dump(speaking_of(report, layout)))
+    if layout.alone is not None:
+        report = report.model_copy(update={"model_class": layout.alone})
+    return Result(dump(report))

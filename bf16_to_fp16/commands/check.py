@@ -21,8 +21,10 @@ from ..errors import UserError
 from ..families.layout import Layout
 from ..progress import Progress, shown_by
 from ..quiet import quiet
+from ..report.answers import ArithmeticEntry, ComparisonEntry, RuntimeCheck
 from ..report.page import Result
-from ..report.schema import ArithmeticEntry, ComparisonEntry, Environment, RuntimeCheck, dump
+from ..report.schema import Environment
+from ..results import dump
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch

@@ -17,33 +17,23 @@ from html import escape
 from pathlib import Path
 from typing import Any, Unpack
 
+from ..checkpoint.contents import WEIGHTS, is_converted
 from ..checkpoint.files import read_json
-from ..checkpoint.folder import as_json, converted_already, is_converted, records, sha256_of, write_json
+from ..checkpoint.folder import converted_already, records, sha256_of
 from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
-from ..checkpoint.packing import (
-    check_out_file,
-    metadata_of,
-    pack,
-    put_file_in_place,
-    summary_of,
-)
+from ..checkpoint.packed import summary_of
+from ..checkpoint.packing import check_out_file, metadata_of, pack, put_file_in_place
+from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.shards import WEIGHTS
 from ..checkpoint.staging import scratch, staged
 from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
-from ..conversion.options import (
-    FIXED,
-    Destination,
-    GivenOptions,
-    Options,
-    Provenance,
-    shown_in_a_command,
-)
+from ..conversion.options import FIXED, Destination, GivenOptions, Options, Provenance
 from ..conversion.pipelines import entered
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..json_text import as_json, write_json
 from ..numerics import FP16_MAX
 from ..progress import Progress, shown_by
 from ..quiet import quiet
@@ -63,13 +53,14 @@ from ..report.remedies import (
     finetuning_of,
     normalising_is_all,
 )
-from ..report.schema import CARD, PAGE, REPORT, Report, dump, read
+from ..report.schema import CARD, PAGE, REPORT, Report, read
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
 from ..rescaling.edits import listed_edits
 from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Planned
+from ..results import dump
 from ..run.batch import describe_batches
 from ..targets import AUTO, SQUARING, TIERS
 

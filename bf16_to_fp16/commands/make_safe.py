@@ -34,9 +34,10 @@ from ..report.facts import tower_of
 from ..rescaling.apply import apply, scale
 from ..rescaling.centred import centred, centred_tensors
 from ..rescaling.edits import OfChannels
+from ..rescaling.exponents import exponents_of, norm_exponents
 from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.outputs import output_factors
-from ..rescaling.plan import Plan, exponents_of, inverse, norm_exponents
+from ..rescaling.plan import Plan, inverse
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.stock import eps_attribute
 from ..targets import MARGIN_BITS, WHERE
@@ -193,7 +194,8 @@ def make_fp16_safe(
         if is_certified(layout, rounded(source, layout), arithmetic, target, spectra.for_others()):
             plan = Plan(family=layout.family.name)
         else:
-            bounds = bound_source(partial(source_weights, source), target, max_length, Progress(quiet=True), spectra)
+            bounded = bound_source(partial(source_weights, source), target, max_length, Progress(quiet=True), spectra)
+            bounds = bounded(layout, {}).ranges
             options: dict[str, Any] = {"target": target, "margin_bits": margin_bits, "bounds": bounds}
             ranges = observed(model, source, layout)
             plan = observed_plan(source, layout, ranges, **options)

@@ -18,22 +18,25 @@ from typing import Any, Unpack
 
 from pydantic import ValidationError
 
+from ..checkpoint.contents import INDEX
+from ..checkpoint.disk import check_free_space
 from ..checkpoint.fetching import fetched, hub_files
 from ..checkpoint.files import read_json
-from ..checkpoint.folder import is_weights, records, write_json
+from ..checkpoint.folder import is_weights, records
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
 from ..checkpoint.places import contained, leaves, own_name, written_folder
-from ..checkpoint.shards import INDEX
-from ..checkpoint.staging import check_free_space, check_out, staged
+from ..checkpoint.staging import check_out, staged
 from ..conversion.options import Destination, GivenOptions, Options
 from ..conversion.pipelines import Uses, check_linears, met, rescale_linears, restore_linears, uses_of
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..families.known import is_converted_in
+from ..families.components import is_converted_in
+from ..json_text import write_json
 from ..progress import Progress, shown_by
 from ..quiet import quiet
-from ..report import facts, schema
+from ..report import answers, facts, schema
 from ..report.stored import read_origin
+from ..results import dump
 from ..wording import counted, listed
 from .convert import Conversion, convert_by, next_of
 from .undo import undo
@@ -126,8 +129,8 @@ def convert_pipeline_by(
             fetch_others(pipeline, endpoint, progress)
             check_linears(pipeline.folder, uses)
         nbytes, links = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
-        encoders: list[schema.PipelineEntry] = []
-        readings: list[schema.ReadingEntry] = []
+        encoders: list[answers.PipelineEntry] = []
+        readings: list[answers.ReadingEntry] = []
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
@@ -147,7 +150,7 @@ def convert_pipeline_by(
             known.append({"name": name, "nbytes": (work / name).stat().st_size, "sha256": sha256})
         files = sorted([*records(work, links | written), *known], key=lambda entry: str(entry["name"]))
         shown = own_name(pipeline.source) if local else pipeline.source
-        report = schema.PipelineReport(
+        report = answers.PipelineReport(
             schema=SCHEMA,
             verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
             source=schema.Source(path=shown, revision=pipeline.revision),
@@ -164,17 +167,17 @@ def convert_pipeline_by(
             copied=len(pipeline.others) - len(links) - len(rescaled),
             nbytes=nbytes,
         )
-        write_json(work / PIPELINE, schema.dump(report))
+        write_json(work / PIPELINE, dump(report))
     moved = {}
     for name, one in done.items():
         # The finetune leaves a folder beside the pipeline.
         asked, beside = replace(options, subfolder=name), f"{place.out}-{name}"
         then = next_of(asked, schema.read(schema.Report, one.report), pipeline.source, beside) if one.next else ""
         moved[name] = replace(one, out=place.out / name, next=then)
-    return PipelineConversion(schema.dump(report), place.out, moved)
+    return PipelineConversion(dump(report), place.out, moved)
 
 
-def readings_of(pipeline: Pipeline, uses: Uses, name: str, done: Conversion) -> list[schema.ReadingEntry]:
+def readings_of(pipeline: Pipeline, uses: Uses, name: str, done: Conversion) -> list[answers.ReadingEntry]:
     """Return where a pipeline reads states of an encoder that a conversion multiplied."""
     return met(pipeline, name, uses.readings[name], schema.read(schema.Report, done.report), done.entered)
 
@@ -226,11 +229,11 @@ def bring_others(
 
 def entry_of(
     pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: str | None = None
-) -> schema.PipelineEntry:
+) -> answers.PipelineEntry:
     """Return what is recorded of a converted sub-folder."""
     folder = pipeline.folder / name
     texts = {n: (folder / n).read_text(encoding="utf-8") for n in REWRITTEN if (folder / n).is_file()}
-    return schema.PipelineEntry(
+    return answers.PipelineEntry(
         subfolder=name,
         **({} if same is None else {"same": same}),
         verdict=report["verdict"],
@@ -255,13 +258,13 @@ class Undone:
     changed: tuple[str, ...] = ()
 
 
-def read_pipeline(folder: Path) -> schema.PipelineReport:
+def read_pipeline(folder: Path) -> answers.PipelineReport:
     """Return what a converted pipeline says of itself; raise UserError where it does not."""
     file = folder / PIPELINE
     if not file.is_file():
         raise UserError(f"{folder} is a pipeline that convert did not write; give a converted one, or --subfolder NAME")
     try:
-        report = schema.read(schema.PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
+        report = schema.read(answers.PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
     except ValidationError as error:
         raise UserError(f"{file}: is not what convert writes; convert the pipeline again") from error
     names = [name for entry in report.encoders for name in (entry.subfolder, *entry.files, *entry.texts)]
@@ -296,7 +299,7 @@ def undo_pipeline(
     return Undone(out, tuple(missing), tuple(entry.name for entry in report.rescaled), changed)
 
 
-def as_it_was(back: Path, entry: schema.PipelineEntry, converted: Path) -> list[str]:
+def as_it_was(back: Path, entry: answers.PipelineEntry, converted: Path) -> list[str]:
     """Give an encoder that was brought back the files and texts of the source, and return the names of those that it
     cannot have.
 

@@ -17,28 +17,31 @@ from typing import Any
 
 from ..auditing.regimes import verdict
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
+from ..bounds.tiers import bounded
+from ..checkpoint.contents import INDEX, WEIGHTS
 from ..checkpoint.files import read_json
-from ..checkpoint.folder import as_json, is_weights, sha256_of
+from ..checkpoint.folder import is_weights, sha256_of
 from ..checkpoint.hub import check_name, explained, status_of, token_of, with_retries
-from ..checkpoint.packing import summary_of
+from ..checkpoint.packed import summary_of
 from ..checkpoint.places import contained, written_folder
 from ..checkpoint.reader import open_checkpoint
-from ..checkpoint.shards import INDEX, WEIGHTS
-from ..conversion.measuring import bounded
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..json_text import as_json
 from ..progress import Progress, shown_by
 from ..quiet import quiet
-from ..report.card import listing_files, warned
-from ..report.page import Result
-from ..report.remedies import going_on_from, over_limits, unsafe_sites
-from ..report.schema import CARD, PAGE, REPORT, CertificateEntry, FileEntry, Report, dump, regimes_of
+from ..report.build import regimes_of
+from ..report.card import listing_files, render_card, warned
+from ..report.page import Result, render
+from ..report.remedies import CONVERT_AGAIN, going_on_from, over_limits, unsafe_sites
+from ..report.schema import CARD, PAGE, REPORT, CertificateEntry, FileEntry, Output, Report
+from ..results import dump
 from ..run.agreement import agreed_layout
-from ..verification.claims import found_values
-from ..verification.views import rendered
+from ..verification.files import check_hashes
+from ..verification.locating import read_recorded
 from .pipeline import check_no_pipeline
-from .verify import Problem, check_audit, check_files, read_recorded, recompute, run_again
+from .verify import certify_again, run_again
 
 HUBS_OWN = (".gitattributes",)  # files that the Hub itself puts into a repository
 
@@ -144,11 +147,11 @@ def prepare(
     check_no_pipeline(folder)
     upload = Upload(folder, read_recorded(folder))
     with progress.step("Hashing the files") as advance:
-        problems = check_files(folder, upload.report, advance=advance)
-    upload.card_edited = any(problem.name == CARD and (folder / CARD).is_file() for problem in problems)
-    problems = [problem for problem in problems if problem.name != CARD or not upload.card_edited]
-    if problems:
-        raise UserError(f"{folder} is not what its report says: {first_of(problems)}")
+        problems = [*check_hashes(folder, upload.report, advance=advance)]
+    upload.card_edited = any(name == CARD and (folder / CARD).is_file() for name, *_ in problems)
+    for name, reason, *_ in problems:
+        if name != CARD or not upload.card_edited:
+            raise UserError(f"{folder} is not what its report says: {name}: {reason}; {CONVERT_AGAIN}")
     agreed_layout(open_checkpoint(folder))
     try:
         text = upload.card
@@ -193,12 +196,6 @@ def added_file(upload: Upload, file: Path, *, allow_unsafe: bool, progress: Prog
     return {**said, "name": file.name, "nbytes": entry.nbytes}
 
 
-def first_of(problems: list[Problem]) -> str:
-    """Return the first of some problems, and how many there are more."""
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{problems[0].name}: {problems[0].reason}{more}; {problems[0].remedy}"
-
-
 def check_safe(upload: Upload, why: str, allowed: bool) -> None:
     """Raise UserError for an unsafe checkpoint unless it is allowed."""
     if not allowed:
@@ -232,13 +229,14 @@ def audit_again(upload: Upload, *, allow_unsafe: bool, progress: Progress) -> No
     """
     report, device = upload.report, Device("auto", progress)
     if report.regimes:
-        regimes = run_again(upload.folder, report, progress, device).ran.regimes
-        entries, problems = regimes_of(regimes), check_audit(regimes)
-        safe, why = verdict(regimes) == "safe", f"{problems[0].name}: {problems[0].reason}" if problems else ""
-        seen: dict[str, Any] = {"regimes": entries, "unsafe": [*report.unsafe, *unsafe_sites(entries, converted=True)]}
+        regimes = run_again(open_checkpoint(upload.folder), report, None, None, device, progress).ran.regimes
+        entries = regimes_of(regimes)
+        broken = unsafe_sites(entries, converted=True)
+        safe, why = verdict(regimes) == "safe", f"{broken[0].signal}: {broken[0].reason}" if broken else ""
+        seen: dict[str, Any] = {"regimes": entries, "unsafe": [*report.unsafe, *broken]}
     else:
         checkpoint = open_checkpoint(upload.folder)
-        certificate, _ = recompute(checkpoint, agreed_layout(checkpoint), report, progress, device)
+        certificate, _ = certify_again(checkpoint, agreed_layout(checkpoint), report, device, progress)
         entry = CertificateEntry.model_validate(certificate.to_json())
         safe, why = certificate.holds, "its certificate, computed again, does not hold"
         seen = {"certificate": entry, "uncertified": over_limits(entry, converted=True)}
@@ -262,6 +260,41 @@ def beside_runs(report: Report) -> CertificateEntry | None:
     seen = found_values(report)
     sites = [site.model_copy(update={"observed": seen.get(site.name)}) for site in report.certificate.sites]
     return report.certificate.model_copy(update={"sites": sites})
+
+
+def found_values(report: Report) -> dict[str, float]:
+    """Return the largest value that was found at each site, by a run in ``half`` or a search."""
+    half = report.regimes.get("half")
+    seen = {} if half is None else {site.name: site.amax for site in half.sites}
+    for site in report.attack.sites if report.attack is not None else ():
+        seen[site.name] = max(seen.get(site.name, 0.0), site.worst)
+    return seen
+
+
+def rendered(
+    report: Report, folder: Path, config: Mapping[str, Any], elsewhere: Mapping[str, Path] | None = None
+) -> tuple[str, str]:
+    """Return card and page of a converted folder, made again from its report as it was before it listed them.
+
+    elsewhere: files that are not in the folder yet, by name.
+    """
+    places = {entry.name: (elsewhere or {}).get(entry.name, folder / entry.name) for entry in report.output.files}
+    added = [entry for entry in report.output.files if is_added(places[entry.name], entry.name)]
+    own = {CARD, PAGE, *(entry.name for entry in added)}
+    files = [entry for entry in report.output.files if entry.name not in own]
+    before = report.model_copy(update={"output": Output(files=files)})
+    card = render_card(before, config)
+    if added:
+        said = [
+            {**(summary_of(places[entry.name]) or {}), "name": entry.name, "nbytes": entry.nbytes} for entry in added
+        ]
+        card = listing_files(card, said)
+    return card, render(before)
+
+
+def is_added(file: Path, name: str) -> bool:
+    """Return whether a file is one of those that ``publish --add`` puts beside the checkpoint's own."""
+    return name.endswith(".safetensors") and "/" not in name and summary_of(file) is not None
 
 
 def check_no_secrets(upload: Upload, token: str) -> None:

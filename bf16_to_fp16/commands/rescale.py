@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,15 +100,14 @@ def observed_plan(
     *,
     target: str,
     margin_bits: float,
-    bounds: Callable[[Layout, Mapping[str, int]], Mapping[str, ModuleRange]] | None = None,
+    bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
     """Return the best plan for what a model in memory shows, and where ``bounds`` are given for what any input can
     reach; in memory the eps of every norm can be scaled, so that nothing drifts or is corrected."""
-    possible = None if bounds is None else bounds(layout, {})
     weights = source_weights(source, layout)
-    plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=possible).plan
+    plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=bounds).plan
     if target == "train":
-        plan = with_smaller_gradients(plan, layout, weights, ranges, possible)
+        plan = with_smaller_gradients(plan, layout, weights, ranges, bounds)
     return plan.model_copy(update={"gain_correction": {}, "drift": None})
 
 

@@ -8,18 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder import carry_over, write_json
+from ..checkpoint.contents import WEIGHTS
+from ..checkpoint.folder import carry_over
 from ..checkpoint.layouts import LAYOUTS
-from ..checkpoint.packing import (
-    check_out_file,
-    pack,
-    put_file_in_place,
-    recorded_sha256,
-    tensors_sha256,
-)
+from ..checkpoint.packed import recorded_sha256
+from ..checkpoint.packing import check_out_file, pack, put_file_in_place, tensors_sha256
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.shards import WEIGHTS, Write
+from ..checkpoint.shards import Write
 from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import Written, write_fp16
@@ -27,6 +23,7 @@ from ..errors import UserError
 from ..families.configs import with_value, without_value
 from ..families.other_class import names_under
 from ..families.resolve import resolve
+from ..json_text import write_json
 from ..progress import Progress, shown_by
 from ..report.schema import Source
 from ..report.stored import check_written_files, originals, read_origin, read_packed, read_plan

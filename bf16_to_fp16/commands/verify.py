@@ -1,69 +1,102 @@
-"""Whether a converted folder is what its report says: anyone's check of a published or local checkpoint.
+"""Check a converted checkpoint against its own report.
 
-A report is only a claim. The files are hashed, the plan is held against config and weights (and replayed, where the
-original is at hand), the certificate is computed again from the weights, and the audit is run again. Each thing that
-does not hold is named with its reason; what comes after a failed hash would speak of other files and is not run.
+Whatever the files determine is computed again, by the functions that ``convert`` itself uses: hashes, certificate,
+audit and tiers; with ``original`` also weights, config, carried-over files and fidelity. Each result is a section of a
+report, and ``differences`` compares it with the recorded one. Card and page are compared by hash alone.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..auditing.every_output import OutputError
-from ..auditing.fidelity import Fidelity, reference_of
-from ..auditing.regimes import Audited, RegimeResult
+from ..auditing.regimes import Audited
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.findings import Certificate
-from ..checkpoint.layouts import LAYOUTS
-from ..checkpoint.packing import summary_of
+from ..bounds.tiers import bounded
+from ..checkpoint.contents import MODULES
+from ..checkpoint.folder import carry_over, tokenizer_beside
+from ..checkpoint.formats import bytes_of
+from ..checkpoint.packed import summary_of
 from ..checkpoint.places import local_source, own_name
-from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..conversion.editing import change_by
-from ..conversion.measuring import audited, bounded, compare, errors_of, in_fp32_too, measured_edits, outputs_of_few
-from ..conversion.options import FIXED, check_data, read_command
-from ..conversion.planning import observe_source, own_length
+from ..checkpoint.reader import VIEWS, Checkpoint, open_checkpoint
+from ..checkpoint.side_modules import write_in_fp16
+from ..checkpoint.writer import write_fp16
+from ..conversion.measuring import audited, compare, errors_of, in_fp32_too, measured_edits
+from ..conversion.opening import own_length
+from ..conversion.options import check_data
+from ..conversion.planning import observe_source
 from ..devices import Device
-from ..environment import SCHEMA
+from ..environment import SCHEMA, installed
 from ..errors import UserError
-from ..families.known import architectures, padding_entry
+from ..families.configs import changes, looked_up, without_value
+from ..families.known import padding_entry, stock_class
 from ..families.layout import Layout
-from ..families.older import differences
 from ..families.other_class import read_as
 from ..families.resolve import resolve
+from ..json_text import write_json
 from ..progress import Progress, shown_by
 from ..quiet import quiet
-from ..report import schema
-from ..report.build import Decided, kept_bits_of, signals_of, tiers_of
+from ..report import answers, schema
+from ..report.build import (
+    Decided,
+    Rewritten,
+    cost_of,
+    is_exact,
+    kept_bits_of,
+    regimes_of,
+    signals_of,
+    source_of,
+    tiers_of,
+    too_inexact,
+    weight_counts,
+)
 from ..report.page import Result
-from ..report.remedies import UNSAFE_BY_REPORT
-from ..report.stored import Packed, read_packed
-from ..rescaling.edits import edits_of, listed_edits
+from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, UNSAFE_BY_REPORT, unsafe_sites
+from ..report.stored import originals, read_packed
+from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
+from ..rescaling.edits import listed_edits
+from ..rescaling.exponents import check_plan_fits
+from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan
-from ..rescaling.planner import TRAIN_MARGIN_BITS
+from ..results import dump
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import SWEEP, Batch, describe_batches
 from ..run.stock import load_config
-from ..targets import MARGIN_BITS, TARGETS
-from ..verification.claims import check_claims, check_sentences
-from ..verification.comparing import Problem, compared
-from ..verification.files import beside_weights, check_files, check_foreign, check_tensors, check_unread
-from ..verification.keys import How, not_checked
+from ..targets import TARGETS
+from ..verification.comparing import differences
+from ..verification.files import check_foreign, check_hashes, check_tensors, check_unread, present_files
 from ..verification.locating import locate, read_recorded
-from ..verification.measured import check_inputs, check_regimes
-from ..verification.pipelines import check_pipeline
-from ..verification.plans import Replayed, check_plan, check_source, replay
-from ..verification.proof import check_audit, check_certificate, check_proof, check_tiers
-from ..verification.views import check_views
 from ..wording import counted
 
-CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "claims", "views")
+CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "report")
+UNNAMED_KEYS = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")  # of a config, not of its model
+OBEYED = ("generation_config.json", MODULES)  # files that change what stock code computes
+
+
+@dataclass
+class Verified:
+    """The state of a verification: every problem, the outcome of each check, and what was computed again."""
+
+    problems: list[answers.ProblemEntry] = field(default_factory=list)
+    checks: dict[str, str] = field(default_factory=lambda: dict.fromkeys(CHECKS, "not run"))
+    notes: list[str] = field(default_factory=list)
+    sections: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, check: str, problems: Iterable[tuple[str, ...]]) -> None:
+        """Record a check's problems, (name, reason) or (name, reason, remedy); it passed where there are none."""
+        found = [
+            answers.ProblemEntry(check=check, name=name, reason=reason, remedy=next(iter(remedy), CONVERT_AGAIN))
+            for name, reason, *remedy in problems
+        ]
+        self.problems += found
+        self.checks[check] = "failed" if found or self.checks[check] == "failed" else "passed"
 
 
 @quiet()
@@ -78,447 +111,379 @@ def verify(
     device: str | torch.device = "auto",
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Check a converted checkpoint (folder, one file or Hub id) against its report and return what was found.
+    """Check a converted folder, file or Hub repository against its report and return every difference.
 
-    original: the source (folder or Hub id) that the recorded plan is replayed on. data: text to audit on besides the
-    built-in probe. run_model: False leaves the audit out. subfolder: of the checkpoint in
-    the source. endpoint: the Hub's address. device: auto, cpu, cuda, cuda:N
-    or mps. ``verdict`` is "safe" where every check holds and the report itself says so (of one file its metadata, which
-    list no hashes); ``problems`` names the others, ``as_reported`` says that they are those of an unsafe checkpoint
-    whose report is true. Raises UserError for a source that is not a converted checkpoint.
+    original: the source, local or on the Hub; adds the checks ``replay`` and ``fidelity``. data: text to audit on
+    besides the probe. run_model: False skips the audit. ``verdict`` is "safe" where nothing differs and the report says
+    safe; ``as_reported`` marks a true report of an unsafe checkpoint. Raises UserError for anything not converted here.
     """
     progress = shown_by(progress)
     check_data(data, run_model=run_model)
     if original is not None:
-        local_source(original)  # hashing takes long
-    on, name, revision, findings = Device(device, progress), own_name(source), None, Findings()
+        local_source(original)  # fails before the files are hashed
+    on, revision, found = Device(device, progress), None, Verified()
     if Path(source).is_file():
-        subject, files = packed_subject(Path(source)), 1
+        place, report = Path(source), packed_report(Path(source))
     else:
-        folder, revision, extra = locate(source, subfolder, endpoint, progress)
-        name = name if revision is None else str(source)
-        report = read_recorded(folder)
+        place, revision, extra = locate(source, subfolder, endpoint, progress)
+        report = read_recorded(place)
         if original is not None and report.finetune is not None:
             raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
-        assert report.plan is not None and report.certificate is not None  # ``locating.NEEDED`` asks for them
-        subject = Subject(folder, report, report.plan, report.source, report.certificate.max_length)
-        files = len(report.output.files)
         with progress.step("Hashing the files") as advance:
-            findings.add("files", check_files(folder, report, extra=extra, advance=advance))
-    claim, problems = subject.claim, findings.problems
-    if not problems:
-        origin = None if original is None else open_checkpoint(original, endpoint=endpoint)
-        if origin is not None and (other := subject.source.class_in("after")) is not None:
-            origin = read_as(origin, other)
-        examine(subject, origin, data, findings, run_model=run_model, device=on, progress=progress)
-    if subject.packed is None and not problems:
-        look_beside(subject, original, findings, alone=subfolder is not None and revision is not None)
-    if not claim.safe:
-        said_in = schema.REPORT if subject.packed is None else subject.place.name
-        problems.append(Problem("report", said_in, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT))
-    totals = None
-    if findings.certificate is not None:
-        totals = {key: value for key, value in findings.certificate.to_json().items() if key != "sites"}
+            found.add("files", check_hashes(place, report, extra=extra, advance=advance))
+    if not found.problems:
+        opened = None if original is None else open_checkpoint(original, endpoint=endpoint)
+        if opened is not None and (name := report.source.class_in("after")) is not None:
+            opened = read_as(opened, name)
+        check_contents(place, report, opened, data, found, run_model=run_model, device=on, progress=progress)
+    broken = {entry.signal for entry in report.unsafe if entry.kind == "broke"}
+    as_reported = all(p.check == "audit" and p.name in broken for p in found.problems) and not report.safe
+    found.add("report", check_verdict(report))
     return Result(
-        schema.dump(
-            schema.Verification(
+        dump(
+            answers.Verification(
                 schema=SCHEMA,
-                verdict="unsafe" if problems else "safe",
-                verified=not problems,
-                as_reported=not claim.safe and only_what_is_reported(problems, claim),
-                source=schema.Source(path=name, revision=revision),
-                report=schema.Claim(verdict=claim.verdict, proof=claim.proof, family=claim.family),
-                checks=findings.outcome,
-                problems=[schema.ProblemEntry(**asdict(problem)) for problem in problems],
-                not_checked=findings.unchecked,
-                notes=findings.notes,
-                files=files,
-                target=claim.target,
-                certificate=None if totals is None else schema.CertificateEntry.model_validate(totals),
-                tiers=findings.tiers,
-                padding=findings.padding,
-                regimes=schema.regimes_of(findings.regimes),
-                edits=findings.edits,
+                verdict="unsafe" if found.problems else "safe",
+                verified=not found.problems,
+                as_reported=as_reported,
+                source=schema.Source(path=own_name(source) if revision is None else str(source), revision=revision),
+                report=answers.Claim(verdict=report.verdict, proof=report.proof, family=report.family),
+                checks=found.checks,
+                problems=found.problems,
+                notes=found.notes,
+                files=len(report.output.files) or 1,
+                target=report.target,
                 environment=schema.Environment.model_validate(on.environment()),
+                **{"certificate": None, "tiers": {}, "regimes": {}} | found.sections,
             )
         )
     )
 
 
-def look_beside(subject: Subject, original: str | Path | None, findings: Findings, *, alone: bool) -> None:
-    """Check the pipeline that a folder lies in, where there is one; alone: whether nothing else of it is here."""
-    place = Path(original) if original is not None and Path(original).is_dir() else None
-    if (wrong := check_pipeline(subject.place, subject.claim, place)) is not None:
-        findings.add("pipeline", wrong)
-    elif alone:
-        findings.notes.append(
-            "only this folder of the repository was looked at; download the whole to check what else a pipeline needs"
-            " changed"
-        )
+def packed_report(file: Path) -> schema.Report:
+    """Read the metadata of one converted file as a report without hashes, bounds and figures."""
+    inside, said = read_packed(file), summary_of(file) or {}
+    try:
+        known = {key: said[key] for key in ("verdict", "proof", "target", "tiers")}
+        report = schema.Report.model_validate({"schema": SCHEMA} | known)
+        limits = schema.CertificateEntry(holds=False, headroom_bits=0.0, max_length=int(said["max_length"]), splits=1)
+        moves = (inside.plan.residual_exponent, inside.plan.eps)
+        if report.target not in TARGETS or limits.max_length < 1 or (said["residual_exponent"], said["eps"]) != moves:
+            raise ValueError
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
+    return report.model_copy(
+        update={
+            **{"family": inside.plan.family, "plan": inside.plan, "source": inside.source},
+            **{"weights": inside.weights, "certificate": limits},
+        }
+    )
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is verified: the folder or file, what is claimed of it, the plan and source that are recorded, and for how
-    many positions its certificate is; packed: of one file, what it says of itself."""
-
-    place: Path
-    claim: schema.Report
-    plan: Plan
-    source: schema.Source
-    max_length: int
-    packed: Packed | None = None
-
-    def own_eps(self, model_type: object) -> float | None:
-        """Return the eps of the tool that is to read it, None where its config is asked."""
-        hosted = None if self.packed is None else LAYOUTS[self.packed.layout].hosted(model_type)
-        return None if hosted is None else hosted.eps
-
-
-@dataclass
-class Findings:
-    """What was found so far: problems, how each check ended, and what was computed again."""
-
-    problems: list[Problem] = field(default_factory=list)
-    outcome: dict[str, str] = field(default_factory=lambda: dict.fromkeys(CHECKS, "not run"))
-    certificate: Certificate | None = None
-    tiers: dict[str, schema.TierEntry] = field(default_factory=dict)
-    regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
-    padding: int | None = 0
-    unchecked: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    edits: int = 0
-
-    def add(self, check: str, problems: list[Problem]) -> None:
-        """Note how a check ended."""
-        self.outcome[check] = "failed" if problems else "passed"
-        self.problems += problems
-
-
-def examine(
-    subject: Subject,
+def check_contents(
+    place: Path,
+    report: schema.Report,
     original: Checkpoint | None,
     data: str | None,
-    findings: Findings,
+    found: Verified,
     *,
     run_model: bool,
     device: Device,
     progress: Progress,
 ) -> None:
-    """Hold the plan against config and weights, replay it on the original, and compute certificate, audit and tiers
-    again; then hold all else that the report says against these."""
-    claim, plan, checkpoint = subject.claim, subject.plan, open_checkpoint(subject.place)
-    layout, replayed, again, of_original = agreed_layout(checkpoint), None, None, None
-    findings.padding, findings.notes = padding_entry(layout.config), notes_on(checkpoint, layout, subject)
-    if subject.packed is not None:
-        findings.add("files", check_tensors(subject.place, checkpoint, subject.packed))
+    """Run every check behind the hashes."""
+    checkpoint = open_checkpoint(place)
+    layout = agreed_layout(checkpoint)
+    if place.is_file():
+        found.add("files", check_tensors(place, checkpoint, read_packed(place)))
     else:
-        findings.add("files", check_unread(checkpoint, claim) + check_foreign(checkpoint, layout, claim))
-    beside = claim if subject.packed is None else None  # one file lists nothing beside its plan
-    findings.add(
-        "plan", check_plan(checkpoint, layout, plan, subject.source, beside, subject.own_eps(layout.family.model_type))
-    )
-    findings.edits = 0 if findings.problems else len(listed_edits(layout, plan))
+        found.add("files", check_unread(checkpoint, report))
+        if report.output.card_edited:
+            found.notes.append(f"{schema.CARD} was edited before it was published: its author answers for it")
+        found.add("files", check_foreign(checkpoint, layout, report))
+    found.sections["padding"] = padding_entry(layout.config)
+    found.add("plan", check_plan(checkpoint, layout, report))
+    if any(problem.check == "plan" for problem in found.problems):
+        return  # a plan that does not fit cannot be replayed
+    found.sections["edits"] = len(listed_edits(layout, plan_of(report)))
+    before = None
     if original is not None:
-        replayed = replay(original, checkpoint, plan, subject.source, progress)
-        of_original = None if replayed.layout is None else (original, replayed.layout)
-        findings.unchecked |= replayed.unchecked
-        findings.add("replay", replayed.problems + compare_replayed(subject, replayed, original, findings))
-    if subject.packed is None:
-        findings.certificate, certified = recompute(checkpoint, layout, claim, progress, device)
-        findings.add("certificate", check_certificate(findings.certificate, claim))
-    else:
-        arithmetic, target = Arithmetic(subject.max_length), claim.target or "half"
-        findings.certificate, certified = bounded(checkpoint, layout, target, arithmetic, device, progress)
-        findings.add("certificate", check_proof(findings.certificate, claim))
+        before = replay(original, checkpoint, report, found, progress)
+    certificate, certified = certify_again(checkpoint, layout, report, device, progress)
+    found.sections["certificate"] = schema.CertificateEntry.model_validate(
+        {key: value for key, value in certificate.to_json().items() if key != "sites"}
+    )
+    found.add("certificate", check_certificate(certificate, report))
+    found.notes += length_note(checkpoint, layout, certificate.arithmetic.max_length)
+    regimes = {}
     if run_model:
-        again = run_again(checkpoint.folder, claim, progress, device, data=data, original=of_original)
-        findings.regimes = again.ran.regimes
-        problems = check_audit(findings.regimes)
-        if subject.packed is None and claim.regimes:
-            findings.notes += again.other_text
-            if again.same_text:
-                problems += check_inputs(claim, again.described())
-            entries = schema.regimes_of(again.ran.regimes)
-            problems += [] if problems else check_regimes(claim, entries, same_text=again.same_text)
-        findings.add("audit", problems)
-    layout_before = None if replayed is None or replayed.problems else replayed.layout
-    if original is not None and layout_before is not None:  # what is not its output differs anyhow
-        if again is not None and claim.regimes and again.same_text:
-            findings.add(
-                "fidelity", check_fidelity(original, checkpoint, layout_before, claim, plan, again, progress, device)
-            )
-        elif not claim.regimes and claim.fidelity is not None:
-            findings.add("fidelity", check_few(original, checkpoint, layout_before, claim, plan, progress))
-    findings.tiers = tiers_of(layout, certified, findings.regimes)
-    findings.add("tiers", check_tiers(findings.tiers, certified, claim, ran=run_model))
-    if subject.packed is not None:
-        findings.add("claims", check_packed(subject, checkpoint.config))
-        findings.unchecked |= dict.fromkeys(("environment", "drift_of_eps", "source.path"), How.NEVER.value)
-        findings.unchecked |= {} if replayed else {"plan": How.ORIGINAL.value, "weights": How.ORIGINAL.value}
+        again = run_again(checkpoint, report, data, before, device, progress)
+        regimes = again.ran.regimes
+        found.sections["regimes"] = regimes_of(regimes)
+        found.add("audit", check_audit(again, report, data))
+        if not again.same_inputs and report.regimes:
+            found.notes.append("other text was run than the report names: its figures are not compared")
+        if original is not None and before is not None and again.same_inputs and report.regimes:
+            found.add("fidelity", check_fidelity(original, before, checkpoint, report, again, device, progress))
+    tiers = found.sections["tiers"] = tiers_of(layout, certified, regimes)
+    found.add("tiers", check_tiers(report, tiers, certified, ran=run_model))
+
+
+def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
+    """Yield that a report says unsafe, and what one that says safe records of sites and divergences that are not."""
+    if not report.safe:
+        yield schema.REPORT, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT
         return
-    said = {"family": claim.family, "padding": claim.padding, "older": claim.older}
-    true = {"family": layout.family.name, "padding": findings.padding, "older": differences(layout, checkpoint.config)}
-    findings.add(
-        "claims", check_claims(claim) + compared("claims", said, true) + check_command(claim, checkpoint.config)
-    )
-    problems, unseen = check_views(checkpoint.folder, claim, checkpoint.config)
-    findings.add("views", problems)
-    ran, whole = again is not None and bool(claim.regimes), replayed is not None and replayed.source is not None
-    same_text = again is None or again.same_text
-    known = not_checked(claim, ran=ran, original=whole, same_text=same_text)
-    if original is not None and not whole:
-        other = "is not compared: the original that was given is not what this was made from"
-        known = {key: other if why in (How.ORIGINAL.value, How.BOTH.value) else why for key, why in known.items()}
-    if original is None:
-        known |= dict.fromkeys(beside_weights(checkpoint.folder), How.ORIGINAL.value)
-    elif original.revision is not None:
-        known = {key: why for key, why in known.items() if key not in ("source.path", "source.revision")}
-    findings.unchecked = known | unseen | findings.unchecked
+    unsafe = [*report.unsafe, *unsafe_sites(report.regimes, converted=True)]
+    if report.fidelity is not None:
+        unsafe += too_inexact(
+            report.fidelity,
+            exact=is_exact(report.plan, report.weights, report.source, report.inexact),
+            max_kl=report.max_kl,
+            edits=cost_of(report.inexact),
+            proven=report.proven,
+        )
+    yield from ((entry.signal, f"the report says safe, and also {entry.reason}") for entry in unsafe)
 
 
-def notes_on(checkpoint: Checkpoint, layout: Layout, subject: Subject) -> list[str]:
-    """Return what limits the claim of a certificate, in sentences: its length, where rows may be longer."""
-    longest, own = subject.max_length, own_length(checkpoint.folder, layout.config)
-    if longest >= (own or MAX_LENGTH):
-        return []
-    takes = f"the config has {counted(own, 'position')}" if own else "the model takes rows of any length"
-    return [
-        f"the certificate is for up to {counted(longest, 'position')} and {takes}: nothing is claimed of longer rows;"
-        f" convert the source again with --max-length {own or MAX_LENGTH}"
-    ]
+def plan_of(report: schema.Report) -> Plan:
+    assert report.plan is not None  # ``read_recorded`` asks for it
+    return report.plan
 
 
-def compare_replayed(subject: Subject, replayed: Replayed, original: Checkpoint, findings: Findings) -> list[Problem]:
-    """Return where the source and the weights' counts are not what the replay shows."""
-    if replayed.source is None or replayed.weights is None:
-        return []
-    weights = subject.claim.weights if subject.packed is None else subject.packed.weights
-    problems, unchecked = check_source(subject.source, replayed.source)
-    findings.unchecked |= unchecked
-    if original.revision is not None:
-        path = str(subject.source.path).partition("@")[0]
-        said = {"path": path, "revision": subject.source.revision}
-        given = {"path": original.source.partition("@")[0], "revision": original.revision}
-        problems += compared("replay", said, given, "source")
-    return problems + compared(
-        "replay", None if weights is None else schema.dump(weights), schema.dump(replayed.weights), "weights"
-    )
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """A run of a converted checkpoint again: its inputs and what was said of them, what ran in fp32 as well, and what
-    it showed. ``same_text``: whether it ran on what the report says."""
-
-    inputs: list[Batch]
-    said: schema.Inputs
-    data: str | None
-    in_fp32: list[Batch]
-    ran: Audited
-
-    @property
-    def same_text(self) -> bool:
-        """Whether the report's text, or none where it has none, was run."""
-        if self.data is None or self.said.data is None:
-            return self.data is None and self.said.data is None
-        return bool(self.described()["sha256"] == self.said.sha256)
-
-    @property
-    def other_text(self) -> list[str]:
-        """What there is to say where other text ran, a sentence."""
-        how = "no --data" if self.said.data is None else f"--data {self.said.data.name}"
-        said = f"the report's figures, fidelity among them, are those with {how}: give the same to compare them"
-        return [] if self.same_text else [said]
-
-    def described(self) -> dict[str, Any]:
-        """Return what was run as a report says it."""
-        return describe_batches(self.inputs, seed=self.said.seed or 0, data=self.data)
-
-
-def run_again(
-    folder: Path,
-    report: schema.Report,
-    progress: Progress,
-    device: Device,
-    *,
-    data: str | None = None,
-    original: tuple[Checkpoint, Layout] | None = None,
-) -> Repeated:
-    """Return what a converted folder shows on the inputs that its report names, and on ``data``.
-
-    original: with its layout, whose weights choose the ids anew, and with which outputs are to be compared.
-    """
-    said, config = report.inputs or schema.Inputs(), load_config(folder)
-    seed, swept = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
-    how: dict[str, Any] = {"seed": seed, "sweep": swept}
-    with torch.random.fork_rng(devices=[]):
-        if original is not None and said.chosen:
-            how["opened"] = (original[0], resolve(original[0]))
-        else:
-            how["chosen"] = probe.usable(said.chosen, config)
-        inputs = probe.audit_batches(config, folder, data, **how)
-        in_fp32 = [] if original is None or report.plan is None else in_fp32_too(inputs, original[1], report.plan)
-        train = report.target == "train"
-        ran = audited(open_checkpoint(folder), inputs, in_fp32, device, progress, train=train, seed=seed)
-    return Repeated(inputs, said, data, in_fp32, ran)
-
-
-def check_few(
-    original: Checkpoint, checkpoint: Checkpoint, layout: Layout, report: schema.Report, plan: Plan, progress: Progress
-) -> list[Problem]:
-    """Return where fidelity and drift of what was not audited are not what a few short rows show again."""
-    rows = [probe.few_rows(load_config(original.folder))]
-    ran, reference = outputs_of_few(checkpoint, rows, progress), reference_of(original, rows)
-    problems = close_as_said(report, *compare(original, layout, plan, reference, ran, rows, rows))
-    return problems + outputs_as_said(report, errors_of(layout, plan, reference, ran))
-
-
-def outputs_as_said(report: schema.Report, errors: Mapping[str, OutputError]) -> list[Problem]:
-    """Return the outputs whose recorded errors are not those that were measured again."""
-    measured = {name: asdict(error) for name, error in errors.items()}
-    said = {name: {key: getattr(report.outputs.get(name), key, None) for key in measured[name]} for name in measured}
-    return compared("fidelity", said, measured, "outputs")
-
-
-def close_as_said(report: schema.Report, close: Fidelity, plan: Plan) -> list[Problem]:
-    """Return where recorded fidelity and drift are not those that were measured again."""
-    again = schema.dump(schema.FidelityEntry.model_validate(close.to_json()))
-    problems = compared("fidelity", schema.dump(report).get("fidelity"), again, "fidelity")
-    if plan.drift is not None and report.plan is not None and report.plan.drift is not None:
-        problems += compared("fidelity", report.plan.drift.model_dump(), plan.drift.model_dump(), "plan.drift")
-    return problems
-
-
-def check_fidelity(
-    original: Checkpoint,
-    checkpoint: Checkpoint,
-    layout: Layout,
-    report: schema.Report,
-    plan: Plan,
-    again: Repeated,
-    progress: Progress,
-    device: Device,
-) -> list[Problem]:
-    """Return where fidelity, signals, precision, drift and the cost of edits are not what running the original again
-    shows."""
-    ranges, reference = observe_source(original, again.inputs, progress, device)
-    edited = None
-    if plan.centred_keys:
-        change = change_by(original, layout, edits_of(layout, plan))
-        edited, _ = observe_source(original, again.inputs, progress, device, change)
-    with progress.step("Comparing fp16 and bf16 with the fp32 source"):
-        edits = measured_edits(checkpoint, Decided(layout, plan, report.target or "half"), again.in_fp32)
-        close, drifted = compare(original, layout, plan, reference, again.ran, again.inputs, again.in_fp32)
-    said, problems = schema.dump(report), close_as_said(report, close, drifted)
-    problems += outputs_as_said(report, errors_of(layout, plan, reference, again.ran))
-    said_of, found_of = ({edit.site: {"measured": edit.measured} for edit in each} for each in (report.inexact, edits))
-    problems += compared("fidelity", said_of, found_of, "inexact")
-    described: dict[str, Sequence[Any]] = {
-        "signals": signals_of(layout, plan, ranges, edited),
-        "precision": kept_bits_of(layout, plan, ranges),
-    }
-    for key, entries in described.items():
-        if said.get(key):  # not where a stored plan was replayed without observing anything
-            problems += compared("fidelity", said[key], [schema.dump(entry) for entry in entries], key)
-    return problems
-
-
-def check_command(report: schema.Report, config: Mapping[str, Any], layout: str | None = None) -> list[Problem]:
-    """Return where the command that is said to do the same again is no command of this program, or would do another
-    thing. config: what was written. layout: of one file."""
-    line, options = report.command or "", None
-    if report.finetune is not None:
-        words = shlex.split(line) if line.count("'") % 2 == 0 and '"' not in line else []
-        if words[:2] == ["bf16-to-fp16", "finetune"] and shlex.join(words) == line:
-            return []
-    else:
-        options = read_command(line)
-    if options is None:
-        return [Problem("claims", "command", "is no command that convert records")]
-    (source, _), given = options
-    said, inside = report.inputs or schema.Inputs(), report.source.subfolder
-    path = report.source.path or ""
-    wanted: dict[str, Any] = {
-        "source": path.removesuffix(f"/{inside}") if inside else path,
-        "--target": given.get("--target") and report.target,
-        "--layout": layout,
-        "--subfolder": inside,
-        "--as": given.get("--as") and next(iter(architectures(config)), None),
-    }
-    if layout is None:
-        assert report.certificate is not None  # ``locating.NEEDED`` asks for it
-        run, length = bool(report.regimes), report.certificate.max_length
-        wanted |= {
-            "--no-audit": None if run else "",
-            "--seed": str(said.seed) if said.seed else None,
-            "--max-length": None if length == MAX_LENGTH else str(length),
-            "--max-kl": None if report.max_kl is None else f"{report.max_kl:g}",
-        }
-        if report.plan is not None and report.plan.eps is not None and "--plan" not in given:
-            wanted["--eps"] = FIXED if report.plan.eps_held else None
-        margin = report.plan.margin_bits if report.plan is not None else None
-        if run and "--plan" not in given and margin is not None:
-            # Where gains would round to it, no further margin is kept for training.
-            further = (TRAIN_MARGIN_BITS, 0.0) if report.target == "train" else (0.0,)
-            asked = [None if margin - bits == MARGIN_BITS else f"{margin - bits:g}" for bits in further]
-            wanted["--margin"] = given.get("--margin") if given.get("--margin") in asked else asked[0]
-        if run or "--data" in given:
-            wanted["--data"] = said.data and given.get("--data") and said.data.name
-    recorded = {key: source if key == "source" else given.get(key) for key in wanted}
-    if "--data" in wanted and said.data is not None and "--data" not in given:
-        return [Problem("claims", "command", "gives no --data, and the report names some")]
-    return compared("claims", recorded, wanted, "command")
-
-
-def check_packed(subject: Subject, config: Mapping[str, Any]) -> list[Problem]:
-    """Return where what one file says of itself is not what its plan and its other claims give; config: its own."""
-    inside, said = subject.packed, summary_of(subject.place)
-    assert inside is not None and said is not None  # it was opened as such
-    plan, source = inside.plan, schema.dump(inside.source)
-    wanted = {
-        "layout": inside.layout,
-        "residual_exponent": plan.residual_exponent,
-        "eps": plan.eps,
-        "source": {key: source.get(key) for key in ("path", "revision", "sha256")},
-    }
-    claim = subject.claim.model_copy(update={"command": said["command"], "source": inside.source})
-    problems = compared("claims", {key: said.get(key) for key in wanted}, wanted)
-    return problems + check_sentences(claim) + check_command(claim, config, inside.layout)
-
-
-def packed_subject(file: Path) -> Subject:
-    """Return what one file that ``convert --layout`` wrote claims in its metadata, which hold no hash and no bounds.
-
-    Raises UserError where no conversion wrote it, or its metadata are damaged.
-    """
-    inside, said = read_packed(file), summary_of(file)
-    assert said is not None  # it was opened as such
+def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) -> Iterator[tuple[str, str]]:
+    """Yield where plan, config and checkpoint contradict each other."""
+    plan, config = plan_of(report), checkpoint.config
     try:
-        known = {key: said[key] for key in ("verdict", "proof", "target", "tiers")}
-        claim, longest = schema.Report.model_validate({"schema": SCHEMA} | known), int(said["max_length"])
-        if claim.target not in TARGETS or longest < 1:
-            raise ValueError
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
-    claim = claim.model_copy(update={"family": inside.plan.family})
-    return Subject(file, claim, inside.plan, inside.source, longest, inside)
+        check_plan_fits(layout, plan)
+        originals(layout, plan, report.source)
+    except (UserError, RuntimeError, OverflowError) as error:
+        yield "plan", str(error).partition(";")[0]
+        return
+    if plan.untied_head and layout.tied is not False:
+        yield "config.json", "the plan separates the head, and the checkpoint has it tied"
+    for key in layout.family.eps_keys[:1]:
+        before = report.source.config_changes.get(key, {}).get("before", layout.family.eps)
+        if plan.eps is not None and not plan.eps_held and plan.eps != before * 4.0**plan.residual_exponent:
+            yield "plan", f"has an eps of {plan.eps}, and {before} with the stream at 2^{plan.residual_exponent}"
+    if report.outputs and report.finetune is None:
+        factors = {name: entry.factor_log2 for name, entry in report.outputs.items()}
+        yield from differences(factors, output_factors(layout, plan), "outputs")
+        recorded = sorted((edit.site, edit.exponent) for edit in report.inexact)
+        planned = sorted((edit.site, edit.exponent) for edit in listed_edits(layout, plan))
+        yield from differences(recorded, planned, "inexact")
+    wanted = {key: sides["after"] for key, sides in report.source.config_changes.items() if "after" in sides}
+    if plan.eps is not None:
+        wanted |= dict.fromkeys(layout.family.eps_keys, plan.eps)
+    for key, value in wanted.items():
+        if (said := looked_up(config, key)) != value:
+            yield "config.json", f"{key} is {said}, and the conversion set {value}"
+    for name, part in ((None, config), *((k, v) for k, v in config.items() if isinstance(v, Mapping))):
+        for key in DTYPE_KEYS:
+            at = f"{name}.{key}" if name else key
+            if part.get(key) not in (None, "float16") and at not in wanted:
+                yield "config.json", f"{at} is {part[key]}, which stock code loads the weights in"
 
 
-def only_what_is_reported(problems: Sequence[Problem], report: schema.Report) -> bool:
-    """Return whether the problems of an unsafe checkpoint are those that its report names itself: the verdict, and
-    sites that break."""
-    broken = {entry.signal for entry in report.unsafe if entry.kind == "broke"}
-    return all(each.check == "report" or (each.check == "audit" and each.name in broken) for each in problems)
+def replay(
+    original: Checkpoint, checkpoint: Checkpoint, report: schema.Report, found: Verified, progress: Progress
+) -> Layout | None:
+    """Apply the plan to the original, compare bytes, config and carried files, and return the original's layout; None
+    where it is not the file that was converted."""
+    hashes = {original.file_name(file): original.sha256(file) for file in original.weight_files}
+    other = [n for n in sorted({*hashes, *report.source.sha256}) if report.source.sha256.get(n) != hashes.get(n)]
+    if other:
+        found.add("replay", ((name, "is not the file that was converted", RIGHT_REVISION) for name in other))
+        return None
+    agreed_layout(original)
+    plan = plan_of(report)
+    layout = resolve(original, untie=plan.untied_head)
+    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch, progress.step("Replaying the plan"):
+        written = write_fp16(original, writes(original, layout, plan), Path(scratch), hashes=False)
+        write_json(Path(scratch, "config.json"), checkpoint.config)
+        again = open_checkpoint(scratch)
+        found.add("replay", different_tensors(again, checkpoint))
+    counts = dump(weight_counts(layout, plan, written))
+    found.add("replay", differences(report.weights and dump(report.weights), counts, "weights"))
+    rewritten = Rewritten(replace(written, source_sha256=hashes), report.source.carried_over, report.source.left_out)
+    again_of, said = dump(source_of(original, layout, plan, rewritten)), dump(report.source)
+    keys = ["dtype", "dtypes", "made", "dropped", "replaced", *([] if original.home in VIEWS else ["config_changes"])]
+    of_source = differences({k: said.get(k) for k in keys}, {k: again_of.get(k) for k in keys}, "source")
+    found.add("replay", of_source)
+    if original.home not in VIEWS:  # one file of weights has no config and nothing beside it
+        found.add("replay", different_config(edited_config(layout, plan), checkpoint.config))
+        if checkpoint.folder not in VIEWS:
+            found.add("replay", different_files(original, checkpoint.folder, report.source.subfolder))
+    return layout
 
 
-def recompute(
-    checkpoint: Checkpoint, layout: Layout, report: schema.Report, progress: Progress, device: Device
+def different_tensors(again: Checkpoint, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    for name in sorted({*again.tensors, *checkpoint.tensors}):
+        if name in again.tensors and name in checkpoint.tensors:
+            ours, theirs = again.read(name), checkpoint.read(name)
+            if (ours.dtype, ours.shape, bytes_of(ours)) == (theirs.dtype, theirs.shape, bytes_of(theirs)):
+                continue
+        yield name, "is not what the plan makes of the original"
+
+
+def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys that differ; of ``architectures`` only the class behind the name counts."""
+    keys = ["architectures"] if stock_class(wanted) != stock_class(config) else []
+    for key in ("architectures", *UNNAMED_KEYS):
+        wanted, config = without_value(wanted, key), without_value(config, key)
+    for key in sorted([*keys, *changes(wanted, config)]):
+        yield f"config.json, {key}", "is not what the conversion makes of the original's config.json"
+
+
+def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the carried-over files that are not the original's; a file on one side alone counts where stock code obeys
+    it."""
+    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
+        carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
+        write_in_fp16(original.home, Path(scratch))
+        for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):
+            ours, theirs = (f.read_bytes() if f.is_file() else None for f in (Path(scratch, name), folder / name))
+            alone = ours is None or theirs is None
+            if ours != theirs and (not alone or name in OBEYED or "/" in name):
+                yield name, "is not what the conversion carries over from the original"
+
+
+def certify_again(
+    checkpoint: Checkpoint, layout: Layout, report: schema.Report, device: Device, progress: Progress
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of the files, for the same target, length and partial sums as the recorded one, and by
-    tier whether its own holds."""
     recorded, target = report.certificate, report.target or "half"
     if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
         raise UserError(f"{schema.REPORT}: its certificate names no target and length; convert the source again")
     arithmetic = Arithmetic(recorded.max_length, splits=recorded.splits)
     return bounded(checkpoint, layout, target, arithmetic, device, progress)
+
+
+def check_certificate(certificate: Certificate, report: schema.Report) -> Iterator[tuple[str, str]]:
+    """Yield every bound that differs, and a proof that the new bounds do not give."""
+    assert report.certificate is not None
+    if report.certificate.sites or report.output.files:  # one file records no bounds
+        again = dump(schema.CertificateEntry.model_validate(certificate.to_json()))
+        said = dump(report.certificate)
+        for section in (said, again):
+            section.pop("cost_bits", None)
+            section["sites"] = [{k: v for k, v in site.items() if k != "observed"} for site in section["sites"]]
+        yield from differences(said, again, "certificate")
+    if report.proof == "certified" and not certificate.holds:
+        worst = min(certificate.sites, key=lambda site: site.headroom_bits)
+        yield worst.name, f"its bound is {worst.largest:.6g}, over its limit, and the report says certified"
+
+
+def length_note(checkpoint: Checkpoint, layout: Layout, covered: int) -> list[str]:
+    own = own_length(checkpoint.folder, layout.config)
+    if covered >= (own or MAX_LENGTH):
+        return []
+    return [
+        f"the certificate covers {counted(covered, 'position')}, the model takes {own or 'any number'};"
+        f" convert the source again with --max-length {own or MAX_LENGTH}"
+    ]
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The audit, run again. ``same_inputs``: on the very inputs of the report."""
+
+    inputs: list[Batch]
+    in_fp32: list[Batch]
+    ran: Audited
+    same_inputs: bool
+
+
+def run_again(
+    checkpoint: Checkpoint,
+    report: schema.Report,
+    data: str | None,
+    before: Layout | None,
+    device: Device,
+    progress: Progress,
+) -> Rerun:
+    """Audit on the recorded seed and token ids; before: the original's layout, whose outputs are to be compared."""
+    said, config = report.inputs or schema.Inputs(), load_config(checkpoint.folder)
+    seed, sweep = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
+    with torch.random.fork_rng(devices=[]):
+        chosen = probe.usable(said.chosen, config)
+        inputs = probe.audit_batches(config, checkpoint.folder, data, seed=seed, sweep=sweep, chosen=chosen)
+        in_fp32 = [] if before is None else in_fp32_too(inputs, before, plan_of(report))
+        train = report.target == "train"
+        ran = audited(checkpoint, inputs, in_fp32, device, progress, train=train, seed=seed)
+    described = describe_batches(inputs, seed=seed, data=data)
+    return Rerun(inputs, in_fp32, ran, described["sha256"] == said.sha256)
+
+
+def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterator[tuple[str, ...]]:
+    """Yield the sites that break, else where the regimes are not the recorded ones; sites are compared by name, as
+    another version of torch or transformers names some operations otherwise."""
+    entries = regimes_of(again.ran.regimes)
+    broken = unsafe_sites(entries, converted=True)
+    yield from ((site.signal, site.reason, site.remedy) for site in broken)
+    if broken or not report.regimes:
+        return
+    other = any(report.environment.versions.get(name) != installed(name) for name in ("torch", "transformers"))
+    if not again.same_inputs:
+        if data is None and report.inputs is not None and report.inputs.data is None and not other:
+            yield "inputs", "are not what the recorded seed and ids give"
+        return
+    said, ran = ({name: dump(entry) for name, entry in each.items()} for each in (report.regimes, entries))
+    for name in said.keys() & ran.keys() if other else ():
+        both = {site["name"] for site in said[name]["sites"]} & {site["name"] for site in ran[name]["sites"]}
+        for each in (said, ran):
+            each[name]["sites"] = [site for site in each[name]["sites"] if site["name"] in both]
+    yield from differences(said, ran, "regimes")
+
+
+def check_fidelity(
+    original: Checkpoint,
+    before: Layout,
+    checkpoint: Checkpoint,
+    report: schema.Report,
+    again: Rerun,
+    device: Device,
+    progress: Progress,
+) -> Iterator[tuple[str, str]]:
+    """Yield the figures beside the original that are not the recorded ones."""
+    plan, said = plan_of(report), dump(report)
+    ranges, reference = observe_source(original, again.inputs, progress, device)
+    close, drifted = compare(original, before, plan, reference, again.ran, again.inputs, again.in_fp32)
+    decided = Decided(before, plan, report.target or "half", ranges=ranges)
+    errors = errors_of(before, plan, reference, again.ran)
+    now: dict[str, Any] = {
+        "fidelity": dump(close),
+        "precision": [dump(entry) for entry in kept_bits_of(before, plan, ranges)],
+        "outputs": {
+            name: {"factor_log2": factor} | (asdict(errors[name]) if name in errors else {})
+            for name, factor in output_factors(before, plan).items()
+        },
+    }
+    if not plan.centred_keys:  # which observe the source with its keys centred
+        now["signals"] = [dump(entry) for entry in signals_of(before, plan, ranges)]
+    for key, section in now.items():
+        if said.get(key) or key == "fidelity":  # the others are absent where a stored plan was replayed
+            yield from differences(said[key], section, key)
+    if plan.drift is not None and drifted.drift is not None:
+        yield from differences(plan.drift.model_dump(), drifted.drift.model_dump(), "plan.drift")
+    edits = measured_edits(checkpoint, decided, again.in_fp32)
+    recorded, measured = ({edit.site: {"measured": edit.measured} for edit in each} for each in (report.inexact, edits))
+    yield from differences(recorded, measured, "inexact")
+
+
+def check_tiers(
+    report: schema.Report, tiers: Mapping[str, schema.TierEntry], certified: Mapping[str, bool], *, ran: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the tiers that the report promises and the files do not give; without a run nothing contradicts an
+    observation."""
+    for name, claim in report.tiers.items():
+        now = tiers.get(name)
+        if now is None:
+            yield name, "is no tier of this program"
+        elif claim.holds != (claim.proof is not None):
+            yield name, f"the report says that it holds: {claim.holds}, and by what: {claim.proof}"
+        elif claim.proof == "certified" and now.proof != "certified" and (ran or not certified[name]):
+            yield name, f"the report says that it is certified, and {now.reason or 'it is only observed'}"
+        elif claim.proof == "observed" and ran and not now.holds:
+            yield name, f"the report says that it was observed to hold, and {now.reason}"
+        elif other := sorted({*claim.runtimes} - {*now.runtimes}):
+            yield name, f"the report says that it stands for {other[0]!r}, which it does not"

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from ..auditing.attack import GROUP, Attack, attack
-from ..auditing.every_output import EveryOutput, OutputError, batches_shown, output_errors
+from ..auditing.every_output import EveryOutput, OutputError, output_errors, smallest_batches
 from ..auditing.fidelity import (
-    Fidelity,
     Outputs,
     Reference,
     add_differences,
@@ -28,28 +27,23 @@ from ..auditing.fidelity import (
 )
 from ..auditing.regimes import ATTENTIONS, REGIMES, Audited, RegimeResult, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
-from ..bounds.certificate import bound, fp16_weights
 from ..bounds.findings import Certificate
-from ..bounds.side_modules import with_side_modules
-from ..bounds.spectral import Spectra
-from ..bounds.tiers import certified_tiers
+from ..bounds.tiers import bounded
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.side_modules import read_side_modules
-from ..devices import Device, products_on
-from ..families.layout import Layout, TensorReader
+from ..devices import Device
+from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..progress import Advance, Progress
 from ..report.build import Decided, Measured
-from ..report.schema import FidelityEntry
 from ..rescaling.edits import Edit, edits_of, listed_edits
 from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Drift, Plan, inverse
+from ..results import Fidelity
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch
 from ..run.lanes import Change, Walk, results_of
 from ..run.stock import attentions_of, load, load_config
-from ..targets import WHERE
 from .editing import change_by, some_of
 from .options import Options
 from .planning import Opened, drifted_outputs
@@ -126,7 +120,7 @@ def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
     shows with the fewest ids that the function is the source's."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
-    return batches_shown(compared(inputs))
+    return smallest_batches(compared(inputs))
 
 
 def outputs_of_few(written: Checkpoint, rows: list[Batch], progress: Progress) -> Audited:
@@ -169,7 +163,7 @@ def compare(
     function = distance(beside, ran.fp32)
     relative = fidelity(beside, None, ran.fp32, probabilities=False).kl_fp16
     closeness = distance(reference.fp32, ran.half, reference.bf16)
-    closeness = replace(closeness, kl_fp32=function.kl_fp16, squared_error_fp32=relative)
+    closeness = closeness.model_copy(update={"kl_fp32": function.kl_fp16, "squared_error_fp32": relative})
     if plan.drift is None:
         return closeness, plan
     predicted = distance(reference.fp32, drifted_outputs(source, layout, plan, list(inputs)))
@@ -206,40 +200,6 @@ def audited(
         return outputs_of(Walk(checkpoint), inputs, in_fp32, regimes)
 
 
-def bounded(
-    checkpoint: Checkpoint,
-    layout: Layout,
-    target: str,
-    arithmetic: Arithmetic,
-    device: Device,
-    progress: Progress,
-    whose: str = "",
-    spectra: Spectra | None = None,
-    *,
-    weights: TensorReader | None = None,
-    tiers: bool = True,
-) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of a checkpoint's weights rounded to fp16, with what stands behind a sentence encoder, and
-    if asked for by tier whether its own holds.
-
-    whose: ends the name of the step. spectra: eigenvalues that are known. weights: other values than the checkpoint's.
-    So many parameters, since all commands that bound something share it.
-    """
-    weights, modules = weights or fp16_weights(checkpoint, layout), read_side_modules(checkpoint.folder)
-    spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
-    with products_on(device, "certificate"):
-        with progress.step(f"Bounding every site{whose} {WHERE[target]}") as advance:
-            bounds = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
-        certificate = with_side_modules(bounds, layout, modules)
-        if tiers:
-            holds = certificate.holds
-            with progress.step("Bounding every site in stricter arithmetic"):
-                by_tier = certified_tiers(
-                    layout, weights, target, holds=holds, arithmetic=arithmetic, spectra=spectra, modules=modules
-                )
-    return certificate, by_tier
-
-
 def attacked(
     folder: Path,
     layout: Layout,
@@ -274,10 +234,10 @@ def attack_unproven(work: Path, measured: Measured, steps: int, opened: Opened, 
     return replace(measured, attack=attack)
 
 
-def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> FidelityEntry:
+def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> Fidelity:
     """Return how far the written fp16 model, whose outputs are given, and the original in bf16 are from the original
     in fp32."""
     reference = reference_of(original, inputs)
     probabilities = resolve(original).gives_probabilities
     close = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
-    return FidelityEntry.model_validate(close.to_json())
+    return close

@@ -19,7 +19,7 @@ import click
 
 from ..bounds.arithmetic import Arithmetic
 from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS, Hosted, Size
-from ..checkpoint.places import own_name
+from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.staging import check_out
 from ..errors import UserError, shortened
 from ..families.configs import looked_up
@@ -423,11 +423,6 @@ def read_command(line: str) -> tuple[list[str], dict[str, str]] | None:
         else:
             given[word] = "" if known[word].switch else rest.pop(0)
     return (names, given) if len(names) == 2 else None
-
-
-def shown_in_a_command(word: str | Path) -> str:
-    """Return a word of a command line as it is published: of a local path the last part."""
-    return own_name(word) if Path(word).exists() else str(word)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from ..families.layout import Layout
 from ..families.types import Sublayer
 from ..progress import Progress
 from ..ranges import ModuleRange, NormRange
+from ..report.answers import ReadingEntry, RescaledEntry
 from ..report.facts import giving_states
-from ..report.schema import ReadingEntry, Report, RescaledEntry
+from ..report.schema import Report
 from ..wording import counted
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from ..auditing.every_output import EveryOutput, batches_shown, run_shown
-from ..auditing.fidelity import Fidelity, Outputs, Reference, add_outputs, compared, fidelity, output_on
-from ..bounds.activations import check_bounded
+from ..auditing.every_output import EveryOutput, run_recording, smallest_batches
+from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on
 from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound
-from ..bounds.findings import Certificate
+from ..bounds.findings import SourceBounds
 from ..bounds.kinds import traits
 from ..bounds.side_modules import sites_behind
 from ..bounds.spectral import Spectra
-from ..checkpoint.folder import MODULES, tokenizer_beside
-from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.side_modules import encoder_config, read_side_modules
+from ..checkpoint.contents import MODULES
+from ..checkpoint.folder import tokenizer_beside
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.side_modules import SideModule, read_side_modules
 from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.known import architectures
@@ -39,18 +39,19 @@ from ..rescaling.apply import through_fp16
 from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.channels import RESIDUAL_RANGE
 from ..rescaling.edits import OfChannels, changed_by, edited_weights, edits_of, with_edits, without_edits
-from ..rescaling.plan import Plan, check_plan_fits, exponents_of, norm_exponents
+from ..rescaling.exponents import check_plan_fits, exponents_of, norm_exponents
+from ..rescaling.plan import Plan
 from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, TRAIN_MARGIN_BITS, Planned, least_cost, make_plan
 from ..rescaling.rounding_loss import Tables
 from ..rescaling.squares import can_fit, squares_of
+from ..results import Fidelity
 from ..run import probe
-from ..run.agreement import agreed_layout
 from ..run.batch import Batch
 from ..run.lanes import Change, Walk, results_of
 from ..run.stock import eps_attribute, load_config
 from ..run.tokenizer import has_tokenizer
 from ..targets import AUTO, TIERS, WHERE
-from ..wording import counted, listed
+from ..wording import listed
 from .editing import (
     Edits,
     Known,
@@ -63,6 +64,7 @@ from .editing import (
     needlessly_shared,
     scaled_by,
 )
+from .opening import classified, opened_with_notes
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause for a proof
@@ -151,54 +153,6 @@ def as_it_is_loaded(checkpoint: Checkpoint, name: str | None, progress: Progress
     return found
 
 
-def opened_with_notes(
-    source: str | Path,
-    subfolder: str | None,
-    config: str | Path | None,
-    progress: Progress,
-    endpoint: str | None = None,
-) -> Checkpoint:
-    """Open a source and say what there is to say of how it was read."""
-    path = None if config is None else Path(config)
-    checkpoint = open_checkpoint(source, subfolder, config=path, endpoint=endpoint)
-    for note in checkpoint.notes:
-        progress.say(note)
-    return checkpoint
-
-
-def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
-    """Return what each tensor of a checkpoint is. Say which of them the class that its config names does not read, so
-    that nothing holds for them, and where a proof for ``max_length`` positions is for less than its config names; raise
-    UserError where there can be none."""
-    layout = agreed_layout(checkpoint)
-    if max_length is not None:
-        check_bounded(layout, checkpoint.source)
-    if layout.outside:
-        first, *others = sorted(layout.outside)
-        more = f" and {counted(len(others), 'more tensor')}" if others else ""
-        progress.say(
-            f"{checkpoint.name} holds {first}{more}, which {layout.alone} does not read: all that is said is of"
-            f" {layout.alone} alone"
-        )
-    own = own_length(checkpoint.folder, layout.config)
-    if max_length is not None and own is not None and max_length < own:
-        progress.say(
-            f"the proof is for {counted(max_length, 'position')} at most, and {checkpoint.name} takes {own:,} by its"
-            " config; longer inputs are not covered"
-        )
-    return layout
-
-
-def own_length(folder: Path, config: Mapping[str, object]) -> int | None:
-    """Return the most positions that a config, one inside it or that of a sentence encoder names; None where none
-    does."""
-    configs = (config, *(part for part in config.values() if isinstance(part, Mapping)))
-    named = [part.get(key) for part in configs for key in ("max_position_embeddings", "n_positions")]
-    if (folder / MODULES).is_file():
-        named.append(encoder_config(folder)[1].get("max_seq_length"))
-    return max((n for n in named if isinstance(n, int) and not isinstance(n, bool) and n > 0), default=None)
-
-
 def too_much_drift(wanted: str, target: str, drift: Fidelity) -> str:
     """Return why the target that whoever reads the output could ask for gives way to a weaker one."""
     return (
@@ -234,11 +188,12 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     checkpoint, device = opened.checkpoint, opened.device
     auto = options.target == AUTO
     tables = Tables(MANY_TABLES if opened.layout.family.centred_norm else FEW_TABLES)
-    search = source = Search(opened, options, progress, tables=tables)
     predicted: Mapping[str, float] = {}
     first = TIERS[0].target if auto else options.target
+    ranges, reference = None, None
     if options.run_model:
-        search.ranges, search.reference = observe_source(checkpoint, opened.inputs, progress, device)
+        ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)
+    search = source = Search(opened, options, progress, ranges, reference, tables=tables)
     decided = search.affordable(search.decided(first))
     notes: tuple[str, ...] = ()
     if (drift := search.too_far(decided)) is not None:
@@ -257,14 +212,14 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
 def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Mapping[str, float]]:
     """Return the choice of a plan for a source that is edited where no exact plan is enough, its plan, and what each
     edit was found to cost, by signal; first keys are centred, which costs nothing."""
-    source, opened = search, search.opened
-    shared = needlessly_shared(opened.layout, opened.weights(opened.layout), search.bounds)
+    source, opened, exponents = search, search.opened, bounds_of(decided).exponents
+    shared = needlessly_shared(opened.layout, opened.weights(opened.layout), bounds_of(decided).ranges)
     made = Plan(family=opened.layout.family.name, centred_keys=shared)
     if shared:
-        search = edited_search(source, Edits(made, {}))
+        search = edited_search(source, Edits(made, {}), exponents)
         decided = search.decided(decided.target)
     assert search.ranges is not None and search.reference is not None
-    needed = needed_edits(opened.layout, search.bounds, search.ranges, search.options.margin_bits)
+    needed = needed_edits(opened.layout, bounds_of(decided).ranges, search.ranges, search.options.margin_bits)
     if not needed:
         return search, decided, {}
     known = [Known.of(opened.layout, opened.inputs, search.reference)]
@@ -274,22 +229,29 @@ def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Ma
     # Where no proof comes of it all the same, only what was observed is worth a price.
     for wanted in (needed, of_observed):
         if wanted and (edits := least_edits(trial, wanted, search.options.max_kl)) is not None:
-            after = edited_search(source, edits)
+            after = edited_search(source, edits, exponents)
             found = after.decided(decided.target)
-            if wanted == of_observed or after.proves(found):
+            if wanted == of_observed or proves(found):
                 return after, found, edits.predicted
     return search, decided, {}
 
 
-@dataclass
-class Search:
-    """The choice of a plan for one source, target by target, on what was observed of it as it is, edits included.
+def bounds_of(decided: Decided) -> SourceBounds:
+    assert decided.bounds is not None  # None for a replayed plan alone
+    return decided.bounds
 
-    ranges, reference: what modules reach, and the outputs in fp32, and of the source in bf16; None where nothing is
-    run. bounds: what modules can reach, by the last bounds that were made, and unmoved: the sites that no exact
-    exponent moves and that do not hold by these. made_for: the streams' exponents that these were made for. start: as
-    ``Grounds`` has it. failing: by target those, and those behind a sentence encoder or an image's tower. tables: of
-    the weights, from one plan to the next.
+
+def proves(decided: Decided) -> bool:
+    """Return whether the bounds prove the plan for everything but what stands behind the model."""
+    return decided.planned is not None and not decided.planned.fallbacks and not bounds_of(decided).unmoved
+
+
+@dataclass(frozen=True)
+class Search:
+    """Chooses plans for one source, edits included.
+
+    ranges, reference: what its modules reach, and its outputs in fp32 and bf16; None where nothing is run. start: the
+    streams' exponents of the plain source's bounds, where this one is edited. tables: of weights, kept between plans.
     """
 
     opened: Opened
@@ -297,42 +259,40 @@ class Search:
     progress: Progress
     ranges: Mapping[str, ModuleRange] | None = None
     reference: Reference | None = None
-    bounds: Mapping[str, ModuleRange] = field(default_factory=dict)
-    unmoved: set[str] = field(default_factory=set)
-    made_for: Mapping[str, int] = field(default_factory=dict)
     start: Mapping[str, int] = field(default_factory=dict)
-    failing: dict[str, set[str]] = field(default_factory=dict)
     tables: Tables = field(default_factory=Tables)
 
-    def proves(self, decided: Decided) -> bool:
-        """Return whether nothing in the model stands against a proof of the plan that was decided last."""
-        return decided.planned is not None and not decided.planned.fallbacks and not self.unmoved
-
     def decided(self, target: str, weaker: Decided | None = None, margin_bits: float | None = None) -> Decided:
-        """Return the plan for a target; weaker: what was decided for a weaker one. margin_bits: another than asked."""
-        opened, acceptable = self.opened, None
-        modules = read_side_modules(opened.checkpoint.folder)
-        if self.reference is not None:
-            acceptable = drift_is_acceptable(opened, self.reference, self.progress)
-
-        def note(bounds: Certificate, layout: Layout, exponents: Mapping[str, int]) -> None:
-            self.bounds, self.made_for = bounds.ranges, exponents
-            self.unmoved = {s.name for s in bounds.sites if not s.holds and not traits(s.kind).movable}
-            behind = {site.name for site in sites_behind(bounds, layout, modules) if not site.holds}
-            squares = {f"{projector.norm} (sum of squares)" for projector in layout.projectors}
-            towers = {site.name for site in bounds.sites if not site.holds and site.name in squares}
-            self.failing[target] = self.unmoved | behind | towers
-
-        how = (self.options.max_length, self.progress, opened.spectra, note, opened.named)
-        bounds = bound_source(opened.weights, target, *how)
-        grounds = Grounds(self.ranges, bounds, acceptable, weaker, self.tables, self.start)
-        options = replace(self.options, target=target)
+        """Return the plan for a target; weaker: the plan for a weaker target. margin_bits: in place of the option's."""
+        opened, options = self.opened, replace(self.options, target=target)
         if margin_bits is not None:
             options = replace(options, margin_bits=margin_bits)
+        acceptable = None
+        if self.reference is not None:
+            acceptable = drift_is_acceptable(opened, self.reference, self.progress)
+        inputs = PlanInputs(
+            opened=opened,
+            options=options,
+            progress=self.progress,
+            ranges=self.ranges,
+            bounds=bound_source(
+                opened.weights,
+                target,
+                self.options.max_length,
+                self.progress,
+                opened.spectra,
+                opened.named,
+                read_side_modules(opened.checkpoint.folder),
+            ),
+            acceptable=acceptable,
+            weaker=weaker,
+            tables=self.tables,
+            start=self.start,
+        )
         with products_on(opened.device, "certificate"):
-            layout, planned = best_plan(opened, grounds, options, self.progress)
+            layout, planned, bounds = best_plan(inputs)
         plan = planned.plan if opened.edits is None else with_edits(planned.plan, opened.edits)
-        return Decided(layout, plan, target, planned, self.ranges, self.reference)
+        return Decided(layout, plan, target, planned, self.ranges, self.reference, bounds=bounds)
 
     def affordable(self, decided: Decided) -> Decided:
         """Return a plan for training, or one without the further margin where gains that round to it would take the
@@ -385,7 +345,7 @@ class Search:
                 break
             stricter = self.decided(tier.target, weakest)
             # What stands behind a sentence encoder no exponent moves.
-            no_worse = self.failing[tier.target] <= self.failing[weakest.target]
+            no_worse = bounds_of(stricter).failing <= bounds_of(weakest).failing
             if not no_worse or not costs_little(stricter, weakest):
                 break
             best = stricter
@@ -395,7 +355,7 @@ class Search:
         """Return whether every plan for a stricter tier would cost more than one may, whatever its bounds are."""
         ranges, margin_bits = self.ranges, self.options.margin_bits
         if ranges is None:  # then a plan goes by its own bounds, and those of a stricter tier are no smaller
-            ranges, margin_bits = self.bounds, PROOF_MARGIN_BITS
+            ranges, margin_bits = bounds_of(weakest).ranges, PROOF_MARGIN_BITS
         layouts = [self.opened.layout]
         if self.opened.layout.tied and self.opened.layout.family.untie:
             layouts.append(self.opened.apart())
@@ -404,8 +364,8 @@ class Search:
         return min(costs) > most_for_a_tier(weakest)
 
 
-def edited_search(search: Search, edits: Edits) -> Search:
-    """Return the choice of a plan for a source that is edited, which is observed again."""
+def edited_search(search: Search, edits: Edits, exponents: Mapping[str, int]) -> Search:
+    """Observe the edited source and return its search; exponents: of the streams in the plain source's bounds."""
     opened, reference = search.opened, search.reference
     assert reference is not None
     layout = opened.apart() if edits.apart else opened.layout
@@ -416,7 +376,7 @@ def edited_search(search: Search, edits: Edits) -> Search:
     edited = replace(opened, layout=layout, edits=edits.plan, before=opened)
     tables = search.tables.without(changed_by(layout, edits.plan))
     reference = replace(reference, fp32=outputs.fp32)
-    return Search(edited, search.options, search.progress, ranges, reference, tables=tables, start=search.made_for)
+    return Search(edited, search.options, search.progress, ranges, reference, exponents, tables)
 
 
 def with_scaled_output(
@@ -476,23 +436,24 @@ def checkpoint_batches(
     return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened)
 
 
-Bounds = Callable[[Layout, Mapping[str, int]], Mapping[str, ModuleRange]]
-"""Gives the bounds of a layout, which depend on whether its head is tied, for a residual exponent."""
+Bounds = Callable[[Layout, Mapping[str, int]], SourceBounds]
+"""Bounds a layout of the source under exponents of its streams."""
 
 
 @dataclass(frozen=True)
-class Grounds:
-    """What a plan is chosen on.
+class PlanInputs:
+    """Everything that a plan is chosen by.
 
-    ranges: what was observed; None plans from the bounds alone, which need no margin. acceptable: runs a plan whose
-    drift was predicted to cost too much and says whether it may be taken, since the prediction weighs every norm alike.
-    weaker: of a stricter tier, what was decided for the weaker one, beside which it must cost little. tables: of the
-    weights, as earlier plans made them. start: of an edited source, the streams' exponents that the bounds of the plain
-    one's last plan were made for.
+    ranges: observed; None plans by the bounds alone, without a margin. acceptable: runs a plan whose predicted drift is
+    too large, and says whether it may be taken. weaker: the plan for a weaker target, beside which this must cost
+    little. tables: of weights, from earlier plans. start: the streams' exponents of the plain source's bounds.
     """
 
+    opened: Opened
+    options: Options
+    progress: Progress
     ranges: Mapping[str, ModuleRange] | None
-    bounds: Bounds | None = None
+    bounds: Bounds
     acceptable: Callable[[Layout, Plan], bool] | None = None
     weaker: Decided | None = None
     tables: Tables | None = None
@@ -505,23 +466,27 @@ def bound_source(
     max_length: int,
     progress: Progress,
     spectra: Spectra | None = None,
-    note: Callable[[Certificate, Layout, Mapping[str, int]], None] = lambda *_: None,
     named: Callable[[Layout], str] = lambda _: "source",
+    modules: Sequence[SideModule] = (),
 ) -> Bounds:
-    """Return a function that bounds the signals of the unscaled source, in arithmetic without subnormals.
+    """Return a function that bounds the unscaled source, in arithmetic without subnormals.
 
-    weights: gives a layout's. spectra: where the eigenvalues that it computes are kept. note: is called with the
-    bounds and what they are of. named: what progress calls the source under a layout.
+    weights: gives a layout's. spectra: keeps the eigenvalues. named: the source's name in progress lines. modules: of a
+    sentence encoder.
     """
 
-    def of(layout: Layout, exponents: Mapping[str, int]) -> Mapping[str, ModuleRange]:
+    def of(layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
         again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {powers(exponents)}"
         with progress.step(f"Bounding every site of the {named(layout)} {WHERE[target]}{again}") as advance:
             arithmetic = Arithmetic(max_length, planned=exponents)
             how: dict[str, Any] = {"target": target, "spectra": spectra, "advance": advance}
-            found = bound(layout, weights(layout), arithmetic, **how)
-        note(found, layout, exponents)
-        return found.ranges
+            certificate = bound(layout, weights(layout), arithmetic, **how)
+        over = [site for site in certificate.sites if not site.holds]
+        unmoved = frozenset(site.name for site in over if not traits(site.kind).movable)
+        behind = {site.name for site in sites_behind(certificate, layout, modules) if not site.holds}
+        squares = {f"{projector.norm} (sum of squares)" for projector in layout.projectors}
+        towers = {site.name for site in over} & squares
+        return SourceBounds(certificate.ranges, exponents, unmoved, unmoved | behind | towers)
 
     return of
 
@@ -536,13 +501,13 @@ def observe_source(
     def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
         walk = Walk(checkpoint, place)
         unchanged = inputs if change is None else []
-        shown, scratch = batches_shown(compared(unchanged)), Scratch()
+        shown, scratch = smallest_batches(compared(unchanged)), Scratch()
         every_fp32: list[EveryOutput] = [{} for _ in shown]
         every_bf16: list[EveryOutput] = []
 
         def run(number: int, batch: Batch, model: Any) -> torch.Tensor | None:
             with observers[number]:
-                output = run_shown(model, batch, shown, every_fp32)
+                output = run_recording(model, batch, shown, every_fp32)
             return output_on(batch, output) if compared([batch]) else None
 
         def advanced(done: int, total: int) -> None:
@@ -581,94 +546,85 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
     return bool(torch.isfinite(checkpoint.read(name)).all())
 
 
-@dataclass(frozen=True)
-class Case:
-    """A planning: of which source, on what grounds, by which options, and where its progress is shown."""
+def best_plan(inputs: PlanInputs) -> tuple[Layout, Planned, SourceBounds]:
+    """Plan with the head as it is; where the tied head's limit blocks the plan or a requested proof, also with the head
+    separated, and take the better. Return the bounds with the plan that was chosen by them."""
 
-    opened: Opened
-    grounds: Grounds
-    options: Options
-    progress: Progress
+    def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
+        fallbacks = len(planned.fallbacks) if inputs.options.prove else 0
+        return sum(v.excess_bits for v in planned.violations), fallbacks
 
-
-def best_plan(opened: Opened, grounds: Grounds, options: Options, progress: Progress) -> tuple[Layout, Planned]:
-    """Plan with the head as it is; where the tied head's limit blocks the plan or a requested proof, and it may be
-    separated, plan with it separated."""
-    layout, case = opened.layout, Case(opened, grounds, options, progress)
-    planned = plan_for(layout, case)
-    if not any(missing(planned, options)) or not layout.tied or not layout.family.untie:
-        return layout, planned
-    apart = opened.apart()
-    other = plan_for(apart, case)
-    return (apart, other) if missing(other, options) < missing(planned, options) else (layout, planned)
+    layout = inputs.opened.layout
+    planned, bounds = plan_for(layout, inputs)
+    if any(missing(planned)) and layout.tied and layout.family.untie:
+        apart = inputs.opened.apart()
+        other, its_bounds = plan_for(apart, inputs)
+        if missing(other) < missing(planned):
+            return apart, other, its_bounds
+    return layout, planned, bounds
 
 
-def missing(planned: Planned, options: Options) -> tuple[float, int]:
-    """Return by how many bits what is run passes its limits, and how many proofs are given up that were asked for."""
-    return sum(v.excess_bits for v in planned.violations), len(planned.fallbacks) if options.prove else 0
+def plan_for(layout: Layout, inputs: PlanInputs) -> tuple[Planned, SourceBounds]:
+    """Return the plan for a layout, and the bounds that it was chosen by.
 
-
-def plan_for(layout: Layout, case: Case) -> Planned:
-    """Return the plan for a layout.
-
-    LayerNorm's eps stays when the stream is scaled, so its bounds are those of the exponents that they were made for,
-    or of smaller ones. Each round starts from the last one's plan, until that covers itself or costs too much: bounds
-    that are made for larger exponents can only be larger. A plan for a stricter tier that is chosen comes to the weaker
-    one's exponents as a rule, and to no larger ones; one for an edited source to those of the plain one.
+    LayerNorm's eps stays when the stream is scaled, so its bounds hold for the exponents that they were made for, and
+    for smaller ones. Each round starts from the last plan, until that covers itself or costs too much: bounds for
+    larger exponents can only be larger. The first exponents are those of the weaker target's plan or of the plain
+    source's bounds, which a stricter or edited plan seldom passes.
     """
-    grounds, weaker = case.grounds, case.grounds.weaker
-    start = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **(grounds.start if layout.family.centred_norm else {})}
-    exponents = start if weaker is None else stream_exponents(weaker.layout, weaker.plan)
-    planned = planned_within(exponents, "", layout, case)
-    while grounds.bounds is not None and layout.family.centred_norm:
+    weaker = inputs.weaker
+    start = inputs.start if layout.family.centred_norm else {}
+    exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
+    if weaker is not None:
+        exponents = stream_exponents(weaker.layout, weaker.plan)
+    planned, bounds = planned_within(exponents, "", layout, inputs)
+    while layout.family.centred_norm:
         chosen = stream_exponents(layout, planned.plan)
         covered = all(chosen[stream] <= exponents[stream] for stream in chosen)
-        decided = Decided(layout, planned.plan, case.options.target, planned, grounds.ranges)
+        decided = Decided(layout, planned.plan, inputs.options.target, planned, inputs.ranges)
         if covered or (weaker is not None and not costs_little(decided, weaker)):
             break
         exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
-        planned = planned_within(exponents, f", with {powers(exponents)} at most", layout, case)
-    return planned
+        planned, bounds = planned_within(exponents, f", with {powers(exponents)} at most", layout, inputs)
+    return planned, bounds
 
 
-def planned_within(exponents: Mapping[str, int], again: str, layout: Layout, case: Case) -> Planned:
-    """Return the plan under the bounds that are made for ``exponents`` of the streams; again: ends the step's line.
+def planned_within(
+    exponents: Mapping[str, int], again: str, layout: Layout, inputs: PlanInputs
+) -> tuple[Planned, SourceBounds]:
+    """Bound a layout under exponents of its streams, and plan by these bounds; again: ends the step's line.
 
-    Where a proof of a stream would drift, and running it shows that the drift is acceptable, the stream is held there.
+    Where proving a stream would drift, and a run shows the drift to be acceptable, the stream is held there.
     """
-    bounds, acceptable = case.grounds.bounds, case.grounds.acceptable
-    possible = None if bounds is None else bounds(layout, exponents)
-    head = ", with a head apart from the embedding" if layout.tied is False and case.opened.layout.tied else ""
-    place = f" for use {WHERE[case.options.target]}" if case.options.target in WHERE else ""
-    with case.progress.step(f"Planning the exponents{place}{head}{again}") as advance:
-        planned = planned_once(layout, case, possible, advance=advance)
+    options, bounds = inputs.options, inputs.bounds(layout, exponents)
+    head = ", with a head apart from the embedding" if layout.tied is False and inputs.opened.layout.tied else ""
+    place = f" for use {WHERE[options.target]}" if options.target in WHERE else ""
+    with inputs.progress.step(f"Planning the exponents{place}{head}{again}") as advance:
+        planned = planned_once(layout, inputs, bounds.ranges, advance=advance)
     held = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams and f.exponent is not None}
-    if acceptable is None or layout.fixed_eps is None or not held:
-        return planned
-    trial = planned_once(layout, case, possible, held)
-    # A corrected gain is no longer carried over exactly, so the plain plan goes first.
-    plain = replace(trial, plan=trial.plan.model_copy(update={"gain_correction": {}}))
-    return next((each for each in (plain, trial) if acceptable(layout, each.plan)), planned)
+    if inputs.acceptable is not None and layout.fixed_eps is not None and held:
+        trial = planned_once(layout, inputs, bounds.ranges, held)
+        # A corrected gain is no longer carried over exactly, so the plain plan goes first.
+        plain = replace(trial, plan=trial.plan.model_copy(update={"gain_correction": {}}))
+        planned = next((each for each in (plain, trial) if inputs.acceptable(layout, each.plan)), planned)
+    return planned, bounds
 
 
 def planned_once(
     layout: Layout,
-    case: Case,
-    possible: Mapping[str, ModuleRange] | None,
+    inputs: PlanInputs,
+    possible: Mapping[str, ModuleRange],
     held: Mapping[str, int] | None = None,
     advance: Advance | None = None,
 ) -> Planned:
-    """Return the plan for what was observed under the bounds ``possible``, or for these alone; held: as in
-    ``make_plan``."""
-    weights, options, grounds = case.opened.weights(layout), case.options, case.grounds
-    ranges, tables = grounds.ranges, grounds.tables
+    """Plan for what was observed under the bounds ``possible``, or for these alone; held: as in ``make_plan``."""
+    weights, options, ranges = inputs.opened.weights(layout), inputs.options, inputs.ranges
+    how: dict[str, Any] = {"target": options.target, "known": inputs.tables, "advance": advance}
     if ranges is None:
-        assert possible is not None
-        how: dict[str, Any] = {"margin_bits": PROOF_MARGIN_BITS, "known": tables}
-        return make_plan(layout, weights, possible, target=options.target, advance=advance, **how)
-    how = {"margin_bits": options.margin_bits, "bounds": possible, "held": held, "known": tables}
+        return make_plan(layout, weights, possible, margin_bits=PROOF_MARGIN_BITS, **how)
+    how |= {"margin_bits": options.margin_bits, "bounds": possible, "held": held}
     how["proof_worth"] = PROOF_FIRST if options.prove else PROOF_WORTH
-    planned = make_plan(layout, weights, ranges, target=options.target, advance=advance, **how)
+    planned = make_plan(layout, weights, ranges, **how)
     if options.target != "train":
         return planned
     return replace(planned, plan=with_smaller_gradients(planned.plan, layout, weights, ranges, possible))

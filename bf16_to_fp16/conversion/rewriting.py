@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
+from ..checkpoint.folder import carry_over, tokenizer_beside
 from ..checkpoint.layouts import FOLDER_LAYOUT
 from ..checkpoint.pipeline import has_variant, name_variants
 from ..checkpoint.reader import Checkpoint
@@ -13,6 +13,7 @@ from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..families.layout import Layout
+from ..json_text import write_json
 from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..report.build import Decided, Rewritten

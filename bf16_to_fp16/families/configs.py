@@ -113,3 +113,13 @@ def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
     """Return the number of elements along the axis called ``name``."""
     factors = family.sizes[name]
     return math.prod(of if isinstance(of, int) else number_of(family, config, of, "a size") for of in factors)
+
+
+def is_nested(rotation: Mapping[str, object]) -> bool:
+    """Return whether rotary positions are given by kind of layer."""
+    return any(isinstance(value, Mapping) for value in rotation.values())
+
+
+def kind_of(rotation: Mapping[str, object]) -> object:
+    """Return the kind of rotary positions, such as "default" or "linear"."""
+    return rotation.get("rope_type", rotation.get("type", "default"))

@@ -17,19 +17,25 @@ from .llama import (
     classes,
     layers,
     number,
+    rotary_factor,
     shared_values,
     wired_attention,
     wired_feed_forward,
 )
 from .parts import Style, attention, feed_forward
-from .types import Part
+from .types import Part, Rotary
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i``."""
     at, count = f"layers.{i}", number(config, "intermediate_size")
     style = Style(biased=QUERIES_KEYS_VALUES if config["attention_bias"] else ())
-    wiring = wired_attention(config, at, post_norm=f"{at}.post_self_attn_layernorm", interleaved=True)
+    wiring = wired_attention(
+        config,
+        at,
+        post_norm=f"{at}.post_self_attn_layernorm",
+        rotary=Rotary("rotary_emb", rotary_factor(config), interleaved=True),
+    )
     gated = wired_feed_forward(
         at,
         config["hidden_act"],

@@ -21,6 +21,7 @@ from .llama import (
     head_norms,
     layers,
     placed,
+    rotary_factor,
     shared_values,
     sparse,
     wired_attention,
@@ -28,7 +29,7 @@ from .llama import (
 )
 from .moe import ROUTER
 from .parts import Style, attention, feed_forward
-from .types import Part, StoredExperts
+from .types import Part, Rotary, StoredExperts
 
 PARTIAL = "partial_rotary_factor"
 UNEVEN = 42  # head_dim where a config gives no size at all, of which only names are read
@@ -51,7 +52,9 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i``, sparse or dense."""
     at, style = f"layers.{i}", Style(biased=QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     normed = {"norms_by_position": True, **head_norms(at)} if config["use_qk_norm"] else {}
-    wiring = wired_attention(config, at, runs=runs_of(config), **normed)
+    wiring = wired_attention(
+        config, at, **normed, rotary=Rotary("rotary_emb", rotary_factor(config), runs=runs_of(config))
+    )
     if i < whole_number("first_k_dense_replace", config["first_k_dense_replace"], "a number of layers", least=0):
         last = feed_forward(wired_feed_forward(at, config["hidden_act"]), style)
     else:

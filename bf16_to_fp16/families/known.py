@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from ..checkpoint.pipeline_classes import PIPELINES
 from ..errors import UserError
 from .bigbird_pegasus import BIGBIRD_PEGASUS
 from .configs import full_config
@@ -205,16 +204,6 @@ def is_known(config: Mapping[str, object]) -> bool:
     one that names no class does by its ``model_type``. Raises UserError where that is no name."""
     family = of_model_type(model_type_of(config))
     return family is not None and all(name in names_of(family) for name in architectures(config)[:1])
-
-
-def is_converted_in(kind: str, name: str, config: Mapping[str, object]) -> bool:
-    """Return whether a pipeline class has this component converted: an encoder of a supported family. One with a single
-    stack stays as it is where the class is known and not what it reads of that encoder."""
-    if not is_known(config):
-        return False
-    readings = PIPELINES.get(kind)
-    read = readings is None or any(reading.encoder == name for reading in readings)
-    return read or family_of(config).decoder is not None
 
 
 def named(name: object) -> Family | None:

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import UserError
-from .configs import looked_up, positive, whole_number
-from .older import is_nested, kind_of
+from .configs import is_nested, kind_of, looked_up, positive, whole_number
 from .parts import PLAIN, Style, attention, ends, experts, feed_forward, head, states, table, tied_head, untied_head
 from .types import (
     Attention,
@@ -27,6 +26,7 @@ from .types import (
     Initialisation,
     Part,
     Quotient,
+    Rotary,
     SameAs,
     Spread,
     Stack,
@@ -138,8 +138,7 @@ def wired_attention(config: Mapping[str, object], at: str, **own: Any) -> Attent
         *(f"{m}.{name}_proj" for name in "qkvo"),
         heads="num_attention_heads",
         add=f"{at}:add",
-        rotary="rotary_emb",
-        rotary_factor=rotary_factor(config),
+        rotary=Rotary("rotary_emb", rotary_factor(config)),
         kv_heads="num_key_value_heads",
     )
     return replace(wiring, **own)

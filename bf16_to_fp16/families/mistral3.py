@@ -100,8 +100,10 @@ def growth(config: Mapping[str, object]) -> tuple[float, float]:
 def growing(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i`` of Ministral 3."""
     attention, feed_forward = block(config, i, biases={})
-    assert isinstance(attention.topology, Attention)
-    return replace(attention, topology=replace(attention.topology, growth=growth(config))), feed_forward
+    wiring = attention.topology
+    assert isinstance(wiring, Attention) and wiring.rotary is not None
+    grows = replace(wiring, rotary=replace(wiring.rotary, growth=growth(config)))
+    return replace(attention, topology=grows), feed_forward
 
 
 def of_either(config: Mapping[str, object], i: int) -> Sequence[Part]:

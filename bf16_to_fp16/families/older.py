@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from .configs import config_value, looked_up, with_value
+from .configs import config_value, is_nested, kind_of, looked_up, with_value
 from .layout import Layout
 from .types import Family
 
@@ -87,13 +87,3 @@ def rotations(config: Mapping[str, object]) -> Iterator[str]:
         yield ""
     inside = ((k, v.get(ROTATION)) for k, v in config.items() if isinstance(v, Mapping))
     yield from (key for key, rotation in inside if isinstance(rotation, Mapping) and rotation != OF_PATCHES)
-
-
-def is_nested(rotation: Mapping[str, object]) -> bool:
-    """Return whether rotary positions are given by kind of layer."""
-    return any(isinstance(value, Mapping) for value in rotation.values())
-
-
-def kind_of(rotation: Mapping[str, object]) -> object:
-    """Return the kind of rotary positions, such as "default" or "linear"."""
-    return rotation.get("rope_type", rotation.get("type", "default"))

@@ -11,10 +11,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
+from ..checkpoint.folder import carry_over, tokenizer_beside
 from ..checkpoint.naming import names_in_files
 from ..checkpoint.reader import VIEWS, Checkpoint
 from ..checkpoint.single_file import SCRATCH
+from ..json_text import write_json
 from .declared import in_folder
 from .known import architectures, class_of, family_of, named_as, naming_class
 from .llama import STACK

@@ -106,13 +106,13 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
     share: heads of keys, query heads for each, size of a head; () where each channel has its own exponent.
     """
-    if not wiring.rotary:
+    if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share
-    if wiring.runs > 1:
-        half = size // wiring.runs // 2
-        return (kv_heads, heads, wiring.runs, 2, half), (kv_heads, 1, wiring.runs, 2, half)
-    if wiring.interleaved:
+    if wiring.rotary.runs > 1:
+        half = size // wiring.rotary.runs // 2
+        return (kv_heads, heads, wiring.rotary.runs, 2, half), (kv_heads, 1, wiring.rotary.runs, 2, half)
+    if wiring.rotary.interleaved:
         return (kv_heads, heads, size // 2, 2), (kv_heads, 1, size // 2, 2)
     return (kv_heads, 2 * heads, size // 2), (kv_heads, 2, size // 2)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from .gemma2 import GEMMA2, WITHOUT_CAP
 from .gemma3 import CAP, STYLE, WITHOUT_BIASES, gate_norms
-from .llama import BODY, check_window, shared_values, wired_attention, wired_feed_forward
+from .llama import BODY, check_window, rotary_factor, shared_values, wired_attention, wired_feed_forward
 from .parts import Style, attention, ends, feed_forward, head, states, table, tied_head, untied_head
-from .types import Part, SameAs, Stack, StackEnds, StockClass
+from .types import Part, Rotary, SameAs, Stack, StackEnds, StockClass
 
 
 def style(stack: str) -> Style:
@@ -31,8 +31,9 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
     at = f"{stack}.layers.{i}"
     dropout, own, share = f"{at}.dropout", style(stack), shared_values(config, f"{stack}.")
     inner = config.get(stack)
+    inner = inner if isinstance(inner, Mapping) else {}
     wiring = wired_attention(
-        inner if isinstance(inner, Mapping) else {},
+        inner,
         at,
         norm=f"{at}.pre_self_attn_layernorm",
         post_norm=f"{at}.post_self_attn_layernorm",
@@ -40,7 +41,7 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
         kv_heads=f"{stack}.num_key_value_heads",
         scale=f"{stack}.query_pre_attn_scalar",
         cap=f"{stack}.attn_logit_softcapping",
-        rotary=f"{stack}.rotary_emb",
+        rotary=Rotary(f"{stack}.rotary_emb", rotary_factor(inner)),
         dropout=dropout,
     )
     parts = [attention(wiring, own, share)]
@@ -57,7 +58,7 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
             value=value,
             output=output,
             memory=True,
-            rotary="",
+            rotary=None,
             add=f"{at}:add#2",
         )
         parts.append(attention(wiring, own, share))

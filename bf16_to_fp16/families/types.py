@@ -163,6 +163,22 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """Rotary positions: each pair of channels of a query or key is turned by an angle.
+
+    at: the module of the cosines and sines. factor: the largest multiplier of these, at least 1. interleaved: pairs are
+    channels 2i and 2i + 1, else i and i + head_dim/2. runs: a head consists of so many runs, each paired by itself or
+    not turned at all. growth: (g, n) multiplies queries at position p with 1 + g·ln(1 + ⌊p/n⌋).
+    """
+
+    at: str
+    factor: float = 1.0
+    interleaved: bool = False
+    runs: int = 1
+    growth: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
 class Attention:
     """How the modules of an attention sublayer are connected, for the bounds on what flows between them.
 
@@ -188,17 +204,7 @@ class Attention:
     norms_by_position: bool = False
     """Whether these norms read positions before heads, [rows, positions, heads, channels]."""
     norms_whole: bool = False  # whether they are of all heads together, as wide as the projection
-    rotary: str = ""
-    """The module that gives the cosines and sines by which queries and keys are turned, channel i with i +
-    head_dim/2; where it turns the first channels of a head alone, the others count as if they were."""
-    rotary_factor: float = 1.0  # at least what these cosines and sines are multiplied with, and 1
-    growth: tuple[float, float] | None = None
-    """By how much, and behind how many positions, turned queries grow: stock code multiplies those of position p with 1
-    + growth·ln(1 + ⌊p / positions⌋)."""
-    interleaved: bool = False  # whether it turns channels 2i and 2i + 1 instead
-    runs: int = 1
-    """Of how many runs of its channels a head is, in each of which channel i turns with the one half a run further, or
-    neither turns."""
+    rotary: Rotary | None = None
     kv_heads: str = ""  # config key of the number of heads of keys and values, "" where it is ``heads``
     scale: str = ""
     """Config key of what scores are multiplied with to the power of -1/2 where they are ``scaled``, "" for head_dim."""
@@ -233,7 +239,7 @@ class Attention:
         four products before, and queries that grow one more."""
         if self.divides:
             return (f"{self.at}:div",)
-        first = 6 if self.growth else 5 if self.rotary else 1
+        first = 1 if self.rotary is None else 6 if self.rotary.growth else 5
         return tuple(f"{self.at}:mul#{count}".removesuffix("#1") for count in (first, first + 1))
 
     @property
@@ -776,6 +782,8 @@ def inside(part: Part, body: str) -> Part:
                 new[each.name] = tuple(map(path, value))
             elif each.name == "experts":
                 new[each.name] = tuple(map(topology, value))
+            elif isinstance(value, Rotary):
+                new[each.name] = replace(value, at=path(value.at))
             elif isinstance(value, FeedForward):
                 new[each.name] = topology(value)
         return replace(of, **new)  # type: ignore[arg-type]

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder import finite
 from ..environment import how_to_install
 from ..errors import UserError
-from ..json_text import loads
+from ..json_text import finite, loads
 from .states import on_a_disk
 
 

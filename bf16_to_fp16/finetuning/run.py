@@ -26,18 +26,20 @@ from safetensors.torch import save_file
 
 from ..cards import architecture, computes_in_bf16
 from ..checkpoint.files import read_json
-from ..checkpoint.folder import carry_over, tokenizer_beside, write_json
+from ..checkpoint.folder import carry_over, tokenizer_beside
+from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import check_out, overlap, put_in_place, scratch, staged
 from ..checkpoint.writer import write_fp16
 from ..commands.convert import Conversion, convert_by
-from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance, shown_in_a_command
+from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
 from ..conversion.planning import Opened, checkpoint_batches, decide
 from ..devices import Device, check_all_is_used, find_device, shown
 from ..environment import how_to_install
 from ..errors import UserError
 from ..families.known import class_of, spare_padding, stock_class
 from ..families.resolve import resolve
+from ..json_text import write_json
 from ..observe.observer import SiteObserver
 from ..progress import Progress, shown_by
 from ..quiet import quiet

@@ -145,10 +145,10 @@ def _scores(values: dict[str, Tensor], layout: Layout, sublayer: Attention) -> A
                 q, k = (x.unflatten(-1, (number, -1)) for x, number in zip((q, k), heads, strict=True))
             if sublayer.norms_by_position or sublayer.norms_whole:
                 q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if sublayer.rotary:
-            q, k = (rotated(x, *kwargs["position_embeddings"], interleaved=sublayer.interleaved) for x in (q, k))
-        if sublayer.growth is not None:
-            growth, positions = sublayer.growth
+        if (rotary := sublayer.rotary) is not None:
+            q, k = (rotated(x, *kwargs["position_embeddings"], interleaved=rotary.interleaved) for x in (q, k))
+        if rotary is not None and rotary.growth is not None:
+            growth, positions = rotary.growth
             q = q * (1 + growth * (kwargs["position_ids"] // positions).log1p())[:, None, :, None]
         values[f"{sublayer.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 

@@ -16,14 +16,13 @@ import torch
 
 from ..auditing.attack import Attack
 from ..auditing.every_output import OutputError
-from ..auditing.fidelity import Fidelity, Outputs, Reference
+from ..auditing.fidelity import Outputs, Reference
 from ..auditing.regimes import RegimeResult, verdict
-from ..bounds.findings import Certificate
-from ..bounds.kinds import SiteKind
-from ..checkpoint.contents import read_config
+from ..bounds.findings import Certificate, SourceBounds
+from ..bounds.kinds import Remedy, SiteKind, traits
+from ..checkpoint.contents import INDEX, read_config
 from ..checkpoint.formats import bytes_of
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.shards import INDEX
 from ..checkpoint.writer import Written
 from ..environment import SCHEMA
 from ..families.configs import changes
@@ -34,20 +33,22 @@ from ..families.places import places
 from ..families.spread import carrying, spread_out
 from ..families.types import RESIDUAL, Attention, ObservationPoint, Side
 from ..families.walk import walk
-from ..numerics import FP16_MAX, NOISE, NORM_FLOOR
+from ..numerics import NOISE
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors
 from ..rescaling.channels import ROUNDING
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, OfChannels, without_edits
+from ..rescaling.exponents import norm_exponents
 from ..rescaling.outputs import joined, output_factors
-from ..rescaling.plan import Plan, describe_plan, norm_exponents
-from ..rescaling.planner import Planned
+from ..rescaling.plan import Plan, describe_plan
+from ..rescaling.planner import Fallback, Planned, Violation
 from ..rescaling.rounding_loss import STEP_NOISE
 from ..rescaling.squares import squares_of
-from ..targets import SQUARING, TIERS
+from ..results import Fidelity
 from . import remedies, schema
 from .card import front_matter
+from .tiers import judged_tiers
 
 FP16_RANGE_BITS = 40.0  # bits between fp16's last subnormal and its limit: what a model loses that gives inf or NaN
 ONE_ROUNDING = 0.541 * 2.0**-20 / 12
@@ -57,11 +58,12 @@ log-uniform."""
 
 @dataclass(frozen=True)
 class Decided:
-    """What will be done: the plan, for a layout with its head tied or apart, and what it was chosen from. target: that
-    the plan holds, never "auto". planned: None where a stored plan is replayed. ranges: what was observed, None where
-    nothing was. reference: the source's outputs, where it was run. predicted: what each edit was found to cost, by
-    signal. ranges_before: what the source reached, where ``ranges`` are of the edited one. notes: sentences for the
-    user on what was given up."""
+    """The plan for one layout (head tied or apart) and target, and its grounds.
+
+    planned, bounds: None for a replayed plan. ranges: observed, of the edited source where there are edits; None where
+    nothing ran. ranges_before: of the source without edits. reference: the source's outputs. predicted: the divergence
+    of each edit, by signal. notes: sentences for the user on what was given up.
+    """
 
     layout: Layout
     plan: Plan
@@ -72,6 +74,7 @@ class Decided:
     predicted: Mapping[str, float] = field(default_factory=dict)
     ranges_before: Mapping[str, ModuleRange] | None = None
     notes: tuple[str, ...] = ()
+    bounds: SourceBounds | None = None
 
     @property
     def of_source(self) -> Mapping[str, ModuleRange] | None:
@@ -144,7 +147,7 @@ def build(
     half = regimes.get("half")
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
-    described = schema.regimes_of(regimes)
+    described = regimes_of(regimes)
     attack = None if measured.attack is None else schema.AttackEntry.model_validate(measured.attack.to_json())
     broken = remedies.overflowing(attack) if attack is not None else []
     for site in attack.sites if attack is not None else ():
@@ -167,7 +170,7 @@ def build(
         certificate=schema.CertificateEntry.model_validate(certificate.to_json(seen) | {"cost_bits": cost}),
         uncertified=uncertified_sites(layout, certificate, planned),
         attack=attack,
-        fidelity=schema.FidelityEntry.model_validate(fidelity.to_json()) if fidelity else None,
+        fidelity=fidelity,
         weights=counts,
         outputs=outputs,
         plan=Plan.model_validate(describe_plan(plan)),
@@ -203,7 +206,7 @@ def inexact_of(edits: Sequence[Edit]) -> dict[str, Any]:
     return {"inexact": [schema.InexactEntry(**entry) for entry in entries]} if entries else {}
 
 
-def descended(report: schema.Report, lineage: schema.Lineage, kept: schema.FidelityEntry | None) -> schema.Report:
+def descended(report: schema.Report, lineage: schema.Lineage, kept: Fidelity | None) -> schema.Report:
     """Return the report of a checkpoint that was trained, with where it comes from and what the output keeps of it."""
     given = {name: getattr(lineage.source, name) for name in lineage.source.model_fields_set}
     source = report.source.model_copy(update=given)
@@ -213,11 +216,6 @@ def descended(report: schema.Report, lineage: schema.Lineage, kept: schema.Fidel
         for name, entry in report.outputs.items()
     }
     return report.model_copy(update={"source": source, "finetune": run, "outputs": outputs})
-
-
-def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
-    """Return a report that names the class of which alone it speaks, where the files hold tensors for another."""
-    return report if layout.alone is None else report.model_copy(update={"model_class": layout.alone})
 
 
 def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> schema.Report:
@@ -233,7 +231,7 @@ def passed_limits(
     Without regimes nothing was audited, and the certificate decides."""
     over: list[schema.UnsafeEntry] = []
     close: list[schema.UnsafeEntry] = []
-    for entry in map(remedies.passed_limit, planned.violations if planned else ()):
+    for entry in map(passed_limit, planned.violations if planned else ()):
         if entry.excess_bits > (plan.margin_bits or 0.0) if regimes else not certificate.holds:
             over.append(entry)
         else:
@@ -248,36 +246,6 @@ def conclude(
     if over or not regimes:
         return "safe" if certificate.holds and not over else "unsafe"
     return verdict(regimes)
-
-
-def tiers_of(
-    layout: Layout, certified: Mapping[str, bool], regimes: Mapping[str, RegimeResult]
-) -> dict[str, schema.TierEntry]:
-    """Return for each tier whether it holds, and by what: by its bounds, or on what was run. Whether squares in fp16
-    vanish only ``half`` shows: without it no tier holds that makes them."""
-    clean = "half" in regimes and verdict(regimes) == "safe"
-    squares = squares_of(layout, regimes["half"].norms) if "half" in regimes else None
-    # No run shows what sums in fp16 would come to, nor what squares of a sentence's vector would.
-    squared = squares is not None and squares.fits and not regimes["half"].vectors
-    unfit = ""
-    if squares is not None and squares.least < NORM_FLOOR:
-        unfit = remedies.sinks(squares.least)
-    elif squares is not None and squares.largest > FP16_MAX:
-        unfit = remedies.swells(squares.largest)
-    seen = ("half", "norm-safe") if squared else ("half",)
-    rows: dict[str, schema.TierEntry] = {}
-    for tier in TIERS:
-        proof: Literal["certified", "observed"] | None
-        proof, reason = ("certified", "") if certified[tier.name] else (None, remedies.OVER)
-        if tier.target in SQUARING and unfit:
-            proof, reason = None, unfit
-        elif tier.target in SQUARING and squares is None and proof is not None:
-            proof, reason = None, remedies.SQUARES_UNSEEN
-        elif proof is None and clean and tier.target in seen:
-            proof, reason = "observed", ""
-        runtimes = list(tier.runtimes)
-        rows[tier.name] = schema.TierEntry(holds=proof is not None, proof=proof, runtimes=runtimes, reason=reason)
-    return rows
 
 
 def bits_lost(planned: Planned, layout: Layout) -> float:
@@ -301,7 +269,7 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
             continue
         name = of_module.get(site.name.partition(":")[0], "")
         name = streams.get(site.name, RESIDUAL) if site.kind in (SiteKind.RESIDUAL, SiteKind.SQUARES) else name
-        reason, remedy = remedies.why_unproven(site.kind, fallbacks.get(name))
+        reason, remedy = why_unproven(site.kind, fallbacks.get(name))
         rows.append(remedies.unproven(site, reason, remedy))
     return rows
 
@@ -348,7 +316,7 @@ def cost_of(edits: Sequence[Edit | schema.InexactEntry]) -> float:
 
 
 def too_inexact(
-    fidelity: Fidelity | schema.FidelityEntry,
+    fidelity: Fidelity,
     *,
     exact: bool = False,
     ran: bool = True,
@@ -362,7 +330,7 @@ def too_inexact(
     it is edits that a proof needed, and it is ``proven``, they may cost ``MOST_FOR_A_PROOF`` times as much. eps_held:
     whether another function in fp32 comes of an eps that is held."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
-    fp16 = math.inf if fidelity.kl_fp16 is None else fidelity.kl_fp16
+    fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
         return [remedies.inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
     edited = edits > fp16 / 2
@@ -502,3 +470,51 @@ def signals_of(
             moved = torch.as_tensor(own.exponent(f"{path}.scores"), dtype=torch.float64)
             rows.append(entry(path, "output", "scores", seen.largest, scores.largest * 2.0 ** float(moved.amin())))
     return rows
+
+
+def regimes_of(results: Mapping[str, RegimeResult]) -> dict[str, schema.RegimeEntry]:
+    """Return what an audit showed as entries of a report."""
+    return {name: schema.RegimeEntry.model_validate(result.to_json()) for name, result in results.items()}
+
+
+def passed_limit(violation: Violation) -> schema.UnsafeEntry:
+    """Return a limit that the plan cannot hold as an entry of the report."""
+    return schema.UnsafeEntry(
+        signal=violation.signal,
+        kind="limit",
+        excess_bits=violation.excess_bits,
+        remedy=remedies.PENALTY,
+        reason=remedies.PASSED,
+    )
+
+
+def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
+    """Return why a kind of site is not proven after rescaling, and the remedy; ``fallback``: of its signal."""
+    if traits(kind).remedy is Remedy.NORMALISE:
+        return remedies.MAY_BE_ZERO, remedies.NORMALISE_IN_FP32
+    if not traits(kind).movable:
+        return remedies.UNMOVED, remedies.PENALTY
+    if fallback is not None and not fallback.impossible:
+        cost = f"predicted squared error {fallback.cost_certified:.1e} instead of {fallback.cost_observed:.1e}"
+        return f"{remedies.TOO_COSTLY} ({cost})", remedies.OBSERVED
+    return remedies.OVER_AT_EVERY_EXPONENT, remedies.PENALTY
+
+
+def tiers_of(
+    layout: Layout, certified: Mapping[str, bool], regimes: Mapping[str, RegimeResult]
+) -> dict[str, schema.TierEntry]:
+    """Return the tiers of a checkpoint that was bounded and, where there are ``regimes``, run."""
+    if "half" not in regimes:
+        return judged_tiers(certified)
+    half = regimes["half"]
+    return judged_tiers(
+        certified,
+        clean=verdict(regimes) == "safe",
+        squares=squares_of(layout, half.norms),
+        pooled=bool(half.vectors),
+    )
+
+
+def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
+    """Return a report that names the class of which alone it speaks, where the files hold tensors for another."""
+    return report if layout.alone is None else report.model_copy(update={"model_class": layout.alone})

@@ -5,6 +5,7 @@ Licence, languages, tags and task are inherited from the source's own card; what
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -16,15 +17,17 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from ..checkpoint.folder import MODULES, TOKENIZER_FILES
+from ..checkpoint.contents import MODULES
+from ..checkpoint.folder import TOKENIZER_FILES
 from ..checkpoint.layouts import LAYOUTS
 from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass
 from ..rescaling.plan import Plan
+from ..results import dump
 from ..wording import bound_magnitude, bytes_in_words, significant_bits
 from . import facts, page
-from .schema import Report, dump
+from .schema import Report
 from .tables import Column, Table, names, numbers
 
 TAGS = ("fp16", "bf16-to-fp16")
@@ -155,7 +158,7 @@ def eval_results(report: Report, stock: StockClass | None, task: str | None) -> 
             metric_value=value,
         )
         for value, kind, name in measures
-        if value is not None
+        if value is not None and math.isfinite(value)
     ]
 
 

@@ -30,7 +30,7 @@ from ..wording import (
     significant_bits,
     tightness,
 )
-from . import schema
+from . import answers, schema
 from .remedies import OVER, SQUARES_UNSEEN
 from .tables import Column, Table, numbers
 
@@ -58,7 +58,7 @@ def bounds_by_name(report: schema.Report) -> dict[str, tuple[float, float | None
     return {site.name: (site.bound, tightness(site.bound, site.observed)) for site in sites}
 
 
-def for_target(report: schema.Report | schema.Verification) -> str:
+def for_target(report: schema.Report | answers.Verification) -> str:
     """Return in which arithmetic its bounds are, " with norms in fp16"; empty where it does not say."""
     return f" {where(report.target)}" if report.target else ""
 
@@ -299,15 +299,14 @@ def padding_advice(report: schema.Report) -> str:
         ran = {entry.attention for regime in report.regimes.values() for entry in regime.runs}
         first = "" if ran == {"eager"} else f"use SDPA{'' if ran else ', where the class has it'}, or "
         return (
-            "padding left of a row under a causal mask, or further from the row than a sliding window, sees no token;"
-            " in fp16 under eager attention it can be NaN, and its row with it;"
-            f" {first}run rows of one length together"
+            "under eager attention in fp16, left padding and padding beyond a sliding window can make their row NaN;"
+            f" {first}batch rows of one length"
         )
-    which, remedy = "a padded row is", "run rows of one length together"
-    if report.padding is not None:
-        which = f"a row with some padding, but fewer than {counted(report.padding, 'position')} of it, can be"
-        remedy = f"pad all rows on the right to {report.padding} more than the longest has, or run those of one length"
-    return f"{which} NaN in fp16 in {title}, whatever the weights, since its masks are −inf there; {remedy}"
+    why = f"{title} masks with −inf in fp16"
+    if report.padding is None:
+        return f"every padded row is NaN: {why}; batch rows of one length"
+    least = counted(report.padding, "position")
+    return f"a row with less than {least} of padding can be NaN: {why}; pad the longest row by {least}, on the right"
 
 
 def coverage(report: schema.Report) -> tuple[list[str], list[tuple[str, str]]]:
@@ -371,27 +370,23 @@ OF_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
 def scaled_outputs(report: schema.Report) -> str:
-    """Return which outputs are not the source's but a power of two times as large, and how to read them, in words;
-    empty where there are none."""
+    """Return how to get the source's outputs from the scaled ones; empty where none is scaled."""
     by_factor: dict[int, list[str]] = {}
-    by_channel = []
     for name, entry in report.outputs.items():
-        if isinstance(entry.factor_log2, list):
-            by_channel.append(name)
-        elif entry.factor_log2:
-            by_factor.setdefault(entry.factor_log2, []).append(name)
-    said = []
-    for factor, names in by_factor.items():
-        verb, them = ("is", "it") if names == [LAST] else ("are", "them")
-        done = "divide" if factor > 0 else "multiply"
-        shown = [f"{name} but the last" if name in OF_LAYERS else name for name in names]
-        said.append(
-            f"{listed(shown)} {verb} 2^{factor} times the source's: {done} by {2 ** abs(factor):,} if you read {them}"
-        )
-        if LAST in names and (stock := giving_states(report)):
-            said[-1] += f", or convert --as {stock}"
-    said += [f"{name} is scaled channel by channel: see outputs in {schema.REPORT}" for name in by_channel]
-    return "; ".join(said)
+        if isinstance(entry.factor_log2, int) and entry.factor_log2:
+            shown = f"{name} (all but the last)" if name in OF_LAYERS else name
+            by_factor.setdefault(entry.factor_log2, []).append(shown)
+    steps = [
+        f"divide {listed(names)} by {2**factor:,}" if factor > 0 else f"multiply {listed(names)} by {2**-factor:,}"
+        for factor, names in by_factor.items()
+    ]
+    said = [f"to get the source's, {', '.join(steps)}"] if steps else []
+    if report.outputs.keys() & {LAST} and report.outputs[LAST].factor_log2 and (stock := giving_states(report)):
+        said.append(f"or convert --as {stock}")
+    per_channel = [name for name, entry in report.outputs.items() if isinstance(entry.factor_log2, list)]
+    return "; ".join(
+        [*said, *(f"{name} is scaled per channel: see outputs in {schema.REPORT}" for name in per_channel)]
+    )
 
 
 def other_class(report: schema.Report) -> str:
@@ -524,7 +519,7 @@ def held_in(entry: schema.TierEntry, proven: str, *, broken: bool) -> str:
     return {"certified": f"yes, {proven}", "observed": "yes, on what was run", None: unseen}[entry.proof]
 
 
-def unmet_target(report: schema.Report | schema.Verification) -> str:
+def unmet_target(report: schema.Report | answers.Verification) -> str:
     """Return in words where a checkpoint that is safe in PyTorch is not known to be, and why, although it was made for
     that arithmetic; empty for any other."""
     name = next((tier.name for tier in TIERS if tier.target == report.target), "")
@@ -589,7 +584,7 @@ def underflow_rows(regimes: Mapping[str, schema.RegimeEntry]) -> list[tuple[str,
     return list(rows.values())
 
 
-def runtime_verdict(result: schema.RuntimeCheck) -> tuple[str, str]:
+def runtime_verdict(result: answers.RuntimeCheck) -> tuple[str, str]:
     """Return the verdict on what a runtime made of an output, and why."""
     if result.verdict == "unsafe":
         wrong = "gives inf or NaN" if result.output.nonfinite else "is further from fp32 than bf16 is"
@@ -631,10 +626,10 @@ def assumption(kind: str | None, name: str) -> str:
     return f"what {kind} reads of {name} is not known; taken to be its last states, which conversion leaves as they are"
 
 
-def reading_lines(report: schema.PipelineReport) -> list[str]:
+def reading_lines(report: answers.PipelineReport) -> list[str]:
     """Return in sentences where a pipeline reads states of its encoders that are not the source's, what makes up for it
     and what does not."""
-    grouped: dict[tuple[str, str], list[schema.ReadingEntry]] = {}
+    grouped: dict[tuple[str, str], list[answers.ReadingEntry]] = {}
     for entry in report.readings:
         grouped.setdefault((entry.encoder, entry.norm or entry.component), []).append(entry)
     lines = []
@@ -663,6 +658,6 @@ def reading_lines(report: schema.PipelineReport) -> list[str]:
     return lines
 
 
-def beyond_fp16(report: schema.PipelineReport) -> list[str]:
+def beyond_fp16(report: answers.PipelineReport) -> list[str]:
     """Return the components whose linears carry a power of two that takes weights past fp16's range."""
     return sorted({entry.name.partition("/")[0] for entry in report.rescaled if entry.amax > FP16_MAX})

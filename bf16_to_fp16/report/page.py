@@ -23,6 +23,7 @@ from markupsafe import Markup, escape
 from ..families.known import named
 from ..families.older import is_older_key
 from ..numerics import FP16_MAX
+from ..results import Fidelity, dump
 from ..wording import (
     bound_magnitude,
     bytes_in_words,
@@ -44,19 +45,11 @@ from ..wording import (
     times,
 )
 from . import facts, figures
+from .answers import RuntimeCheck, Verification
 from .remedies import unsafe_sites
-from .schema import (
-    FidelityEntry,
-    FinetuneEntry,
-    RegimeEntry,
-    Report,
-    RuntimeCheck,
-    UnprovenEntry,
-    Verification,
-    WeightsEntry,
-    dump,
-    read,
-)
+from .result import Result as Shown
+from .result import fragment
+from .schema import FinetuneEntry, RegimeEntry, Report, UnprovenEntry, WeightsEntry, read
 from .site_table import site_table
 from .tables import Column, Table, names, numbers
 
@@ -191,7 +184,7 @@ class Figure:
     note: str
 
 
-class Result(dict[str, Any]):
+class Result(Shown):
     """A report as a dictionary, which a notebook shows as the verdict and its figures, check by check, or as what was
     compared or uploaded."""
 
@@ -218,12 +211,6 @@ def summary(report: Report) -> str:
     """Return the verdict of a report and the figures of its headline as a piece of HTML."""
     rows = [(figure.name, figure.value, figure.note) for figure in headline(report)]
     return fragment(facts.verdict_sentence(report), rows)
-
-
-def fragment(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
-    """Return a line and a table of three columns as a piece of HTML, all text escaped."""
-    cells = Markup("").join(Markup("<tr><td>{}</td><td><b>{}</b></td><td>{}</td></tr>").format(*row) for row in rows)
-    return str(Markup("<p><b>{}</b></p><table>{}</table>").format(title, cells))
 
 
 def source_name(report: Report) -> str:
@@ -564,7 +551,7 @@ def closeness_table(report: Report, fp16: str = "output in fp16") -> Table | Non
     return fidelity_table(close, reference, "the same in bf16" if run else "source in bf16", fp16)
 
 
-def fidelity_table(close: FidelityEntry, reference: str, bf16: str, fp16: str = "output in fp16") -> Table:
+def fidelity_table(close: Fidelity, reference: str, bf16: str, fp16: str = "output in fp16") -> Table:
     """Return the table of fidelity to a ``reference``, a row per measure; bf16, fp16: headings; null was infinite."""
     kl = close.measure == "kl"
     what = "KL(fp32 ‖ x), nats per token" if kl else f"{close.measure} of the last states"

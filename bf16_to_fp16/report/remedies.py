@@ -13,7 +13,6 @@ from ..bounds.arithmetic import Bound
 from ..bounds.kinds import Remedy, traits
 from ..checkpoint.places import SHIPPED
 from ..numerics import FP16_MAX, OVERFLOWED
-from ..rescaling.planner import Fallback, Violation
 from ..targets import TIERS
 from ..wording import counted, listed, reached
 from .schema import AttackEntry, BoundEntry, CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
@@ -58,13 +57,6 @@ CONVERT_AGAIN = "fetch it again, or convert the source again"
 REMOVE = "remove it, or keep it elsewhere"
 RIGHT_REVISION = "give --original the source that the report names, at its revision"
 UNSAFE_BY_REPORT = f"finetune it, or {STAY}"
-
-
-def passed_limit(violation: Violation) -> UnsafeEntry:
-    """Return a limit that the plan cannot hold as an entry of the report."""
-    return UnsafeEntry(
-        signal=violation.signal, kind="limit", excess_bits=violation.excess_bits, remedy=PENALTY, reason=PASSED
-    )
 
 
 def sinks(least: float) -> str:
@@ -201,18 +193,6 @@ def normalising_is_all(unproven: Sequence[UnprovenEntry]) -> bool:
     return bool(unproven) and all(entry.remedy == NORMALISE_IN_FP32 for entry in unproven)
 
 
-def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
-    """Return why a kind of site is not proven after rescaling, and the remedy; ``fallback``: of its signal."""
-    if traits(kind).remedy is Remedy.NORMALISE:
-        return MAY_BE_ZERO, NORMALISE_IN_FP32
-    if not traits(kind).movable:
-        return UNMOVED, PENALTY
-    if fallback is not None and not fallback.impossible:
-        cost = f"predicted squared error {fallback.cost_certified:.1e} instead of {fallback.cost_observed:.1e}"
-        return f"{TOO_COSTLY} ({cost})", OBSERVED
-    return OVER_AT_EVERY_EXPONENT, PENALTY
-
-
 def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Report:
     """Return the report of a finetune that ended unsafe or ``missed`` goals, with ``remedy`` for another finetune."""
 
@@ -248,7 +228,7 @@ def going_on_from(
     out = f"{PurePath(source.removeprefix(SHIPPED).partition('@')[0]).name}-fp16"
     words = ["bf16-to-fp16", "convert", source, out]
     words += [word for key, value in below.items() if value for word in (f"--{key}", value)]
-    return f"convert it, which lowers most of this, exactly or with a drift that it measures: {shlex.join(words)}"
+    return f"convert it: {shlex.join(words)}"
 
 
 def finetuning_of(

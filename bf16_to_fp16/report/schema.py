@@ -13,22 +13,9 @@ import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    ValidationInfo,
-    WithJsonSchema,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, ValidationError
 
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recorded import REPORT as REPORT
@@ -37,53 +24,10 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import architectures
 from ..rescaling.plan import Plan
-
-if TYPE_CHECKING:
-    from ..auditing.regimes import RegimeResult
+from ..results import Count, Fidelity, Flag, NumberOrNaN, Real, ReportObject
 
 PAGE = "fp16_report.html"
 CARD = "README.md"
-FROM_A_FILE = "from a file"
-"""The validation context of what was not just made here, and may have keys of another version."""
-Flag = Annotated[bool, Field(strict=True)]
-Count = Annotated[int, Field(strict=True)]
-Real = Annotated[float, Field(strict=True)]
-NumberOrNaN = Annotated[
-    float,
-    Field(strict=True),
-    BeforeValidator(lambda value: math.nan if value is None else value),
-    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}], "description": "null stands for NaN"}),
-]
-"""A number that may be NaN."""
-
-
-class ReportObject(BaseModel):
-    """A JSON object of a report: frozen, its keys in the order in which they were given, others than its own only from
-    a file."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    _order: tuple[str, ...] = PrivateAttr(())
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _keep_order(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        part = handler(data)
-        if isinstance(data, Mapping):
-            if part.model_extra and info.context != FROM_A_FILE:
-                raise ValueError(f"{cls.__name__} has no {', '.join(part.model_extra)}")
-            part._order = tuple(data)
-        return part
-
-    @model_serializer(mode="wrap")
-    def _in_order(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values = handler(self)
-        return {key: values[key] for key in self._order if key in values} | values
-
-
-def dump(part: BaseModel) -> dict[str, Any]:
-    """Return a part as JSON data: the keys that it was given, in their order."""
-    return part.model_dump(by_alias=True, exclude_unset=True)
 
 
 # --- where it comes from ---------------------------------------------------------------------------------------------
@@ -322,11 +266,6 @@ class RegimeEntry(CountedEntry):
         return next((site.name for site in self.sites if site.headroom_bits is not None), None)
 
 
-def regimes_of(results: Mapping[str, RegimeResult]) -> dict[str, RegimeEntry]:
-    """Return what an audit showed as entries of a report."""
-    return {name: RegimeEntry.model_validate(result.to_json()) for name, result in results.items()}
-
-
 class BoundEntry(PlacedEntry):
     """The bound of one site: no input makes the value larger than ``bound``, nor a partial sum than ``partial``.
 
@@ -424,31 +363,6 @@ class AttackEntry(ReportObject):
     sites: list[AttackedSite]
 
 
-class FidelityEntry(ReportObject):
-    """How far the source in bf16 and the output in fp16 are from the fp32 reference; None for what is infinite.
-
-    ``measure`` "kl": KL(fp32 ‖ x) per token in nats; "relative squared error": of an encoder's states. ``kl_fp32``: of
-    the output's weights in fp32, on some of what was run; ``squared_error_fp32``: their relative squared error.
-    """
-
-    measure: str = "kl"
-    kl_bf16: Real | None = None
-    kl_fp16: Real | None = None
-    kl_fp32: Real | None = None
-    squared_error_fp32: Real | None = None
-    max_logit_error_bf16: Real | None = None
-    max_logit_error_fp16: Real | None = None
-    top1_bf16: Real | None = None
-    top1_fp16: Real | None = None
-    positions: Count | None = None
-    reference: str = "fp32 source"
-
-    @property
-    def exact(self) -> bool:
-        """Whether the output's weights in fp32 gave every bit of the source's outputs; a KL of 0 may be rounded."""
-        return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
-
-
 class WeightsEntry(ReportObject):
     """How the weights came through, counted over the tensors that the source stores."""
 
@@ -544,7 +458,7 @@ class FinetuneEntry(ReportObject):
     rewinds: list[dict[str, Any]] = []
     evaluations: list[dict[str, Any]] = []
     curves: dict[str, list[Count | Real | None]] = {}
-    fidelity: FidelityEntry | None = None
+    fidelity: Fidelity | None = None
     next: str = ""
 
     @property
@@ -607,7 +521,7 @@ class Report(Versioned):
     certificate: CertificateEntry | None = None
     uncertified: list[UnprovenEntry] = []
     attack: AttackEntry | None = None
-    fidelity: FidelityEntry | None = None
+    fidelity: Fidelity | None = None
     outputs: dict[str, OutputEntry] = Field(
         default={},
         description=(
@@ -649,184 +563,6 @@ class Report(Versioned):
         return [name for name, regime in self.regimes.items() if regime.broken]
 
 
-class ProblemEntry(ReportObject):
-    """Something that does not hold: which check found it, at which file or site, why, and what to do."""
-
-    check: str
-    name: str
-    reason: str
-    remedy: str
-
-
-class Claim(ReportObject):
-    """What the report that is verified says itself."""
-
-    verdict: str | None
-    proof: str | None
-    family: str | None
-
-
-class Verification(Versioned):
-    """What ``verify`` found: how each check ended, every problem, and what was computed again.
-
-    ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed; ``target``:
-    for which it is. ``tiers``: as the files give them, none where they failed. ``padding``: as in a report.
-    ``as_reported``: the report is true, and says itself that the checkpoint is unsafe. ``not_checked``: keys of the
-    report and files that were taken as they are, with the reason. ``notes``: what limits the claim, in sentences.
-    ``edits``: sites that the plan edits, which changes the function.
-    """
-
-    verdict: Literal["safe", "unsafe"]
-    verified: Flag
-    as_reported: Flag = False
-    padding: Count | None = 0
-    source: Source
-    report: Claim
-    checks: dict[str, str]
-    problems: list[ProblemEntry]
-    not_checked: dict[str, str] = {}
-    notes: list[str] = []
-    files: Count
-    target: str | None = None
-    certificate: CertificateEntry | None
-    tiers: dict[str, TierEntry]
-    regimes: dict[str, RegimeEntry]
-    edits: Count = 0
-    environment: Environment
-
-
-class PipelineEntry(ReportObject):
-    """A sub-folder of a pipeline that was converted, with the verdict and proof of its own report.
-
-    ``same``: the sub-folder that it is another name of. ``files``: those that the source had there. ``texts``: of those
-    that a conversion writes anew, config and index, what they held.
-    """
-
-    subfolder: str
-    same: str | None = None
-    verdict: str
-    proof: str | None
-    files: list[str]
-    texts: dict[str, str]
-
-
-class ReadingEntry(ReportObject):
-    """States of a converted encoder that a pipeline reads and that are not the source's, and what they meet first.
-
-    ``states``: their numbers among its ``hidden_states``. ``factors_log2``: log2 of how much larger than the source's
-    each is. ``component``: the other component that they enter, "" for the pipeline's own code. ``linear``: its weight
-    that carries the inverse. ``norm``: its module that forgives the factor but for ``eps``; ``predicted``: the root
-    mean square relative change of what that puts out, None where nothing was run.
-    """
-
-    encoder: str
-    states: list[int]
-    factors_log2: list[int]
-    component: str
-    linear: str | None = None
-    norm: str | None = None
-    eps: Real | None = None
-    predicted: Real | None = None
-
-
-class RescaledEntry(ReportObject):
-    """A file of another component in which linears carry powers of two, all else kept to the byte.
-
-    ``tensors``: log2 of what the columns of each are multiplied with, one for each of so many equal blocks of them.
-    ``amax``: the largest weight that this makes. ``source_sha256``: of the source's file, ``sha256``: of this.
-    """
-
-    name: str
-    tensors: dict[str, list[int]]
-    amax: Real
-    source_sha256: str
-    sha256: str
-
-    @property
-    def inverse(self) -> dict[str, list[int]]:
-        """What takes the powers out again."""
-        return {name: [-power for power in powers] for name, powers in self.tensors.items()}
-
-
-class PipelineReport(Versioned):
-    """What a conversion of a whole pipeline says of it: where it comes from, its converted sub-folders, the verdict of
-    all of them, and what became of the other files.
-
-    ``pipeline``: the class that ``model_index.json`` names. ``assumed``: the encoders that are taken to be read at
-    their end, since what it reads of them is not known. ``readings``: where it reads states that are not the source's.
-    ``rescaled``: files that make up for that.
-
-    ``linked`` and ``copied``: how many of them, ``nbytes``: their bytes. ``left_out``: what is not in the output.
-    ``output``: all files of it but this one, links without their SHA-256.
-    """
-
-    verdict: Literal["safe", "unsafe"]
-    source: Source
-    pipeline: str | None = None
-    encoders: list[PipelineEntry]
-    assumed: list[str] = []
-    readings: list[ReadingEntry] = []
-    rescaled: list[RescaledEntry] = []
-    linked: Count
-    copied: Count
-    nbytes: Count
-    left_out: list[str]
-    command: str
-    environment: Environment
-    output: Output = Output()
-
-
-class ArithmeticEntry(ReportObject):
-    """In which format a runtime computed: matrix products and all floating-point operations by format (None for their
-    number where it has one format for all), and how that was found out. ``native``: every product in fp16."""
-
-    native: Flag
-    products: dict[str, Count | None]
-    operations: dict[str, Count | None]
-    how: str
-
-
-class ComparisonEntry(ReportObject):
-    """How far what was computed is from stock code in fp32 on the same weights.
-
-    ``elements``, and how many of them are ``nonfinite`` or ``zeros``. ``error``: Σ(x − fp32)² / Σ fp32². ``largest``:
-    the largest |x − fp32| over the largest |fp32|. Both are null where a value is not finite.
-    """
-
-    path: str
-    elements: Count
-    nonfinite: Count
-    zeros: Count
-    error: NumberOrNaN
-    largest: NumberOrNaN
-
-
-class RuntimeCheck(Versioned):
-    """What ``check`` found: a checkpoint in another runtime, beside the source there and stock code in bf16.
-
-    ``verdict``: "unsafe" where a value is not finite or the error is above that of bf16; else "safe" where the runtime
-    computed in fp16; else None, since nothing is shown.
-    """
-
-    verdict: Literal["safe", "unsafe"] | None
-    runtime: str
-    runtime_version: str
-    device: str
-    arithmetic: ArithmeticEntry
-    compared: str
-    rows: Count
-    output: ComparisonEntry
-    source: ComparisonEntry | None
-    bf16: ComparisonEntry
-    environment: Environment
-
-    @property
-    def sides(self) -> list[tuple[str, ComparisonEntry]]:
-        """What was compared, by name: the source where it ran, the output, and stock code in bf16."""
-        named = {"source": self.source, "output": self.output, "in torch, bf16": self.bf16}
-        return [(name, entry) for name, entry in named.items() if entry is not None]
-
-
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 Model = TypeVar("Model", bound=ReportObject)
@@ -835,7 +571,7 @@ Model = TypeVar("Model", bound=ReportObject)
 def read(model: type[Model], data: Mapping[str, Any]) -> Model:
     """Return JSON data as a part, keys of other versions included; raise pydantic's ValidationError where one of its
     own is missing or of another type."""
-    return model.model_validate(data, context=FROM_A_FILE)
+    return model.model_validate(data)
 
 
 def read_report(path: Path, needed: Mapping[str, str], otherwise: str, *, also: Collection[str] = ()) -> Report:
@@ -866,6 +602,17 @@ def typed(
             if place.startswith(key) and place not in needed:
                 raise UserError(f"{path.name}: {words}") from error
         raise UserError(f"{path}: {needed.get(place, otherwise)}") from error
+
+
+def recorded_target(folder: Path) -> str | None:
+    """Return the target that a converted folder was made for, None where no report in it says so."""
+    path = folder / REPORT
+    if not path.is_file():
+        return None
+    try:
+        return read_report(path, {}, "cannot be read", also=("target",)).target
+    except UserError:
+        return None
 
 
 def json_schema() -> str:

@@ -14,13 +14,14 @@ from pydantic import ValidationError
 
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.ownership import listed_files
-from ..checkpoint.packing import packed_data
+from ..checkpoint.packed import packed_data
 from ..checkpoint.recorded import NO_PLAN, REPORT, recorded, recorded_plan
 from ..errors import UserError
 from ..families.layout import Layout
 from ..rescaling.centred import centred_tensors
-from ..rescaling.plan import Plan, check_centred
-from .schema import Source, WeightsEntry, read_report, typed
+from ..rescaling.exponents import check_centred
+from ..rescaling.plan import Plan
+from .schema import Source, WeightsEntry, typed
 
 STORED = {"F64", "F32", "F16", "BF16"}  # dtypes that ``undo`` can write back, in safetensors' spelling
 
@@ -60,17 +61,6 @@ def read_packed(file: Path) -> Packed:
     if not {source.dtype, *source.dtypes.values()} <= STORED:
         raise UserError(f"{file}: does not say what the source was; convert the source again")
     return Packed(way_back["layout"], plan, source, weights)
-
-
-def recorded_target(folder: Path) -> str | None:
-    """Return the target that a converted folder was made for, None where no report in it says so."""
-    path = folder / REPORT
-    if not path.is_file():
-        return None
-    try:
-        return read_report(path, {}, "cannot be read", also=("target",)).target
-    except UserError:
-        return None
 
 
 def check_written_files(folder: Path, sha256: Mapping[str, str]) -> None:

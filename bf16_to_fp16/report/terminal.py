@@ -15,13 +15,15 @@ from typing import Any
 from rich.text import Text
 
 from .. import wording
-from ..checkpoint.folder import MODULES
+from ..checkpoint.contents import MODULES
 from ..families.known import half_call, loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
+from ..results import Fidelity
 from ..targets import MARGIN_BITS, TIERS
-from . import facts, schema
+from . import answers, facts, schema
+from .build import passed_limit
 from .page import (
     REGIME_COLUMNS,
     TIER_COLUMNS,
@@ -33,7 +35,6 @@ from .page import (
     run_rows,
     weight_rows,
 )
-from .remedies import passed_limit
 from .screen import Output, bad, console, good
 from .stored import read_packed
 from .tables import Column, Table, names, numbers
@@ -50,9 +51,7 @@ CHECK_NAMES = {
     "audit": "audit: run again",
     "fidelity": "fidelity: the original run again",
     "tiers": "runtimes: bounds and audit against the report",
-    "claims": "claims: what follows from the rest",
-    "views": "views: card and page made again",
-    "pipeline": "pipeline: linears that carry the inverse",
+    "report": "report: verdict against the rest",
 }
 
 
@@ -94,7 +93,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
         screen.say("a linked file is the source's own: to write to one later, convert with --copy")
     if report["left_out"]:
         screen.say(f"left out: {', '.join(report['left_out'])}")
-    said = schema.read(schema.PipelineReport, report)
+    said = schema.read(answers.PipelineReport, report)
     for line in [*(facts.assumption(said.pipeline, name) for name in said.assumed), *facts.reading_lines(said)]:
         screen.say(line)
     if report["verdict"] != "safe":
@@ -122,7 +121,7 @@ def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> Non
         return f"{wording.factor(min(regime.headroom_bits for regime in report.regimes.values()))} ×"
 
     before, after = [pair[1] for pair in pairs], [pair[2] for pair in pairs]
-    close = [report.fidelity or schema.FidelityEntry() for report in after]
+    close = [report.fidelity or Fidelity() for report in after]
     broken = [max(regime.nonfinite + regime.saturated for regime in report.regimes.values()) for report in after]
     share = [report.weights.lossless_fraction if report.weights else 0.0 for report in after]
     rows = [
@@ -256,7 +255,7 @@ def print_next(screen: Output, then: str) -> None:
 
 def check_next(report: schema.Report, out: Path) -> str:
     """Return how to check a safe output where it will run."""
-    how = f"check it on the machine that will run it, best with --data and your own text: {verify_command(out)}"
+    how = f"verify it on the target machine, if possible with your own text (--data): {verify_command(out)}"
     return how if report.safe else ""
 
 
@@ -636,7 +635,7 @@ def print_published(result: Mapping[str, Any]) -> None:
         screen.say(f"these stay: {', '.join(result['kept'])}")
 
 
-def print_check(result: schema.RuntimeCheck) -> None:
+def print_check(result: answers.RuntimeCheck) -> None:
     """Print what a runtime made of source and output, side by side with bf16, in which arithmetic, and the verdict."""
     screen = console()
     screen.print(f"{result.runtime} {result.runtime_version} on {result.device}")
@@ -658,9 +657,8 @@ def print_check(result: schema.RuntimeCheck) -> None:
     screen.print({"unsafe": bad, "safe": good}.get(word, "{}: {}".format)(word, why))
 
 
-def print_verification(result: schema.Verification, *, verbose: bool = False) -> None:
-    """Print where a checkpoint was checked, check by check whether it is what its report says, and every problem.
-    verbose: the keys that were not checked as well."""
+def print_verification(result: answers.Verification) -> None:
+    """Print where a checkpoint was checked, check by check whether it is what its report says, and every problem."""
     screen, environment = console(), result.environment
     ran = list(dict.fromkeys(name for names in environment.devices.values() for name in names))
     screen.say(f"device: {wording.listed(ran) if ran else environment.device}")
@@ -674,13 +672,6 @@ def print_verification(result: schema.Verification, *, verbose: bool = False) ->
         return
     for problem in result.problems:
         screen.say(f"{problem.check}: {problem.name}: {problem.reason}; {problem.remedy}")
-    reasons = list(dict.fromkeys(result.not_checked.values()))
-    for why in reasons if verbose else ():
-        keys = [key for key, reason in result.not_checked.items() if reason == why]
-        screen.say(f"not checked: {', '.join(keys)}; {why}")
-    if reasons and not verbose:
-        entries = "entry" if len(result.not_checked) == 1 else "entries"
-        screen.say(f"not checked: {len(result.not_checked)} {entries} of the report; -v names them and why")
     for note in result.notes:
         screen.say(f"note: {note}")
     if result.verified and result.certificate is not None:

@@ -15,7 +15,8 @@ from ..families.older import with_older_keys
 from ..families.types import OutputScale
 from ..run.stock import eps_attribute
 from .centred import centred_tensor, centred_tensors
-from .plan import Plan, check_plan_fits, correction_of, exponents_of, norm_exponents
+from .exponents import check_plan_fits, correction_of, exponents_of, norm_exponents
+from .plan import Plan
 from .weights import source_weights
 
 

@@ -15,7 +15,8 @@ from ..families.types import before
 from ..numerics import FP16_MAX, PROOF_LIMIT
 from ..ranges import ModuleRange
 from .channels import ROUNDING, known_points, whole_log2
-from .plan import Drift, Plan, exponents_of
+from .exponents import exponents_of
+from .plan import Drift, Plan
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from ..ranges import ModuleRange
 from .apply import scale
 from .centred import centred, centred_tensors
 from .channels import excess_bits, folded, known_points
-from .plan import Plan, exponents_of
+from .exponents import exponents_of
+from .plan import Plan
 from .weights import source_weights
 
 MOST_FOR_A_PROOF = 2.0

@@ -15,7 +15,8 @@ import torch
 from ..errors import UserError
 from ..families.layout import Layout
 from .apply import scale
-from .plan import Exponents, Plan, check_plan_fits, exponents_of
+from .exponents import Exponents, check_plan_fits, exponents_of
+from .plan import Plan
 
 
 def exponents_by_parameter(model: torch.nn.Module, layout: Layout, plan: Plan) -> dict[torch.nn.Parameter, Exponents]:

@@ -14,7 +14,8 @@ import torch
 from ..families.layout import Layout
 from ..families.types import LOGITS
 from .edits import OfChannels
-from .plan import Plan, exponents_of
+from .exponents import exponents_of
+from .plan import Plan
 
 LAST = "last_hidden_state"
 """What the class without a head gives, and the last of ``hidden_states``; of a decoder where there are two stacks."""

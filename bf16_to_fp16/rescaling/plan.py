@@ -8,18 +8,12 @@ a plan, and reads the exponents of a tensor from ``exponents_of``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..checkpoint.shards import LARGEST_EXPONENT
-from ..errors import UserError
-from ..families.layout import Layout, ResolvedTensor
-from ..families.spread import all_carry, channels_along, spread_out
-from ..families.types import RESIDUAL, Axis, Kind, before, carried_by
-from .centred import centrable
+from ..families.types import RESIDUAL, before
+from ..numerics import LARGEST_EXPONENT
 
 Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
 """An exponent of a plan; an element carries three at most, which the writer then can apply."""
@@ -93,105 +87,6 @@ class Plan(BaseModel):
         exponent = self.exponent(signal)
         assert isinstance(exponent, int)
         return exponent
-
-
-@dataclass(frozen=True)
-class Exponents:
-    """The power of two for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]`` (vectors have rows
-    only); of its sum with ``offset``, where stock code adds one."""
-
-    scalar: int
-    rows: torch.Tensor | None
-    columns: torch.Tensor | None
-    offset: float = 0.0
-
-    def full(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return the exponents as an int32 tensor on ``device`` that broadcasts to ``shape``; rows and columns must be
-        there."""
-        total = torch.full((1,) * len(shape), self.scalar, dtype=torch.int32, device=device)
-        if self.rows is not None:
-            total = total + self.rows.view(-1, *([1] * (len(shape) - 1)))
-        if self.columns is not None:
-            total = total + self.columns
-        return total
-
-    def to(self, device: torch.device | str) -> Exponents:
-        """Return the same on a device."""
-        rows, columns = (None if part is None else part.to(device) for part in (self.rows, self.columns))
-        return Exponents(self.scalar, rows, columns, self.offset)
-
-
-def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tensor]:
-    """Return for each axis of a tensor the exponents that it carries: one number, or an int32 number per channel."""
-
-    def carried(axis: Axis, size: int) -> int | torch.Tensor:
-        exponent = plan.exponent(axis.signal)
-        if isinstance(exponent, int) and all_carry(axis.spread):
-            return axis.sign * exponent
-        channels = channels_along(size, axis.spread)
-        exponent = [exponent] * channels if isinstance(exponent, int) else exponent
-        if len(exponent) != channels:
-            raise UserError(
-                f"the plan has {len(exponent)} exponents for {axis.signal}, but {tensor.name} has {channels} channels;"
-                " use the plan of this very checkpoint"
-            )
-        return axis.sign * spread_out(torch.tensor(exponent, dtype=torch.int32), axis.spread)
-
-    sizes = zip(tensor.axes, tensor.shape, strict=True)
-    return [sum((carried(each, size) for each in carried_by(axis)), 0) for axis, size in sizes]
-
-
-def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
-    """Return the exponents of one tensor: over its axes, the sum of ±the exponents of the signals that they carry."""
-    exponents = axis_exponents(tensor, plan)
-    scalar = sum(exponent for exponent in exponents if isinstance(exponent, int))
-    per_axis = [exponent if isinstance(exponent, torch.Tensor) else None for exponent in exponents]
-    return Exponents(scalar, per_axis[0], per_axis[1] if len(per_axis) > 1 else None, tensor.offset)
-
-
-def norm_exponents(layout: Layout, plan: Plan) -> dict[str, int]:
-    """Return by module path the exponent of what each norm reads that a residual exponent scales."""
-    streams = layout.streams_read.items()
-    return {path: plan.stream_exponent(stream) + plan.stream_exponent(before(path)) for path, stream in streams}
-
-
-def correction_of(tensor: ResolvedTensor, plan: Plan) -> float:
-    """Return the plan's gain correction for a norm's weight, 1 for every other tensor."""
-    return plan.gain_correction.get(tensor.name, 1.0)
-
-
-def check_plan_fits(layout: Layout, plan: Plan) -> None:
-    """Raise UserError unless ``plan`` fits ``layout``: same family, known signals, right numbers of channels, centred
-    keys where they may be."""
-    if plan.family != layout.family.name:
-        raise UserError(
-            f"the plan is for {plan.family}, the checkpoint is {layout.family.name}; use the plan of this checkpoint"
-        )
-    for signal, exponent in plan.exponents.items():
-        known = layout.signals.get(signal)
-        single = Kind.RESIDUAL, Kind.BEFORE_NORM
-        whole = isinstance(exponent, list) and known is not None and known.kind in single
-        if known is None or known.kind is Kind.FIXED or signal == RESIDUAL or whole:
-            raise UserError(
-                f"the plan moves {signal!r}, which this checkpoint does not have; use the plan of this checkpoint"
-            )
-        if isinstance(exponent, list) and len(exponent) != known.size:
-            raise UserError(
-                f"the plan has {len(exponent)} exponents for {signal}, which has {known.size} channels;"
-                " use the plan of this checkpoint"
-            )
-    check_centred(layout, plan)
-
-
-def check_centred(layout: Layout, plan: Plan) -> None:
-    """Raise UserError unless the attentions whose keys ``plan`` centres are of ``layout`` and have a free key bias or
-    a table of position biases."""
-    free = {attention.at for attention in centrable(layout)}
-    if unknown := [path for path in plan.centred_keys if path not in free]:
-        raise UserError(
-            f"the plan centres the keys of {unknown[0]!r}, which has no free key bias and no table here; use the plan"
-            " of this checkpoint"
-        )
 
 
 def inverse(plan: Plan) -> Plan:

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ..bounds.arithmetic import growth
 from ..families.layout import Layout
 from ..families.types import RESIDUAL
 from ..numerics import FP16_MAX, NORM_FLOOR
-from ..ranges import NormRange
-from .plan import Plan, norm_exponents
-
-
-@dataclass(frozen=True)
-class Squares:
-    """The largest sum of squares that a norm makes, as fp16 may sum it, and the least mean of any token."""
-
-    largest: float
-    least: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether the sum neither overflows nor the mean falls where squares lose more than bf16 does."""
-        return self.largest <= FP16_MAX and self.least >= NORM_FLOOR
+from ..ranges import NormRange, Squares
+from .exponents import norm_exponents
+from .plan import Plan
 
 
 def squares_of(layout: Layout, norms: Mapping[str, NormRange], plan: Plan | None = None) -> Squares | None:

@@ -273,10 +273,11 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
             if own.groups:
                 same(part.at, own.groups, heads // layout.kv_heads(part))
             same(part.at, "scaling", layout.score_scale(part), optional=not part.scaled or part.divides)
-            rotary = model.get_submodule(part.rotary) if part.rotary else nn.Module()
-            for attribute in rotary_scales(rotary):
-                if not 0 <= getattr(rotary, attribute) <= part.rotary_factor:
-                    same(part.rotary, attribute, part.rotary_factor)
+            if part.rotary is not None:
+                module = model.get_submodule(part.rotary.at)
+                for attribute in rotary_scales(module):
+                    if not 0 <= getattr(module, attribute) <= part.rotary.factor:
+                        same(part.rotary.at, attribute, part.rotary.factor)
         elif isinstance(part, StackEnds) and names.embedding_scale:
             same(part.embedding if part.scales_itself else part.at, names.embedding_scale, layout.embedding_scale(part))
     for feed_forward in layout.feed_forwards:
@@ -324,7 +325,7 @@ def rotary_scales(module: nn.Module) -> list[str]:
 
 def check_rotary(layout: Layout, model: Any, where: str) -> None:
     """Raise UserError for rotary positions whose angles stock code cannot make, at the first position or far behind."""
-    for path in sorted({part.rotary for part in layout.topology if isinstance(part, Attention) and part.rotary}):
+    for path in sorted({part.rotary.at for part in layout.topology if isinstance(part, Attention) and part.rotary}):
         # Made again, since the model has no values; no file holds them.
         module = model.get_submodule(path)
         check_dynamic(module.config.rope_parameters, where)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .onednn import onednn_linear
 
 _ELEMENTS_AT_A_TIME = 1 << 18  # of two weights that are compared: 1 MB in fp32
 
@@ -62,7 +63,7 @@ def product_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
     operands = [_widened(a) if isinstance(a, Tensor) else a for a in args]
     *bias, x, weight = operands
     plain = func in _OF_LINEARS and not kwargs and _is_weight(weight) and all(_is_bias(b, weight) for b in bias)
-    if plain and (linear := _onednn()) is not None:
+    if plain and (linear := onednn_linear()) is not None:
         exact: Tensor = linear(x, weight.t(), bias[0] if bias else None, "none", [], "")
     else:
         exact = func(*operands, **(kwargs or {}))
@@ -70,19 +71,6 @@ def product_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
 
 
 _OF_LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
-@cache
-def _onednn() -> Any:
-    """oneDNN's linear in fp32; None where torch has none, or it is set to round factors."""
-    with torch._C._DisableTorchDispatch():  # whoever looks at a model's operations need not see these
-        x = torch.full((2, 64), 1 + 2.0**-12)
-        try:
-            linear = torch.ops.mkldnn._linear_pointwise.default
-            exact = bool((linear(x, torch.ones_like(x), None, "none", [], "") == 64 + 2.0**-6).all())
-        except (AttributeError, RuntimeError):
-            return None
-    return linear if exact else None
 
 
 def _is_weight(operand: Tensor) -> bool:
@@ -93,16 +81,6 @@ def _is_weight(operand: Tensor) -> bool:
 def _is_bias(summand: Tensor, weight: Tensor) -> bool:
     """Whether a summand is one number per output, side by side: oneDNN does not heed a bias's strides."""
     return summand.shape == weight.shape[1:] and summand.is_contiguous()
-
-
-def times_rows(left: Tensor, right: Tensor) -> Tensor:
-    """Return left·rightᵀ in the dtype of both, oneDNN's product where it is one on the CPU in fp32; left [m, k] and
-    right [n, k], contiguous: oneDNN does not heed all strides."""
-    linear = _onednn() if left.dtype == torch.float32 and left.device.type == "cpu" else None
-    if linear is None:
-        return left @ right.t()
-    made: Tensor = linear(left, right, None, "none", [], "")
-    return made
 
 
 class Widened:

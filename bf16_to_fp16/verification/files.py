@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.contents import SINGLE_OR_SHARDED
+from ..checkpoint.contents import INDEX, SINGLE_OR_SHARDED, WEIGHTS, side_modules
 from ..checkpoint.files import read_json
-from ..checkpoint.folder import is_code, is_weights, sha256_of, side_modules
+from ..checkpoint.folder import is_code, is_weights, sha256_of
 from ..checkpoint.headers import read_whole_header
 from ..checkpoint.layouts import LAYOUTS, TOKENIZERS
-from ..checkpoint.packing import recorded_sha256, summary_of, tensors_sha256
+from ..checkpoint.packed import recorded_sha256, summary_of
+from ..checkpoint.packing import tensors_sha256
 from ..checkpoint.pipeline import has_variant, variant_name
 from ..checkpoint.places import contained
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.shards import INDEX, WEIGHTS
 from ..checkpoint.side_modules import read_side_modules
-from ..families.configs import looked_up
 from ..families.layout import Layout
-from ..json_text import loads
 from ..report.remedies import REMOVE
-from ..report.schema import CARD, PAGE, REPORT, FileEntry, Report
+from ..report.schema import CARD, PAGE, REPORT, Report
 from ..report.stored import Packed
 from ..wording import counted
-from .comparing import Problem
 
 UNLISTED = "is not in the report, so nothing is known of it"
 
@@ -38,79 +35,40 @@ def present_files(folder: Path) -> list[str]:
     return sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
 
 
-def beside_weights(folder: Path) -> list[str]:
-    """Return the names of a folder's files that a conversion carries over: all but weights and what it writes anew."""
-    own = {"config.json", CARD, PAGE, REPORT}
-    return [name for name in present_files(folder) if name not in own and not is_weights(name)]
-
-
-def check_files(folder: Path, report: Report, *, extra: Sequence[str] = (), advance: Any = None) -> list[Problem]:
-    """Return what differs between the files of a folder and those that its report lists.
-
-    extra: names of further files, known to exist elsewhere in the same repository.
-    """
+def check_hashes(
+    folder: Path, report: Report, *, extra: Sequence[str] = (), advance: Any = None
+) -> Iterator[tuple[str, ...]]:
+    """Yield (name, reason) of each listed file that is missing or changed, and of each file that is not listed; extra:
+    names of further files of the same repository."""
     listed = {entry.name: entry for entry in report.output.files}
-    if not any(map(is_safetensors, listed)) or "config.json" not in listed:
-        return [Problem("files", REPORT, "lists no weights or no config.json")]
-    owner = {str(entry.sha256): name for name, entry in listed.items()}
-    total, done, problems = sum(entry.nbytes or 0 for entry in listed.values()), 0, []
+    if not any(name.endswith(".safetensors") for name in listed) or "config.json" not in listed:
+        yield REPORT, "lists no weights or no config.json"
+        return
+    owners = {entry.sha256: name for name, entry in listed.items() if name.endswith(".safetensors")}
+    total, done = sum(entry.nbytes or 0 for entry in listed.values()), 0
     for name, entry in listed.items():
         path = contained(folder, name)
         if not path.is_file():
-            problems.append(Problem("files", name, "is missing"))
-            continue
-        digest = sha256_of(path)
-        if digest != entry.sha256:
-            problems.append(Problem("files", name, difference(path, name, digest, entry, owner, report)))
-        elif path.stat().st_size != entry.nbytes:
-            said = f"has {path.stat().st_size:,} bytes and the report says {entry.nbytes:,}"
-            problems.append(Problem("files", name, said))
+            yield name, "is missing"
+        elif (digest := sha256_of(path)) != entry.sha256:
+            if digest in owners and name.endswith(".safetensors"):
+                yield name, f"holds what belongs in {owners[digest]}: the shards are swapped"
+            else:
+                size = f"has {path.stat().st_size:,} of {entry.nbytes or 0:,} bytes"
+                yield name, f"was changed, damaged or cut short: {size}, and the SHA-256 {digest[:12]}…"
         done += entry.nbytes or 0
         if advance is not None:
             advance(done, total)
     for name in sorted({*present_files(folder), *extra} - {REPORT, *listed}):
         if not name.startswith("."):
-            problems.append(Problem("files", name, UNLISTED, REMOVE))
-    return problems
+            yield name, UNLISTED, REMOVE
 
 
-def difference(path: Path, name: str, digest: str, entry: FileEntry, owner: Mapping[str, str], report: Report) -> str:
-    """Return how a file differs from what the report says of it."""
-    size, expected = path.stat().st_size, entry.nbytes or 0
-    if owner.get(digest, name) != name and is_safetensors(name) and is_safetensors(owner[digest]):
-        return f"holds what belongs in {owner[digest]}: the shards are swapped"
-    if name == "config.json":
-        changed = changed_keys(path, report)
-        return f"the config was changed{changed} (SHA-256 {digest[:12]}…, not {str(entry.sha256)[:12]}…)"
-    if size != expected:
-        how = "cut short, or another file" if size < expected else "was changed, or is another file"
-        return f"has {size:,} bytes and the report says {expected:,}: {how}"
-    kind = "the weights were changed or damaged" if is_safetensors(name) else "was changed or damaged"
-    return f"{kind}: its {size:,} bytes have the SHA-256 {digest[:12]}…, not {str(entry.sha256)[:12]}…"
-
-
-def is_safetensors(name: str) -> bool:
-    """Return whether a file holds weights as convert writes them."""
-    return name.endswith(".safetensors")
-
-
-def changed_keys(path: Path, report: Report) -> str:
-    """Return which of the keys that the conversion set have another value now, in words; empty for none of them."""
-    try:
-        config = loads(path.read_bytes())
-        edits = report.source.config_changes
-        wrong = {key: sides["after"] for key, sides in edits.items() if looked_up(config, key) != sides.get("after")}
-    except (ValueError, KeyError, AttributeError):
-        return ""
-    return "".join(f", {key} is {looked_up(config, key)} instead of {value}" for key, value in wrong.items())
-
-
-def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> list[Problem]:
+def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:
     """Return what no conversion writes though it is listed: code, files in folders that are no module's of a sentence
     encoder, names that differ from a known one by case alone, and tensors that the class does not read."""
     modules = {module.name for module in read_side_modules(checkpoint.folder) if module.tensors}
     folders, own = side_modules(checkpoint.folder), {name.casefold(): name for name in OWN_NAMES}
-    problems = []
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")
         known = own.get(name.casefold(), name)
@@ -124,22 +82,21 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> lis
             reason = f"has the name of {known} but for upper and lower case, and may be read in its place"
         else:
             continue
-        problems.append(Problem("files", name, reason, REMOVE))
+        yield name, reason
     if layout.dropped:
         first, *others = sorted(layout.dropped)
         more = f" (and {counted(len(others), 'more tensor')})" if others else ""
         reason = f"is no tensor of {layout.stock.names[0]}, of which alone the report speaks{more}"
-        problems.append(Problem("files", first, reason))
-    return problems
+        yield first, reason, REMOVE
 
 
-def check_unread(checkpoint: Checkpoint, report: Report) -> list[Problem]:
+def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, ...]]:
     """Return the files of weights that are read and not listed, as hidden ones, and those listed that a loader may read
     in another format or as a variant: except byte-identical variants and single files that
     ``publish --add`` put there."""
     listed = {entry.name: entry.sha256 for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
-    problems = [Problem("files", name, UNLISTED) for name in read if name not in listed]
+    yield from ((name, UNLISTED) for name in read if name not in listed)
     variants = {name: variant_name(name) for name in read if name.startswith("model")}
     hashes = {variant: listed.get(name) for name, variant in variants.items()}
     for name in sorted(listed.keys() - {*read, *([] if checkpoint.index is None else [INDEX])}):
@@ -155,24 +112,22 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> list[Problem]:
             same = not has_variant([name]) and summary_of(file) is not None
         if not same:
             reason = f"holds other weights than {read[0]}, of which nothing is known"
-            problems.append(Problem("files", name, reason, REMOVE))
-    return problems
+            yield name, reason, REMOVE
 
 
-def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> list[Problem]:
+def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
     """Return the tensors of one file that ``convert --layout`` does not write: those under other names, such as scales
     that a loader multiplies with, and those in another dtype."""
     naming = LAYOUTS[inside.layout].naming(checkpoint.config.get("model_type"))
     ours = {naming.from_stock(name) for name in checkpoint.tensors}
-    problems, recorded = [], recorded_sha256(file)
+    recorded = recorded_sha256(file)
     if recorded is None:
-        problems.append(Problem("files", file.name, "records no hash of its tensors"))
+        yield file.name, "records no hash of its tensors"
     elif recorded != tensors_sha256(file):
-        problems.append(Problem("files", file.name, "the tensors were changed or damaged since"))
+        yield file.name, "the tensors were changed or damaged since"
     for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
         if info.dtype == "U8" and name.rpartition(".")[2] in TOKENIZERS:
             continue
         if name not in ours or info.dtype != "F16":
             reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"
-            problems.append(Problem("files", name, reason))
-    return problems
+            yield name, reason

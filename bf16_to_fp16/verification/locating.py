@@ -5,11 +5,11 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
+from ..checkpoint.disk import check_free_space
 from ..checkpoint.fetching import fetched
 from ..checkpoint.hub import reading_from
 from ..checkpoint.places import CONVERTED, local_folder, subfolder_of
 from ..checkpoint.recorded import NEEDED, REPORT, check_below, recorded
-from ..checkpoint.staging import check_free_space
 from ..errors import UserError
 from ..progress import Progress
 from ..report.schema import Report, typed

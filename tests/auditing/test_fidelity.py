@@ -21,6 +21,7 @@ from bf16_to_fp16.report.build import NOISE, conclude, is_exact, passed_limits, 
 from bf16_to_fp16.report.remedies import INEXACT, OUTPUT, SOMETHING_INSIDE, inexact
 from bf16_to_fp16.rescaling.plan import Drift, Plan
 from bf16_to_fp16.rescaling.planner import Planned, Violation
+from bf16_to_fp16.results import dump
 from bf16_to_fp16.run.batch import Batch, run_batch
 from bf16_to_fp16.run.probe import batches
 
@@ -111,7 +112,7 @@ def test_a_model_that_gives_nan_is_infinitely_far_and_null_in_json() -> None:
         broken.lm_head.weight[3] = torch.nan
     measured = measure(model, copy.deepcopy(model), broken, [padded(model)])
     assert measured.kl_fp16 == measured.max_logit_error_fp16 == math.inf
-    entry = json.loads(json.dumps(measured.to_json(), allow_nan=False))
+    entry = json.loads(json.dumps(dump(measured), allow_nan=False))
     assert entry["kl_fp16"] is None
     assert entry["kl_bf16"] == 0
     promised = {"reference", "kl_bf16", "kl_fp16", "max_logit_error_bf16", "max_logit_error_fp16", "top1_fp16"}
@@ -126,7 +127,8 @@ def test_nothing_to_compare_on_is_an_error() -> None:
 
 
 def apart(kl_bf16: float | None, kl_fp16: float) -> Fidelity:
-    return Fidelity("kl", kl_bf16, kl_fp16, 0.1, 0.1, 1.0, 1.0, positions=7)
+    errors = {"max_logit_error_bf16": 0.1, "max_logit_error_fp16": 0.1}
+    return Fidelity.model_validate(errors | {"kl_bf16": kl_bf16, "kl_fp16": kl_fp16, "positions": 7})
 
 
 def test_an_output_further_from_the_source_than_bf16_is_a_violation_by_half_the_bits_of_its_divergence() -> None:
@@ -193,5 +195,5 @@ def test_an_output_must_be_the_source_to_the_bit_unless_something_drifted_was_co
     assert not is_exact(plan.model_copy(update={"centred_keys": ["a"]}), whole, source)
     assert not is_exact(plan, whole.model_copy(update={"lossless_fraction": 0.999}), source)
     assert not is_exact(plan, whole, source.model_copy(update={"made": ["lm_head.weight"]}))
-    other = replace(apart(1.0, 0.0), squared_error_fp32=1e-3)
+    other = apart(1.0, 0.0).model_copy(update={"squared_error_fp32": 1e-3})
     assert too_inexact(other) == [] and len(too_inexact(other, exact=True)) == 1

@@ -86,7 +86,7 @@ def test_verdict_card_and_page_say_for_which_padding_they_stand(kind: str, said:
     assert result.safe and result.report["padding"] == (4 if kind == "longt5" else None)
     for name in ("README.md", "fp16_report.html"):
         text = " ".join((tmp_path / "out" / name).read_text(encoding="utf-8").split())
-        assert said in text and "NaN in fp16 in stock LongT5, whatever the weights" in text
+        assert said in text and "stock LongT5 masks with −inf in fp16" in text
     assert {run["attention"] for regime in result.report["regimes"].values() for run in regime["runs"]} == {"eager"}
     fidelity = result.report["fidelity"]
     assert fidelity["kl_fp16"] <= fidelity["kl_bf16"] / 32
@@ -222,7 +222,7 @@ def test_verdict_and_card_of_gemma_say_for_which_padding_they_stand(tmp_path: Pa
     for name in ("README.md", "fp16_report.html"):
         text = " ".join((tmp_path / "out" / name).read_text(encoding="utf-8").split())
         assert "for every input but for padding that sees no token, by bounds" in text
-        assert "sees no token; in fp16 under eager attention it can be NaN, and its row with it" in text
+        assert "left padding and padding beyond a sliding window can make their row NaN" in text
 
 
 def test_rows_shorter_than_a_block_of_sums_are_run(tmp_path: Path) -> None:

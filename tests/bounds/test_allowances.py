@@ -28,7 +28,7 @@ from bf16_to_fp16.bounds.attention import (
 )
 from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, rms_normalised
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.families.types import Rotary
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
@@ -367,7 +367,7 @@ def test_scores_that_cancel_need_their_roundings() -> None:
 def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: float) -> None:
     """One pair of channels, in every direction and turned by every angle, in fp16 as stock code computes it."""
     source = rms_normalised(torch.full((2,), scale, dtype=torch.float64), Arithmetic(), once=True)
-    rotary = Attention(*[""] * 6, heads="", add="")
+    rotary = Rotary("")
     made = turned(source, Arithmetic(), 1, rotary)
     ways = torch.linspace(0, 2 * math.pi, 1201, dtype=torch.float64)[:, None]
     left, right = (scale * math.sqrt(2) * ways.cos()).half(), (scale * math.sqrt(2) * ways.sin()).half()

@@ -44,7 +44,7 @@ from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue, larg
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import FeedForward
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
-from bf16_to_fp16.run.products import times_rows
+from bf16_to_fp16.run.onednn import times_rows
 
 
 def test_a_linears_bound_is_reached_so_that_one_percent_less_would_be_caught() -> None:

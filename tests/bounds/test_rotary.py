@@ -11,7 +11,7 @@ from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, Arithmetic
 from bf16_to_fp16.bounds.attention import pair_order, rotated, rotated_score_bounds
 from bf16_to_fp16.bounds.factored import Factored
 from bf16_to_fp16.bounds.linear import LinearBound, bound_linear, rms_normalised
-from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.families.types import Rotary
 
 WIDTH, SIZE, HEADS, KV_HEADS = 24, 10, 4, 2
 
@@ -78,9 +78,8 @@ def test_no_rotation_passes_the_bound_of_its_scores_and_one_comes_close(bias: fl
             assert bias or bool((bound.view(2, -1) <= 1.001 * reach).all())
 
 
-def turning(interleaved: bool = False, runs: int = 1) -> Attention:
-    """Return an attention of which only what turns is known."""
-    return Attention(*[""] * 6, heads="", add="", interleaved=interleaved, runs=runs)
+def turning(interleaved: bool = False, runs: int = 1) -> Rotary:
+    return Rotary("", interleaved=interleaved, runs=runs)
 
 
 def test_pairs_of_a_head_of_which_a_half_turns_are_in_either_half() -> None:

@@ -17,16 +17,16 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.bounds.factored import Factored, Tall
 from bf16_to_fp16.bounds.spectral import CARRIED, Spectra, gram, largest_eigenvalue, without_weights
+from bf16_to_fp16.bounds.tiers import bounded
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
-from bf16_to_fp16.conversion.measuring import bounded
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import BoundEntry
 from bf16_to_fp16.rescaling.weights import source_weights
 from bf16_to_fp16.run.stock import load
-from bf16_to_fp16.verification.proof import agree
+from bf16_to_fp16.verification.comparing import near
 
 
 def tall(weights: dict[str, Tensor], factor: float = 1.0) -> Tall:
@@ -97,7 +97,7 @@ def test_verify_grants_what_is_carried_over_where_rounding_makes_the_norm_smalle
     nowhere: dict[str, Any] = {"stack": None, "block": None, "role": None}
     largest: dict[str, Any] = {"bound": found, "partial": found, "limit": 65504, "headroom_bits": 1}
     claim = BoundEntry(name="", kind="output", observed=None, holds=True, **largest, **nowhere)
-    assert agree(claim, fresh, fresh) and not agree(claim, fresh / 1.002, fresh / 1.002)
+    assert near("bound", claim.bound, fresh) and not near("bound", claim.bound, fresh / 1.002)
 
 
 def test_an_eigenvalue_that_overflowed_in_the_source_is_computed() -> None:

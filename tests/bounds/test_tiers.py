@@ -227,7 +227,8 @@ def test_a_tier_for_which_streams_alone_cost_too_much_is_left_before_its_bounds(
     object.__setattr__(progress, "step", step)
     search = Search(Opened(checkpoint, resolve(checkpoint), []), Options(run_model=False), progress)
     weakest = search.decided("half")
-    weights, ranges = search.opened.weights(weakest.layout), search.bounds
+    assert weakest.bounds is not None
+    weights, ranges = search.opened.weights(weakest.layout), weakest.bounds.ranges
     targets = [tier.target for tier in TIERS[1:]]
     assert {target for target in targets if search.costs_more(target, weakest)} == left
     best = search.strictest(weakest)

@@ -19,7 +19,7 @@ from support.contract import outputs, random_plan
 from bf16_to_fp16 import UserError, certify, cli, convert, convert_adapter
 from bf16_to_fp16.bounds.certificate import fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.adapter import CONFIG, NOTE, TENSORS, merged_weights, scaling_of
+from bf16_to_fp16.commands.adapter import CONFIG, NOTE, TENSORS
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind
 from bf16_to_fp16.report.stored import read_origin
@@ -27,6 +27,7 @@ from bf16_to_fp16.rescaling.adapters import scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.run.merging import merged_weights, scaling_of
 from bf16_to_fp16.run.stock import load
 
 PREFIX = "base_model.model."

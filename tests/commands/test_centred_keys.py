@@ -30,11 +30,12 @@ from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.build import Decided
 from bf16_to_fp16.report.schema import PAGE, REPORT, Report, read
 from bf16_to_fp16.report.terminal import print_conversion
-from bf16_to_fp16.rescaling.adapters import PREFIX, scaled_adapter
+from bf16_to_fp16.rescaling.adapters import scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.centred import centrable, centred_bias, centred_tensors
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+from bf16_to_fp16.run.merging import PREFIX
 from bf16_to_fp16.run.stock import load
 
 DTYPES = {"pegasus": torch.bfloat16, "mbart": torch.float32}

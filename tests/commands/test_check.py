@@ -19,7 +19,7 @@ from support.runtimes import torch_in
 from bf16_to_fp16 import UserError, check, cli, convert
 from bf16_to_fp16.demo import CHECKPOINTS
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.report.schema import RuntimeCheck
+from bf16_to_fp16.report.answers import RuntimeCheck
 from bf16_to_fp16.run.batch import Batch
 from bf16_to_fp16.run.runtime import Outcome, Runtime
 from bf16_to_fp16.run.runtimes import NAMES, onnxruntime, openvino

@@ -16,14 +16,15 @@ from bf16_to_fp16 import audit, certify, cli, convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert_by, next_of
 from bf16_to_fp16.conversion.options import Destination, Options, Provenance
-from bf16_to_fp16.conversion.planning import Grounds, Opened, best_plan, checkpoint_batches, observe_source
+from bf16_to_fp16.conversion.planning import Opened, Search, checkpoint_batches, observe_source
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.remedies import OUTPUT, WITHOUT_AUDIT, WITHOUT_EITHER, WITHOUT_EXACT
-from bf16_to_fp16.report.schema import FinetuneEntry, Lineage, Report, Source, dump, read
-from bf16_to_fp16.rescaling import plan as plans
+from bf16_to_fp16.report.schema import FinetuneEntry, Lineage, Report, Source, read
+from bf16_to_fp16.rescaling import exponents
+from bf16_to_fp16.results import dump
 
 
 @pytest.mark.usefixtures("first_batch")
@@ -114,7 +115,7 @@ def test_a_plan_that_changes_the_function_is_not_called_safe(
     folded = [e for name, e in right.plan.exponents.items() if name.endswith(".mlp.neuron")]
     assert right.safe and folded and all(isinstance(e, int) and e for e in folded)
     assert right.report["fidelity"]["kl_fp32"] < 1e-9
-    monkeypatch.setattr(plans, "all_carry", lambda _: True)
+    monkeypatch.setattr(exponents, "all_carry", lambda _: True)
     wrong = convert(source, tmp_path / "wrong", run_model=audited, plan=right.out)
     assert wrong.report["weights"]["lossless_fraction"] == 1 and wrong.report["certificate"]["holds"]
     entry, *others = [entry for entry in wrong.report["unsafe"] if entry["kind"] == "inexact"]
@@ -200,10 +201,9 @@ def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, m
     progress = Progress(quiet=True)
     layout = resolve(checkpoint)
     ranges, _ = observe_source(checkpoint, checkpoint_batches(checkpoint, layout, None, 0), progress, Device("cpu"))
-    opened = Opened(checkpoint, layout, [])
-    layout, planned = best_plan(opened, Grounds(ranges), Options(margin_bits=margin), progress)
-    assert not planned.violations and planned.plan.margin_bits == margin
-    reached = float(ranges[layout.norms[-1]].input.amax.max()) * 2.0**planned.plan.residual_exponent
+    decided = Search(Opened(checkpoint, layout, []), Options(margin_bits=margin), progress, ranges).decided("half")
+    assert decided.planned is not None and not decided.planned.violations and decided.plan.margin_bits == margin
+    reached = float(ranges[layout.norms[-1]].input.amax.max()) * 2.0**decided.plan.residual_exponent
     assert reached <= 65504 * 2.0**-margin
 
 

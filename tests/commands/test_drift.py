@@ -19,8 +19,8 @@ from bf16_to_fp16.auditing.fidelity import fidelity, reference_of
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.conversion.planning import (
-    Grounds,
     Opened,
+    PlanInputs,
     best_plan,
     bound_source,
     drift_is_acceptable,
@@ -194,8 +194,8 @@ def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(tmp
     ranges, reference = observe_source(checkpoint, inputs, progress, Device("cpu"))
     bounds = bound_source(functools.partial(source_weights, checkpoint), "half", 512, progress)
     opened, options = Opened(checkpoint, layout, inputs), Options(margin_bits=1.25)
-    _, refused = best_plan(opened, Grounds(ranges, bounds, lambda *_: False), options, progress)
-    _, taken = best_plan(opened, Grounds(ranges, bounds, lambda *_: True), options, progress)
+    _, refused, _ = best_plan(PlanInputs(opened, options, progress, ranges, bounds, lambda *_: False))
+    _, taken, _ = best_plan(PlanInputs(opened, options, progress, ranges, bounds, lambda *_: True))
     assert [f.signal for f in refused.fallbacks] == ["residual"] and not taken.fallbacks
     assert taken.plan.residual_exponent < refused.plan.residual_exponent
     acceptable = drift_is_acceptable(opened, reference, progress)

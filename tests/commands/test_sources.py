@@ -20,9 +20,9 @@ from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.build import weight_counts
-from bf16_to_fp16.report.schema import dump
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.results import dump
 from bf16_to_fp16.run.batch import run_batch
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load

@@ -32,7 +32,7 @@ from bf16_to_fp16.families.known import FAMILIES, may_be_absent
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import LOGITS, Attention, Kind, carried_by
 from bf16_to_fp16.rescaling.apply import apply, scale
-from bf16_to_fp16.rescaling.plan import exponents_of
+from bf16_to_fp16.rescaling.exponents import exponents_of
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.stock import eps_attribute
 

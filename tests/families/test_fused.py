@@ -20,7 +20,8 @@ from bf16_to_fp16.families.llama import LLAMA, layers, number, shared_values, wi
 from bf16_to_fp16.families.parts import attention, feed_forward
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Part
-from bf16_to_fp16.rescaling.plan import Plan, exponents_of
+from bf16_to_fp16.rescaling.exponents import exponents_of
+from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import make_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 

@@ -162,7 +162,8 @@ def test_a_rotary_factor_that_is_not_known_is_refused() -> None:
     with pytest.raises(UserError, match=r"^LlamaForCausalLM/config\.json: 'rope_parameters' is of the kind 'spiral'"):
         resolve(source)
     rotation["attention_factor"] = 2.0
-    assert next(w for w in resolve(source).topology if isinstance(w, Attention)).rotary_factor == 2.0
+    rotary = next(w for w in resolve(source).topology if isinstance(w, Attention)).rotary
+    assert rotary is not None and rotary.factor == 2.0
 
 
 @pytest.mark.parametrize(("kind", "missing"), [("llama-biased", "mlp.up_proj"), ("qwen2", "self_attn.k_proj")])

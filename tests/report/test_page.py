@@ -27,7 +27,6 @@ from support.pages import (
     text_of,
 )
 
-from bf16_to_fp16.checkpoint.folder import finite
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.places import places
 from bf16_to_fp16.families.roles import STACKS, stack_in
@@ -36,10 +35,12 @@ from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.finetuning.trainer import Outcome
+from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.report import card, facts, page, terminal
 from bf16_to_fp16.report import figures as pictures
 from bf16_to_fp16.report.page import Result, headline
-from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, FinetuneEntry, Report, SignalEntry, dump, read
+from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, FinetuneEntry, Report, SignalEntry, read
+from bf16_to_fp16.results import dump
 from bf16_to_fp16.wording import (
     about,
     bits,

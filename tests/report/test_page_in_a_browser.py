@@ -13,7 +13,7 @@ from support.contract import layout_of
 from support.pages import certified, finetuned, hostile, render, table
 
 from bf16_to_fp16.report.build import tiers_of
-from bf16_to_fp16.report.schema import dump
+from bf16_to_fp16.results import dump
 
 pytestmark = pytest.mark.usefixtures("pictures")
 

@@ -20,9 +20,10 @@ from bf16_to_fp16 import cli
 from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.answers import Verification
 from bf16_to_fp16.report.page import headline
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
-from bf16_to_fp16.report.schema import FinetuneEntry, Report, Verification, read
+from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
 from bf16_to_fp16.report.screen import console, print_families
 from bf16_to_fp16.report.terminal import (
     brought_back,
@@ -377,19 +378,13 @@ def verified(**changes: object) -> Verification:
     return read(Verification, found | changes)
 
 
-def test_verify_says_first_where_it_ran_and_names_what_it_did_not_check_only_if_asked(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    unseen = {"source.path": "taken on trust", "signals": "needs the original"}
-    print_verification(verified(not_checked=unseen, target="half"))
+def test_verify_says_first_where_it_ran_and_last_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
+    print_verification(verified(target="half"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "device: cuda:0 (a card) and cpu"
-    assert lines[-2] == "not checked: 2 entries of the report; -v names them and why"
     assert lines[-1].endswith("proven for every input of up to 512 positions in PyTorch; nothing was run")
-    print_verification(verified(not_checked=unseen, edits=3), verbose=True)
-    lines = capsys.readouterr().out.splitlines()
-    assert "not checked: source.path; taken on trust" in lines and "not checked: signals; needs the original" in lines
-    assert lines[-1].endswith("; edited at 3 sites, so not quite the source's function")
+    print_verification(verified(edits=3))
+    assert capsys.readouterr().out.rstrip().endswith("; edited at 3 sites, so not quite the source's function")
     print_verification(verified(environment={"device": "cpu"}))
     assert capsys.readouterr().out.startswith("device: cpu\n")
 

@@ -31,7 +31,8 @@ from bf16_to_fp16.rescaling.edits import (
     with_edits,
     without_edits,
 )
-from bf16_to_fp16.rescaling.plan import Plan, exponents_of, inverse
+from bf16_to_fp16.rescaling.exponents import exponents_of
+from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.probe import batches
 

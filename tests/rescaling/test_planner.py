@@ -29,7 +29,8 @@ from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
 from bf16_to_fp16.rescaling.apply import apply
-from bf16_to_fp16.rescaling.plan import Plan, exponents_of
+from bf16_to_fp16.rescaling.exponents import exponents_of
+from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import (
     CHANNEL_RANGE,
     EXCESS,

@@ -20,7 +20,7 @@ from support import tiny
 from support.adversary import adverse_inputs, observe
 
 from bf16_to_fp16 import convert, undo
-from bf16_to_fp16.auditing.every_output import SHOWN, every_of, unscaled
+from bf16_to_fp16.auditing.every_output import RETURN_ALL, all_outputs, unscaled
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.findings import Certificate
@@ -175,7 +175,7 @@ def check_outputs(model: Any, layout: Layout, plan: Plan) -> None:
     moved = apply(copy.deepcopy(model), layout, plan)
     factors = output_factors(layout, plan)
     with torch.no_grad():
-        runs = [[every_of(run_batch(each, batch, **SHOWN)) for each in (model, moved)] for batch in inputs]
+        runs = [[all_outputs(run_batch(each, batch, **RETURN_ALL)) for each in (model, moved)] for batch in inputs]
     assert set().union(*(before for before, _ in runs)) == factors.keys()
     for before, after in runs:
         for name, layers in before.items():

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bf16_to_fp16.checkpoint.folder import as_json, records
+from bf16_to_fp16.checkpoint.folder import records
+from bf16_to_fp16.commands.publish import rendered
+from bf16_to_fp16.json_text import as_json
 from bf16_to_fp16.report.schema import CARD, PAGE, REPORT, Report, read
-from bf16_to_fp16.verification.views import rendered
 
 
 def report_of(folder: Path) -> dict[str, Any]:

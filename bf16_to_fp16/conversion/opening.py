@@ -1,0 +1,63 @@
+"""Open a source, print its loading notes, and classify its tensors: the first step of every command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..bounds.activations import check_bounded
+from ..checkpoint.contents import MODULES
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.side_modules import encoder_config
+from ..families.layout import Layout
+from ..progress import Progress
+from ..run.agreement import agreed_layout
+from ..wording import counted
+
+
+def opened_with_notes(
+    source: str | Path,
+    subfolder: str | None,
+    config: str | Path | None,
+    progress: Progress,
+    endpoint: str | None = None,
+) -> Checkpoint:
+    """Open a source and say what there is to say of how it was read."""
+    path = None if config is None else Path(config)
+    checkpoint = open_checkpoint(source, subfolder, config=path, endpoint=endpoint)
+    for note in checkpoint.notes:
+        progress.say(note)
+    return checkpoint
+
+
+def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
+    """Return what each tensor of a checkpoint is. Say which of them the class that its config names does not read, so
+    that nothing holds for them, and where a proof for ``max_length`` positions is for less than its config names; raise
+    UserError where there can be none."""
+    layout = agreed_layout(checkpoint)
+    if max_length is not None:
+        check_bounded(layout, checkpoint.source)
+    if layout.outside:
+        first, *others = sorted(layout.outside)
+        more = f" and {counted(len(others), 'more tensor')}" if others else ""
+        progress.say(
+            f"{checkpoint.name} holds {first}{more}, which {layout.alone} does not read: all that is said is of"
+            f" {layout.alone} alone"
+        )
+    own = own_length(checkpoint.folder, layout.config)
+    if max_length is not None and own is not None and max_length < own:
+        progress.say(
+            f"the proof is for {counted(max_length, 'position')} at most, and {checkpoint.name} takes {own:,} by its"
+            " config; longer inputs are not covered"
+        )
+    return layout
+
+
+def own_length(folder: Path, config: Mapping[str, object]) -> int | None:
+    """Return the most positions that a config, one inside it or that of a sentence encoder names; None where none
+    does."""
+    configs = (config, *(part for part in config.values() if isinstance(part, Mapping)))
+    named = [part.get(key) for part in configs for key in ("max_position_embeddings", "n_positions")]
+    if (folder / MODULES).is_file():
+        named.append(encoder_config(folder)[1].get("max_seq_length"))
+    return max((n for n in named if isinstance(n, int) and not isinstance(n, bool) and n > 0), default=None)

@@ -1,0 +1,184 @@
+"""What ``verify``, ``check`` and a pipeline's conversion answer: reports of their own, beside that of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..results import Count, Flag, NumberOrNaN, Real, ReportObject
+from .schema import CertificateEntry, Environment, Output, RegimeEntry, Source, TierEntry, Versioned
+
+
+class ProblemEntry(ReportObject):
+    """Something that does not hold: which check found it, at which file or site, why, and what to do."""
+
+    check: str
+    name: str
+    reason: str
+    remedy: str
+
+
+class Claim(ReportObject):
+    """What the report that is verified says itself."""
+
+    verdict: str | None
+    proof: str | None
+    family: str | None
+
+
+class Verification(Versioned):
+    """What ``verify`` found: how each check ended, every problem, and what was computed again.
+
+    ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed; ``target``:
+    for which it is. ``tiers``: as the files give them, none where they failed. ``padding``: as in a report.
+    ``as_reported``: the report is true, and says itself that the checkpoint is unsafe. ``notes``: what limits the
+    claim, in sentences. ``edits``: sites that the plan edits, which changes the function.
+    """
+
+    verdict: Literal["safe", "unsafe"]
+    verified: Flag
+    as_reported: Flag = False
+    padding: Count | None = 0
+    source: Source
+    report: Claim
+    checks: dict[str, str]
+    problems: list[ProblemEntry]
+    notes: list[str] = []
+    files: Count
+    target: str | None = None
+    certificate: CertificateEntry | None
+    tiers: dict[str, TierEntry]
+    regimes: dict[str, RegimeEntry]
+    edits: Count = 0
+    environment: Environment
+
+
+class PipelineEntry(ReportObject):
+    """A sub-folder of a pipeline that was converted, with the verdict and proof of its own report.
+
+    ``same``: the sub-folder that it is another name of. ``files``: those that the source had there. ``texts``: of those
+    that a conversion writes anew, config and index, what they held.
+    """
+
+    subfolder: str
+    same: str | None = None
+    verdict: str
+    proof: str | None
+    files: list[str]
+    texts: dict[str, str]
+
+
+class ReadingEntry(ReportObject):
+    """States of a converted encoder that a pipeline reads and that are not the source's, and what they meet first.
+
+    ``states``: their numbers among its ``hidden_states``. ``factors_log2``: log2 of how much larger than the source's
+    each is. ``component``: the other component that they enter, "" for the pipeline's own code. ``linear``: its weight
+    that carries the inverse. ``norm``: its module that forgives the factor but for ``eps``; ``predicted``: the root
+    mean square relative change of what that puts out, None where nothing was run.
+    """
+
+    encoder: str
+    states: list[int]
+    factors_log2: list[int]
+    component: str
+    linear: str | None = None
+    norm: str | None = None
+    eps: Real | None = None
+    predicted: Real | None = None
+
+
+class RescaledEntry(ReportObject):
+    """A file of another component in which linears carry powers of two, all else kept to the byte.
+
+    ``tensors``: log2 of what the columns of each are multiplied with, one for each of so many equal blocks of them.
+    ``amax``: the largest weight that this makes. ``source_sha256``: of the source's file, ``sha256``: of this.
+    """
+
+    name: str
+    tensors: dict[str, list[int]]
+    amax: Real
+    source_sha256: str
+    sha256: str
+
+    @property
+    def inverse(self) -> dict[str, list[int]]:
+        """What takes the powers out again."""
+        return {name: [-power for power in powers] for name, powers in self.tensors.items()}
+
+
+class PipelineReport(Versioned):
+    """What a conversion of a whole pipeline says of it: where it comes from, its converted sub-folders, the verdict of
+    all of them, and what became of the other files.
+
+    ``pipeline``: the class that ``model_index.json`` names. ``assumed``: the encoders that are taken to be read at
+    their end, since what it reads of them is not known. ``readings``: where it reads states that are not the source's.
+    ``rescaled``: files that make up for that.
+
+    ``linked`` and ``copied``: how many of them, ``nbytes``: their bytes. ``left_out``: what is not in the output.
+    ``output``: all files of it but this one, links without their SHA-256.
+    """
+
+    verdict: Literal["safe", "unsafe"]
+    source: Source
+    pipeline: str | None = None
+    encoders: list[PipelineEntry]
+    assumed: list[str] = []
+    readings: list[ReadingEntry] = []
+    rescaled: list[RescaledEntry] = []
+    linked: Count
+    copied: Count
+    nbytes: Count
+    left_out: list[str]
+    command: str
+    environment: Environment
+    output: Output = Output()
+
+
+class ArithmeticEntry(ReportObject):
+    """In which format a runtime computed: matrix products and all floating-point operations by format (None for their
+    number where it has one format for all), and how that was found out. ``native``: every product in fp16."""
+
+    native: Flag
+    products: dict[str, Count | None]
+    operations: dict[str, Count | None]
+    how: str
+
+
+class ComparisonEntry(ReportObject):
+    """How far what was computed is from stock code in fp32 on the same weights.
+
+    ``elements``, and how many of them are ``nonfinite`` or ``zeros``. ``error``: Σ(x − fp32)² / Σ fp32². ``largest``:
+    the largest |x − fp32| over the largest |fp32|. Both are null where a value is not finite.
+    """
+
+    path: str
+    elements: Count
+    nonfinite: Count
+    zeros: Count
+    error: NumberOrNaN
+    largest: NumberOrNaN
+
+
+class RuntimeCheck(Versioned):
+    """What ``check`` found: a checkpoint in another runtime, beside the source there and stock code in bf16.
+
+    ``verdict``: "unsafe" where a value is not finite or the error is above that of bf16; else "safe" where the runtime
+    computed in fp16; else None, since nothing is shown.
+    """
+
+    verdict: Literal["safe", "unsafe"] | None
+    runtime: str
+    runtime_version: str
+    device: str
+    arithmetic: ArithmeticEntry
+    compared: str
+    rows: Count
+    output: ComparisonEntry
+    source: ComparisonEntry | None
+    bf16: ComparisonEntry
+    environment: Environment
+
+    @property
+    def sides(self) -> list[tuple[str, ComparisonEntry]]:
+        """What was compared, by name: the source where it ran, the output, and stock code in bf16."""
+        named = {"source": self.source, "output": self.output, "in torch, bf16": self.bf16}
+        return [(name, entry) for name, entry in named.items() if entry is not None]

@@ -1,0 +1,24 @@
+"""A report as a dictionary that a notebook shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+
+class Result(dict[str, Any]):
+    """A report as a dictionary; a notebook shows its verdict, its headroom and every site without a proof."""
+
+    def _repr_html_(self) -> str:
+        certificate = self["certificate"]
+        rows = [("headroom", f"{certificate['headroom_bits']:.1f} bits", f"{len(certificate['sites'])} sites")]
+        rows += [(site["name"], f"{site['bound']:.6g}", site["reason"]) for site in self["uncertified"]]
+        return fragment(f"{self['verdict']}, {self['proof']}", rows)
+
+
+def fragment(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
+    """Return a line and a table of three columns as a piece of HTML, all text escaped."""
+    cells = Markup("").join(Markup("<tr><td>{}</td><td><b>{}</b></td><td>{}</td></tr>").format(*row) for row in rows)
+    return str(Markup("<p><b>{}</b></p><table>{}</table>").format(title, cells))

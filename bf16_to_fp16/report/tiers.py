@@ -1,0 +1,44 @@
+"""The tiers of a report: whether each holds, by its bounds or on what was run, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from ..numerics import FP16_MAX, NORM_FLOOR
+from ..ranges import Squares
+from ..targets import SQUARING, TIERS
+from . import remedies, schema
+
+
+def judged_tiers(
+    certified: Mapping[str, bool], *, clean: bool = False, squares: Squares | None = None, pooled: bool = False
+) -> dict[str, schema.TierEntry]:
+    """Return for each tier whether it holds, and by what.
+
+    certified: by tier whether its bounds hold. clean: the regime ``half`` ran and nothing broke. squares: of the stream
+    in that run; without them no tier holds whose norms square it in fp16. pooled: the model gives vectors of sentences,
+    whose squares no run measures.
+    """
+    unfit = remedies.SQUARES_UNSEEN if squares is None else ""
+    if squares is not None and squares.least < NORM_FLOOR:
+        unfit = remedies.sinks(squares.least)
+    elif squares is not None and squares.largest > FP16_MAX:
+        unfit = remedies.swells(squares.largest)
+    observed = {"half"} if clean else set()
+    if clean and squares is not None and squares.fits and not pooled:
+        observed.add("norm-safe")
+    entries: dict[str, schema.TierEntry] = {}
+    for tier in TIERS:
+        proof: Literal["certified", "observed"] | None = None
+        reason = remedies.OVER
+        if tier.target in SQUARING and unfit and (certified[tier.name] or squares is not None):
+            reason = unfit
+        elif certified[tier.name]:
+            proof, reason = "certified", ""
+        elif tier.target in observed:
+            proof, reason = "observed", ""
+        entries[tier.name] = schema.TierEntry(
+            holds=proof is not None, proof=proof, runtimes=list(tier.runtimes), reason=reason
+        )
+    return entries

@@ -1,0 +1,63 @@
+"""Results of a measurement, which are at the same time entries of the report."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True)]
+Real = Annotated[float, Field(strict=True)]
+NumberOrNaN = Annotated[
+    float,
+    Field(strict=True),
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}], "description": "null stands for NaN"}),
+]
+"""A number that may be NaN."""
+Infinite = Annotated[
+    Real,
+    BeforeValidator(lambda value: math.inf if value is None else value),
+    PlainSerializer(lambda value: value if math.isfinite(value) else None),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}], "description": "null stands for infinity"}),
+]
+"""A number that may be infinite, which is null in JSON."""
+
+
+class ReportObject(BaseModel):
+    """A JSON object of a report; it keeps the keys of another release."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+
+def dump(part: BaseModel) -> dict[str, Any]:
+    """Return a part as JSON data: the keys that it was given, in their order."""
+    return part.model_dump(by_alias=True, exclude_unset=True)
+
+
+class Fidelity(ReportObject):
+    """How far the bf16 source and the fp16 output are from the fp32 source, on the same tokens.
+
+    ``measure`` "kl": KL(fp32 ‖ x) per token, in nats; "relative squared error": Σ(x − fp32)² / Σ fp32² of an encoder's
+    last states, with ``top1_*`` None. ``kl_fp32`` and ``squared_error_fp32``: of the output's weights in fp32. The bf16
+    fields are None where no bf16 model ran. A model that gives inf or NaN is infinitely far; JSON has null for that.
+    """
+
+    measure: str = "kl"
+    kl_bf16: Infinite | None = None
+    kl_fp16: Infinite = math.inf
+    max_logit_error_bf16: Infinite | None = None
+    max_logit_error_fp16: Infinite = math.inf
+    top1_bf16: Real | None = None
+    top1_fp16: Real | None = None
+    positions: Count | None = None
+    kl_fp32: Infinite | None = None
+    squared_error_fp32: Infinite | None = None
+    reference: str = "fp32 source"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the output's weights in fp32 gave every bit of the source's outputs; a KL of 0 may be rounded."""
+        return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
