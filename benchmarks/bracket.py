@@ -18,8 +18,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
-
-from bf16_to_fp16.svg import follow_schemes
+from svg import follow_schemes
 
 KINDS = {"residual": "residual stream", "product": "gated product", "scores": "attention scores"}
 LIMIT = 65504

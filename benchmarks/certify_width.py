@@ -29,6 +29,7 @@ import transformers
 from ascent import aims, ascend, certified, forward, watch
 from models import ROOT, demo, rounded
 from support.adversary import free_norms
+from svg import follow_schemes
 from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
@@ -36,7 +37,6 @@ from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.svg import follow_schemes
 
 PICTURE = ROOT / "benchmarks" / "certify_width.svg"
 WIDTHS, KINDS = (64, 128, 256, 512, 1024, 2048), ("random", "outliers", "trained", "demo")

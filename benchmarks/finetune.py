@@ -47,6 +47,7 @@ from typing import Any
 import synthetic
 import torch
 from penalty_forms import ComparedPenalty
+from svg import follow_schemes
 
 from bf16_to_fp16 import ActivationPenalty
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -60,7 +61,6 @@ from bf16_to_fp16.finetuning.run import make_accelerator, make_teacher, write_st
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.run.stock import load, load_config
-from bf16_to_fp16.svg import follow_schemes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

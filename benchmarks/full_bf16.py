@@ -24,12 +24,12 @@ from typing import Any
 import rates
 import rounding
 import torch
+from svg import follow_schemes
 
 from bf16_to_fp16 import AdamW
 from bf16_to_fp16.finetuning.corpus import TrainingBatch
 from bf16_to_fp16.run.products import FastProducts
 from bf16_to_fp16.run.stock import load
-from bf16_to_fp16.svg import follow_schemes
 
 ARMS = {
     "bf16, nearest": {"color": "#b3261e", "marker": "x"},

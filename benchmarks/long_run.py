@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from svg import follow_schemes
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
@@ -43,7 +44,6 @@ from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.run.stock import load, load_config
-from bf16_to_fp16.svg import follow_schemes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

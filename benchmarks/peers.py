@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from svg import follow_schemes
 from torch.overrides import TorchFunctionMode
 from transformers.models.t5.modeling_t5 import T5LayerFF
 
@@ -44,7 +45,6 @@ from bf16_to_fp16.run.batch import Batch, run_batch
 from bf16_to_fp16.run.probe import audit_batches
 from bf16_to_fp16.run.products import FastProducts
 from bf16_to_fp16.run.stock import load, load_config
-from bf16_to_fp16.svg import follow_schemes
 from bf16_to_fp16.wording import counted
 
 DATA = Path(str(files("bf16_to_fp16") / "demo_data"))

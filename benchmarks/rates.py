@@ -19,10 +19,10 @@ from typing import Any
 
 import rounding
 import torch
+from svg import follow_schemes
 
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.run.stock import load
-from bf16_to_fp16.svg import follow_schemes
 
 WAYS = ("nearest", "stochastic", "fp32")
 CELLS = ((1, 1), (4, 1), (1, 4), (4, 4), (16, 16))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from svg import follow_schemes
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -28,7 +29,6 @@ from bf16_to_fp16 import AdamW
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.recipe import Data
 from bf16_to_fp16.run.stock import load
-from bf16_to_fp16.svg import follow_schemes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from .errors import UserError
 
 if TYPE_CHECKING:
-    from .advise.formats import advise_format
     from .advise.initialisation import advise_init
+    from .advise.losses import advise_losses
     from .advise.updates import advise_updates
     from .bounds.findings import Certificate
     from .commands.adapter import convert_adapter
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .finetuning.callback import Fp16Callback
     from .finetuning.penalty import ActivationPenalty
     from .finetuning.run import finetune
-    from .losses.report import advise_losses
     from .optim.adamw import Adam, AdamW
     from .rescaling.plan import Plan
 
@@ -39,14 +38,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationPenalty", "Adam", "AdamW", "Certificate", "Conversion", "Fp16Callback", "MadeSafe",
-    "PipelineConversion", "Plan", "UserError", "advise_format", "advise_init", "advise_losses", "advise_updates",
+    "PipelineConversion", "Plan", "UserError", "advise_init", "advise_losses", "advise_updates",
     "audit", "certify", "check", "convert", "convert_adapter", "convert_pipeline", "finetune", "make_fp16_safe",
     "publish", "rescale", "undo", "undo_pipeline", "verify",
 ]  # fmt: skip
 
 _HOMES = {
-    "advise.formats": ("advise_format",),
     "advise.initialisation": ("advise_init",),
+    "advise.losses": ("advise_losses",),
     "advise.updates": ("advise_updates",),
     "bounds.findings": ("Certificate",),
     "commands.adapter": ("convert_adapter",),
@@ -63,7 +62,6 @@ _HOMES = {
     "finetuning.callback": ("Fp16Callback",),
     "finetuning.penalty": ("ActivationPenalty",),
     "finetuning.run": ("finetune",),
-    "losses.report": ("advise_losses",),
     "optim.adamw": ("Adam", "AdamW"),
     "rescaling.plan": ("Plan",),
 }

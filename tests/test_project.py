@@ -77,7 +77,6 @@ ANSWERED_AT_ONCE = [
         0,
         (
             "families --json -",
-            "advise format 0.1 --json -",
             "advise init 512",
             "finetune --keys",
             "convert --help",

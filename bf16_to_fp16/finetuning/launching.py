@@ -200,8 +200,8 @@ def excluded(kind: str, recipe: Recipe, place: Place) -> str | None:
         return f"needs deepspeed ({how_to_install('train')})"
     if kind == "fsdp" and not place.on_gpu:
         return "needs GPUs: on CPUs accelerate would run DDP instead"
-    if in_parts and (recipe.optimizer.offload or recipe.schedule.advised):
-        return "goes without " + ("optimizer.offload" if recipe.optimizer.offload else "schedule.advised")
+    if in_parts and recipe.optimizer.offload:
+        return "goes without optimizer.offload"
     return None
 
 

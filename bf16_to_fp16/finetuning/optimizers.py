@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import UserError
-from ..optim import rounding
 from ..optim.adamw import AdamW
-from ..optim.formats import FORMATS, half_gaps
-from ..optim.stalls import DEFAULT_SHARE, Layer
-from ..progress import Progress
-from ..wording import rounded_up
 from .recipe import Recipe
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as Kingma and Ba have them; epsilon in the units of the steps
@@ -57,37 +49,3 @@ def make_optimizer(
         "offload": given.offload,
     }
     return AdamW(groups, **options, **exact)  # type: ignore[arg-type]
-
-
-def with_advised_pair(recipe: Recipe, parameters: Iterable[Tensor], progress: Progress) -> Recipe:
-    """Return ``recipe`` with learning rate and accumulation raised until half the 16-bit weights move, and say so.
-
-    An update of Adam has about the size of the learning rate, and a weight that is rounded to nearest moves where that
-    reaches half its gap; the batch goes with the rate, linearly (Goyal et al., arXiv:1706.02677), by more passes.
-    parameters: at the start, in fp32. Raises UserError where none of them is finite in the format.
-    """
-    given, rate, format_ = recipe.optimizer, recipe.schedule.learning_rate, FORMATS[recipe.optimizer.weights]
-    total = Layer("all")
-    for parameter in parameters:
-        stored = rounding.nearest(parameter.detach().float(), format_.dtype).flatten()
-        stored = stored[stored.isfinite()]
-        # Of an update at a learning rate of 1.
-        size = typical_magnitude(stored) if given.relative else 1.0
-        total.add(half_gaps(stored, format_).double() / size, rate)
-    needed = total.rate_for(DEFAULT_SHARE)
-    if needed is None:
-        raise UserError(
-            f"schedule.advised: no weight of the start is finite in {given.weights}; set optimizer.weights: fp32"
-        )
-    moving = 1 - total.lost / total.elements
-    said = f"at learning rate {rate:g} {moving:.0%} of the {given.weights} weights move"
-    if moving >= DEFAULT_SHARE:
-        progress.say(f"Advised: {said}; rate and batch stay")
-        return recipe
-    needed = rounded_up(needed, 3)
-    passes = math.ceil(recipe.data.gradient_accumulation * needed / rate)
-    progress.say(
-        f"Advised: {said}; learning rate {needed:g} ({needed / rate:.3g} times as much) moves {DEFAULT_SHARE:.0%}, with"
-        f" {passes} passes a step instead of {recipe.data.gradient_accumulation}"
-    )
-    return recipe.taking(learning_rate=needed, gradient_accumulation=passes)

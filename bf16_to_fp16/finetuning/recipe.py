@@ -113,9 +113,6 @@ class Schedule(Section):
 
     steps: Positive = _key(1000, "optimizer steps of the whole run")
     learning_rate: float = _key(4e-3, "its highest value; about 1e-4 where optimizer.relative is false", gt=0)
-    advised: bool = _key(
-        False, "raise rate and gradient_accumulation together until half the 16-bit weights move at all"
-    )
     bf16_steps: Positive | None = _key(
         None, "steps before [bf16, fp16] turns to fp16; default: until the activations fit"
     )
@@ -252,10 +249,6 @@ class Recipe(Section):
             raise ValueError(f"penalty.certify is for target half, and target is {self.target}; leave one of them out")
         if self.schedule.bf16_steps is not None and self.precision != ("bf16", "fp16"):
             raise ValueError("schedule.bf16_steps is for precision [bf16, fp16]; set that, or leave it out")
-        if self.schedule.advised and (self.optimizer.weights == "fp32" or self.optimizer.rounding != "nearest"):
-            lossless = "weights fp32" if self.optimizer.weights == "fp32" else f"rounding {self.optimizer.rounding}"
-            what = "schedule.advised is for weights of bf16 or fp16 that are rounded to nearest"
-            raise ValueError(f"{what}, and with optimizer.{lossless} no update is lost; leave it out")
         return self
 
     def is_met_by(self, headroom_bits: float) -> bool:
@@ -274,11 +267,9 @@ class Recipe(Section):
         """What was asked for, where ``taking`` has changed it."""
         return self if self._asked is None else self._asked
 
-    def taking(self, *, learning_rate: float | None = None, **data: int) -> Recipe:
-        """Return it with another learning rate and other keys of ``data``, and with what was asked for in ``asked``."""
-        rate = {} if learning_rate is None else {"learning_rate": learning_rate}
-        schedule, data_ = self.schedule.model_copy(update=rate), self.data.model_copy(update=data)
-        chosen = self.model_copy(update={"schedule": schedule, "data": data_})
+    def taking(self, **data: int) -> Recipe:
+        """Return it with other keys of ``data``, and with what was asked for in ``asked``."""
+        chosen = self.model_copy(update={"data": self.data.model_copy(update=data)})
         chosen._asked = self.asked
         return chosen
 

@@ -59,8 +59,7 @@ from .goals import Command, judged
 from .log import RunLog, curves
 from .mixed_precision import MixedPrecision
 from .objectives import BYTE_SENTINEL
-from .optimizers import with_advised_pair
-from .processes import in_parts, launched_with, launcher, precisions_of, weights_in_parts
+from .processes import launched_with, launcher, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
 from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe, step_examples, with_shares
@@ -237,8 +236,6 @@ def train(
     student = load(start, torch.float32, attention="eager")  # whose scores the penalty sees
     # Where stock code ties nothing the embedding is stored under several names; it is trained as the one that it was.
     student.set_input_embeddings(student.get_input_embeddings())
-    if recipe.schedule.advised:
-        recipe = with_advised_pair(recipe, student.parameters(), progress)
     states = RunFolder(folder)
     if steps := states.steps():
         recipe = with_shares(recipe, step_examples(read_state(states.of(steps[-1]))), accelerator.num_processes)
@@ -313,11 +310,6 @@ def convert_or_finetune(
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise UserError for settings that are each valid but exclude one another."""
-    if recipe.schedule.advised and in_parts():
-        raise UserError(
-            "schedule.advised looks at weights of 16 bits that are whole; launch with launch/accelerate/ddp.yaml, or"
-            " leave it out"
-        )
     check_all_is_used(recipe.device)
     device = find_device(recipe.device)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1

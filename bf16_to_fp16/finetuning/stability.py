@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..advise.detector import Detector
 from ..errors import UserError
-from ..losses.detector import Detector
-from ..losses.events import Divergence, Spike
 from ..progress import Progress
 from .penalty import ActivationPenalty
 from .recipe import Recipe
@@ -63,16 +62,16 @@ class Watch:
             return None
         may_go_back = len(p.rewinds) < REWINDS
         pulled_until = self._pulled_until(p)
-        for event in self.detector.update(p.step, seen["loss"], seen["loss_scale"]):
+        for event in self.detector.update(p.step, seen["loss"]):
             if event.start <= pulled_until:
                 # What the penalty moves costs some loss for a while; going back would only begin that again.
                 continue
-            if isinstance(event, Divergence) and event.end is None and not may_go_back:
+            if event.kind == "Divergence" and event.end is None and not may_go_back:
                 raise UserError(
                     f"the loss diverges from step {event.start} on{self._worst()}; lower schedule.learning_rate,"
                     " or begin from another checkpoint"
                 )
-            if not isinstance(event, (Spike, Divergence)) or event.end is not None:
+            if event.kind == "Plateau" or event.end is not None:
                 continue
             earlier = [step for step in self.states.steps() if step < event.start]
             if may_go_back and earlier:

@@ -498,7 +498,7 @@ class Trainer:
         left_out = max(LEFT_OUT, data_step - self.training_batches.steps)
         self.training_batches.skip(left_out)
         self.watch.detector.load_state_dict(detector)
-        self.watch.detector.resumed(state)
+        self.watch.detector.rewind(state)
         self.position.skipped = skipped
         note = {"spike": spike, "noticed": now, "back_to": state, "steps_of_data_left_out": left_out}
         self.position.rewinds = [*rewinds, note]

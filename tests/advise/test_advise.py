@@ -16,23 +16,19 @@ from support.program import refused
 from torch import Tensor, nn
 
 from bf16_to_fp16 import AdamW
-from bf16_to_fp16.advise.configs import megatron, small
-from bf16_to_fp16.advise.initialisation import advise_init, rules_for
-from bf16_to_fp16.advise.updates import Rule, advise_updates, moving
+from bf16_to_fp16.advise.detector import events
+from bf16_to_fp16.advise.initialisation import advise_init, megatron, rules_for, small
+from bf16_to_fp16.advise.losses import advise_losses, read_log
+from bf16_to_fp16.advise.updates import advise_updates, half_gap_exponents
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.known import FAMILIES
-from bf16_to_fp16.losses.detector import events
-from bf16_to_fp16.losses.events import Curve, Divergence, Event, Plateau, ScaleCollapse, Spike
-from bf16_to_fp16.losses.logs import read_log
-from bf16_to_fp16.losses.report import advise_losses, event_in_words, sparkline
 from bf16_to_fp16.optim import rounding
-from bf16_to_fp16.optim.formats import FORMATS
-from bf16_to_fp16.optim.stalls import Layer
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
 T5 = DEMO / "t5-gated-bytes"
 LOGS = Path(__file__).parents[1] / "support" / "logs"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BOTH = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 
 
@@ -52,7 +48,7 @@ def normal(count: int, deviation: float, seed: int = 0) -> Tensor:
 @BOTH
 @pytest.mark.parametrize("rate", [1e-6, 3e-5, 1e-3])
 def test_as_many_weights_stall_as_a_real_step_leaves(tmp_path: Path, dtype: str, rate: float) -> None:
-    target = FORMATS[dtype].dtype
+    target = DTYPES[dtype]
     w = rounding.nearest(normal(20_000, 0.02), target)
     w[:10] = 0
     found = advise_updates(weights(tmp_path, w=w), rate=rate, dtype=dtype)["total"]
@@ -122,83 +118,14 @@ def test_layers_are_summed(tmp_path: Path) -> None:
     assert found["total"]["elements"] == 256
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
-@pytest.mark.parametrize("shape", [(30, 20), (17,)])
-def test_the_updates_of_an_optimizer_are_torchs(optimizer: str, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    ours, rate = torch.randn(shape), 1e-2
-    theirs = nn.Parameter(ours.clone())
-    made: torch.optim.Optimizer
-    if optimizer == "adafactor":
-        made = torch.optim.Adafactor([theirs], lr=rate, weight_decay=0.0, eps=(1e-15, 1e-3))
-    else:
-        made = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]([theirs], lr=rate, weight_decay=0.0)
-    rule = Rule(optimizer)
-    for step in range(1, 6):
-        gradient = torch.randn(shape) * 0.3**step
-        theirs.grad = gradient.clone()
-        made.step()
-        ours -= rate * rule.update("w", ours, gradient, step)
-        assert torch.allclose(ours, theirs.detach(), rtol=1e-4, atol=1e-6), step
-
-
-def test_lion_moves_by_the_sign_of_its_moment() -> None:
-    rule = Rule("lion")
-    first = rule.update("w", torch.zeros(3), torch.tensor([1.0, -1.0, 0.0]), 1)
-    assert first.tolist() == [1, -1, 0]
-    second = rule.update("w", torch.zeros(3), torch.tensor([-0.01, -1.0, 0.0]), 2)
-    assert second.tolist() == [1, -1, 0]  # 0.9·0.01 of the past outweighs 0.1·0.01
-
-
 @BOTH
-def test_measured_updates_stall_as_a_real_step_does(dtype: str) -> None:
-    torch.manual_seed(0)
-    target = FORMATS[dtype]
-    value = rounding.nearest(torch.randn(50_000) * 0.05, target.dtype)
-    update = torch.randn(50_000)
-    update[:100] = 0
-    for rate in (1e-5, 1e-3):
-        row = moving("w", value, update, target, rate)
-        after = rounding.nearest(value - rate * update, target.dtype)
-        assert row.still == 100
-        assert abs(row.lost - (int((after == value).sum()) - 100)) <= 10
-        for share in (0.2, 0.8):
-            needed = row.rate_for(share)
-            assert needed is not None
-            moved = int((rounding.nearest(value - needed * update, target.dtype) != value).sum()) / 49_900
-            assert share <= moved + 1e-3 and moved < share + 0.06
-
-
-@BOTH
-def test_what_is_looked_at_is_the_last_step_of_weights_that_moved(dtype: str) -> None:
-    """Two steps of gradient descent, taken here by hand."""
-    from bf16_to_fp16.finetuning.corpus import Corpus
-    from bf16_to_fp16.finetuning.recipe import Data
-    from bf16_to_fp16.run.stock import load
-
-    name, data = "encoder.block.0.layer.0.SelfAttention.v.weight", str(DEMO / "held_out.txt")
-    model = load(T5, torch.float32, attention="sdpa")
-    parameters = dict(model.named_parameters())
-    training_batches = Corpus(Data(path=data, batch_size=2, held_out=0.0), T5, model.config, seed=0).training_batches()
-    target, rate = FORMATS[dtype].dtype, 1.0
-    stalled: list[int] = []
-    for _ in range(2):
-        for each in parameters.values():
-            each.grad = None
-        w = parameters[name]
-        with torch.no_grad():
-            w.copy_(w if stalled else w.to(target))
-        model(**next(training_batches).inputs()).loss.backward()
-        with torch.no_grad():
-            assert w.grad is not None
-            before = rounding.nearest(w, target)
-            stalled.append(int((rounding.nearest(before - rate * w.grad, target) == before)[w.grad != 0].sum()))
-            w.sub_(w.grad, alpha=rate)
-    options: dict[str, Any] = {"data": data, "batch_size": 2, "rate": rate, "optimizer": "sgd", "dtype": dtype}
-    for steps in (1, 2):
-        (row,) = advise_updates(T5, steps=steps, tensors=[name], **options)["tensors"]
-        assert row["stalled"] == pytest.approx(stalled[steps - 1], abs=3)
-    assert abs(stalled[0] - stalled[1]) > 30
+def test_half_a_gap_is_what_must_be_added_to_move(dtype: str) -> None:
+    """All positive values of a format: half a gap reaches the next one, the next smaller fp32 number does not."""
+    bits = torch.arange(0, 0x7BFF if dtype == "fp16" else 0x7F7F, dtype=torch.int16)
+    values = bits.view(DTYPES[dtype])
+    exponents = half_gap_exponents(values.float(), dtype)
+    gaps = (bits + 1).view(DTYPES[dtype]).double() - values.double()
+    assert torch.equal(torch.ldexp(torch.ones_like(gaps), exponents.int() + 1), gaps)
 
 
 def test_adafactor_takes_small_tensors_for_a_thousandth(tmp_path: Path) -> None:
@@ -208,16 +135,6 @@ def test_adafactor_takes_small_tensors_for_a_thousandth(tmp_path: Path) -> None:
         for rate, optimizer in ((1e-6, "adafactor"), (1e-9, "adamw"))
     )
     assert adafactor == adam and 0.3 < adam < 0.9
-
-
-def test_a_share_is_known_to_a_sixteenth_of_a_doubling() -> None:
-    row = Layer("w")
-    rates = torch.logspace(-8, 2, 1000, dtype=torch.float64)
-    row.add(rates, 1e-3)
-    for share in (0.01, 0.3, 1.0):
-        exact = float(rates[math.ceil(share * 1000) - 1])
-        assert exact <= (row.rate_for(share) or 0) <= exact * 2 ** (1 / 16) * (1 + 1e-9)
-    assert row.lost == int((rates > 1e-3).sum())
 
 
 # ---- initialisation -------------------------------------------------------------------------------------------------
@@ -366,7 +283,7 @@ def test_the_deviation_of_a_t5s_config_is_that_of_its_weights(tmp_path: Path) ->
 def test_an_infinite_weight_is_flagged_and_left_out_of_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bf16_to_fp16.advise.formats.PIECE", 100)  # a real piece holds the whole tensor
+    monkeypatch.setattr("bf16_to_fp16.advise.weights.PIECE", 100)  # a real piece holds the whole tensor
     model = tiny.t5()
     name = "encoder.block.0.layer.0.SelfAttention.q.weight"
     w = model.get_parameter(name).data
@@ -398,7 +315,7 @@ def spiked() -> np.ndarray:
 
 def test_a_log_is_reported_with_its_events_and_causes(tmp_path: Path) -> None:
     found = advise_losses(log_of(tmp_path / "log.csv", spiked()))
-    assert found["counts"] == {"Spike": 1, "Divergence": 0, "Plateau": 0, "ResumeBump": 0, "ScaleCollapse": 0}
+    assert found["counts"] == {"Spike": 1, "Divergence": 0, "Plateau": 0}
     (event,) = found["events"]
     assert (event["start"], event["recovery"], event["size"]) == (201, "fast", pytest.approx(3, abs=0.15))
     assert "rewind" in event["cause"]
@@ -413,45 +330,12 @@ def test_threshold_and_window_are_the_callers_and_half_a_window_is_enough(tmp_pa
         advise_losses(log_of(tmp_path / "less.csv", [2.0] * 31))
 
 
-@pytest.mark.parametrize(
-    ("event", "words"),
-    [
-        (Spike(1, 2, 1.25, "slow", 7.0), "up by 1.25, slow recovery"),
-        (Spike(1, None, 1.25), "up by 1.25"),
-        (Spike(1, 2, math.inf, "fast"), "to inf or NaN, fast recovery"),
-        (Divergence(1, None, 0.5), "up by 0.5"),
-        (Plateau(1, None, 0.004), "fell by 0.4%"),
-        (ScaleCollapse(1, None, 12.0), "by 12 halvings"),
-        (ScaleCollapse(1, None, math.inf), "to 0"),
-    ],
-)
-def test_events_are_put_into_words(event: Event, words: str) -> None:
-    assert event_in_words(event.to_json()) == words
-
-
-def test_a_column_of_bars_is_as_high_as_its_median_where_no_event_begins() -> None:
-    losses = [2.0] * 100
-    losses[35] = 2.5
-    curve = Curve(tuple(range(100)), tuple(losses), (None,) * 100)
-    assert sparkline(curve, [], width=10) == ("▁" * 10, "")
-    assert sparkline(curve, [Spike(35, 36, 0.5)], width=10) == ("▁▁▁█▁▁▁▁▁▁", "   S")
-
-
-def test_the_line_of_bars_shows_where_events_begin() -> None:
-    losses = [*spiked()[:250].tolist(), *[math.nan] * 50]
-    curve = Curve(tuple(range(1, 301)), tuple(losses), (None,) * 300)
-    bars, letters = sparkline(curve, events(curve), width=60)
-    assert len(bars) == 60 and bars.endswith("×" * 10) and bars[40] == "█"
-    assert (letters.index("S"), letters.index("D")) == (40, 50)
-    assert sparkline(Curve((1,), (2.0,), (None,)), []) == ("▁", "")
-
-
 def test_the_projects_own_finetunes() -> None:
     """Logs of two finetunes of the shipped T5: one that went well, and one whose learning rate rose until it broke."""
     assert events(read_log(LOGS / "finetune-calm.jsonl")) == []
     found = events(read_log(LOGS / "finetune-hot.jsonl"))
-    assert [type(event) for event in found] == [Spike, ScaleCollapse, Divergence]
-    assert found[2].start == 77 and found[2].end is None  # from there on the forward pass overflows
+    assert [event.kind for event in found] == ["Spike", "Divergence"]
+    assert found[1].start == 77 and found[1].end is None  # from there on the forward pass overflows
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
@@ -468,17 +352,12 @@ def test_every_mode_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert re.search(r"1\. bf16_to_fp16\.AdamW.*2\. an fp32 copy.*3\. a learning rate of 0\.000245", out, re.S)
     assert "nothing to do" in advise(capsys, "updates", T5, "--lr", "0.01")
     out = advise(capsys, "init", T5)
-    assert "0.0559" in out and "wo 23.4 (418×!)" in " ".join(out.split())
+    assert "0.0559" in out and re.search(r"DenseReluDense\.wo\.weight\W+23\.4\W+418 !", out)
     wide = advise(capsys, "init", 14336)
     others = [int(count) for count in re.findall(r" and (\d+) others", wide)]
     assert "0.00482" in wide and sum(others) + len(others) == len(FAMILIES)
-    assert "2832" in advise(capsys, "format", "2830")
-    assert "-2.015625" in advise(capsys, "format", "-2")
-    out = " ".join(advise(capsys, "format", "70000").split())
-    assert "overflows to inf" in out and re.search(r"softmax: x - the largest of \(x, 1\) \W*NaN \W*0 \W*0", out)
-    assert "NaN" not in advise(capsys, "format", "65504")
     out = advise(capsys, "losses", log_of(tmp_path / "a.csv", spiked()))
-    assert "201 to 20" in out and "fast recovery" in out and "█" in out
+    assert "201 to 20" in out and "fast recovery" in out
     assert "no spike" in advise(capsys, "losses", log_of(tmp_path / "b.csv", spiked()[:190]))
 
 
@@ -511,31 +390,11 @@ def test_an_infinite_weight_is_named_as_that_and_not_as_large(
     assert out.endswith(f"1 tensor with inf or NaN, most {name}: 1 weight") and "than drawn" not in out
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ((str(T5), "--init"), ("init", str(T5))),
-        (("--format", "-2"), ("format", "-2")),
-        (("--format=-2",), ("format", "-2")),
-        (("70000", "--format", "--json", "-"), ("format", "70000", "--json", "-")),
-    ],
-)
-def test_the_old_form_runs_and_one_line_says_the_new_one(
-    capsys: pytest.CaptureFixture[str], old: tuple[str, ...], new: tuple[str, ...]
-) -> None:
-    assert main(["advise", *old]) == 0
-    before = capsys.readouterr()
-    of = {"init": "SOURCE", "format": "NUMBER"}[new[0]]
-    assert before.err.splitlines()[0] == f"advise {of} --{new[0]} is now: bf16-to-fp16 advise {new[0]} {of}"
-    assert before.out == advise(capsys, *new)
-
-
 def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = log_of(tmp_path / "log.csv", [*[2.0, 2.1] * 50, *[math.nan] * 20])
     modes: dict[str, list[object]] = {
         "updates": ["updates", T5],
         "init": ["init", T5],
-        "format": ["format", "70000"],
         "losses": ["losses", log],
     }
     for mode, arguments in modes.items():
@@ -545,53 +404,28 @@ def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         assert json.loads((tmp_path / "out.json").read_text()) == found
 
 
-@pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
-def test_the_curve_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path, ending: str) -> None:
-    log = log_of(tmp_path / "<b>.csv", spiked(), [65536.0] * 300)
-    drawn = tmp_path / f"c.{ending}"
-    advise(capsys, "losses", log, "--picture", drawn)
-    head = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}[ending]
-    assert drawn.read_bytes().startswith(head)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "ask for one of updates, init, format, losses, such as: bf16-to-fp16 advise updates SOURCE"),
-        (["guess"], "ask for one of updates, init, format, losses, such as"),
-        (["{t5}"], "ask for one of updates, init, format, losses, such as"),
+        (["guess"], "No such command 'guess'"),
         (["updates"], "Missing argument 'SOURCE'"),
-        (["format"], "Missing argument 'NUMBER...'"),
-        (["format", "--tensr", "x"], "no such option: --tensr"),
         (["updates", "{t5}", "--optimizer", "muon"], "'muon' is not one of 'adamw', 'adam', 'adafactor'"),
         (["updates", "{t5}", "--lr", "-1"], "the learning rate is -1; give a positive number"),
         (["updates", "{t5}", "--dtype", "fp8"], "'fp8' is not one of 'bf16', 'fp16'"),
-        (["updates", "{t5}", "--optimizer", "sgd"], "sgd's updates are as large as its gradients; give --data FILE"),
         (["updates", "{t5}", "--lr", "0"], "the learning rate is 0; give a positive number"),
         (["updates", "{t5}", "--lr", "nan"], "the learning rate is nan; give a positive number"),
         (["updates", "{t5}", "--share", "1.5"], "the share is 1.5; give one above 0, up to 1"),
-        (["updates", "{t5}", "--steps", "0"], "steps and batch size must be at least 1"),
-        (["updates", "{t5}", "--relative-update", "1", "--data", "x"], "either stated or measured"),
-        (["updates", "{t5}", "--data", "{tmp}/none.txt"], "none.txt: no such file"),
         (["updates", "{t5}", "--tensor", "x.*"], "no tensor x.*; it has "),
         (["updates", "{ids}"], "tensor w is I64, whole numbers"),
         (["init", "{ids}"], "a file alone does not say what its tensors are"),
         (["updates", "{tmp}/none"], "none does not exist"),
         (["updates", "{tmp}/empty.csv"], "is not a checkpoint; give its folder, a .safetensors file or a Hub id"),
-        (["format", "{tmp}/empty.csv"], "empty.csv' is not a number; give one like 0.0129"),
         (["init", "0"], "the hidden size is 0; give a positive number"),
         (["init", "{tmp}/none.json"], "none.json does not exist"),
-        (
-            ["format", "283 x 10"],
-            "'283 x 10' is not a number; give one like 0.0129 or 2e-5 (sums are not worked out)",
-        ),
         (["losses", "{tmp}/empty.csv"], "empty.csv: the log is empty"),
         (["losses", "{tmp}/short.csv"], "10 losses are too few to compare"),
         (["losses", "{tmp}/long.csv", "--window", "3"], "a window of 3 and a z of 6 compare nothing"),
-        (["losses", "{tmp}/long.csv", "--picture", "{tmp}/a.gif"], "unknown kind of picture '.gif'; use .svg"),
-        (["updates", "{t5}", "--picture", "{tmp}/a.svg"], "No such option '--picture'"),
         (["init", "512", "--lr", "1e-4"], "No such option '--lr'"),
-        (["format", "0.1", "--window", "9"], "no such option: --window"),
         (["losses", "{tmp}/long.csv", "--tensor", "a"], "No such option '--tensor'"),
     ],
 )

@@ -314,17 +314,6 @@ def test_a_report_is_not_written_where_the_output_goes(here: Path, capsys: pytes
     assert "--json" in refused(capsys, "audit", here / "source", *same) and not (here / "one").exists()
 
 
-def test_pictures_of_losses_replace_their_like_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = here / "log.jsonl"
-    log.write_text("".join(f'{{"step": {n}, "loss": {10 - n / 10}}}\n' for n in range(200)))
-    for name in ("a.svg", "a.png", "a.pdf"):
-        ask = ["advise", "losses", str(log), "--picture", str(here / name)]
-        assert cli.main(ask) == 0 and cli.main(ask) == 0
-        capsys.readouterr()
-        (here / name).write_text("mine")
-        assert "choose another file" in refused(capsys, *ask) and (here / name).read_text() == "mine"
-
-
 # --- finetune --------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.learner import Damage, Fix, Killed, Make, killed_at, losses_of, scaled, tiny_model
 
+from bf16_to_fp16.advise.detector import Detector
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import TrainingBatch
 from bf16_to_fp16.finetuning.distillation import arguments
@@ -20,7 +21,6 @@ from bf16_to_fp16.finetuning.penalty import Observation
 from bf16_to_fp16.finetuning.stability import PULLED_STEPS
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
-from bf16_to_fp16.losses.detector import Detector
 
 
 def spiking(model: Any, *steps: int) -> Damage:

@@ -1,24 +1,20 @@
-"""What went wrong in a run: one detector for a run while it trains, and for its log afterwards.
+"""Spikes, divergences and plateaus of a training loss, while a run trains or from its log.
 
-It compares each loss with the median of a window of calm ones (on a steep fall with a line through them), in units of
-their median absolute deviation, so that neither noise nor earlier spikes move the yardstick. What is out of line
-starts an event; what follows decides its name: a spike comes back, fast or slowly, a divergence does not. A rise or a
-standstill too slow for that shows in the medians of chunks of the curve.
+Each loss is compared with the median of a window of calm losses (on a steep fall with a line through them), in units
+of their median absolute deviation, so that neither noise nor earlier spikes move the level. A spike comes back, fast
+or slowly; a divergence stays. A slow rise or a standstill shows in the medians of chunks of the curve.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from .events import EVENT_KINDS, Curve, Divergence, Event, Plateau, ResumeBump, ScaleCollapse, Spike
+from typing import Any, Literal
 
 MAD_TO_SIGMA = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 _LEAST_SIGMA = 0.005  # least noise that is believed, as a share of the level: a smooth curve's small rise is no spike
@@ -26,8 +22,34 @@ _CLEAR = 2.0  # how many times as far above the level as the lowest of the last 
 _STEEP = 0.5  # share of the losses' scatter that a line through them may leave where it is to replace their median
 _FLAT = 0.01  # share of the level by which the loss may change in a plateau
 _FLAT_CHUNKS = 16  # least length of a plateau, in quarters of the window; noisier curves need twice, four times as many
-_COLLAPSE = 10  # halvings within a window from which a loss scale that had settled has collapsed
-_LEAST_SCALE = 1.0  # a loss scale under this no longer scales up at all
+
+Kind = Literal["Spike", "Divergence", "Plateau"]
+
+CAUSES: dict[Kind, str] = {
+    "Spike": "a batch that meets an unlucky state of the optimizer, or an overflow; rewind to an earlier checkpoint and"
+    " skip the batches around it, clip the gradient, or lower beta2 or the learning rate",
+    "Divergence": "a learning rate too high, attention scores or logits that grow, or values past the format's range;"
+    " go back to a checkpoint before it, lower the learning rate, and audit that checkpoint",
+    "Plateau": "either the run has converged, or its updates are smaller than half the gap between two weights and"
+    " vanish; stochastic rounding, an fp32 copy of the weights or a higher learning rate tell which",
+}
+"""The usual cause of each kind, and what helps."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event from step ``start`` to ``end`` (None while it lasts).
+
+    ``size``: how far the loss rose above its level before; of a plateau the share by which it fell. Of a spike,
+    ``recovery`` is fast within an eighth of the window, and ``z`` its height in robust standard deviations.
+    """
+
+    kind: Kind
+    start: int
+    end: int | None
+    size: float
+    recovery: Literal["fast", "slow", "open"] = "open"
+    z: float = math.inf
 
 
 @dataclass
@@ -47,12 +69,11 @@ class _Excursion:
 class Detector:
     """Finds events in losses as they come.
 
-    z: robust standard deviations from which a loss is out of line; window: calm losses that it is compared with, at
-    least 16. The first half window is only learnt from.
+    z: robust standard deviations that make a spike; window: calm losses to compare with, at least 16. The first half
+    window is only learnt from.
     """
 
     def __init__(self, *, z: float = 6.0, window: int = 64) -> None:
-        """Start with nothing known."""
         if window < 16 or z <= 0:
             raise ValueError("a window of at least 16 losses and a positive z")
         self.z, self.window = z, window
@@ -63,48 +84,33 @@ class Detector:
         self._found: list[Event] = []
         self._count = 0
         self._step: int | None = None
-        self._gap = 0
         self._excursion: _Excursion | None = None
-        self._resumed: tuple[int, list[float]] | None = None
         self._chunk: list[tuple[int, float]] = []
         self._chunks: list[tuple[int, int, float]] = []  # first step, last step, median
         self._lowest: tuple[int, float] | None = None  # last step and median of the lowest chunk
         self._rising = 0
         self._drift: int | None = None
         self._plateau: tuple[int, float, int] | None = None  # place, level, chunks that left it
-        self._scales: deque[tuple[int, float]] = deque(maxlen=window)
-        self._settled = False
-        self._collapse: tuple[int, float] | None = None  # place, scale before
 
     @property
     def events(self) -> tuple[Event, ...]:
         """Everything found so far, in the order of its discovery, as it stands now."""
         return tuple(self._found)
 
-    def update(self, step: int, loss: float, scale: float | None = None) -> tuple[Event, ...]:
-        """Take in the next loss and return the events that it starts or ends.
-
-        An event is returned when it starts, with ``end`` None, and once more when it is over. A ``step`` that is lower
-        than the one before, or a hole in the steps, means that the run was resumed.
-        """
+    def update(self, step: int, loss: float) -> tuple[Event, ...]:
+        """Take in the next loss and return the events that it starts or ends; a step that goes back is a rewind."""
         known = list(self._found)
-        if self._step is not None:
-            gap = step - self._step
-            if gap < 0 or (self._gap and gap > 3 * self._gap):
-                self.resumed(step)
-            elif gap:
-                self._gap = gap if not self._gap else min(self._gap, gap)
+        if self._step is not None and step < self._step:
+            self.rewind(step)
         self._step = step
         self._count += 1
         self._loss(step, loss if math.isfinite(loss) else math.inf)
-        if scale is not None:
-            self._scale(step, scale)
         pairs = zip(self._found, known, strict=False)
-        changed = [event for event, before in pairs if event.end != before.end or type(event) is not type(before)]
+        changed = [event for event, before in pairs if event.end != before.end or event.kind != before.kind]
         return (*changed, *self._found[len(known) :])
 
-    def resumed(self, step: int) -> None:
-        """Take note that the run goes on from a checkpoint at ``step``: what was logged after it no longer counts."""
+    def rewind(self, step: int) -> None:
+        """Forget the losses after ``step``: the run goes on from there."""
         if self._excursion is not None:
             self._end(self._excursion.place, self._step if self._step is not None else step)
             self._excursion = None
@@ -119,33 +125,27 @@ class Detector:
                 if place is not None:
                     self._end(place, max(step, self._found[place].start))
             self._drift = self._plateau = None
-        self._resumed = (step, [])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the detector knows, as lists, dictionaries and scalars; floats may be infinite."""
-        state = {name.removeprefix("_"): value for name, value in vars(self).items()}
-        state |= {name: [*value] for name, value in state.items() if isinstance(value, deque)}
-        state["found"] = [{"kind": event.kind} | vars(event) for event in self._found]
+        """Return all that the detector knows as JSON types; floats may be infinite."""
+        state = {name: [*value] if isinstance(value, deque) else value for name, value in vars(self).items()}
+        state["_found"] = [vars(event) for event in self._found]
         if self._excursion is not None:
             recent = self._excursion.recent
-            state["excursion"] = vars(self._excursion) | {"recent": [*recent], "patient": recent.maxlen}
+            state["_excursion"] = vars(self._excursion) | {"recent": [*recent], "patient": recent.maxlen}
         return copy.deepcopy(state)
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave: what follows is found as it would have been there."""
         state: dict[str, Any] = copy.deepcopy(dict(given))
-        self.__init__(z=state.pop("z"), window=state.pop("window"))  # type: ignore[misc]
-        self.fast = state.pop("fast")
-        for name in ("calm", "scales", "chunk", "chunks"):
-            getattr(self, f"_{name}").extend(tuple(pair) for pair in state.pop(name))
-        self._tail.extend(state.pop("tail"))
-        self._found = [EVENT_KINDS[event.pop("kind")](**event) for event in state.pop("found")]
-        excursion = state.pop("excursion")
-        if excursion is not None:
-            recent = deque(excursion.pop("recent"), maxlen=excursion.pop("patient"))
-            self._excursion = _Excursion(recent=recent, **excursion)
+        self._calm = deque(map(tuple, state.pop("_calm")), maxlen=8 * state["window"])
+        self._tail = deque(state.pop("_tail"), maxlen=4 * state["window"])
+        self._chunk, self._chunks = ([tuple(row) for row in state.pop(name)] for name in ("_chunk", "_chunks"))
+        self._found = [Event(**event) for event in state.pop("_found")]
+        if (excursion := state.pop("_excursion")) is not None:
+            excursion = _Excursion(recent=deque(excursion.pop("recent"), maxlen=excursion.pop("patient")), **excursion)
+        self._excursion = excursion
         for name, value in state.items():
-            setattr(self, f"_{name}", tuple(value) if isinstance(value, list) else value)
+            setattr(self, name, tuple(value) if isinstance(value, list) else value)
 
     # -- levels
 
@@ -177,7 +177,7 @@ class Detector:
             if math.isfinite(loss):
                 self._accept(step, loss)
             else:
-                self._begin(Spike(step, None, math.inf), 0.0, 1e-12, loss, sys.float_info.max)
+                self._begin(Event("Spike", step, None, math.inf), 0.0, 1e-12, loss, sys.float_info.max)
         else:
             level, sigma = self._yardstick()
             z = (loss - level) / sigma
@@ -185,13 +185,10 @@ class Detector:
             # than a spike rises was no noise.
             tail = min(-min(self._tail, default=0.0), self.z)
             if z > max(self.z, _CLEAR * tail):
-                bump = self._resumed is not None
-                event = ResumeBump(step, None, loss - level) if bump else Spike(step, None, loss - level, "open", z)
-                self._begin(event, level, sigma, loss)
+                self._begin(Event("Spike", step, None, loss - level, "open", z), level, sigma, loss)
             else:
                 self._tail.append(z)
                 self._accept(step, loss)
-                self._after_resume(loss, level, sigma)
 
     def _begin(self, event: Event, level: float, sigma: float, loss: float, back: float | None = None) -> None:
         limit = level + self.z / 2 * sigma if back is None else back
@@ -199,24 +196,6 @@ class Detector:
         self._found.append(event)
         place = len(self._found) - 1
         self._excursion = _Excursion(place, self._count, level, sigma, limit, self._count, loss, recent)
-        self._resumed = None
-
-    def _after_resume(self, loss: float, level: float, sigma: float) -> None:
-        """A bump lower than a spike shows in the median of the first losses after a resume."""
-        if self._resumed is None:
-            return
-        start, losses = self._resumed
-        losses.append(loss)
-        if len(losses) < self.fast:
-            return
-        self._resumed = None
-        # The median of n losses has π/2n of one's variance; half of z is enough for what is looked for in one place.
-        excess = statistics.median(losses) - level
-        if excess > self.z / 2 * sigma * math.sqrt(math.pi / 2 / len(losses)) + _LEAST_SIGMA * abs(level):
-            for _ in losses:
-                if self._calm:
-                    self._calm.pop()
-            self._begin(ResumeBump(start, None, max(losses) - level), level, sigma, loss, level + excess / 2)
 
     def _follow(self, excursion: _Excursion, step: int, loss: float) -> None:
         excursion.recent.append(loss)
@@ -224,7 +203,7 @@ class Detector:
         if loss > excursion.peak:
             excursion.peak = loss
             change: dict[str, Any] = {"size": loss - excursion.level if math.isfinite(loss) else math.inf}
-            if isinstance(event, Spike):
+            if event.kind == "Spike":
                 change["z"] = change["size"] / excursion.sigma
             self._found[place] = event = replace(event, **change)
         if loss > excursion.back:
@@ -233,7 +212,7 @@ class Detector:
         full = len(excursion.recent) == excursion.recent.maxlen
         if full and statistics.median(excursion.recent) <= excursion.back:
             recovery = "fast" if lasted <= self.fast else "slow"
-            self._end(place, step, **({"recovery": recovery} if isinstance(event, Spike) else {}))
+            self._end(place, step, **({"recovery": recovery} if event.kind == "Spike" else {}))
             self._excursion = None
             for value in excursion.recent:
                 if value <= excursion.back:
@@ -243,9 +222,8 @@ class Detector:
         patience = self.window
         if statistics.median(excursion.recent) - excursion.level < (excursion.peak - excursion.level) / 2:
             patience *= 4  # it is on its way back
-        if (lost or self._count - excursion.first >= patience) and not isinstance(event, Divergence):
-            if isinstance(event, Spike):
-                self._found[place] = Divergence(event.start, None, event.size)
+        if (lost or self._count - excursion.first >= patience) and event.kind == "Spike":
+            self._found[place] = Event("Divergence", event.start, None, event.size)
             if not lost:
                 # From here on the new level is the one to compare with.
                 self._excursion = None
@@ -292,7 +270,7 @@ class Detector:
                 self._drift = None
         elif self._rising == 2:
             self._drift = len(self._found)
-            self._found.append(Divergence(start, None, level - lowest))
+            self._found.append(Event("Divergence", start, None, level - lowest))
 
     def _standstill(self) -> None:
         """A plateau: no change over the last chunks, and known well enough to say so."""
@@ -314,43 +292,9 @@ class Detector:
             middle = statistics.median(median for _, _, median in part)
             if abs(fall) <= 2 * error + 1e-12 and abs(fall) + 2 * error <= _FLAT * abs(middle):
                 self._plateau = (len(self._found), middle, 0)
-                self._found.append(Plateau(part[0][0], None, fall / abs(middle) if middle else 0.0))
+                self._found.append(Event("Plateau", part[0][0], None, fall / abs(middle) if middle else 0.0))
                 return
             length *= 2
-
-    def _scale(self, step: int, scale: float) -> None:
-        """A loss scale that falls by many halvings after it had settled, or below one."""
-        if self._collapse is not None:
-            place, before = self._collapse
-            fallen = math.inf if scale <= 0 else math.log2(before / scale)
-            event = self._found[place]
-            self._found[place] = replace(event, size=max(event.size, fallen))
-            if fallen <= 2:
-                self._end(place, step)
-                self._collapse = None
-                self._scales.clear()
-            return
-        if scale > 0:
-            self._scales.append((step, scale))
-        if not self._scales:
-            return
-        before = max(value for _, value in self._scales)
-        fallen = math.inf if scale <= 0 else math.log2(before / scale)
-        full = len(self._scales) == self.window
-        self._settled = self._settled or (full and fallen <= 2)
-        if (scale < _LEAST_SCALE <= before) or (self._settled and fallen >= _COLLAPSE):
-            self._collapse = (len(self._found), before)
-            self._found.append(ScaleCollapse(self._fall(), None, fallen))
-
-    def _fall(self) -> int:
-        """The step at which the present fall of the scale began: before that it stood still or rose."""
-        still, start = 0, self._scales[-1][0]
-        for (at, value), (_, following) in reversed(list(itertools.pairwise(self._scales))):
-            still = still + 1 if following == value else 0
-            if following > value or still > 3:
-                break
-            start = start if following == value else at
-        return start
 
 
 def _trend(values: Sequence[float]) -> tuple[float, float]:
@@ -363,9 +307,9 @@ def _trend(values: Sequence[float]) -> tuple[float, float]:
     return -slope * (count - 1), math.sqrt(rest / (count - 2) / across) * (count - 1)
 
 
-def events(curve: Curve, *, z: float = 6.0, window: int = 64) -> list[Event]:
-    """Return what happened in a whole curve, by step; an event with ``end`` None was not over at its end."""
+def events(losses: Iterable[tuple[int, float]], *, z: float = 6.0, window: int = 64) -> list[Event]:
+    """Return the events of a whole curve of steps and losses, by step; ``end`` is None where one was not over."""
     detector = Detector(z=z, window=window)
-    for step, loss, scale in zip(curve.steps, curve.losses, curve.scales, strict=True):
-        detector.update(step, loss, scale)
+    for step, loss in losses:
+        detector.update(step, loss)
     return sorted(detector.events, key=lambda event: event.start)

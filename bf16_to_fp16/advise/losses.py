@@ -1,7 +1,4 @@
-"""Curves of loss and loss scale, from the logs that trainers write.
-
-``read_log`` reads the state of a transformers Trainer, CSV and JSONL.
-"""
+"""Losses read from the log of a run (a transformers Trainer's state, JSONL or CSV), and the events in them."""
 
 from __future__ import annotations
 
@@ -14,25 +11,25 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from ..errors import UserError
 from ..json_text import loads
-from .events import Curve
+from ..report.screen import console
+from .detector import CAUSES, events
 
 LOSS_NAMES = ("loss", "train_loss", "train/loss", "training_loss", "train/train_loss")
 """Names under which trainers log the training loss, the first that is there."""
 
 STEP_NAMES = ("step", "global_step", "train/global_step", "trainer/global_step", "iteration", "_step")
-"""Names of the step."""
 
-SCALE_NAMES = ("loss_scale", "scale", "train/loss_scale", "train/scale", "loss_scaler", "grad_scale")
-"""Names of the loss scale."""
+Curve = list[tuple[int, float]]  # steps and losses, as they were logged
 
 
 def read_log(path: str | Path) -> Curve:
-    """Return the losses in a log: ``trainer_state.json`` of a Trainer, CSV, JSONL, or a folder with one.
+    """Return the steps and losses in a ``trainer_state.json``, CSV or JSONL, or in a folder with one.
 
-    Rows without a loss are left out; a loss scale logged on a row of its own belongs to the losses after it. Raises
-    UserError for a file that is none of these, has no losses or is not UTF-8.
+    Rows without a loss are left out. Raises UserError for a file that is none of these or has no losses.
     """
     path = Path(path)
     if path.is_dir():
@@ -74,10 +71,6 @@ def _json_rows(path: Path, text: str) -> list[Any]:
 
 
 def _jsonl_rows(path: Path, text: str) -> list[Any]:
-    """The values on the lines, apart from a last one that a kill cut off.
-
-    Not those of ``run.texts``, which loses no row of text and takes a CSV whose last quote stays open.
-    """
     rows = []
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
@@ -100,38 +93,28 @@ def _csv_rows(path: Path, text: str) -> list[Any]:
 
 
 def _curve(path: Path, rows: Iterable[Any]) -> Curve:
-    """The columns of the loss, the step and the scale of rows of any kind."""
     flat = [row for row in rows if isinstance(row, Mapping)]
     names = list(dict.fromkeys(name for row in flat for name in row if isinstance(name, str)))
-    loss, step, scale = (
-        next((name for name in known if name in names), None) for known in (LOSS_NAMES, STEP_NAMES, SCALE_NAMES)
-    )
+    loss, step = (next((name for name in known if name in names), None) for known in (LOSS_NAMES, STEP_NAMES))
     if loss is None:
         shown = ", ".join(names[:12]) or "none"
         raise UserError(f"{path}: no column of losses among {shown}; name one {LOSS_NAMES[0]} or {LOSS_NAMES[1]}")
-    steps: list[int] = []
-    losses: list[float] = []
-    scales: list[float | None] = []
-    latest: float | None = None
+    curve: Curve = []
     for number, row in enumerate(flat):
-        logged = _number(path, number, scale, row)
-        latest = latest if logged is None else logged
         value = _number(path, number, loss, row)
         if value is None and "skipped_examples" in row:
             value = math.nan  # a step that a finetune could not take; its log has null for NaN
         if value is None:
             continue
-        at = _number(path, number, step, row) if step is not None else None
+        at = _number(path, number, step, row)
         if at is None:
-            at = float(steps[-1] + 1 if steps else number)
+            at = float(curve[-1][0] + 1 if curve else number)
         if not math.isfinite(at):
             raise UserError(f"{path}: row {number + 1}: the step is {at}; give a whole number")
-        steps.append(int(at))
-        losses.append(value)
-        scales.append(latest)
-    if not losses:
+        curve.append((int(at), value))
+    if not curve:
         raise UserError(f"{path}: the column {loss!r} has no losses in it; give a run that has logged some")
-    return Curve(tuple(steps), tuple(losses), tuple(scales))
+    return curve
 
 
 def _number(path: Path, row: int, name: str | None, values: Mapping[str, Any]) -> float | None:
@@ -140,7 +123,59 @@ def _number(path: Path, row: int, name: str | None, values: Mapping[str, Any]) -
         return None
     try:
         number = float(value)
-        # JSON has no infinity, and this project's logs write the largest double for it.
-        return math.copysign(math.inf, number) if abs(number) == sys.float_info.max else number
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: row {row + 1}: {name} is {value!r}, which is no number; mend that row") from error
+    # JSON has no infinity, and this project's logs write the largest double for it.
+    return math.copysign(math.inf, number) if abs(number) == sys.float_info.max else number
+
+
+def advise_losses(log: str | Path, *, z: float = 6.0, window: int = 64) -> dict[str, Any]:
+    """Return the spikes, divergences and plateaus of a training log, each with its usual cause.
+
+    log: as ``read_log`` takes it. z, window: as ``Detector`` takes them. In ``events``, ``end`` is None for what was
+    not over, and ``size`` for losses that are no numbers. Raises UserError for a log that cannot be read, or with fewer
+    losses than half a window.
+    """
+    if window < 16 or not z > 0:
+        raise UserError(f"a window of {window} and a z of {z:g} compare nothing; give at least 16, and a positive z")
+    curve = read_log(log)
+    found = events(curve, z=z, window=window)
+    if len(curve) < window // 2 and not found:
+        largest = 2 * len(curve)
+        smaller = f", or give a --window from 16 to {largest}" if largest >= 16 else ""
+        raise UserError(f"{log}: {len(curve)} losses are too few to compare with each other; log every step{smaller}")
+    rows = []
+    for event in found:
+        row = {name: None if value == math.inf else value for name, value in vars(event).items()}
+        rows.append(row | {"cause": CAUSES[event.kind]})
+    return {
+        "mode": "losses",
+        "log": str(log),
+        "losses": len(curve),
+        "first_step": min(step for step, _ in curve),
+        "last_step": curve[-1][0],
+        "last_loss": curve[-1][1],
+        "z": z,
+        "window": window,
+        "counts": {kind: sum(event.kind == kind for event in found) for kind in CAUSES},
+        "events": rows,
+    }
+
+
+def print_losses(result: Mapping[str, Any]) -> None:
+    screen = console()
+    span = f"steps {result['first_step']:,} to {result['last_step']:,}"
+    screen.print(f"{result['log']}: {result['losses']:,} losses, {span}", markup=False)
+    if not result["events"]:
+        screen.print("no spike, no divergence, no plateau")
+        return
+    rows = Table("event", "steps", "loss", "usual cause, and what helps")
+    for event in result["events"]:
+        end = "the end" if event["end"] is None else format(event["end"], ",")
+        change = "to inf or NaN" if event["size"] is None else f"up by {event['size']:.3g}"
+        if event["kind"] == "Plateau":
+            change = f"fell by {100 * event['size']:.1f}%"
+        elif event["recovery"] != "open":
+            change += f", {event['recovery']} recovery"
+        rows.add_row(event["kind"].lower(), f"{event['start']:,} to {end}", change, event["cause"])
+    screen.print(rows)
