@@ -7,9 +7,6 @@ process's own, summed over its threads. Memory is the highest resident size duri
 only), the states being there already. Run:
 
     python benchmarks/optimizer.py --threads 1
-
-``--second-moments`` shows instead what each format of the moments makes of second moments: of gradients whose size has
-stayed for 1,500 steps, and 1,200 steps after a fall to a 100th, in blocks whose largest gradients stay as they were.
 """
 
 import argparse
@@ -28,7 +25,6 @@ from torch.optim import Optimizer
 from transformers import T5Config, T5ForConditionalGeneration
 
 from bf16_to_fp16.optim.adamw import AdamW
-from bf16_to_fp16.optim.moments import BLOCKED, MOMENTS, is_blocked
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -58,11 +54,7 @@ def candidates() -> list[tuple[str, torch.dtype, Make]]:
                 rows.append(
                     (f"AdamW, {label}, {moments} moments, {path}", dtype, ours(moments=moments, compile=compile))
                 )
-        rows.append((f"AdamW, {label}, kahan, compiled", dtype, ours(rounding="kahan", compile=True)))
     if importlib.util.find_spec("torchao"):
-        for kind in BLOCKED:
-            rows.append((f"AdamW, bf16, {kind} moments, in blocks", BF16, ours(moments=kind)))
-        rows.append(("AdamW, bf16, float32 moments, offloaded", BF16, ours(offload=True)))
         from torchao.optim import _AdamW
 
         rows.append(("torchao, bf16, stochastic", BF16, lambda p: _AdamW(p, bf16_stochastic_round=True)))
@@ -148,39 +140,10 @@ def measured(
         pairs = [(seconds(baseline.step, device), seconds(optimizer.step, device)) for _ in range(rounds)]
         base, ours = (min(times) for times in zip(*pairs, strict=True))
         memory = transient_megabytes(optimizer.step, device)
-        held = {
-            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-            for state in optimizer.state.values()
-            for tensor in state.values()
-            if tensor.numel() > 1
-            for part in ([getattr(tensor, name) for name in tensor.tensor_attrs] if is_blocked(tensor) else [tensor])
-        }
+        kept = [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1]
+        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
         yield Measured(name, ours / base, base * 1e3, memory, sum(held.values()) / count)
         del optimizer, made
-
-
-def second_moments() -> None:
-    """Print what each format keeps of second moments, over what they should be and over what fp32 keeps."""
-    print(
-        "| moments | of steady gradients, over their mean square | 1,200 steps after a fall to a 100th, over fp32's |"
-    )
-    print("|---|---|---|")
-    after = 0.0
-    for kind in MOMENTS:
-        parameter = nn.Parameter(torch.zeros(64, 256))
-        optimizer = AdamW([parameter], moments=kind)
-        generator = torch.Generator().manual_seed(0)
-        for step in range(1, 1501):
-            parameter.grad = torch.randn(64, 256, generator=generator)
-            # A few of a block, which hold its scale where it is.
-            parameter.grad[:, 8:] *= 0.1 if step <= 300 else 0.001
-            parameter.grad[:, 8:16] *= 1 if step <= 300 else 100
-            optimizer.step()
-        kept = optimizer.state[parameter]["exp_avg_sq"]
-        mean = (kept.dequantize() if is_blocked(kept) else kept.float()) / (1 - 0.999**1500)
-        stayed, fell = float(mean[:, 8:16].mean()) / 0.01, float(mean[:, 16:].mean())
-        after = after or fell
-        print(f"| {kind} | {stayed:.2f} | {fell / after:.2f} |")
 
 
 def deepspeeds(rounds: int) -> None:
@@ -208,14 +171,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--second-moments", action="store_true", help="what the formats keep of second moments")
     parser.add_argument("--deepspeed", action="store_true", help="torch's fp32 step beside DeepSpeed's on a processor")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.deepspeed:
         return deepspeeds(options.rounds)
-    if options.second_moments:
-        return second_moments()
     device = options.device
     sizes = shapes(options.layers)
     count = sum(shape.numel() for shape in sizes)

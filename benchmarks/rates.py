@@ -3,7 +3,7 @@ accumulation, and stochastic rounding each give, and whether their gains add up.
 
     python benchmarks/rates.py
 
-goes on training the shipped T5 demo checkpoint as ``rounding.py`` does (forward and backward in fp32 from the 16-bit
+goes on training the shipped T5 demo checkpoint (forward and backward in fp32 from the 16-bit
 weights, so that only the storage differs), every arm on the same number of examples in the same order: with twice the
 batch there are half as many steps. Gradients are accumulated over batches of four rows, in the dtype of the weights.
 Prints a Markdown table of the fall of the held-out loss, mean and range of the seeds, and draws benchmarks/rates.svg.

@@ -1,41 +1,21 @@
-"""Nearest, stochastic and Kahan rounding against an fp32 master copy: loss curves of a trained model in bf16 and fp16.
-
-    python benchmarks/rounding.py
-
-goes on training the shipped T5 demo checkpoint (1.6 million parameters) on its own text at a small learning rate, with
-the same batches in the same order, and differs only in how the step is stored: in 16-bit weights by this package's
-AdamW, or in an fp32 copy by torch's. The forward and backward pass compute in fp32 from the 16-bit weights, so nothing
-but the storage differs. Prints a Markdown table and draws benchmarks/rounding.svg. One thread.
-
-Zamirai et al. (arXiv:2010.06192) found that nearest rounding of the weight update stalls, while stochastic rounding and
-Kahan summation follow training with fp32 weights. Each format has the learning rate at which an update of a typical
-weight is below half its gap; fp16's gaps are 8 times finer, and so is the rate.
-"""
+"""A model whose weights are kept in 16 bits and computed with in fp32, so that only the storage of a step differs."""
 
 from __future__ import annotations
 
-import argparse
-import math
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from svg import follow_schemes
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from bf16_to_fp16 import AdamW
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.recipe import Data
-from bf16_to_fp16.run.stock import load
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 DEMO = ROOT / "bf16_to_fp16" / "demo_data"
-RATES = {"bf16": 4e-6, "fp16": 5e-7}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-WAYS = ("nearest", "stochastic", "kahan", "fp32 master")
 LOSS_SCALE = 2.0**12
 """Keeps fp16 gradients out of the subnormals; divided out by the optimizer."""
 
@@ -95,105 +75,3 @@ class Weights:
         """Return the share of the weights, as the forward pass reads them, that are no longer what they were."""
         changed = sum(int((p.to(self.dtype) != self.start[n].to(self.dtype)).sum()) for n, p in self.kept.items())
         return changed / sum(p.numel() for p in self.kept.values())
-
-
-def curve(
-    model: nn.Module,
-    dtype: str,
-    way: str,
-    rate: float,
-    batches: list[TrainingBatch],
-    held: list[TrainingBatch],
-    every: int,
-) -> tuple[list[tuple[int, float]], float]:
-    """Return the held-out loss by step and the share of the weights that moved in the end."""
-    weights = Weights(model, DTYPES[dtype], way, rate)
-
-    def evaluate() -> float:
-        with torch.no_grad():
-            return sum(float(weights.loss(batch)) for batch in held) / len(held)
-
-    points = [(0, evaluate())]
-    for step, batch in enumerate(batches, 1):
-        weights.step(batch)
-        if step % every == 0:
-            points.append((step, evaluate()))
-    return points, weights.moved()
-
-
-def draw(curves: dict[str, dict[str, list[tuple[int, float]]]], rates: dict[str, float], path: Path) -> None:
-    """Draw held-out loss against steps, one panel for each format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.hashsalt": "bf16_to_fp16", "svg.fonttype": "none", "font.size": 9}
-    from matplotlib import pyplot as plt
-
-    look: dict[str, dict[str, Any]] = {
-        "nearest": {"color": "#b3261e", "marker": "x"},
-        "stochastic": {"color": "#1f5fa8", "marker": "o", "markersize": 3.5},
-        "kahan": {"color": "#b25c00", "marker": "s", "markersize": 3, "linestyle": "--"},
-        "fp32 master": {"color": "#5a626d", "linewidth": 3.5, "alpha": 0.45},
-    }
-    figure, panels = plt.subplots(1, len(curves), figsize=(9, 3.4), layout="constrained")
-    for axes, (dtype, ways) in zip(panels, curves.items(), strict=True):
-        for way, points in ways.items():
-            axes.plot(*zip(*points, strict=True), label=way, **look[way])
-        axes.set_title(f"{dtype} weights, learning rate {rates[dtype]:g}")
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("held-out loss, nats a byte")
-    panels[0].legend()
-    figure.savefig(path, metadata={"Date": None})
-    follow_schemes(path)
-
-
-def main() -> None:
-    """Run every way in both formats and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--rate", type=float, action="append", help="of bf16, and once more of fp16")
-    parser.add_argument("--out", type=Path, default=HERE / "rounding.svg")
-    given = parser.parse_args()
-    rates = dict(zip(RATES, given.rate, strict=True)) if given.rate else RATES
-    torch.set_num_threads(1)
-    folder = DEMO / "t5-gated-bytes"
-    model = load(folder, torch.float32, attention="sdpa")
-    corpus = demo_corpus(model.config, given.batch_size)
-    training_batches = corpus.training_batches()
-    batches = [next(training_batches) for _ in range(given.steps)]
-    held = corpus.held_out(64)
-    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    print(
-        "| weights | learning rate | rounding | loss at the start | at the end | fall, share of the master's | moved |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    started = time.process_time()
-    for dtype, rate in rates.items():
-        curves[dtype] = {}
-        fall = math.nan
-        for way in reversed(WAYS):
-            points, moved = curve(model, dtype, way, rate, batches, held, given.every)
-            curves[dtype][way] = points
-            first, last = points[0][1], points[-1][1]
-            fall = first - last if way == "fp32 master" else fall
-            cells = (
-                dtype,
-                f"{rate:g}",
-                way,
-                f"{first:.4f}",
-                f"{last:.4f}",
-                f"{(first - last) / fall:.2f}",
-                f"{moved:.1%}",
-            )
-            print(f"| {' | '.join(cells)} |", flush=True)
-    print(
-        f"\n{given.steps} steps of {given.batch_size} windows, {time.process_time() - started:.0f} s of processor time"
-    )
-    draw(curves, rates, given.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from .finetuning.callback import Fp16Callback
     from .finetuning.penalty import ActivationPenalty
     from .finetuning.run import finetune
-    from .optim.adamw import Adam, AdamW
+    from .optim.adamw import AdamW
     from .rescaling.plan import Plan
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "ActivationPenalty", "Adam", "AdamW", "Certificate", "Conversion", "Fp16Callback", "MadeSafe",
+    "ActivationPenalty", "AdamW", "Certificate", "Conversion", "Fp16Callback", "MadeSafe",
     "PipelineConversion", "Plan", "UserError", "advise_init", "advise_losses", "advise_updates",
     "audit", "certify", "check", "convert", "convert_adapter", "convert_pipeline", "finetune", "make_fp16_safe",
     "publish", "rescale", "undo", "undo_pipeline", "verify",
@@ -62,7 +62,7 @@ _HOMES = {
     "finetuning.callback": ("Fp16Callback",),
     "finetuning.penalty": ("ActivationPenalty",),
     "finetuning.run": ("finetune",),
-    "optim.adamw": ("Adam", "AdamW"),
+    "optim.adamw": ("AdamW",),
     "rescaling.plan": ("Plan",),
 }
 """The public names by the module that has them."""

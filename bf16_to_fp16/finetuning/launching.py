@@ -191,17 +191,14 @@ class Choice:
         return self.place.holds(self.held)
 
 
-def excluded(kind: str, recipe: Recipe, place: Place) -> str | None:
-    """Return why a recipe cannot run under a configuration, None where it can."""
-    in_parts = kind.startswith(("zero", "fsdp"))
+def excluded(kind: str, place: Place) -> str | None:
+    """Return why a run cannot have a configuration, None where it can."""
     if (kind == "single") != (place.processes == 1) and not kind.endswith("offload"):
         return "is for another number of processes"
     if kind.startswith("zero") and find_spec("deepspeed") is None:
         return f"needs deepspeed ({how_to_install('train')})"
     if kind == "fsdp" and not place.on_gpu:
         return "needs GPUs: on CPUs accelerate would run DDP instead"
-    if in_parts and recipe.optimizer.offload:
-        return "goes without optimizer.offload"
     return None
 
 
@@ -211,7 +208,7 @@ def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
     Raises UserError where that one cannot run the recipe, or none can."""
     import transformers
 
-    left_out = {name: why for name in CONFIGS if (why := excluded(name, recipe, place)) is not None}
+    left_out = {name: why for name in CONFIGS if (why := excluded(name, place)) is not None}
     if kind in left_out:
         raise UserError(f"{kind} {left_out[str(kind)]}; choose another --kind")
     if len(left_out) == len(CONFIGS):

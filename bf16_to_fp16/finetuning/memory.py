@@ -28,7 +28,7 @@ from .mixed_precision import PRECISION_DTYPES, WidePowers, recomputation
 from .recipe import Recipe
 
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.0, "fp8": 2.0, "4bit": 1.0}
+MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0}
 """Both of AdamW's moments of a weight."""
 
 CONTEXT = 1 << 30  # bytes that CUDA, NCCL and torch's libraries take
@@ -207,7 +207,7 @@ def terms(kind: str, needs: Needs, recipe: Recipe, processes: int, teacher_bytes
     held: dict[str, float] = {"weights": 0.0 if kind == "zero3-offload" else weights / (share if in_parts else 1)}
     if not offloads:
         held["gradients"] = weights / share
-        held["moments of AdamW"] = 0.0 if recipe.optimizer.offload else moments / share
+        held["moments of AdamW"] = moments / share
     if kind == "ddp":
         held["buckets of gradients"] = weights
     if kind.startswith("zero"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pydoc
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import UserError, first_line
 from ..optim.adamw import AdamW
 from .recipe import Recipe
 
@@ -24,11 +26,8 @@ def typical_magnitude(parameter: Tensor) -> float:
 def make_optimizer(
     recipe: Recipe, parameters: list[torch.nn.Parameter], *, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer of ``parameters``: torch's for fp32 ones, this package's for weights kept in 16
-    bits, and for moments that are in fewer bits or elsewhere.
-
-    fused: of torch's the one loop for all operations, where they would else bound a step.
-    """
+    """Return the recipe's optimizer: the one it names, else torch's AdamW for fp32 weights and moments, this package's
+    for others. fused: of torch's AdamW the one loop for all operations."""
     given = recipe.optimizer
     # No decay: the original, not zero, is where weights should stay.
     options = {"lr": recipe.schedule.learning_rate, "betas": BETAS, "eps": EPSILON, "weight_decay": 0.0}
@@ -40,12 +39,14 @@ def make_optimizer(
         # its inverse, so epsilon does as well.
         scales = [typical_magnitude(p) for p in parameters]
         groups = [{"params": [p], "scale": s, "eps": EPSILON / s} for p, s in zip(parameters, scales, strict=True)]
-    if given.weights == "fp32" and given.moments == "fp32" and not given.offload:
+    if given.name is not None:
+        named: Any = pydoc.locate(given.name)
+        try:
+            optimizer: torch.optim.Optimizer = named(groups, lr=recipe.schedule.learning_rate, **given.arguments)
+            return optimizer
+        except (TypeError, ValueError) as error:
+            raise UserError(f"optimizer.name: {given.name}: {first_line(error)}; mend optimizer.arguments") from error
+    if given.weights == "fp32" and given.moments == "fp32":
         return torch.optim.AdamW(groups, **options, fused=fused or None)  # type: ignore[arg-type]
-    exact = {
-        "rounding": given.rounding,
-        "moments": {"fp32": "float32", "bf16": "bfloat16"}.get(given.moments, given.moments),
-        "seed": recipe.seed,
-        "offload": given.offload,
-    }
-    return AdamW(groups, **options, **exact)  # type: ignore[arg-type]
+    moments = {"fp32": "float32", "bf16": "bfloat16"}[given.moments]
+    return AdamW(groups, **options, rounding=given.rounding, moments=moments, seed=recipe.seed)  # type: ignore[arg-type]

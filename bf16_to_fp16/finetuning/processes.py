@@ -69,11 +69,6 @@ class Processes:
     def prepare(self, model: Any, optimizer: Any, recipe: Recipe, calls: int) -> tuple[Any, Any]:
         """Return model and optimizer as the processes run them, with so many backwards a step; raise UserError for an
         optimizer that they cannot."""
-        if self.sharded and recipe.optimizer.offload:
-            raise UserError(
-                "optimizer.offload is for whole weights; leave it out, and launch with"
-                " launch/accelerate/zero2-offload.yaml, or for FSDP with --fsdp_offload_params true"
-            )
         replaces = self.offloads and self._config.get("zero_force_ds_cpu_optimizer", True)
         if replaces and not isinstance(optimizer, torch.optim.Adam):  # which torch's AdamW is as well
             raise UserError(

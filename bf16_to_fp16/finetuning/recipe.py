@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import pydoc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -90,18 +91,31 @@ class Optimizer(Section):
 
     relative: bool = _key(True, "everything in units of each tensor's median magnitude, which rescaling changes")
     weights: Precision = _key("fp32", "dtype of the weights that the optimizer changes")
-    rounding: Literal["nearest", "stochastic", "kahan"] = _key(
-        "nearest", "how an update is stored in weights of bf16 or fp16"
-    )
-    moments: Literal["fp32", "bf16", "8bit", "fp8", "4bit"] = _key(
-        "fp32", "how the moments are stored; the last three need torchao"
-    )
-    offload: bool = _key(False, "keep the moments in the machine's memory, not the GPU's, and step there")
+    rounding: Literal["nearest", "stochastic"] = _key("nearest", "how an update is stored in weights of bf16 or fp16")
+    moments: Literal["fp32", "bf16"] = _key("fp32", "how the moments are stored")
+    name: str | None = _key(None, "another optimizer's class, such as torchao.optim.AdamW8bit, in the place of AdamW")
+    arguments: dict[str, Any] = _key({}, "what it takes besides parameters and learning rate")
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str | None) -> str | None:
+        # Imported before a state is read, in which torch allows such classes alone whose module is there.
+        try:
+            found = value and pydoc.locate(value)
+        except pydoc.ErrorDuringImport as error:
+            raise ValueError(f"cannot be imported ({error.value})") from error
+        if value is not None and not isinstance(found, type):
+            raise ValueError(f"is {value!r}, no class of an installed package")
+        return value
 
     @model_validator(mode="after")
     def _agree(self) -> Optimizer:
         if self.weights == "fp32" and self.rounding != "nearest":
             raise ValueError(f"rounding {self.rounding} is for weights of bf16 or fp16; set weights, or leave it out")
+        if self.name is not None and (self.rounding, self.moments) != ("nearest", "fp32"):
+            raise ValueError("rounding and moments are AdamW's; give another optimizer's options in arguments")
+        if self.name is None and self.arguments:
+            raise ValueError("arguments are another optimizer's; name it")
         return self
 
 

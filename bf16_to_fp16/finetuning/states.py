@@ -11,18 +11,15 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ..checkpoint.staging import sync_tree
 from ..errors import UserError
-from ..optim.moments import BLOCKED
 from ..system import rename_folder, sync_folder
 
 STATE, TENSORS = "state.pt", "model.safetensors"
@@ -31,7 +28,6 @@ KEPT = 3  # newest states that stay: a run goes back to one before a spike, whic
 
 GOES_ON = "free some space; the same command then goes on with the run"
 
-_MODULES = tuple(module for module, _, _ in BLOCKED.values())
 
 _NAME = re.compile(r"step-(\d{8})\Z")
 
@@ -162,11 +158,6 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 def read_state(folder: Path) -> dict[str, Any]:
     """Return what ``write_state`` wrote; raises UserError for a file that is damaged or holds anything else."""
     try:
-        # torch takes moments in blocks for code until torchao, which nothing may have imported yet, vouches for them.
-        unknown = get_unsafe_globals_in_checkpoint(folder / STATE)
-        for module in _MODULES:
-            if any(name.startswith(module) for name in unknown):
-                import_module(module)
         state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise many kinds
         raise damaged(folder / STATE) from error

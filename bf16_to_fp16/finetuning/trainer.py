@@ -228,7 +228,11 @@ class Trainer:
         positions = self._total(sum(int(distillation.counted_positions(b).sum()) for b in batches))
         rate = learning_rate(recipe.schedule, p.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("scale", 1.0)
+            scaled = rate * group.get("scale", 1.0)
+            if isinstance(group["lr"], Tensor):  # as torchao has it
+                group["lr"].fill_(scaled)
+            else:
+                group["lr"] = scaled
         # What holds the bounds afterwards is thousands of small fp32 operations, which its modes would only slow.
         with self.mixed_precision.whole_step():
             norm, sums = self._search_scale(batches, positions)

@@ -1,9 +1,8 @@
 """AdamW for parameters kept in bf16 or fp16 with no fp32 copy.
 
 The step is computed in fp32 from what is stored and only the last store is rounded: stochastically, so that updates far
-below a weight's gap still add up; or to nearest; or to nearest with what was lost kept in a second 16-bit tensor
-(Kahan). See ``rounding`` for the arithmetic. The moments obey the same rule: a bf16 second moment that is rounded to
-nearest never decays, since 0.1% of it is less than half its gap.
+below a weight's gap still add up, or to nearest. See ``rounding`` for the arithmetic. The moments obey the same rule: a
+bf16 second moment that is rounded to nearest never decays, since 0.1% of it is less than half its gap.
 
 Random bits belong to (seed, step, parameter's position, element's index in the whole parameter). A DTensor's shard
 knows its place in the whole, so FSDP2 gives the bits of a single process; under DDP every replica draws the same.
@@ -31,9 +30,9 @@ from torch.optim.optimizer import ParamsT
 
 from ..errors import UserError, first_line
 from . import rounding
-from .moments import MOMENTS, check_moments, is_blocked, new_moment, store
 
-ROUNDINGS = ("stochastic", "nearest", "kahan")
+ROUNDINGS = ("stochastic", "nearest")
+MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 COMPILED_FROM = 1 << 24  # parameters of a group from which a compiled step earns the seconds that compiling it takes
 
@@ -47,8 +46,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(device: torch.device, compiled: bool) -> _Sizes:
-    """Return how to cut: what is eager on a CPU stays in its caches, a call on an accelerator costs as much as copying
-    a million elements."""
+    # Eager pieces stay in a CPU's caches; a call on an accelerator costs as much as copying a million elements.
     if device.type == "cpu":
         return _Sizes(1 << 24 if compiled else rounding.CHUNK, rounding.CHUNK, 1 << 14)
     return _Sizes(1 << 24, 1 << 22, 1 << 20)
@@ -62,29 +60,25 @@ def _coefficients(group: dict[str, Any], step: int, unscale: float, device: torc
     lr, (beta1, beta2), weight_decay = float(group["lr"]), group["betas"], group["weight_decay"]
     root = math.sqrt(1 - beta2**step)
     rate = lr * root / (1 - beta1**step)
-    decay = 1 - lr * weight_decay if group["decoupled_weight_decay"] else 1.0
-    exact = unscale, beta1, 1 - beta1, beta2, 1 - beta2, -rate, group["eps"] * root, decay, weight_decay
+    decay = 1 - lr * weight_decay
+    exact = unscale, beta1, 1 - beta1, beta2, 1 - beta2, -rate, group["eps"] * root, decay
     return torch.tensor(exact, dtype=torch.float32, device=device)
 
 
-_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""Parameter, gradient, both moments, and what Kahan's addition has lost (bf16): flat and of one length."""
+_Tensors = tuple[Tensor, ...]
+"""Parameter, gradient and both moments: flat and of one length."""
 
 
-def _update(tensors: _Tensors, counter: Tensor | None, key: Tensor, coefficients: Tensor, how: str, l2: bool) -> None:
+def _update(tensors: _Tensors, counter: Tensor | None, key: Tensor, coefficients: Tensor, how: str) -> None:
     """Step some elements in place, eagerly or inside torch.compile.
 
     counter: int32, None for 0, 1, 2, …. key: as ``rounding`` takes it, for all elements or a column for each.
-    l2: whether decay is added to the gradient. What changes is in tensors: for a number a kernel is compiled anew.
+    What changes is in tensors: for a number a kernel is compiled anew.
     """
-    parameter, grad, exp_avg, exp_avg_sq, compensation = tensors
-    unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay, weight_decay = (
-        coefficients.unbind()
-    )
+    parameter, grad, exp_avg, exp_avg_sq = tensors
+    unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay = coefficients.unbind()
     value = parameter.to(torch.float32)
     g = grad.to(torch.float32) * unscale
-    if l2:
-        g = g + value * weight_decay
     m = exp_avg.to(torch.float32).mul_(beta1).add_(g * one_minus_beta1)
     v = exp_avg_sq.to(torch.float32).mul_(beta2).add_((g * g).mul_(one_minus_beta2))
     # rsqrt of neither 0 nor inf, of which the product would be NaN; of inf it is inf, so that the step is 0.
@@ -100,33 +94,30 @@ def _update(tensors: _Tensors, counter: Tensor | None, key: Tensor, coefficients
     if exp_avg.dtype != torch.float32:
         for_m, for_v = rounding.more_bits(bits, key)
         m, v = rounding.stochastic(m, exp_avg.dtype, for_m), rounding.stochastic(v, exp_avg.dtype, for_v)
-    lost = None
     if stochastic:
         value = rounding.stochastic(value, parameter.dtype, bits)
-    elif compensation is not None:
-        value, lost = rounding.kahan_add(value, compensation.to(torch.float32), parameter.dtype)
     else:
         value = rounding.nearest(value, parameter.dtype)
-    for tensor, result in ((parameter, value), (exp_avg, m), (exp_avg_sq, v), (compensation, lost)):
-        if tensor is not None and result is not None and tensor is not result:
+    for tensor, result in ((parameter, value), (exp_avg, m), (exp_avg_sq, v)):
+        if tensor is not result:
             tensor.copy_(result)
 
 
 @functools.cache
-def _compiled(kind: tuple[torch.dtype | None, ...], device: str, how: str, l2: bool) -> Callable[..., None] | str:
+def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[..., None] | str:
     """Return ``_update`` compiled for one combination of dtypes and options, or in a line why it cannot be.
 
     torch.compile counts recompilations by code object and gives up after eight; each variant has a copy of its own,
     which is compiled once for all lengths.
     """
-    name = "_".join(map(str, (*kind, device, how, l2))).replace(".", "_")
+    name = "_".join(map(str, (*kind, device, how))).replace(".", "_")
     code = _update.__code__.replace(co_name=f"_update_{name}")
     function = types.FunctionType(code, _update.__globals__, code.co_name)
     update: Callable[..., None] = torch.compile(function, dynamic=True, fullgraph=True)
-    tensors = [None if dtype is None else torch.zeros(64, dtype=dtype, device=device) for dtype in kind]
-    key, numbers = torch.zeros(3, dtype=torch.int32, device=device), torch.ones(9, device=device)
+    tensors = [torch.zeros(64, dtype=dtype, device=device) for dtype in kind]
+    key, numbers = torch.zeros(3, dtype=torch.int32, device=device), torch.ones(8, device=device)
     try:
-        update(tuple(tensors), None, key, numbers, how, l2)
+        update(tuple(tensors), None, key, numbers, how)
     except Exception as error:  # no compiler, one that fails, a full disk: what it raises is not said
         return first_line(error)
     return update
@@ -146,8 +137,8 @@ class _Piece(NamedTuple):
         return len(self.tensors[0])
 
     @property
-    def kind(self) -> tuple[torch.dtype | None, ...]:
-        return tuple(None if tensor is None else tensor.dtype for tensor in self.tensors)
+    def kind(self) -> tuple[torch.dtype, ...]:
+        return tuple(tensor.dtype for tensor in self.tensors)
 
 
 def local_runs(parameter: Tensor) -> list[tuple[int, int]]:
@@ -184,12 +175,8 @@ def _pieces(
     pieces, done = [], 0
     for run, length in runs:
         for start, stop, block, first in rounding.index_blocks(run, run + length, size):
-            parameter, grad, exp_avg, exp_avg_sq, lost = (
-                None if tensor is None else tensor[done : done + stop - start] for tensor in tensors
-            )
-            assert parameter is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
-            key = rounding.make_key(*identity, block, first)
-            pieces.append(_Piece((parameter, grad, exp_avg, exp_avg_sq, lost), key))
+            part = tuple(tensor[done : done + stop - start] for tensor in tensors)
+            pieces.append(_Piece(part, rounding.make_key(*identity, block, first)))
             done += stop - start
     return pieces
 
@@ -216,13 +203,13 @@ def _step_pack(pack: list[_Piece], update: Callable[..., None], *rest: Any) -> N
     keys = torch.tensor([piece.key for piece in pack], dtype=torch.int32, device=device)
     if len(pack) == 1:
         return update(pack[0].tensors, None, keys[0], *rest)
-    columns = [[t for t in column if t is not None] for column in zip(*(p.tensors for p in pack), strict=True)]
-    joined = [torch.cat(column) if column else None for column in columns]
+    columns = [list(column) for column in zip(*(p.tensors for p in pack), strict=True)]
+    joined = [torch.cat(column) for column in columns]
     counts, counter = torch.tensor(lengths, device=device), rounding.counters(max(lengths), device)
     keys = keys.T.repeat_interleave(counts, dim=1, output_size=sum(lengths))
     update(tuple(joined), torch.cat([counter[:length] for length in lengths]), keys, *rest)
     for place, (column, source) in enumerate(zip(columns, joined, strict=True)):
-        if source is not None and place != 1:  # of the gradient nothing has changed
+        if place != 1:  # of the gradient nothing has changed
             torch._foreach_copy_(column, list(source.split(lengths)))
 
 
@@ -231,15 +218,11 @@ def _kernel(tensors: _Tensors, group: dict[str, Any], compiles: bool) -> Callabl
 
     Raises UserError where ``compile`` was asked for and fails; by default such a step is eager.
     """
-    kind = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
-    update = _compiled(kind, tensors[0].device.type, group["rounding"], _has_l2(group)) if compiles else _update
+    kind = tuple(tensor.dtype for tensor in tensors)
+    update = _compiled(kind, tensors[0].device.type, group["rounding"]) if compiles else _update
     if isinstance(update, str) and group["compile"]:
         raise UserError(f"AdamW: torch.compile makes no step here ({update}); leave it to compile=None")
     return _update if isinstance(update, str) else update
-
-
-def _has_l2(group: dict[str, Any]) -> bool:
-    return bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
 
 
 def _advance(pieces: Sequence[_Piece], group: dict[str, Any], step: int, unscale: float, compiles: bool) -> None:
@@ -250,7 +233,7 @@ def _advance(pieces: Sequence[_Piece], group: dict[str, Any], step: int, unscale
     coefficients = _coefficients(group, step, unscale, device)
     for pack in _packs(pieces, _sizes(device, compiles)):
         update = _kernel(pack[0].tensors, group, compiles)
-        _step_pack(pack, update, coefficients, group["rounding"], _has_l2(group))
+        _step_pack(pack, update, coefficients, group["rounding"])
 
 
 # ---- the optimizer -------------------------------------------------------------------------------------------------
@@ -262,13 +245,10 @@ class AdamW(Optimizer):
     params: parameters or groups of them, in bf16, fp16 or fp32 (which is not rounded); plain tensors or DTensors. Every
     option may be set per group.
 
-    rounding: how a step is stored, ``"stochastic"``, ``"nearest"`` or ``"kahan"`` (2 bytes more per element).
-    moments: ``"float32"`` (8 bytes per element), ``"bfloat16"`` (4, rounded stochastically), ``"8bit"``, ``"fp8"`` (2)
-    or ``"4bit"`` (1): the last three are torchao's block formats, rounded stochastically; a shard's blocks are its
-    own. seed: from 0 to 2⁶³ − 1, of all random bits. compile: one kernel by torch.compile instead of eager chunks; by
-    default for groups of 2²⁴ elements or more, where a compiler works. offload: keep the moments in the machine's
-    memory and take the step there, parameter by parameter; not for DTensors. The last two change speed and memory only,
-    and are not taken from a loaded state.
+    rounding: how a step is stored, ``"stochastic"`` or ``"nearest"``. moments: ``"float32"`` (8 bytes per element) or
+    ``"bfloat16"`` (4, rounded stochastically). seed: from 0 to 2⁶³ − 1, of all random bits. compile: one kernel by
+    torch.compile instead of eager chunks; by default for groups of 2²⁴ elements or more, where a compiler works. It
+    changes speed only, and is not taken from a loaded state.
 
     Under ``torch.amp.GradScaler`` fp16 gradients work: the scale is divided out in fp32, and a step with inf or NaN
     changes nothing. ``GradScaler.unscale_`` refuses fp16 gradients, so clip before the step at max_norm · scale.
@@ -277,8 +257,6 @@ class AdamW(Optimizer):
     one; the state of torch.optim.AdamW loads too. Raises UserError for bad options and parameters, and when a step is
     asked for at a loss scale of 0.
     """
-
-    _decoupled = True
 
     # GradScaler then sets grad_scale and found_inf as attributes before step(), as for torch's fused optimizers.
     _step_supports_amp_scaling = True
@@ -295,13 +273,10 @@ class AdamW(Optimizer):
         moments: str = "float32",
         seed: int = 0,
         compile: bool | None = None,
-        offload: bool = False,
     ) -> None:
         # As many parameters as torch.optim.AdamW has, so that only its name changes, and this one's own as keywords.
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"rounding": rounding, "moments": moments, "seed": seed}
-        defaults |= {"compile": compile, "offload": offload}
-        defaults["decoupled_weight_decay"] = self._decoupled  # under torch's name
+        defaults |= {"rounding": rounding, "moments": moments, "seed": seed, "compile": compile}
         try:
             super().__init__(params, defaults)
         except (TypeError, ValueError) as error:
@@ -342,131 +317,69 @@ class AdamW(Optimizer):
             compiles = group["compile"]
             if compiles is None:
                 compiles = sum(parameter.numel() for parameter in group["params"]) >= COMPILED_FROM
+            copies: list[tuple[Tensor, Tensor]] = []
             work: dict[tuple[torch.device, int], list[_Piece]] = {}
             for parameter in group["params"]:
                 index = next(place)
                 if parameter.grad is None:
                     continue
-                copies: list[tuple[Tensor, Tensor]] = []
-                tensors, step = self._tensors(parameter, group, copies)
+                tensors, step, strided = self._tensors(parameter, group)
                 size = _sizes(tensors[0].device, _kernel(tensors, group, compiles) is not _update).piece
                 pieces = _pieces(tensors, local_runs(parameter), (int(group["seed"]), step, index), size)
-                if copies:  # at once, so that memory holds the copies of one parameter only
-                    _advance(pieces, group, step, 1 / scale, compiles)
-                    _put_back(copies, pieces)
-                else:
-                    work.setdefault((tensors[0].device, step), []).extend(pieces)
+                work.setdefault((tensors[0].device, step), []).extend(pieces)
+                if strided is not None:
+                    copies.append((strided, tensors[0]))
             for (_, step), pieces in work.items():
                 _advance(pieces, group, step, 1 / scale, compiles)
+            for target, value in copies:
+                target.copy_(value.view(target.shape))
         return loss
 
-    def _tensors(
-        self, parameter: Tensor, group: dict[str, Any], copies: list[tuple[Tensor, Tensor]]
-    ) -> tuple[_Tensors, int]:
-        """Return the flat local tensors of one parameter's step and its number, from 1; makes the state if new.
+    def _tensors(self, parameter: Tensor, group: dict[str, Any]) -> tuple[_Tensors, int, Tensor | None]:
+        """Return the flat local tensors of a parameter's step, its number from 1, and the parameter to copy back to.
 
-        What cannot be stepped in place is stepped as a copy, which ``copies`` gets with the tensor that it belongs to.
+        The last is None for a contiguous one, which is stepped in place.
         """
         state, local = self.state[parameter], _local(parameter)
-        home = _home(local, group)
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
-            for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-                state[name] = _like(parameter, new_moment(local, group["moments"], signed, home))
-        kahan = group["rounding"] == "kahan" and parameter.dtype != torch.float32
-        if kahan and "compensation" not in state:
-            state["compensation"] = _like(parameter, torch.zeros_like(local, dtype=torch.bfloat16, device=home))
+            for name in ("exp_avg", "exp_avg_sq"):
+                zeros = torch.zeros(local.shape, dtype=MOMENTS[group["moments"]], device=local.device)
+                state[name] = _like(parameter, zeros)
         state["step"] += 1
-
-        def flat(tensor: Tensor) -> Tensor:
-            if is_blocked(tensor):
-                copies.append((tensor, tensor.dequantize()))
-            elif tensor.device != home or not tensor.is_contiguous():
-                copies.append((tensor, tensor.to(home).contiguous()))
-            else:
-                return tensor.view(-1)
-            return copies[-1][1].view(-1)
-
-        grad = _gradient(parameter).to(home).contiguous().view(-1)
-        exp_avg, exp_avg_sq = flat(_local(state["exp_avg"])), flat(_local(state["exp_avg_sq"]))
-        lost = flat(_local(state["compensation"])) if kahan else None
-        return (flat(local), grad, exp_avg, exp_avg_sq, lost), int(state["step"])
+        flat = local.contiguous().view(-1)
+        tensors = (flat, _gradient(parameter).contiguous().view(-1))
+        moments = (_local(state[name]).view(-1) for name in ("exp_avg", "exp_avg_sq"))
+        return (*tensors, *moments), int(state["step"]), None if local.is_contiguous() else local
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what state_dict() returned, in the dtypes in which it was saved.
 
-        Options are taken from the saved groups where they have them (not compile, offload or the kind of decay); the
-        moments come in the format that ``moments`` then names, whatever they were saved in.
+        Options but ``compile`` are taken from the saved groups where they have them.
         """
         before = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, options, saved_group in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
-            group |= {name: options[name] for name in options if name not in group or name in _OWN}
+            group |= {name: options[name] for name in options if name not in group or name == "compile"}
             _check(group)
             # torch has cast every floating tensor to its parameter's dtype: take the saved ones again.
             for parameter, saved_id in zip(group["params"], saved_group["params"], strict=True):
                 saved = state_dict["state"].get(saved_id, {})
                 if "step" in saved:
                     self.state[parameter]["step"] = torch.tensor(float(saved["step"]))
-                for name in ("exp_avg", "exp_avg_sq", "compensation"):
+                for name in ("exp_avg", "exp_avg_sq"):
                     if name in saved:
                         self.state[parameter][name] = _restored(name, saved[name], parameter, group)
 
 
-class Adam(AdamW):
-    """Adam (Kingma and Ba, arXiv:1412.6980) with everything that ``AdamW`` here has.
-
-    weight_decay: added to the gradient times the weight (L2), as in torch.optim.Adam; by default none.
-    """
-
-    _decoupled = False
-
-    def __init__(self, params: ParamsT, *args: Any, **options: Any) -> None:
-        """Take what ``AdamW`` takes, as torch.optim.Adam has it."""
-        if len(args) < 4:
-            options = {"weight_decay": 0.0, **options}
-        super().__init__(params, *args, **options)
-
-
-_OWN = ("compile", "offload", "decoupled_weight_decay")  # options that a loaded state does not change
-
-
-def _put_back(copies: list[tuple[Tensor, Tensor]], pieces: Sequence[_Piece]) -> None:
-    """Write what was stepped as copies to the tensors that it belongs to, to both moments or none in blocks."""
-    moments = [(target, value.view(-1)) for target, value in copies if is_blocked(target)]
-    if moments:
-        drawn = []  # the bits that moments in bf16 are rounded by
-        for piece in pieces:
-            bits = rounding.random_bits(rounding.counters(piece.length, piece.tensors[0].device), piece.key)
-            drawn.append(rounding.more_bits(bits, piece.key))
-        for (moment, value), parts in zip(moments, zip(*drawn, strict=True), strict=True):
-            store(moment, value, torch.cat(parts))
-    for target, value in copies:
-        if not is_blocked(target):
-            target.copy_(value.view(target.shape))
-
-
-def _home(local: Tensor, group: dict[str, Any]) -> torch.device:
-    return torch.device("cpu") if group["offload"] else local.device
-
-
 def _restored(name: str, saved: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return a copy of a saved state tensor as this optimizer keeps it; a change of dtype rounds to nearest, once."""
     saved, local = _local(saved), _local(parameter)
     if saved.shape != local.shape:
         raise UserError(
             f"AdamW: the saved {name} of a parameter has shape {tuple(saved.shape)}, here it has {tuple(local.shape)};"
             " load the state of the same model, sharded in the same way"
         )
-    home = _home(local, group)
-    if name == "compensation":
-        new = torch.empty_like(local, dtype=torch.bfloat16, device=home)
-    else:
-        new = new_moment(local, group["moments"], name == "exp_avg", home)
-    if is_blocked(saved) and type(saved) is not type(new):
-        saved = saved.dequantize()
-    if is_blocked(new) and not is_blocked(saved):
-        saved = saved.to(home, torch.float32).contiguous()
+    new = torch.empty(local.shape, dtype=MOMENTS[group["moments"]], device=local.device)
     return _like(parameter, new.copy_(saved))
 
 
@@ -501,8 +414,6 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Raise UserError for an option or a parameter that cannot be used."""
-
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise UserError(f"AdamW: betas is {betas!r}; give two numbers, for example (0.9, 0.999)")
@@ -512,7 +423,7 @@ def _check(group: dict[str, Any]) -> None:
         if not isinstance(number, int | float) or not 0 <= number < below:
             limit = "" if below == math.inf else f" and below {below:g}"
             raise UserError(f"AdamW: {name} is {number!r}; give a finite number, at least 0{limit}")
-    for name, choices in (("rounding", ROUNDINGS), ("moments", MOMENTS)):
+    for name, choices in (("rounding", ROUNDINGS), ("moments", tuple(MOMENTS))):
         if group[name] not in choices:
             raise UserError(f"AdamW: {name} is {group[name]!r}; choose from {', '.join(map(repr, choices))}")
     seed = group["seed"]
@@ -526,9 +437,3 @@ def _check(group: dict[str, Any]) -> None:
             raise UserError(
                 f"AdamW: a parameter is placed as {parameter.placements}; only Shard and Replicate are known"
             )
-    on = {parameter.device.type for parameter in group["params"]}
-    if group["offload"]:
-        if any(isinstance(parameter, DTensor) for parameter in group["params"]):
-            raise UserError("AdamW: offload is for whole parameters; offload sharded ones by FSDP's CPUOffloadPolicy")
-        on = {"cpu"}
-    check_moments(group["moments"], on)

@@ -1,4 +1,4 @@
-"""Exact rounding of fp32 to bf16 and fp16: stochastic, to nearest, and Kahan's compensated addition.
+"""Exact rounding of fp32 to bf16 and fp16: stochastic and to nearest.
 
 A weight kept in 16 bits loses every update below half its gap when it is rounded to nearest. Rounded up with
 probability (x − down)/(up − down) it moves as far as it should on average, with no fp32 copy (Gupta et al.,
@@ -107,17 +107,6 @@ def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
     x: fp32; its NaNs must be quiet. Written with integers because a compiler may drop a cast to 16 bits and back.
     """
     return x if dtype == torch.float32 else _round(x, dtype, None)
-
-
-def kahan_add(value: Tensor, compensation: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Add what earlier roundings lost to ``value``, round to nearest, and return the result and what is lost now.
-
-    Both fp32 in and out (Kahan 1965, as used by Zamirai et al.): ``value`` holds the parameter with its update, the
-    result's values are of ``dtype``.
-    """
-    total = value + compensation
-    rounded = nearest(total, dtype)
-    return rounded, total - rounded
 
 
 def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:

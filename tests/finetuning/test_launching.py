@@ -152,7 +152,6 @@ def test_the_drivers_cards_are_counted_with_and_say_what_the_teacher_is(
     ("words", "wanted"),
     [
         (("--kind", "zero4"), "--kind zero4 is unknown; choose single, ddp, zero2, zero3, fsdp"),
-        (("--kind", "zero2", "--set", "optimizer.offload=true"), "zero2 goes without optimizer.offload"),
         (("--kind", "single"), "single is for another number of processes"),
         (("--set", "source=nowhere/at/all"), "nowhere/at/all does not exist"),
         (("--run", "--kind", "fsdp"), "fsdp needs GPUs: on CPUs accelerate would run DDP instead"),

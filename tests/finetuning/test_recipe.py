@@ -149,7 +149,9 @@ def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
         ("precision=[fp16, bf16]", "precision is [fp16, bf16]; use one of [fp16], [bf16, fp16], [fp32]"),
         ("precision=int8", "precision is 'int8'; it should be 'fp16', 'bf16' or 'fp32'"),
         ("precision=[]", "precision is []; use one of"),
-        ("optimizer.rounding=kahan", "optimizer: rounding kahan is for weights of bf16 or fp16"),
+        ("optimizer.rounding=stochastic", "optimizer: rounding stochastic is for weights of bf16 or fp16"),
+        ("optimizer.name=torchao.optim.Nothing", "optimizer.name is 'torchao.optim.Nothing', no class of an installed"),
+        ("optimizer.arguments={fused: true}", "arguments are another optimizer's; name it"),
         ("precision=fp16; schedule.bf16_steps=5", "schedule.bf16_steps is for precision [bf16, fp16]"),
         ("schedule={bf16_steps: 10, steps: 10}", "schedule: bf16_steps of 10 leaves no step for fp16"),
         ("penalty.certify=maybe", "penalty.certify is 'maybe'; it should be a valid boolean"),
@@ -248,7 +250,7 @@ def test_the_list_of_keys_has_every_key_with_its_default() -> None:
     def flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in tree.items():
-            found |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+            found |= flat(value, f"{above}{key}.") if isinstance(value, dict) and value else {above + key: value}
         return found
 
     settings = flat(recipe.describe())
