@@ -44,14 +44,13 @@ class TrainingBatch:
     ``labels``: what each position of the logits should predict, of which a decoder's inputs are made; None for a model
     that predicts no tokens. ``causal``: each position predicts the next of ``input_ids``. ``examples``: (epoch, row in
     the data) of every example; empty for a batch whose labels are all −100, which only keeps processes in step.
-    ``targets``: the texts that generation should give, where the data have them. ``row_wise``: one output for a row.
+    ``row_wise``: one output for a row.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     labels: Tensor | None
     examples: tuple[tuple[int, int], ...]
-    targets: tuple[str, ...] | None = None
     row_wise: bool = False
     causal: bool = False
 
@@ -330,9 +329,8 @@ class Corpus:
         labels = None
         if self.predicts:
             labels, _ = stack([torch.tensor(target) for _, target in pairs], IGNORED_LABEL)
-        targets = tuple(target or "" for _, _, (_, target) in rows) if self.objective == "pairs" else None
         examples = tuple((epoch, row) for epoch, row, _ in rows)
-        return TrainingBatch(ids, mask, labels, examples, targets, row_wise=self.reads_end_token, causal=self.causal)
+        return TrainingBatch(ids, mask, labels, examples, row_wise=self.reads_end_token, causal=self.causal)
 
     def training_batches(self, rank: int = 0, world: int = 1) -> TrainingBatches:
         """Return the endless training batches of one of ``world`` processes, from the beginning."""
@@ -363,7 +361,7 @@ class Corpus:
             batch = self.batch(part or rows[first : first + 1], held_out=True)
             if not part:
                 labels = None if batch.labels is None else torch.full_like(batch.labels, IGNORED_LABEL)
-                batch = replace(batch, labels=labels, examples=(), targets=None, row_wise=False)
+                batch = replace(batch, labels=labels, examples=(), row_wise=False)
             batches.append(batch)
         return batches
 

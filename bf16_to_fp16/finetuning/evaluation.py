@@ -1,4 +1,4 @@
-"""How good a model is: the task's loss and generated texts on held-out data, and how far it is from the original there,
+"""How good a model is: the task's loss on held-out data, and how far it is from the original there,
 on the audit's inputs, on texts of other kinds and, of a classifier, on inputs of every class.
 
 A finetune has to keep the original's function, and the text that it learns from says least about that. So the state
@@ -27,7 +27,6 @@ from .processes import Processes
 from .recipe import Recipe
 
 MOST_EXAMPLES = 256  # held-out examples of one evaluation
-MOST_NEW_TOKENS = 64  # of a generated text
 SPARE_BITS = 0.25  # more headroom than was asked for, since the audit's values are rounded otherwise
 ROWS_OF_A_CLASS, MOST_DRAWN = 4, 32  # rows for each class, and batches of random ids in which a class is looked for
 
@@ -46,8 +45,7 @@ class Evaluator:
 
     def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
         """Return the mean task loss over the positions of ``held``; by kind of input the mean divergence from the
-        teacher and the share of positions with its best choice; the scores of generated texts where the data have
-        targets."""
+        teacher and the share of positions with its best choice."""
         measured: dict[str, Any] = {"held_out_loss": None, "held_out_divergence": None}
         with torch.no_grad(), mixed_precision.whole_step():
             for kind, batches in {"held_out": held, **self._others}.items():
@@ -61,8 +59,7 @@ class Evaluator:
                     measured[f"{kind}_divergence"] = divergence / positions
                     if self.teacher.chooses:
                         measured[f"{kind}_agreement"] = same / positions
-            texts = self._generate(held, mixed_precision)
-        return measured | scores(texts) if texts else measured
+        return measured
 
     @cached_property
     def _others(self) -> dict[str, Sequence[TrainingBatch | Batch]]:
@@ -106,31 +103,6 @@ class Evaluator:
             return torch.stack([task, torch.zeros_like(task), torch.zeros_like(task), positions])
         return torch.cat([task[None], self.teacher.comparison(out, batch)])
 
-    def _generate(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> list[tuple[str, str]]:
-        """(Generated, wanted) texts of all processes."""
-        device = self.processes.device
-        pairs: list[tuple[str, str]] = []
-        for batch in held:
-            if batch.targets is None:
-                return []
-            ids, mask = batch.input_ids, batch.attention_mask
-            if batch.causal:
-                ids, mask = prompts(batch, self.corpus.conventions.pad)
-            with mixed_precision.forward():
-                generated = self.processes.accelerator.unwrap_model(self.model).generate(
-                    input_ids=ids.to(device),
-                    attention_mask=mask.to(device),
-                    max_new_tokens=MOST_NEW_TOKENS,
-                    num_beams=1,
-                    do_sample=False,
-                    synced_gpus=self.processes.sharded,
-                )
-            # What goes on with its input gives that as well.
-            generated = generated[:, ids.shape[1] :] if batch.causal else generated
-            texts = self.corpus.tokenizer.batch_decode(generated, skip_special_tokens=True)
-            pairs += zip(texts[: len(batch.examples)], batch.targets, strict=False)
-        return [(generated, wanted) for generated, wanted in self.processes.gather(pairs)]
-
 
 def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the step of the evaluation that is nearest to the original, by the geometric mean of its divergences, of
@@ -156,26 +128,3 @@ def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | N
 def in_rows(ids: Tensor, mask: Tensor) -> TrainingBatch:
     """Return rows of ids of which each gives one answer."""
     return TrainingBatch(ids, mask, None, tuple((0, row) for row in range(len(ids))), row_wise=True)
-
-
-def prompts(batch: TrainingBatch, padding: int) -> tuple[Tensor, Tensor]:
-    """Return the ids and 0/1 mask of a causal model's inputs without their targets, padded on the left."""
-    firsts = counted_positions(batch).int().argmax(1).tolist()
-    rows = [ids[: first + 1].flip(0) for ids, first in zip(batch.input_ids, firsts, strict=True)]
-    ids, mask = stack(rows, padding)
-    return ids.flip(1), mask.flip(1)
-
-
-def scores(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Return ROUGE-1, -2, -L (F1, in 0 to 1) and BLEU (0 to 100) of (generated, wanted) pairs; {} without packages."""
-    try:
-        import sacrebleu
-        from rouge_score import rouge_scorer
-    except ImportError:
-        return {}
-    names = ("rouge1", "rouge2", "rougeL")
-    scorer = rouge_scorer.RougeScorer(list(names), use_stemmer=False)
-    rouges = [scorer.score(wanted, written) for written, wanted in texts]
-    result = {name: sum(each[name].fmeasure for each in rouges) / len(rouges) for name in names}
-    bleu = sacrebleu.corpus_bleu([written for written, _ in texts], [[wanted for _, wanted in texts]])
-    return result | {"bleu": float(bleu.score)}

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..auditing.attack import worst_ids
 from ..errors import UserError
@@ -490,7 +491,8 @@ class Trainer:
         units = [group.get("scale", 1.0) for group in groups for _ in group["params"]]
         norm = self.mixed_precision.finish(parameters, units)
         if norm < math.inf:
-            self.optimizer.step()
+            with _disable_current_modes():  # which an optimizer that compiles its step cannot trace
+                self.optimizer.step()
         return norm
 
     # ---- what may go wrong ---------------------------------------------------------------------------------------

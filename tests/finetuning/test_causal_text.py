@@ -17,7 +17,6 @@ from tokenizers import processors
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus
 from bf16_to_fp16.finetuning.distillation import Teacher, arguments, counted_positions, task_loss
-from bf16_to_fp16.finetuning.evaluation import prompts
 from bf16_to_fp16.finetuning.recipe import Data, parse_recipe
 from bf16_to_fp16.finetuning.run import finetune
 from bf16_to_fp16.finetuning.trainer import freeze_unreached
@@ -79,15 +78,14 @@ def test_of_a_pair_the_target_counts_and_follows_its_prompt(tmp_path: Path) -> N
     corpus, model = opened(tmp_path, rows, target_length=4)
     assert corpus.objective == "pairs"
     batch = next(corpus.training_batches())
-    assert batch.labels is not None and batch.targets is not None
-    order = [batch.targets.index(row["target"]) for row in rows]
+    assert batch.labels is not None
+    order = [[row for _, row in batch.examples].index(row) for row in range(2)]
     short, long = (batch.labels[i].tolist() for i in order)
     c = corpus.tokenizer("c")["input_ids"][-1]
     g = corpus.tokenizer("g")["input_ids"][-1]
     assert short == [SKIP, SKIP, c, c + 1, c + 2, 1, *[SKIP] * 5] and long == [*[SKIP] * 6, g, g, g, 1, SKIP]
-    ids, mask = prompts(batch, 0)
-    assert mask[order[0]].tolist() == [0, 0, 0, 0, 1, 1, 1] and ids[order[0]].tolist()[4:] == [2, c - 2, c - 1]
-    assert corpus.tokenizer.decode(ids[order[1]]) == "<bos>abcdef"
+    assert batch.input_ids[order[0]].tolist()[:3] == [2, c - 2, c - 1]
+    assert corpus.tokenizer.decode(batch.input_ids[order[1]][:7]) == "<bos>abcdef"
     # A prompt and its target share the positions that there are.
     model.config.max_position_embeddings = 12
     narrow = Corpus(Data(path=str(tmp_path / "data.jsonl"), held_out=0.0), tmp_path, model.config)
@@ -115,9 +113,8 @@ def test_the_teacher_is_no_way_from_itself_where_tokens_are_predicted(tmp_path: 
     ],
 )
 def test_a_causal_model_is_finetuned_on_answers_or_texts_and_keeps_its_class(
-    kind: str, objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, objective: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("bf16_to_fp16.finetuning.evaluation.MOST_NEW_TOKENS", 4)
     source = tiny.save(tiny.build(kind, 3, vocab_size=259, num_hidden_layers=2), tmp_path / "source")
     causal.tokenizer().save_pretrained(source)
     rows = [{"input": f"line {i} ", "target": f"of {i} numbers"} for i in range(40)]

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 from support import exhaustive
 from support.learner import (
-    TEXT,
     Fix,
     Killed,
     Make,
@@ -32,7 +31,7 @@ from support.learner import (
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import arguments, task_loss
-from bf16_to_fp16.finetuning.evaluation import nearest, scores
+from bf16_to_fp16.finetuning.evaluation import nearest
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.mixed_precision import FIRST_LOSS_SCALE
 from bf16_to_fp16.finetuning.optimizers import make_optimizer
@@ -89,12 +88,6 @@ def test_log_takes_back_what_came_after_a_step(tmp_path: Path) -> None:
     log.rewind(2)
     assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2]
     assert rows_of(tmp_path)[1]["loss"] > 1e300
-
-
-def test_scores_of_generated_text() -> None:
-    assert scores([("a b c", "a b c")])["bleu"] >= 0
-    found = scores([("the cat sat on the mat", "the cat sat on the mat"), ("no", "yes")])
-    assert found["rouge1"] == pytest.approx(0.5) and found["rougeL"] == pytest.approx(0.5)
 
 
 ONE_STEP = {"steps": 1}
@@ -319,7 +312,7 @@ def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(
         pytest.param("none", {}, marks=pytest.mark.exhaustive),
         ("smooth-max", {}),
         ("none", {"weights": "bf16", "rounding": "stochastic", "moments": "bf16", "relative": True}),
-        ("none", {"name": "torchao.optim.AdamW8bit", "arguments": {"weight_decay": 0.0}}),
+        pytest.param("none", {"name": "torchao.optim.AdamW8bit"}, marks=pytest.mark.exhaustive),  # compiles
     ],
     ids=["plain", "penalty", "stochastic", "torchao"],
 )
@@ -473,17 +466,6 @@ def test_a_wandb_run_is_written_offline_with_every_step(make: Make, tmp_path: Pa
             break
         time.sleep(0.1)
     assert file.read_bytes().count(b"loss_scale") >= len(losses) > 0
-
-
-def test_generated_texts_are_scored_where_the_data_have_targets(make: Make, fix: Fix, tmp_path: Path) -> None:
-    fix("evaluation", MOST_NEW_TOKENS=6)
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps({"input": f"{TEXT}{i}", "target": f"fox {i}"}) + "\n" for i in range(40)))
-    generated = {"every": 2}
-    outcome = make(
-        schedule={"steps": 2}, data={"path": str(path), "target_column": "target"}, evaluation=generated
-    ).train()
-    assert {"rouge1", "rouge2", "rougeL", "bleu"} <= set(outcome.evaluations[-1])
 
 
 def test_arguments_shift_the_labels_as_the_model_does(folder: Path, tmp_path: Path) -> None:

@@ -489,7 +489,7 @@ def test_a_finetune_has_its_curves_evaluations_and_what_became_of_the_original()
     ]
     assert all(each in page.text for each in words)
     assert table(html, 'id="evaluations"') == [
-        ["step", "held-out loss", "divergence from the original", "headroom", "rougeL", "tightest"],
+        ["step", "held-out loss", "divergence from the original", "headroom", "score", "tightest"],
         ["0", "2.014", "7.80×10⁻⁵", "–", "–", "–"],
         ["200", "2.008", "0.0174", "3.2 × (1.6 bits)", "31.25", "decoder.block.1.layer.2.DenseReluDense.wi_0"],
     ]
