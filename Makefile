@@ -36,8 +36,7 @@ quality: install
 # What things cost, each beside what would be used otherwise: about twenty minutes on two idle cores.
 bench: install
 	for run in convert.py "convert.py --scale t5-v1_1-small t5-v1_1-base t5-v1_1-large --rounds 3" \
-		"certify_cost.py t5-v1_1-base t5-v1_1-large flan-t5-xl" "certify_soundness.py 20" \
-		audit.py penalty.py optimizer.py "finetune.py --cost 10" peers.py; \
+		"certify_soundness.py 20" penalty.py optimizer.py "finetune.py --cost 10" peers.py; \
 	do echo "== $$run"; $(BIN)/python benchmarks/$$run || exit 1; done
 
 # What only a GPU can show, in less than nine minutes and without a network: in .venv where it is made, else with plain

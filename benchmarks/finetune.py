@@ -1,5 +1,5 @@
 """How much finetuning it takes: steps until every activation has 1 and 3 bits of headroom in fp16, and what that costs
-in quality, for the activation-magnitude penalty and three other forms, each from the weights as trained in bf16 and
+in quality, for the activation-magnitude penalty and the mean square, each from the weights as trained in bf16 and
 from rescaled ones.
 
     python benchmarks/finetune.py --work WORK    # the comparison; what WORK holds is not computed again
@@ -7,7 +7,7 @@ from rescaled ones.
     python benchmarks/finetune.py --cost 20      # seconds a step beside a plain loop, over 20 steps
 
 The first trains the shipped demo models from plain text on one thread, evaluates on held-out text, prints Markdown
-tables, and draws headroom against steps (benchmarks/finetune.svg). All runs of a start begin with the same weights:
+tables. All runs of a start begin with the same weights:
 rescaled as ``convert`` does by default, without asking it for headroom, since on these two models a plan that is asked
 for 3 bits gives them by itself. Training is in fp32, where headroom is what it is in fp16 and nothing is skipped, and a
 CPU is twice as fast. Headroom is log2(65504 / largest |x|) over every site of one step's training batches and probe; a
@@ -15,11 +15,10 @@ level counts as reached at the first step from which the next 10 stay there. Qua
 over the original's, and the KL to the original; since all are trained on the kind of text on which they are judged, "no
 penalty" is what to compare with.
 
-The mean square and the L8 norm need a coefficient, for each start their own. Powers of ten are tried, in runs of all
+The mean square needs a coefficient, for each start its own. Powers of ten are tried, in runs of all
 the steps with the first seed, until the best has a worse one on either side: the best gets to 3 bits in the fewest
 steps without raising the held-out loss by more than 5% over that without penalty; where none does, it is the one with
-the most headroom among those that keep the loss. The other seeds are run with that one. The hinge has the weights that
-dual ascent gives it, as ours.
+the most headroom among those that keep the loss. The other seeds are run with that one.
 
 The second trains without penalty, rescaling or teacher, as anybody would finetune the checkpoint in fp16, and counts
 the steps that are skipped because a value or a gradient is not finite. The third finetunes a byte-level T5 of 57
@@ -46,8 +45,7 @@ from typing import Any
 
 import synthetic
 import torch
-from penalty_forms import ComparedPenalty
-from svg import follow_schemes
+from penalty_forms import MeanSquare
 
 from bf16_to_fp16 import ActivationPenalty
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -62,8 +60,7 @@ from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.run.stock import load, load_config
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
+ROOT = Path(__file__).parents[1]
 DEMOS = {"T5": "t5-gated-bytes", "Pegasus": "pegasus-bytes"}
 IN_AMP = {**DEMOS, "Gemma 3": "gemma3-bytes"}
 LEVELS = (1.0, 3.0)
@@ -71,10 +68,10 @@ STAYS = 10
 
 STARTS = {"rescaled": True, "bf16": False}
 CALLED = {"rescaled": "rescaled", "bf16": "as trained"}
-FORMS = {"smooth-max": "penalty", "mean-square": "mean square", "hinge": "hinge", "lp": "L8 norm"}
+FORMS = {"smooth-max": "penalty", "mean-square": "mean square"}
 IDLE = {"weight": 0.0}
 
-FIRST_COEFFICIENT = {"mean-square": {"rescaled": -3, "bf16": -5}, "lp": {"rescaled": -4, "bf16": -6}}
+FIRST_COEFFICIENT = {"mean-square": {"rescaled": -3, "bf16": -5}}
 """Powers of ten at which the search for a coefficient begins; rescaling makes the values smaller."""
 
 MOST_LOSS = 1.05
@@ -120,7 +117,7 @@ def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[
 
 
 class Comparing(Trainer):
-    """Trains under another form of the penalty, or under the package's."""
+    """Trains under the mean square, or under the package's penalty."""
 
     def __init__(self, compared: str | None, *given: Any, **options: Any) -> None:
         self.compared = compared
@@ -134,12 +131,8 @@ class Comparing(Trainer):
         wanted = self.recipe.penalty
         if self.compared is None:
             return super()._penalty()
-        return ComparedPenalty(
-            self.compared,
-            self.stock,
-            headroom_bits=wanted.trained_bits,
-            weight=wanted.weight,
-        )
+        assert wanted.weight is not None
+        return MeanSquare(self.stock, headroom_bits=wanted.trained_bits, weight=wanted.weight)
 
 
 @dataclass(frozen=True)
@@ -261,11 +254,8 @@ def coefficient_of(bench: Bench, form: str, start: str, seed: int, plain: dict[s
     return best
 
 
-Curve = list[tuple[int, float]]
-
-
-def compare(bench: Bench, seeds: Sequence[int], forms: Sequence[str]) -> dict[tuple[str, str], Curve]:
-    """Print the tables of one demo and return the curves of the first seed by start and method."""
+def compare(bench: Bench, seeds: Sequence[int], forms: Sequence[str]) -> None:
+    """Print the tables of one demo."""
     runs = {(start, "no penalty"): [bench.run(start, IDLE, seed) for seed in seeds] for start in STARTS}
     for form in forms:
         for start in STARTS:
@@ -281,7 +271,6 @@ def compare(bench: Bench, seeds: Sequence[int], forms: Sequence[str]) -> dict[tu
     print(HEADER.format("method"))
     for (start, name), found in sorted(runs.items(), key=lambda item: list(STARTS).index(item[0][0])):
         print(line_of(f"{CALLED[start]}, {name}", found), flush=True)
-    return {key: found[0]["headroom"] for key, found in runs.items()}
 
 
 def amp_recipe(demo: str, source: Path, out: Path, steps: int, precision: str = "fp16") -> Any:
@@ -431,38 +420,6 @@ def cost(steps: int) -> None:
             print(f"| {name} | {seconds:.2f} | {seconds / plain:.2f} |", flush=True)
 
 
-def draw(curves: dict[str, dict[tuple[str, str], Curve]], path: Path) -> None:
-    """Draw headroom against steps, one panel for each start of each model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.hashsalt": "bf16_to_fp16", "svg.fonttype": "none", "font.size": 9}
-    from matplotlib import pyplot as plt
-
-    colours = dict(
-        zip(("no penalty", *FORMS.values()), ("#5a626d", "#1f5fa8", "#b25c00", "#3c7d3f", "#8a4a9c"), strict=True)
-    )
-    figure, panels = plt.subplots(
-        len(curves), len(STARTS), figsize=(9.5, 3.6 * len(curves)), sharey="row", squeeze=False, layout="constrained"
-    )
-    for row, (demo, methods) in zip(panels, curves.items(), strict=True):
-        for panel, start in zip(row, STARTS, strict=True):
-            for name, points in ((name, points) for (begun, name), points in methods.items() if begun == start):
-                colour = colours[name.partition(",")[0]]
-                panel.plot(
-                    [s for s, _ in points], [max(h, -8) for _, h in points], label=name, linewidth=1.6, color=colour
-                )
-            for level in (0, *LEVELS):
-                panel.axhline(level, color="0.5", linewidth=0.8, linestyle=":")
-            panel.set_title(f"{demo} demo, {CALLED[start]}")
-            panel.set_xlabel("step")
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize=7.5)
-        row[0].set_ylabel("headroom in fp16 (bits)")
-    figure.savefig(path, metadata={"Date": None})
-    follow_schemes(path)
-
-
 def main() -> None:
     """Run every method on every demo."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -474,7 +431,6 @@ def main() -> None:
     parser.add_argument("--cost", type=int, metavar="STEPS", help="time a step instead, over so many steps")
     models: dict[str, Any] = {"choices": list(IN_AMP), "default": list(DEMOS), "help": "Gemma 3 for --amp alone"}
     parser.add_argument("--models", nargs="+", **models)
-    parser.add_argument("--plot", type=Path, default=HERE / "finetune.svg")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.cost:
@@ -487,8 +443,8 @@ def main() -> None:
         work = options.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
         seeds = range(options.seeds)
-        curves = {demo: compare(Bench(demo, work, options.steps), seeds, options.forms) for demo in options.models}
-    draw(curves, options.plot)
+        for demo in options.models:
+            compare(Bench(demo, work, options.steps), seeds, options.forms)
 
 
 if __name__ == "__main__":

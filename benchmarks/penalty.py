@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from penalty_forms import ComparedPenalty
+from penalty_forms import MeanSquare
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -133,7 +133,7 @@ def measured(
         "all inside": ActivationPenalty(model, weight=1.0),
         "a tenth over": ActivationPenalty(model, targets=some, weight=1e-3),
         "all over": ActivationPenalty(model, targets=everywhere, weight=1e-3),
-        "mean-square": ComparedPenalty("mean-square", model, weight=1e-3),
+        "mean-square": MeanSquare(model, weight=1e-3),
     }
     states: dict[str, Callable[[], State]] = {
         "plain": lambda: (nullcontext(), lambda: 0.0),

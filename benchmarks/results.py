@@ -1,7 +1,7 @@
 """Where every figure of RESULTS.md lives: one JSON file for each measurement, from which the page is made.
 
     python benchmarks/results.py                    writes RESULTS.md from benchmarks/results/*.json
-    python benchmarks/results.py saturated routers  runs the commands of these two again first
+    python benchmarks/results.py saturated peers     runs the commands of these two again first
 
 A record has ``command``, ``what`` (the question, its terms and units), ``where`` (the machine), ``tables`` (as the
 command printed them), and ``reading``, which a person writes. A command that runs again replaces tables and machine and
@@ -31,34 +31,17 @@ within one run; a load says that other work ran beside it. `make bench` runs the
 
 SECTIONS: dict[str, list[str]] = {
     "Rewriting weights": ["writing"],
-    "The audit": ["observing", "chosen-ids", "probe-cost"],
-    "One file of weights": ["single-file"],
-    "Tools with an eps of their own": ["own-eps"],
-    "A whole conversion": ["whole", "whole-phases", "faster", "whole-images", "waiting", "refusals"],
-    "Edits": ["saturated", "edits-random", "clipped-heads", "unmended"],
-    "Families": ["families"],
-    "Routers": ["routers"],
-    "The certificate": [
-        "tightness",
-        "certify-cost",
-        "held-cost",
-        "certify-share",
-        "certify-width",
-        "certify-wide-searches",
-    ],
+    "A whole conversion": ["whole", "whole-phases", "faster", "whole-images"],
+    "Edits": ["saturated", "edits-random", "unmended"],
+    "The certificate": ["tightness", "certify-share"],
     "The demonstration": ["demo"],
     "What people use today": ["peers"],
-    "Other runtimes": ["runtimes", "llama-cpp"],
+    "Other runtimes": ["runtimes"],
     "Quantisers": ["quantisers"],
-    "Finetuning": [
-        *("amp", "amp-gemma", "penalties", "penalties-pegasus", "long-run", "certified", "certified-penalty-alone"),
-        *("certified-in-the-loss", "step-cost", "penalty-cost"),
-    ],
+    "Finetuning": ["amp", "amp-gemma", "penalties", "penalties-pegasus", "step-cost", "penalty-cost"],
     "The optimizer": ["optimizer"],
     "Training after rescaling": ["training", "rates"],
     "On a GPU": ["gpu", "gpu-optimizer", "gpu-penalty", "gpu-half"],
-    "Faults": ["faults", "config-edits", "fuzz"],
-    "Mutations": ["mutated-couplings", "mutated-bounds"],
 }
 
 Record = dict[str, Any]

@@ -67,13 +67,6 @@ def test_a_broken_link_is_found(copied: Path) -> None:
     assert status != 0 and all(any(f"'{link}'" in line for line in warnings) for link in seen), said
 
 
-def test_a_picture_that_the_site_has_a_copy_of_is_the_measured_one() -> None:
-    copies = [path for path in (ROOT / "docs").glob("*.svg") if (ROOT / "benchmarks" / path.name).exists()]
-    assert {path.name for path in copies} >= {"finetune.svg"}
-    for path in copies:
-        assert path.read_bytes() == (ROOT / "benchmarks" / path.name).read_bytes(), path.name
-
-
 def relative_links(path: Path) -> Iterator[str]:
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):

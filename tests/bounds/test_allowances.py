@@ -1,7 +1,4 @@
-"""What bounds allow for rounding: inputs and weights that pass one without the allowance that a test is named after.
-
-``benchmarks/mutate_bounds.py`` leaves the allowances out one by one.
-"""
+"""What bounds allow for rounding: inputs and weights that pass one without the allowance that a test is named after."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Mutated files of every kind lead to a result or to one error line; ``benchmarks/fuzz.py`` goes on for hours."""
+"""Mutated files of every kind lead to a result or to one error line."""
 
 from __future__ import annotations
 

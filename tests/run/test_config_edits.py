@@ -1,7 +1,4 @@
-"""Every key that stock code knows, and some that nobody does, edited: refused, not certified, or under every bound.
-
-``benchmarks/fuzz.py --config-edits 50000`` goes on with other values and pairs.
-"""
+"""Every key that stock code knows, and some that nobody does, edited: refused, not certified, or under every bound."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """What every family promises of one model, and the architectures on which that is tested.
 
-Each promise is a function, so that ``benchmarks/mutate_*.py`` can show that a wrong declaration or a wrong bound breaks
+Each promise is a function, so that a mutation can show that a wrong declaration or a wrong bound breaks
 it. ``test_family_contract.py`` runs them on every family that has an entry in ``tiny``.
 """
 
