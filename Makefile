@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 4
 PYTEST_ARGS ?=
 
-.PHONY: install demo test test-all quality bench gpu docs compat runtimes clients clean
+.PHONY: install demo test test-all quality bench gpu docs compat clients clean
 
 install: $(STAMP)
 
@@ -53,14 +53,6 @@ docs: install
 compat: install
 	$(BIN)/python tests/compat/make_env.py
 
-# .venv-runtimes: the package with OpenVINO, ONNX Runtime and CTranslate2, in which `check` runs a checkpoint.
-runtimes: .venv-runtimes/.installed
-
-.venv-runtimes/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-runtimes
-	.venv-runtimes/bin/pip install --quiet -c constraints.txt -e ".[runtimes]"
-	touch $@
-
 # .venv-clients: the package with what loads converted folders, mlx-lm and quantisers as well.
 clients: .venv-clients/.installed
 	.venv-clients/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=20 tests/clients $(PYTEST_ARGS)
@@ -71,4 +63,4 @@ clients: .venv-clients/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-clients .venv-compat .venv-runtimes build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-compat build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

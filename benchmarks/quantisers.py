@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+from runtimes import Outputs, in_torch, inputs_of, one_batch
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
@@ -33,7 +34,6 @@ from bf16_to_fp16.rescaling.plan import Plan, describe_plan
 from bf16_to_fp16.run import probe
 from bf16_to_fp16.run.agreement import agreed_layout
 from bf16_to_fp16.run.batch import Batch
-from bf16_to_fp16.run.runtime import Outputs, in_torch, inputs_of
 from bf16_to_fp16.run.stock import load_config
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
@@ -113,7 +113,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for source in given.models or [demos / name for name in CHECKPOINTS]:
         config = load_config(source)
-        batch = probe.one_batch(config, probe.audit_batches(config, source, None))
+        batch = one_batch(config, probe.audit_batches(config, source, None))
         mask = (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
         reference = in_torch(source, torch.float32, batch)[mask].double()
         print(f"\n{source.name}: relative squared error of the logits / KL in nats")

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support import tiny
 
 from bf16_to_fp16 import convert
 
+HERE = Path(__file__).parent
 RECORD = HERE / "same.json"
 DEMOS = HERE.parent / "bf16_to_fp16" / "demo_data"
 HARD = HERE.parent / "recipes" / "demo" / "t5-hard-bytes"

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .commands.adapter import convert_adapter
     from .commands.audit import audit
     from .commands.certify import certify
-    from .commands.check import check
     from .commands.convert import Conversion, convert
     from .commands.make_safe import MadeSafe, make_fp16_safe
     from .commands.pipeline import PipelineConversion, convert_pipeline, undo_pipeline
@@ -39,7 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationPenalty", "AdamW", "Certificate", "Conversion", "Fp16Callback", "MadeSafe",
     "PipelineConversion", "Plan", "UserError", "advise_init", "advise_losses", "advise_updates",
-    "audit", "certify", "check", "convert", "convert_adapter", "convert_pipeline", "finetune", "make_fp16_safe",
+    "audit", "certify", "convert", "convert_adapter", "convert_pipeline", "finetune", "make_fp16_safe",
     "publish", "rescale", "undo", "undo_pipeline", "verify",
 ]  # fmt: skip
 
@@ -51,7 +50,6 @@ _HOMES = {
     "commands.adapter": ("convert_adapter",),
     "commands.audit": ("audit",),
     "commands.certify": ("certify",),
-    "commands.check": ("check",),
     "commands.convert": ("Conversion", "convert"),
     "commands.make_safe": ("MadeSafe", "make_fp16_safe"),
     "commands.pipeline": ("PipelineConversion", "convert_pipeline", "undo_pipeline"),

@@ -85,7 +85,7 @@ ANSWERED_AT_ONCE = [
     ),
     (2, ("convert org/name tests", "advise", "advise init nowhere/at/all", "advise updates nowhere/at/all")),
     (2, tuple(f"{command} nowhere/at/all" for command in ("audit", "certify", "verify", "finetune"))),
-    (2, ("verify tests --original nowhere/at/all", "check nowhere/at/all --runtime openvino")),
+    (2, ("verify tests --original nowhere/at/all",)),
     (2, ("audit tests --data none.txt", "convert tests out --data none.txt", "advise updates tests --data none.txt")),
     (2, ("convert tests out --data none.txt --no-audit", "convert tests out --plan none.json --margin 4")),
     (2, ("recipe nope", "launch none.yaml --gpus 4", "launch none.yaml --gpus 0")),

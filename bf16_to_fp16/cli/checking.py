@@ -1,4 +1,4 @@
-"""``audit``, ``certify``, ``verify`` and ``check``: what holds for a checkpoint, written or not."""
+"""``audit``, ``certify`` and ``verify``: what holds for a checkpoint, written or not."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from ..checkpoint.adapters import config_of
 from ..checkpoint.contents import check_lone
 from ..checkpoint.places import CONVERTED, local_source
 from ..conversion.options import check_data
-from ..environment import how_to_install
 from ..errors import UserError
-from ..run.runtimes import NAMES
 from ..targets import RECORDS, TARGETS
 from . import shared
 from .shared import SAFE, UNSAFE, Grouped
@@ -206,35 +204,3 @@ def verify_command(
     if json_file != "-":
         terminal.print_verification(read(Verification, result))
     return SAFE if result["verified"] else UNSAFE
-
-
-@click.command("check", cls=Grouped, epilog=f"The runtimes are an extra: {how_to_install('runtimes')}.")
-@click.argument("out", type=shared.PATH, metavar="OUT")
-@click.option(
-    "--runtime",
-    type=click.Choice(NAMES),
-    required=True,
-    help="onnx-reference: numpy, every operation in fp16, norms included.",
-)
-@click.option(
-    "--source",
-    type=shared.PATH,
-    metavar="SOURCE",
-    help="What OUT was converted from (folder or Hub id), to run beside it.",
-)
-@shared.seed
-@shared.json_file
-def check_command(out: str, runtime: str, source: str | None, seed: int, json_file: str | None) -> int:
-    """Run OUT in another runtime, and say how close it comes to fp32 and whether it computed in fp16."""
-    for given in (out, source):
-        shared.check_given(given, check=partial(runnable, None))
-    from ..commands.check import check
-    from ..report import terminal
-    from ..report.answers import RuntimeCheck
-    from ..report.schema import read
-
-    result = check(out, runtime, source=source, seed=seed, progress=shared.make_progress())
-    shared.write_result(json_file, result)
-    if json_file != "-":
-        terminal.print_check(read(RuntimeCheck, result))
-    return UNSAFE if result["verdict"] == "unsafe" else SAFE

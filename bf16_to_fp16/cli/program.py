@@ -17,7 +17,7 @@ import click
 from ..errors import UserError, shortened
 from ..visible import show
 from .advising import advise_command
-from .checking import audit_command, certify_command, check_command, verify_command
+from .checking import audit_command, certify_command, verify_command
 from .converting import convert_command, undo_command
 from .launching import launch_command, recipe_command
 from .overview import demo_command, families_command
@@ -88,7 +88,6 @@ COMMANDS: tuple[click.Command, ...] = (
     certify_command,
     publish_command,
     verify_command,
-    check_command,
     undo_command,
     finetune_command,
     recipe_command,

@@ -1,10 +1,10 @@
-"""What ``verify``, ``check`` and a pipeline's conversion answer: reports of their own, beside that of a checkpoint."""
+"""What ``verify`` and a pipeline's conversion answer: reports of their own, beside that of a checkpoint."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from ..results import Count, Flag, NumberOrNaN, Real, ReportObject
+from ..results import Count, Flag, Real, ReportObject
 from .schema import CertificateEntry, Environment, Output, RegimeEntry, Source, TierEntry, Versioned
 
 
@@ -131,54 +131,3 @@ class PipelineReport(Versioned):
     command: str
     environment: Environment
     output: Output = Output()
-
-
-class ArithmeticEntry(ReportObject):
-    """In which format a runtime computed: matrix products and all floating-point operations by format (None for their
-    number where it has one format for all), and how that was found out. ``native``: every product in fp16."""
-
-    native: Flag
-    products: dict[str, Count | None]
-    operations: dict[str, Count | None]
-    how: str
-
-
-class ComparisonEntry(ReportObject):
-    """How far what was computed is from stock code in fp32 on the same weights.
-
-    ``elements``, and how many of them are ``nonfinite`` or ``zeros``. ``error``: Σ(x − fp32)² / Σ fp32². ``largest``:
-    the largest |x − fp32| over the largest |fp32|. Both are null where a value is not finite.
-    """
-
-    path: str
-    elements: Count
-    nonfinite: Count
-    zeros: Count
-    error: NumberOrNaN
-    largest: NumberOrNaN
-
-
-class RuntimeCheck(Versioned):
-    """What ``check`` found: a checkpoint in another runtime, beside the source there and stock code in bf16.
-
-    ``verdict``: "unsafe" where a value is not finite or the error is above that of bf16; else "safe" where the runtime
-    computed in fp16; else None, since nothing is shown.
-    """
-
-    verdict: Literal["safe", "unsafe"] | None
-    runtime: str
-    runtime_version: str
-    device: str
-    arithmetic: ArithmeticEntry
-    compared: str
-    rows: Count
-    output: ComparisonEntry
-    source: ComparisonEntry | None
-    bf16: ComparisonEntry
-    environment: Environment
-
-    @property
-    def sides(self) -> list[tuple[str, ComparisonEntry]]:
-        """What was compared, by name: the source where it ran, the output, and stock code in bf16."""
-        named = {"source": self.source, "output": self.output, "in torch, bf16": self.bf16}
-        return [(name, entry) for name, entry in named.items() if entry is not None]

@@ -584,16 +584,6 @@ def underflow_rows(regimes: Mapping[str, schema.RegimeEntry]) -> list[tuple[str,
     return list(rows.values())
 
 
-def runtime_verdict(result: answers.RuntimeCheck) -> tuple[str, str]:
-    """Return the verdict on what a runtime made of an output, and why."""
-    if result.verdict == "unsafe":
-        wrong = "gives inf or NaN" if result.output.nonfinite else "is further from fp32 than bf16 is"
-        return "unsafe", f"the output {wrong} in {result.runtime}"
-    if result.verdict == "safe":
-        return "safe", f"finite, and nearer to fp32 than bf16, in fp16 arithmetic in {result.runtime}"
-    return "no evidence", f"{result.runtime} did not compute in fp16 on this device"
-
-
 def gradients_in_words(report: schema.Report) -> str:
     """Return what the backward pass showed under fp16 AMP; empty where none ran."""
     amp = report.regimes.get("amp")

@@ -45,7 +45,7 @@ from ..wording import (
     times,
 )
 from . import facts, figures
-from .answers import RuntimeCheck, Verification
+from .answers import Verification
 from .remedies import unsafe_sites
 from .result import Result as Shown
 from .result import fragment
@@ -186,7 +186,7 @@ class Figure:
 
 class Result(Shown):
     """A report as a dictionary, which a notebook shows as the verdict and its figures, check by check, or as what was
-    compared or uploaded."""
+    uploaded."""
 
     def _repr_html_(self) -> str:
         if "checks" in self:
@@ -194,13 +194,6 @@ class Result(Shown):
             rows = [(name, outcome, "") for name, outcome in verification.checks.items()]
             rows += [(problem.check, problem.name, problem.reason) for problem in verification.problems]
             return fragment("verified" if verification.verified else "not verified", rows)
-        if "runtime" in self:
-            check = read(RuntimeCheck, self)
-            rows = [
-                (name, f"error {scientific(entry.error)}", f"{entry.nonfinite:,} of {entry.elements:,} not finite")
-                for name, entry in check.sides
-            ]
-            return fragment(": ".join(facts.runtime_verdict(check)), rows)
         if "uploaded" in self:
             files = [(each["name"], bytes_in_words(each["nbytes"]), each["sha256"]) for each in self["files"]]
             return fragment(self["url"] or f"{self['repo']}: nothing was uploaded", files)

@@ -635,28 +635,6 @@ def print_published(result: Mapping[str, Any]) -> None:
         screen.say(f"these stay: {', '.join(result['kept'])}")
 
 
-def print_check(result: answers.RuntimeCheck) -> None:
-    """Print what a runtime made of source and output, side by side with bf16, in which arithmetic, and the verdict."""
-    screen = console()
-    screen.print(f"{result.runtime} {result.runtime_version} on {result.device}")
-    arithmetic = result.arithmetic
-    for title, counts in (("matrix products", arithmetic.products), ("operations", arithmetic.operations)):
-        said = [f"{'all' if count is None else f'{count:,}'} in {kind}" for kind, count in sorted(counts.items())]
-        screen.print(f"{title}: {', '.join(said)}")
-    screen.print(f"how that is known: {arithmetic.how}")
-    columns = (
-        Column(result.compared, 0),
-        numbers("non-finite", lambda row: f"{row[1].nonfinite:,} of {row[1].elements:,}", str),
-        numbers("zeros", lambda row: row[1].zeros),
-        numbers("error", lambda row: row[1].error, wording.scientific),
-        numbers("largest", lambda row: row[1].largest, wording.scientific),
-    )
-    screen.table(Table(columns, result.sides))
-    screen.print("error: Σ(x − fp32)² / Σ fp32², fp32 being stock code in torch; largest: max |x − fp32| / max |fp32|")
-    word, why = facts.runtime_verdict(result)
-    screen.print({"unsafe": bad, "safe": good}.get(word, "{}: {}".format)(word, why))
-
-
 def print_verification(result: answers.Verification) -> None:
     """Print where a checkpoint was checked, check by check whether it is what its report says, and every problem."""
     screen, environment = console(), result.environment

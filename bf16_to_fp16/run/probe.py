@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -95,23 +94,6 @@ def audit_batches(
     if data is not None:
         inputs += batches(config, folder, data, seed=seed)
     return inputs
-
-
-def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
-    """Return rows of every batch but a generation's as one batch, for what is built for one shape. Rows are taken from
-    each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length`` positions and filled up
-    with padding; the decoder's begin with the start token."""
-    each = [list(_rows(batch)) for batch in inputs if not (batch.generate or batch.has_image)]
-    turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
-    positions = length if interface.is_causal(config) else decoder_length
-    count = max(4, min(16, _PROBE_LOGITS // (vocabulary_of(config) * positions)))
-    encoder, decoder = zip(*turns[:count], strict=True)
-    ids, mask = stack([row[:length] for row in encoder], interface.pad_id(config))
-    if not interface.takes_decoder_ids(config):
-        return _readable(config, bearable_as_one(config, Batch("rows of every kind", ids, mask)))
-    decoder_ids, decoder_mask = stack([row[:decoder_length] for row in decoder], interface.pad_id(config))
-    decoder_ids[:, 0] = interface.decoder_start(config)
-    return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
 
 
 def _rows(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,6 +1,7 @@
 """mlx-lm runs converted folders of decoder-only families in fp16, on the processor."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ from mlx import nn
 from mlx_lm.utils import load_model
 from support import tiny
 
-from bf16_to_fp16 import UserError, check, convert
+from bf16_to_fp16 import convert
+
+sys.path.insert(0, "benchmarks")
+
+from runtimes import measure
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -41,10 +46,10 @@ def save(kind: str, folder: Path) -> Path:
 def test_a_source_overflows_in_fp16_and_its_conversion_is_nearer_to_fp32_than_bf16(kind: str, tmp_path: Path) -> None:
     source = save(kind, tmp_path / "source")
     convert(source, tmp_path / "out", run_model=False)
-    result = check(tmp_path / "out", "mlx-lm", source=source)
+    result = measure(tmp_path / "out", source, "mlx-lm")
     errors = {name: result[name]["error"] for name in ("output", "bf16")}
     print(kind, result["source"]["nonfinite"], errors)  # the figures of docs/runtimes.md
-    assert result["arithmetic"]["products"] == {"float16": None}
+    assert result["products"] == {"float16": None}
     assert result["source"]["nonfinite"] > 0
     assert result["verdict"] == "safe"
     assert errors["output"] < errors["bf16"] / 10
@@ -63,9 +68,3 @@ def test_norms_take_the_configs_eps_and_compute_in_fp32(tmp_path: Path) -> None:
     for value, small, wanted in ((4000.0, 0.0, 1.0), (2.0**-16, 2.0**-32, 0.5**0.5)):  # the squares of fp16: inf and 0
         given = mx.fast.rms_norm(mx.full((64,), value, mx.float16), ones, small)
         assert given.dtype == mx.float16 and abs(given[0].item() - wanted) < 2e-3
-
-
-def test_an_encoder_is_refused_in_one_line(tmp_path: Path) -> None:
-    folder = tiny.save(tiny.small("t5", factor=1.0), tmp_path / "t5")
-    with pytest.raises(UserError, match=r"mlx-lm does not take it .* not supported.*choose another --runtime"):
-        check(folder, "mlx-lm")

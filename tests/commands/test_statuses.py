@@ -71,9 +71,9 @@ def test_a_seed_of_more_than_64_bits_is_refused(source: Path, capsys: pytest.Cap
 # --- paths and texts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["convert", "audit", "certify", "verify", "undo", "check", "publish", "finetune"])
+@pytest.mark.parametrize("command", ["convert", "audit", "certify", "verify", "undo", "publish", "finetune"])
 def test_a_name_of_300_letters_is_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    others = {"undo": ["out"], "publish": ["me/x"], "check": ["--runtime", "openvino"]}
+    others = {"undo": ["out"], "publish": ["me/x"]}
     said = refused(capsys, command, tmp_path / ("x" * 300), *others.get(command, []))
     assert "File name too long" in said and len(said) < 250
 

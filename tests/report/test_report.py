@@ -14,9 +14,8 @@ import torch
 from pydantic import BaseModel, ValidationError
 from safetensors.torch import save_file
 from support import pipelines, tiny
-from support.runtimes import torch_in
 
-from bf16_to_fp16 import UserError, audit, certify, check, convert, convert_pipeline, undo, verify
+from bf16_to_fp16 import UserError, audit, certify, convert, convert_pipeline, undo, verify
 from bf16_to_fp16.auditing.gradients import Gradients, GradientSite
 from bf16_to_fp16.auditing.regimes import RegimeResult, SiteResult
 from bf16_to_fp16.checkpoint.pipeline_classes import PIPELINES, Linear
@@ -29,7 +28,7 @@ from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.finetuning.trainer import Outcome
 from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange
-from bf16_to_fp16.report.answers import PipelineReport, RuntimeCheck, Verification
+from bf16_to_fp16.report.answers import PipelineReport, Verification
 from bf16_to_fp16.report.build import descended, replaced_by, signals_of
 from bf16_to_fp16.report.remedies import going_on
 from bf16_to_fp16.report.schema import (
@@ -50,7 +49,6 @@ from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import Fidelity, ReportObject, dump
 from bf16_to_fp16.run.batch import describe_batches
 from bf16_to_fp16.run.probe import batches
-from bf16_to_fp16.run.runtimes import onnxruntime
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "bf16_to_fp16"
@@ -89,9 +87,6 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     gradients = Gradients(2.0, 0.25, lost, (lost,))
     regime = RegimeResult("half", 0, 0, 1e-5, 32.6, 0, (sunk,), (sunk,), gradients=gradients)
     model = tiny.build("t5-encoder", num_layers=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnxruntime, "RUNTIME", torch_in(torch.float16))
-        checked = check(converted, "onnxruntime", source=source)
     index = {"text_encoder": ["transformers", "T5EncoderModel"], "text_encoder_2": ["transformers", "T5EncoderModel"]}
     shutil.copytree(source, folder / "pipeline" / "text_encoder")
     (folder / "pipeline" / "text_encoder_2").symlink_to("text_encoder")
@@ -130,7 +125,6 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         "certify": Report.model_validate(certify(source)),
         "certify a part": Report.model_validate(certify(both)),
         "publish": prepare(edited).report,
-        "check": RuntimeCheck.model_validate(checked),
         "verify": Verification.model_validate(verify(converted)),
         "verify what was changed": Verification.model_validate(verify(changed)),
         "regime": RegimeEntry.model_validate(regime.to_json()),

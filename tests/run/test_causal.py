@@ -23,7 +23,7 @@ from bf16_to_fp16.run.batch import (
     run_batch,
 )
 from bf16_to_fp16.run.interface import config_of, gives_probabilities, is_causal, predicts_tokens, takes_decoder_ids
-from bf16_to_fp16.run.probe import batches, one_batch, random_rows, rows_of
+from bf16_to_fp16.run.probe import batches, random_rows, rows_of
 from bf16_to_fp16.run.stock import described
 
 pytestmark = pytest.mark.usefixtures("whole_probe")
@@ -114,10 +114,8 @@ def test_the_stock_loss_is_that_of_the_labels(kind: str, side: int) -> None:
     assert float(padded) == pytest.approx(float(functional.cross_entropy(logits, ids[0, 1:])), rel=1e-5)
 
 
-def test_a_batch_for_one_shape_and_given_rows_have_one_side() -> None:
+def test_given_rows_have_one_side() -> None:
     config = causal.make("gemma3").config
-    one = one_batch(config, batches(config, None, None), length=24)
-    assert one.decoder_input_ids is None and one.head and one.input_ids.shape == (16, 24)
     given = rows_of(config, [([5, 6, 7], [0, 9]), ([8], [])], "given")
     assert rows(given) == [[5, 6, 7], [8]] and given.decoder_input_ids is None and given.head
 

@@ -9,7 +9,7 @@ from support import tiny
 from support.words import TEXTS
 
 from bf16_to_fp16.run.batch import IGNORED_LABEL, SHORT, SWEEP, Batch, describe_batches, run_batch
-from bf16_to_fp16.run.probe import audit_batches, batches, images, one_batch, random_rows, rows_of
+from bf16_to_fp16.run.probe import audit_batches, batches, images, random_rows, rows_of
 
 pytestmark = pytest.mark.usefixtures("whole_probe")
 
@@ -92,21 +92,6 @@ def test_an_encoder_gets_nothing_for_a_decoder_whatever_the_flag_says(kind: str)
     made = batches(config, None, None)
     assert len(made) > 4
     assert all(b.decoder_input_ids is None and not b.generate for b in made)
-
-
-def test_rows_of_every_batch_fit_into_one_of_one_shape() -> None:
-    config = tiny.config("t5")
-    inputs = batches(config, None, None)
-    one = one_batch(config, inputs, length=24, decoder_length=8)
-    assert one.decoder_input_ids is not None and one.decoder_attention_mask is not None
-    assert one.input_ids.shape[1] == 24 and one.decoder_input_ids.shape[1] == 8
-    assert (one.decoder_input_ids[:, 0] == config.decoder_start_token_id).all()
-    firsts = [batch.input_ids[0][batch.attention_mask[0].bool()][:24] for batch in inputs if not batch.generate]
-    rows = [ids[mask.bool()] for ids, mask in zip(one.input_ids, one.attention_mask, strict=True)]
-    assert all(any(torch.equal(first, row) for row in rows) for first in firsts)
-    assert len(set(map(len, rows))) > 1
-    config.vocab_size = 250_000
-    assert len(one_batch(config, inputs).input_ids) == 4
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------

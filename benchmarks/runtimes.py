@@ -1,0 +1,464 @@
+"""A converted checkpoint in other runtimes, in fp16, beside its source there and stock code in bf16.
+
+    python benchmarks/runtimes.py OUT SOURCE [RUNTIME ...]     by default every runtime that is installed
+
+All weights are compared with stock code in fp32 on the same weights, so that what is measured is the arithmetic of the
+runtime. A runtime that is asked for fp16 may compute in fp32 all the same, so each also says in which format its
+products ran: "no evidence" where that was not fp16. Every runtime sees one batch of fixed shape: int64 ids and the
+encoder's mask. The decoder's rows are padded at their end only, where its causal mask keeps them from mattering.
+
+``openvino``, ``onnxruntime``, ``ctranslate2`` and ``mlx-lm`` read the folder by their own converters or torch's ONNX
+export. ``onnx-reference`` computes the ONNX file in numpy, every operation in fp16, norms and softmaxes included.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.families.layout import Layout
+from bf16_to_fp16.run import interface, probe
+from bf16_to_fp16.run.agreement import agreed_layout
+from bf16_to_fp16.run.batch import Batch, values_of
+from bf16_to_fp16.run.interface import config_of, is_causal
+from bf16_to_fp16.run.stock import load, load_config
+
+FP16 = "float16"
+FLOATS = ("float16", "bfloat16", "float32", "float64")  # how formats are called here, whatever a runtime calls them
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """In which format a runtime computed: matrix products, and all floating-point operations but moves and casts, by
+    format; None for the number where one format serves all."""
+
+    products: Mapping[str, int | None]
+    operations: Mapping[str, int | None]
+
+    @classmethod
+    def counted(cls, operations: Iterable[tuple[str, bool]]) -> Arithmetic:
+        """Return the arithmetic of operations, of each its format and whether it is a matrix product."""
+        listed = list(operations)
+        products = Counter(kind for kind, is_product in listed if is_product)
+        return cls(dict(products), dict(Counter(kind for kind, _ in listed)))
+
+    @property
+    def native(self) -> bool:
+        """Whether every matrix product was computed in fp16."""
+        return bool(self.products) and set(self.products) == {FP16}
+
+
+Outcome = tuple[Tensor, Arithmetic]
+"""Values in fp32, [rows, length, channels], and the arithmetic that made them."""
+
+
+class Outputs(nn.Module):
+    """A stock model as a function of its ids alone, which returns one tensor: logits, or last hidden states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.options = {"use_cache": False} if is_causal(config_of(model)) else {}
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:
+        """Return [rows, length, channels]."""
+        options: dict[str, Any] = self.options
+        if decoder_input_ids is not None:
+            options = {"decoder_input_ids": decoder_input_ids, "use_cache": False}
+        return values_of(self.model(input_ids=input_ids, attention_mask=attention_mask, **options))
+
+
+def inputs_of(batch: Batch) -> dict[str, Tensor]:
+    """Return the ids and the mask by the names that stock code has for them."""
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    return inputs if batch.decoder_input_ids is None else inputs | {"decoder_input_ids": batch.decoder_input_ids}
+
+
+def as_function(folder: Path, dtype: torch.dtype) -> Outputs:
+    """Return the stock model in a folder with every parameter in ``dtype``, as a function."""
+    return Outputs(load(folder, torch.float32).to(dtype)).eval()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Take no gradients, and keep back the warnings of a trace: what depends on shapes is right for those that run."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@torch.no_grad()
+def in_torch(folder: Path, dtype: torch.dtype, batch: Batch) -> Tensor:
+    """Return what stock code computes on a batch with every parameter in ``dtype``, as fp32."""
+    values: Tensor = as_function(folder, dtype)(*inputs_of(batch).values())
+    return values.float()
+
+
+def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
+    """Return rows of every batch but a generation's as one batch, for what is built for one shape. Rows are taken from
+    each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length`` positions and filled up
+    with padding; the decoder's begin with the start token."""
+    each = [list(probe._rows(batch)) for batch in inputs if not (batch.generate or batch.has_image)]
+    turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
+    positions = length if interface.is_causal(config) else decoder_length
+    count = max(4, min(16, probe._PROBE_LOGITS // (probe.vocabulary_of(config) * positions)))
+    encoder, decoder = zip(*turns[:count], strict=True)
+    ids, mask = probe.stack([row[:length] for row in encoder], interface.pad_id(config))
+    if not interface.takes_decoder_ids(config):
+        return probe._readable(config, probe.bearable_as_one(config, Batch("rows of every kind", ids, mask)))
+    decoder_ids, decoder_mask = probe.stack([row[:decoder_length] for row in decoder], interface.pad_id(config))
+    decoder_ids[:, 0] = interface.decoder_start(config)
+    return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
+
+
+# --- CTranslate2: fp16 on GPUs only; its CPU backends take fp16 weights to fp32 ---------------------------------------
+
+
+def token(number: int) -> str:
+    """Return the word that stands for an id: the vocabulary is made here, so no tokenizer is needed."""
+    return f"<{number}>"
+
+
+class Vocabulary:
+    """What the converter asks a tokenizer for: the words of a config's ids."""
+
+    def __init__(self, config: Any) -> None:
+        self.size = int(config.vocab_size)
+        self.pad_token = self.bos_token = token(config.decoder_start_token_id)
+        self.eos_token = token(config.eos_token_id)
+        self.unk_token = token(self.size - 1)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {token(number): number for number in range(self.size)}
+
+    def convert_ids_to_tokens(self, number: int) -> str:
+        return token(number)
+
+
+def to_ctranslate2(folder: Path, layout: Layout, out: str) -> None:
+    """Write the checkpoint in a folder as CTranslate2's, its weights in fp16."""
+    import ctranslate2
+
+    class Converter(ctranslate2.converters.TransformersConverter):
+        """Stock, but for what transformers 5 makes of a config in memory."""
+
+        def load_model(self, model_class: Any, path: str, **options: Any) -> Any:
+            model = super().load_model(model_class, path, **options)
+            # The converter takes "tied" for "scaled before the head", and transformers 5 says "tied" of every model.
+            model.config.tie_word_embeddings = layout.head_scale != 1.0
+            # Keys of published files, which transformers does not write.
+            for key, value in {"normalize_before": True, "normalize_embedding": False}.items():
+                setattr(model.config, key, getattr(model.config, key, value))
+            return model
+
+        def load_tokenizer(self, tokenizer_class: Any, path: str, **options: Any) -> Any:
+            from transformers import AutoConfig
+
+            return Vocabulary(AutoConfig.from_pretrained(path))
+
+    Converter(str(folder)).convert(out, quantization=FP16, force=True)
+
+
+def ctranslate2(folder: Path, layout: Layout, batch: Batch) -> Outcome:
+    """Convert, score the decoder's ids, and return their log-probabilities, [rows, longest]."""
+    assert batch.decoder_input_ids is not None and batch.decoder_attention_mask is not None  # it takes no others here
+    import ctranslate2 as library
+
+    sources = words(batch.input_ids, batch.attention_mask)
+    targets = [row[1:] for row in words(batch.decoder_input_ids, batch.decoder_attention_mask)]
+    device = "cuda" if library.get_cuda_device_count() else "cpu"
+    wanted = FP16 if FP16 in library.get_supported_compute_types(device) else "float32"
+    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-check-") as out:
+        to_ctranslate2(folder, layout, out)
+        translator = library.Translator(out, device=device, compute_type=wanted)
+        scored = [torch.tensor(result.log_probs) for result in translator.score_batch(sources, targets)]
+        taken = str(translator.compute_type)
+    values = torch.nn.utils.rnn.pad_sequence(scored, batch_first=True)
+    return values, Arithmetic({taken: None}, {taken: None})
+
+
+def words(ids: Tensor, mask: Tensor) -> list[list[str]]:
+    """Return each row's words, without padding."""
+    return [[token(number) for number in row[kept.bool()].tolist()] for row, kept in zip(ids, mask, strict=True)]
+
+
+def log_probabilities(logits: Tensor, batch: Batch, config: Any) -> Tensor:
+    """Return from stock logits what the translator gives, [rows, length]: of the ids behind the first, and of the one
+    that ends a text, which it adds."""
+    assert batch.decoder_input_ids is not None and batch.decoder_attention_mask is not None
+    lengths = batch.decoder_attention_mask.sum(dim=1, keepdim=True)
+    following = batch.decoder_input_ids.roll(-1, dims=1).scatter(1, lengths - 1, int(config.eos_token_id))
+    return logits.log_softmax(-1).gather(-1, following[..., None])[..., 0]
+
+
+# --- MLX: its masks know no padding, so every row runs alone ----------------------------------------------------------
+
+
+def older_keys(folder: Path) -> dict[str, Any]:
+    """Return the keys of transformers 4 that a folder's config has by newer names only."""
+    config = json.loads((folder / "config.json").read_text())
+    rotary = config.get("rope_parameters") or {}
+    keys: dict[str, Any] = {}
+    if "full_attention" in rotary:
+        keys["rope_local_base_freq"] = rotary["sliding_attention"]["rope_theta"]
+        rotary = rotary["full_attention"]
+    if rotary.get("rope_type", "default") != "default":
+        keys["rope_scaling"] = rotary
+    keys |= {key: rotary[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotary}
+    layers = config.get("layer_types") or []
+    if "full_attention" in layers:
+        keys["sliding_window_pattern"] = layers.index("full_attention") + 1
+    return {key: value for key, value in keys.items() if config.get(key) is None}
+
+
+def mlx_lm(folder: Path, layout: Layout, batch: Batch) -> Outcome:
+    """Load a folder with every parameter in fp16 and return its logits, [rows, length, vocabulary], 0 at padding."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(folder, model_config=older_keys(folder))
+    model.set_dtype(mx.float16)
+    rows, types = [], {str(parameter.dtype) for _, parameter in tree_flatten(model.parameters())}
+    for ids, mask in zip(batch.input_ids, batch.attention_mask.bool(), strict=True):
+        logits = model(mx.array(ids[mask].numpy())[None])[0]
+        types.add(str(logits.dtype))
+        row = torch.zeros(len(ids), logits.shape[-1])
+        row[mask] = torch.from_numpy(np.array(logits.astype(mx.float32)))
+        rows.append(row)
+    kinds = {kind.removeprefix("mlx.core."): None for kind in sorted(types)}
+    return torch.stack(rows), Arithmetic(kinds, kinds)
+
+
+# --- an ONNX file -----------------------------------------------------------------------------------------------------
+
+
+MOVES = {"Cast", "Constant", "Concat", "Expand", "Gather", "Identity", "Reshape", "Slice", "Transpose", "Where"}
+"""Operations that compute nothing."""
+
+
+def export(folder: Path, batch: Batch, path: Path) -> None:
+    """Write the checkpoint in ``folder``, every parameter in fp16, as an ONNX file for the shapes of a batch."""
+    inputs = inputs_of(batch)
+    with tracing():
+        torch.onnx.export(
+            as_function(folder, torch.float16),
+            tuple(inputs.values()),
+            str(path),
+            input_names=list(inputs),
+            output_names=["output"],
+            # The other exporter takes ten times as long, and gives the same function.
+            dynamo=False,
+        )
+
+
+def all_in_fp16(model: Any) -> None:
+    """Turn every fp32 constant, weight and cast of an ONNX model into fp16, in place."""
+    from onnx import TensorProto, numpy_helper
+
+    def halved(tensor: Any) -> None:
+        if tensor.data_type == TensorProto.FLOAT:
+            values = numpy_helper.to_array(tensor).astype(np.float16)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+
+    for tensor in model.graph.initializer:
+        halved(tensor)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                halved(attribute.t)
+            elif node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
+                attribute.i = TensorProto.FLOAT16
+
+
+# --- the ONNX reference: a product is accumulated in fp32 and rounded once --------------------------------------------
+
+
+def onnx_reference(folder: Path, layout: Layout, batch: Batch) -> Outcome:
+    """Export, turn what is fp32 into fp16, run node by node, and return what came out."""
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+    from onnx.reference.op_run import OpRun
+
+    class MatMul(OpRun):
+        """The operation of this name: a product accumulated in fp32 and rounded once."""
+
+        def _run(self, a: Any, b: Any) -> tuple[Any]:
+            return (np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype),)
+
+    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-check-") as scratch:
+        path = Path(scratch, "model.onnx")
+        export(folder, batch, path)
+        model = onnx.load(path)
+    all_in_fp16(model)
+    feeds = {name: ids.numpy() for name, ids in inputs_of(batch).items()}
+    with np.errstate(all="ignore"):  # infinities are what is looked for
+        results = ReferenceEvaluator(model, new_ops=[MatMul]).run(None, feeds, intermediate=True)
+    assert isinstance(results, dict)
+    nodes = [(str(results[node.output[0]].dtype), node.op_type) for node in model.graph.node]
+    counted = ((kind, name in ("MatMul", "Gemm")) for kind, name in nodes if kind in FLOATS and name not in MOVES)
+    return torch.from_numpy(results["output"]).float(), Arithmetic.counted(counted)
+
+
+# --- ONNX Runtime: only its profile tells what it computed in fp16 ----------------------------------------------------
+
+
+ONNX_TYPES = {"float": "float32", "double": "float64"}
+PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
+
+
+def onnxruntime(folder: Path, layout: Layout, batch: Batch) -> Outcome:
+    """Export, run under the profiler, and return what came out."""
+    import onnxruntime as library
+
+    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-check-") as scratch:
+        path = Path(scratch, "model.onnx")
+        export(folder, batch, path)
+        options = library.SessionOptions()
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(scratch, "profile"))
+        options.log_severity_level = 3
+        usable = [name for name in PROVIDERS if name in library.get_available_providers()]
+        session = library.InferenceSession(str(path), options, providers=usable)
+        (output,) = session.run(None, {name: ids.numpy() for name, ids in inputs_of(batch).items()})
+        events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+    return torch.from_numpy(output).float(), arithmetic_of_profile(events)
+
+
+def arithmetic_of_profile(events: Iterable[Mapping[str, Any]]) -> Arithmetic:
+    """Return the arithmetic that the events of a profile show."""
+
+    def operations() -> Iterator[tuple[str, bool]]:
+        for event in events:
+            details = event.get("args", {})
+            name = details.get("op_name", "")
+            if event.get("cat") != "Node" or "input_type_shape" not in details or name in MOVES:
+                continue
+            kinds = [ONNX_TYPES.get(kind, kind) for entry in details["input_type_shape"] for kind in entry]
+            if kind := next((kind for kind in kinds if kind in FLOATS), None):
+                yield kind, "MatMul" in name or "Gemm" in name or name.endswith("Attention")
+
+    return Arithmetic.counted(operations())
+
+
+# --- OpenVINO: the compiled graph has the precision of every node -----------------------------------------------------
+
+
+OPENVINO_TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+
+OPENVINO_MOVES = {"Concatenation", "Const", "Convert", "Gather", "Input", "Output", "Reorder", "Reshape", "Transpose"}
+"""Kinds of nodes that compute nothing."""
+
+PRODUCTS = ("FullyConnected", "MatMul", "ScaledDotProductAttention", "gemm", "fully_connected")
+
+
+def openvino(folder: Path, layout: Layout, batch: Batch) -> Outcome:
+    """Convert, compile for a device that has fp16 if any has, run, and return what came out."""
+    import openvino as library
+
+    core = library.Core()
+    capable = [
+        name for name in core.available_devices if "FP16" in core.get_property(name, "OPTIMIZATION_CAPABILITIES")
+    ]
+    device = capable[0] if capable else "CPU"
+    hints = {"INFERENCE_PRECISION_HINT": library.Type.f16}
+    compiled = core.compile_model(to_openvino(folder, batch), device, hints)
+    output = compiled([ids.numpy() for ids in inputs_of(batch).values()])[0]
+    nodes = [
+        {key: str(node.get_rt_info()[key].value) for key in ("layerType", "runtimePrecision")}
+        for node in compiled.get_runtime_model().get_ops()
+    ]
+    return torch.from_numpy(output).float(), arithmetic_of_graph(nodes)
+
+
+def to_openvino(folder: Path, batch: Batch) -> Any:
+    """Return a folder's model, its weights in fp32 as that converter wants them, as OpenVINO's own."""
+    # What openvino.convert_model does, without the message that it sends to its makers.
+    from openvino.frontend import FrontEndManager
+    from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
+
+    frontend = FrontEndManager().load_by_framework("pytorch")
+    function, inputs = as_function(folder, torch.float32), tuple(inputs_of(batch).values())
+    with tracing():
+        decoder = TorchScriptPythonDecoder(function, example_input=inputs)  # which must outlive the conversion
+        return frontend.convert(frontend.load(decoder))
+
+
+def arithmetic_of_graph(nodes: Iterable[Mapping[str, str]]) -> Arithmetic:
+    """Return the arithmetic of an executed graph, of whose nodes the layer's type and its precision are given."""
+    layers = ((OPENVINO_TYPES.get(node["runtimePrecision"].lower()), node["layerType"]) for node in nodes)
+    return Arithmetic.counted(
+        ((kind, name in PRODUCTS) for kind, name in layers if kind and name not in OPENVINO_MOVES)
+    )
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+RUNTIMES: dict[str, tuple[str, Callable[[Path, Layout, Batch], Outcome]]] = {
+    "ctranslate2": ("ctranslate2", ctranslate2),
+    "mlx-lm": ("mlx_lm", mlx_lm),
+    "onnx-reference": ("onnx", onnx_reference),
+    "onnxruntime": ("onnxruntime", onnxruntime),
+    "openvino": ("openvino", openvino),
+}
+"""Each runtime with the package that it needs."""
+
+
+def compared(values: Tensor, wanted: Tensor, mask: Tensor) -> dict[str, float]:
+    """Return how many values are not finite, how many are 0, and Σ(x − fp32)² / Σ fp32², where the mask says so."""
+    there, wanted = values[mask.bool()].double(), wanted[mask.bool()].double()
+    error = float((there - wanted).square().sum() / wanted.square().sum())
+    return {"nonfinite": int((~there.isfinite()).sum()), "zeros": int((there == 0).sum()), "error": error}
+
+
+def measure(out: Path, source: Path, name: str) -> dict[str, Any]:
+    """Run a checkpoint and its source in a runtime, and return the arithmetic, the three comparisons and a verdict."""
+    found: dict[str, Any] = {"runtime": name}
+    config = load_config(source)
+    batch = one_batch(config, probe.audit_batches(config, source, None))
+    mask = batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask
+
+    def expected(folder: Path, dtype: torch.dtype) -> Tensor:
+        values = in_torch(folder, dtype, batch)
+        return log_probabilities(values, batch, config) if name == "ctranslate2" else values
+
+    for side, folder in (("source", source), ("output", out)):
+        values, arithmetic = RUNTIMES[name][1](folder, agreed_layout(open_checkpoint(folder)), batch)
+        found[side] = compared(values, expected(folder, torch.float32), mask)
+    found["bf16"] = compared(expected(source, torch.bfloat16), expected(source, torch.float32), mask)
+    found["products"], found["operations"] = arithmetic.products, arithmetic.operations
+    worse = found["output"]["nonfinite"] or not found["output"]["error"] <= found["bf16"]["error"]
+    found["verdict"] = "unsafe" if worse else "safe" if arithmetic.native else "no evidence"
+    return found
+
+
+def main() -> None:
+    """Print a row for each runtime."""
+    out, source, *names = sys.argv[1:]
+    sides = ("source", "output", "bf16")
+    print("| runtime | products | operations | source | output | bf16 | verdict |\n|---|---|---|---|---|---|---|")
+    for name in names or [name for name, (package, _) in RUNTIMES.items() if find_spec(package)]:
+        found = measure(Path(out), Path(source), name)
+        kinds = [", ".join(f"{n or ''} {kind}" for kind, n in found[key].items()) for key in ("products", "operations")]
+        shown = [f"{found[s]['nonfinite']} not finite, {found[s]['error']:.2e}" for s in sides]
+        print("|", " | ".join([name, *kinds, *shown, found["verdict"]]), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
