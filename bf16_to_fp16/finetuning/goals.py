@@ -1,9 +1,7 @@
 """What a recipe asks of a finetune, whether it was delivered, and how to go on where it was not.
 
-A result that overflows nowhere may keep less headroom than was asked for, or little of the original on some kind of
-input: safe, but short of what was asked. Nothing has to be nearer to the original than the original in bf16 is.
-Headroom that still grew from the run's second quarter to its last will grow on with more steps; otherwise it has
-reached a plateau, and another run has to ask differently.
+A result that overflows nowhere may keep less headroom than was asked for, or little of the original: safe, but short of
+what was asked. Nothing has to be nearer to the original than the original in bf16 is.
 """
 
 from __future__ import annotations
@@ -52,69 +50,53 @@ class Command:
         return Path(path).name if self.is_public and Path(path).is_absolute() else value
 
     def published(self) -> Command:
-        """Return it as a report shows it."""
         return replace(self, is_public=True)
 
 
-def steps_more(headroom: Sequence[float], steps: int, missing: float) -> int | None:
-    """Return how many further steps are likely to bring the ``missing`` bits, a quarter to four times of those taken;
-    None where the headroom, in bits at equal distances, has stopped growing."""
-    if len(headroom) < LEAST_POINTS:
-        return steps
+def has_stopped(headroom: Sequence[float]) -> bool:
+    """Whether headroom, in bits at equal distances, no longer grew from the second quarter of a run to its last."""
     quarter = len(headroom) // 4
-    gained = median(headroom[-quarter:]) - median(headroom[quarter : 2 * quarter])
-    if gained < PLATEAU_BITS:
-        return None
-    # Half again as many: what remains comes slower.
-    wanted = 1.5 * missing / gained * steps / 2
-    return math.ceil(min(max(wanted, steps / 4), 4 * steps))
+    if len(headroom) < LEAST_POINTS:
+        return False
+    return median(headroom[-quarter:]) - median(headroom[quarter : 2 * quarter]) < PLATEAU_BITS
 
 
 def how_to_go_on(
     recipe: Recipe,
     run: FinetuneEntry,
     delivered: float,
-    quality: Sequence[UnsafeEntry],
     command: Command,
-    unproven: Sequence[UnsafeEntry] = (),
     *,
-    attacked: bool = False,
+    lost: bool,
+    unproven: bool,
+    attacked: bool,
 ) -> str:
     """Return the remedy of a finetune that did not deliver: the command that goes on with the run or begins another.
 
-    delivered: least headroom of the output in bits. quality: what it lost of the original. unproven: the certificate
-    that it lacks. attacked: the attack broke it.
+    delivered: least headroom of the output in bits. lost: it lost too much of the original. unproven: it lacks the
+    certificate. attacked: the attack broke it.
     """
-    another = f"{recipe.checkpointing.folder or f'{recipe.out}.run'}-2"
-    missing = recipe.penalty.headroom_bits - delivered
+    another: dict[str, object] = {"checkpointing__folder": f"{recipe.checkpointing.folder or f'{recipe.out}.run'}-2"}
+    rate = recipe.schedule.learning_rate
+    slower = {"schedule__learning_rate": f"{rate / 2:g}", **another}
     if attacked and recipe.penalty.certify is False and recipe.target in CERTIFIABLE:
-        line = command.line(penalty__certify="true", checkpointing__folder=another)
-        return f"begin another run, whose bounds are held too: {line}"
-    if missing <= TOLERANCE_BITS and quality and recipe.distillation.weight == 1 and run.kept == run.steps:
-        return f"go on, it still comes nearer to the original: {command.line(schedule__steps=2 * run.steps)}"
-    if missing <= TOLERANCE_BITS and quality:
-        held: dict[str, object] = {} if recipe.distillation.weight == 1 else {"distillation__weight": 1.0}
-        line = command.line(
-            **held,
-            schedule__learning_rate=f"{recipe.schedule.learning_rate / 2:g}",
-            checkpointing__folder=another,
-        )
-        return f"begin another run that holds on to the original: {line}"
-    if missing <= TOLERANCE_BITS and unproven:
-        # What training holds is held to its last step; the rest was held by the exponents that its start was given.
-        line = command.line(
-            schedule__learning_rate=f"{recipe.schedule.learning_rate / 2:g}", checkpointing__folder=another
-        )
-        return f"begin another run that stays nearer to its start: {line}"
+        return f"begin another run, whose bounds are held too: {command.line(penalty__certify='true', **another)}"
+    if recipe.penalty.headroom_bits - delivered <= TOLERANCE_BITS:
+        if lost and recipe.distillation.weight == 1 and run.kept == run.steps:
+            return f"go on, it still comes nearer to the original: {command.line(schedule__steps=2 * run.steps)}"
+        if lost:
+            held: dict[str, object] = {} if recipe.distillation.weight == 1 else {"distillation__weight": 1.0}
+            return f"begin another run that holds on to the original: {command.line(**held, **slower)}"
+        if unproven:
+            # What training holds is held to its last step; the rest was held by the exponents of its start.
+            return f"begin another run that stays nearer to its start: {command.line(**slower)}"
     curve = [bits for bits in run.curves.get("headroom_bits", ()) if bits is not None]
     last = curve[-max(1, len(curve) // 4) :]
-    # Where the training keeps what was asked for and the audit does not, it has yet to meet such inputs: its own curve
-    # does not say when.
+    # Where the training keeps what was asked for and the audit does not, it has yet to meet such inputs.
     kept_there = bool(last) and median(last) >= recipe.penalty.headroom_bits
-    more = run.steps if kept_there else steps_more(curve, run.steps, min(missing, FP16_RANGE_BITS))
-    if more is not None:
-        return f"go on: {command.line(schedule__steps=run.steps + more)}"
-    line = command.line(schedule__learning_rate=f"{recipe.schedule.learning_rate * 2:g}", checkpointing__folder=another)
+    if kept_there or not has_stopped(curve):
+        return f"go on: {command.line(schedule__steps=2 * run.steps)}"
+    line = command.line(schedule__learning_rate=f"{rate * 2:g}", **another)
     return f"more steps will not help, the headroom has stopped growing; begin another run: {line}"
 
 
@@ -124,8 +106,7 @@ def goal(what: str, missing: float, reason: str) -> UnsafeEntry:
 
 
 def lost_quality(recipe: Recipe, run: FinetuneEntry) -> list[UnsafeEntry]:
-    """Return what the step that was kept has lost beyond what ``quality`` allows, as far as it was measured: of each
-    measure the worst kind of input."""
+    """Return what was lost beyond what ``quality`` allows: of each measure the worst kind of input."""
     wanted, lost = recipe.quality, list[UnsafeEntry]()
 
     def missed(signal: str, reason: str, over: float) -> None:
@@ -180,5 +161,6 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     if report.safe and not missed:
         return report
     attacked = report.attack is not None and report.attack.worst_headroom_bits < 0
-    remedy = how_to_go_on(recipe, run, delivered, quality, command, unproven, attacked=attacked)
+    lost, lacks = bool(quality), bool(unproven)
+    remedy = how_to_go_on(recipe, run, delivered, command, lost=lost, unproven=lacks, attacked=attacked)
     return going_on(report, missed, remedy)

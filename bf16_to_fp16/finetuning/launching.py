@@ -140,7 +140,6 @@ class Place:
     bf16: bool = False
 
     def holds(self, held: Mapping[str, float]) -> bool:
-        """Return whether one process has the memory for a sum."""
         return memory.total(held, on_gpu=self.on_gpu) <= USABLE * self.memory
 
 
@@ -182,12 +181,10 @@ class Choice:
 
     @property
     def total(self) -> float:
-        """What a process holds in bytes."""
         return memory.total(self.held, on_gpu=self.place.on_gpu)
 
     @property
     def fits(self) -> bool:
-        """Whether the process has that memory."""
         return self.place.holds(self.held)
 
 
@@ -205,7 +202,9 @@ def excluded(kind: str, place: Place) -> str | None:
 @quiet()
 def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
     """Return the fastest configuration whose sum fits ``place``, else that of the least; or the one that is asked for.
-    Raises UserError where that one cannot run the recipe, or none can."""
+
+    Raises UserError where that one cannot run, or none can.
+    """
     import transformers
 
     left_out = {name: why for name in CONFIGS if (why := excluded(name, place)) is not None}
@@ -262,7 +261,6 @@ class Launch:
 
     @property
     def line(self) -> str:
-        """The command line."""
         return shlex.join(self.words)
 
     def to_json(self) -> dict[str, Any]:
@@ -311,7 +309,6 @@ def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> Lau
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file of ours; raise UserError for one that is not, or where it cannot be."""
     try:
         if path.exists() and path.suffix == ".yaml" and not path.read_text(encoding="utf-8").startswith(WRITTEN):
             raise UserError(f"{path} was not written by launch; rename it, or give another out")
@@ -362,7 +359,6 @@ def _gib(size: float) -> str:
 
 
 def _sum(held: Mapping[str, float], place: Place) -> str:
-    """Return a sum in words, with its terms."""
     each = dict(held) | ({"CUDA": memory.CONTEXT} if place.on_gpu else {})
     terms = " + ".join(f"{_gib(size)} {name}" for name, size in each.items())
     return f"{terms} = {_gib(memory.total(held, on_gpu=place.on_gpu))}"

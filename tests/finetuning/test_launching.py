@@ -20,15 +20,11 @@ from support.learner import recipe_tree, saved
 from support.program import refused
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.utils.flop_counter import FlopCounterMode
 
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.finetuning import memory
 from bf16_to_fp16.finetuning.launching import CONFIGS, accelerate_config, deepspeed_config
-from bf16_to_fp16.finetuning.mixed_precision import WidePowers
 from bf16_to_fp16.finetuning.recipe import parse_recipe
-from bf16_to_fp16.run.batch import values_of
-from bf16_to_fp16.run.interface import config_of
 from bf16_to_fp16.run.stock import load, load_config
 
 Shipped = Callable[[str, str], dict[str, Any]]
@@ -208,41 +204,12 @@ def test_a_launch_ends_as_what_it_runs_does(
     assert ended == status and capsys.readouterr().err.lstrip("\n") == said
 
 
-@pytest.mark.parametrize(("recomputed", "apart"), [(False, False), (True, False), (False, True), (True, True)])
-def test_memory_counted_without_values_is_that_of_a_step_with_values(
-    source: Path, recomputed: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """apart: by ZeRO-3's own linears, batch and probe with a backward each."""
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap  # where it is needed: it takes seconds
-
-    tree = recipe_tree(source, source / "out") | {"gradient_checkpointing": recomputed}
-    recipe, config = parse_recipe(tree), load_config(source)
+def test_parameters_and_blocks_are_counted_without_values(source: Path) -> None:
+    recipe, config = parse_recipe(recipe_tree(source, source / "out")), load_config(source)
     needs = memory.Needs(recipe, config, transformers.T5ForConditionalGeneration)
-    model = load(source, torch.float32).train()
+    model = load(source, torch.float32)
     assert needs.parameters == sum(p.numel() for p in model.parameters()) and needs.block_classes == ("T5Block",)
     assert needs.largest_block == sum(p.numel() for p in model.decoder.block[0].parameters())
-    if recomputed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=memory.recomputation(torch.device("cpu")))
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    shapes = ((4, 48, 24), memory.PROBE)
-    live = memory._Live(model)
-    with live, WidePowers(), monkeypatch.context() as patches:
-        if apart:
-            patches.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
-        for group in [[shape] for shape in shapes] if apart else [shapes]:
-            losses = []
-            with torch.autocast("cpu", torch.float16):
-                for shape in group:
-                    given = memory._inputs(config_of(model), *shape)
-                    losses.append(memory._distance(config_of(model), values_of(model(**given)).flatten(0, -2)))
-            torch.stack(losses).sum().backward()
-    # Without values a few functions are taken apart, whose temporaries are then seen.
-    assert live.most <= needs.activations(apart=apart, gathers=apart) <= 1.15 * live.most
-    with FlopCounterMode(display=False) as counter:  # which keeps tensors alive
-        for shape in shapes:
-            values_of(model(**memory._inputs(config_of(model), *shape))).sum().backward()
-    assert needs.flops == counter.get_total_flops() > 0
 
 
 @pytest.fixture
@@ -268,7 +235,18 @@ def test_a_shipped_recipe_is_launched_without_a_network(shipped: Shipped) -> Non
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "gib", "kind"), [("pegasus", "32", "ddp"), ("mt5", "16", "ddp"), ("flan-t5-xl", "32", "zero3")]
+    ("name", "gib", "kind", "traced"),
+    [
+        ("flan-t5-base", "16", "ddp", 13.2),
+        ("pegasus", "16", "zero2", 13.7),
+        ("pegasus", "32", "ddp", 21.2),
+        ("mt5", "16", "ddp", 10.5),
+        ("flan-t5-xl", "16", "zero3-offload", 6.0),
+        ("flan-t5-xl", "32", "zero3", 16.6),
+    ],
 )
-def test_every_shipped_recipe_is(name: str, gib: str, kind: str, shipped: Shipped) -> None:
-    assert shipped(name, gib)["kind"] == kind
+def test_the_sum_of_a_shipped_recipe_is_within_8_percent_of_one_with_every_tensor_traced(
+    name: str, gib: str, kind: str, traced: float, shipped: Shipped
+) -> None:
+    told = shipped(name, gib)
+    assert told["kind"] == kind and told["memory"]["total"] / 2**30 == pytest.approx(traced, rel=0.08)
