@@ -38,7 +38,7 @@ def pytest_configure() -> None:
 SLOW = (
     *("launch", "from_a_wheel", "demo", "publish", "stock_loading", "finetune", "bound_constraint", "family_contract"),
     *("faults", "trainer", "least_edit", "forgeries", "attack", "sentence_encoders", "verify", "launching", "survey"),
-    *("pipeline", "convert", "make_safe", "convert_verdicts", "images", "planner", "comfy_decoders", "adapter"),
+    *("pipeline", "convert", "make_safe", "convert_verdicts", "images", "planner", "adapter"),
     *("sources", "regimes", "centred_keys", "pipelines", "outputs", "certificate", "own_eps", "saturated", "system"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""

@@ -35,29 +35,21 @@ WAN_NAMES = (
 
 @dataclass(frozen=True)
 class Naming:
-    """A way to name the tensors of an encoder: ``pairs`` of the stock name and this one's, none where all are stock, or
-    ``beginnings`` of both. ``anchors``: names that a file in this naming has, whatever its size."""
+    """A way to name the tensors of an encoder: ``pairs`` of the stock name and this one's, none where all are stock.
+    ``anchors``: names that a file in this naming has, whatever its size."""
 
     title: str
     anchors: tuple[str, ...]
     pairs: tuple[tuple[str, str], ...] = ()
-    beginnings: tuple[tuple[str, str], ...] = ()
 
     def to_stock(self, name: str) -> str:
         """Return the stock name of a tensor, and the name as it is where it is in no table."""
-        begun = ((stock, own) for stock, own in self.beginnings if name.startswith(own))
-        if (beginning := next(begun, None)) is not None:
-            return beginning[0] + name.removeprefix(beginning[1])
         return translated(name, tuple((own, stock) for stock, own in self.pairs))
 
     def from_stock(self, name: str) -> str:
         """Return what a tensor of this stock name is called; raise UserError where there is no such tensor."""
-        begun = [(stock, own) for stock, own in self.beginnings if name.startswith(stock)]
-        if begun:
-            stock, instead = max(begun)  # the longest
-            return instead + name.removeprefix(stock)
         own = translated(name, self.pairs)
-        if (self.pairs or self.beginnings) and own == name:
+        if self.pairs and own == name:
             raise UserError(f"{self.title} has no tensor for {name}; choose --layout single")
         return own
 

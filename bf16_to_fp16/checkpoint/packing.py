@@ -58,12 +58,9 @@ def check_our_file(out: Path, new: Path | None = None) -> None:
         raise UserError(f"{out} exists, and convert --layout did not write it; choose another output path")
 
 
-def pack(
-    weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str], tokenizer: tuple[str, Path] | None = None
-) -> None:
-    """Write the tensors of a safetensors file to a new one under the names of ``naming``, a few MB at a time.
-    tokenizer: a name, and the file whose bytes it is to stand for. Raises UserError where a tensor has no name there,
-    and for a full disk."""
+def pack(weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str]) -> None:
+    """Write the tensors of a safetensors file to a new one under the names of ``naming``, a few MB at a time. Raises
+    UserError where a tensor has no name there, and for a full disk."""
     tensors = sorted(headers.read_whole_header(weights)[0].values(), key=lambda info: info.offset)
     running = hashlib.sha256()
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata, TENSORS: running.hexdigest()}}
@@ -71,21 +68,13 @@ def pack(
     for info in tensors:
         entries[naming.from_stock(info.name)] = headers.entry_of(info.dtype, info.shape, end, info.nbytes)
         end += info.nbytes
-    extra = b""
-    if tokenizer is not None:
-        name, file = tokenizer
-        extra = file.read_bytes()
-        entries[name] = headers.entry_of("U8", (len(extra),), end, len(extra))
     header = headers.header_of(entries)
     if len(header) > files.LONGEST_HEADER:
         raise UserError(f"{target.name}: its header would have {len(header):,} bytes; leave out --layout")
-    with created(target, len(header) + end + len(extra)) as out, files.reading(weights) as source, writing(target):
+    with created(target, len(header) + end) as out, files.reading(weights) as source, writing(target):
         write_all(out, memoryview(header))
         for part in hashing(source, tensors, running, naming):
             write_all(out, part)
-        write_all(out, memoryview(extra))
-        if tokenizer is not None:
-            running.update(described(tokenizer[0], "U8", (len(extra),)) + extra)
         # Again, since it holds the hash of what follows it; a digest is as long as another.
         entries["__metadata__"] = {"format": "pt", **metadata, TENSORS: running.hexdigest()}
         os.lseek(out, 0, os.SEEK_SET)

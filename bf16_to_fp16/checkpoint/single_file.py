@@ -20,16 +20,15 @@ from ..errors import UserError, shortened
 from ..json_text import write_json
 from . import files, formats, headers
 from .disk import FREE_SPACE_REMEDY, check_free_space, writing
-from .layouts import LAYOUTS, TEXT, TOKENIZERS
-from .naming import Naming, found_in
+from .naming import STOCK, Naming, found_in
 from .packed import way_back_of
 from .places import RESTORE
 
-SPIECE_FILE = "spiece.model"  # what T5's tokenizers call theirs
+SPIECE, SPIECE_FILE = "spiece_model", "spiece.model"  # the tensor of a tokenizer's bytes, and the file in a folder
 SCALES = (".scale_weight", ".weight_scale")
 """Endings, in place of ``.weight``, of the scale that an fp8 matrix is multiplied with: ComfyUI's two."""
 
-ASIDE = (*SCALES, ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale", *TOKENIZERS)
+ASIDE = (*SCALES, ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale", SPIECE)
 """Endings of the names of what lies beside weights and is none."""
 
 SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
@@ -55,11 +54,11 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     what is inferred."""
     state = formats.state_of(file)
     every = read_any(file)
-    if config is None and (inside := way_back_of(file)) is not None:
-        known = naming_by(inside["config"], inside["layout"])
+    inside = way_back_of(file) if config is None else None
+    if inside is not None and inside["layout"] == "single":
+        before, naming = f"{prefix}." if prefix else "", STOCK
     else:
-        known = naming_by(files.read_json(config, "config") if isinstance(config, Path) else config or {})
-    before, naming = the_encoder(file, every, prefix) if known is None else (f"{prefix}." if prefix else "", known)
+        before, naming = the_encoder(file, every, prefix)
     mine = {name.removeprefix(before): info for name, info in every.items() if name.startswith(before)}
     own = {naming.to_stock(name): info for name, info in mine.items() if not name.endswith(ASIDE)}
     tensors = {name: replace(info, name=name) for name, info in sorted(own.items())}
@@ -89,18 +88,10 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
     with writing(folder, SCRATCH_REMEDY):
         write_json(folder / "config.json", settled)
-        models = [i for name, i in every.items() if name.split(".")[-1] in TOKENIZERS and i.dtype == "U8"]
+        models = [i for name, i in every.items() if name.split(".")[-1] == SPIECE and i.dtype == "U8"]
         if len(models) == 1:  # as a stock folder has it, byte for byte
-            hosted = LAYOUTS["comfy"].hosted(settled["model_type"])
-            name = (hosted.tokenizer[1] if hosted is not None else "") or SPIECE_FILE
-            (folder / name).write_bytes(formats.bytes_of(formats.read_range(models[0], models[0].shape, 0)))
+            (folder / SPIECE_FILE).write_bytes(formats.bytes_of(formats.read_range(models[0], models[0].shape, 0)))
     return SingleFile(file, folder, settled, tensors, states, tuple(notes))
-
-
-def naming_by(config: Mapping[str, Any], layout: str = "comfy") -> Naming | None:
-    """Return how tensors of the model with this config are named in a file of a layout, None where their names tell."""
-    naming = LAYOUTS[layout].naming(config.get("model_type"))
-    return naming if naming.beginnings or layout == "single" else None
 
 
 def read_any(file: Path) -> dict[str, headers.TensorInfo]:
@@ -124,8 +115,6 @@ def the_encoder(file: Path, tensors: Mapping[str, headers.TensorInfo], prefix: s
     if encoders:
         names = " or ".join((before.rstrip(".") or "''") for before, _ in encoders)
         raise UserError(f"{file}: holds {len(encoders)} T5 models; name one with --subfolder: {names}")
-    if all(name in tensors for name in TEXT.anchors):
-        raise UserError(f"{file}: a decoder-only encoder, of which names and shapes do not tell all; {GIVE}")
     under = "" if prefix is None else f" under {formats.shown(prefix)}"
     some = formats.shown(min(tensors))
     raise UserError(
@@ -297,12 +286,9 @@ def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, headers
     them: an encoder's where there is no decoder."""
     read = files.read_json(config, "config") if isinstance(config, Path) else dict(config)
     model_type = str(read.get("model_type"))
-    hosted = LAYOUTS["comfy"].hosted(model_type)
     if model_type in CLASSES:
         whole = any(name.startswith("decoder.block.") for name in tensors)
         read["architectures"] = [CLASSES[model_type][whole]]
-    elif hosted is not None and hosted.stock:
-        read["architectures"] = [hosted.stock]
     return read
 
 

@@ -132,7 +132,7 @@ def convert_command(
 
         read_recipe_for(recipe, source, out, options.target, options.subfolder)
     if folder and out.suffix == ".safetensors":
-        raise UserError(f"{out} names a file, and a folder is written; give a folder, or --layout single or comfy")
+        raise UserError(f"{out} names a file, and a folder is written; give a folder, or --layout single")
     from ..commands.convert import convert_by, convert_to_file
 
     run = convert_by if folder or dry_run else convert_to_file

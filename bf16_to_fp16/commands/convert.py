@@ -34,7 +34,6 @@ from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..json_text import as_json, write_json
-from ..numerics import FP16_MAX
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..ranges import NormRange
@@ -62,7 +61,7 @@ from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Planned
 from ..results import dump
 from ..run.batch import describe_batches
-from ..targets import AUTO, SQUARING, TIERS
+from ..targets import AUTO, TIERS
 
 WHOLE = 1.5
 """Seconds of a conversion for each up to its plan: the audit takes somewhat longer than the observation that it
@@ -187,12 +186,7 @@ def convert_by(
         report = write_report(work, report)
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     states = entered(decided.layout, decided.of_source)
-    tool = (
-        options.of_inner_states(decided.layout, decided.plan.residual_exponent),
-        options.leaves_out(decided.layout, opened.checkpoint.folder),
-    )
-    notes = *decided.notes, *filter(None, tool)
-    how: dict[str, Any] = {"notes": notes, "next": then, "entered": states}
+    how: dict[str, Any] = {"notes": decided.notes, "next": then, "entered": states}
     return Conversion(dump(report), place.out, decided.planned, measured.plan, **how)
 
 
@@ -251,14 +245,11 @@ def convert_to_file(
         }
         config = read_json(folder / "config.json", "config")
         back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
-        model_type = config.get("model_type")
-        lacks = options.without_tokenizer(model_type, folder)
-        inside = layout.tokenizer_in(folder, model_type)
         with progress.step(f"Packing it for --layout {options.layout}"):
-            pack(folder / WEIGHTS, file, layout.naming(model_type), metadata_of(summary, back), inside)
+            pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back))
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
-    notes = (*done.notes, *for_the_tool(report, layout, config), *filter(None, [lacks]))
+    notes = (*done.notes, *eps_notes(report, layout))
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
 
@@ -272,33 +263,18 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
         raise converted_already(file, "its metadata")
 
 
-def for_the_tool(report: Report, layout: FileLayout, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what there is to say of a file, with its config, to the user of the tool that is to read it."""
+def eps_notes(report: Report, layout: FileLayout) -> tuple[str, ...]:
+    """Return what the reader of a file needs to know of eps."""
     assert report.plan is not None  # of a conversion
-    hosted = layout.hosted(config.get("model_type"))
-    if layout.tool is None or hosted is None:
-        eps = report.plan.eps
+    eps, drift, close = report.plan.eps, report.plan.drift, report.fidelity
+    if layout.eps is None:
         return () if eps is None else (f"to be loaded with a norm eps of {eps!r} in its config",)
-    notes, close = [], report.fidelity
-    if (drift := report.plan.drift) is not None and close is not None and close.kl_bf16 is not None:
-        notes.append(
-            f"{layout.tool} has {hosted.eps:g} for eps whatever the file says: that costs a relative squared error of"
-            f" {drift.measured_kl:.1e}, beside {close.kl_bf16:.1e} for the source in bf16"
-        )
-    tier = report.tiers.get("norm-fp16")
-    if hosted.target in SQUARING and tier is not None and not tier.holds:
-        notes.append(
-            f"not safe where norms compute in fp16: {tier.reason}; safe where ComfyUI keeps activations in fp32,"
-            " as it does by default, and not where they are fp16"
-        )
-    bounds = [] if report.certificate is None else report.certificate.sites
-    span = max((site.bound for site in bounds if site.name.endswith(":masked")), default=0.0)
-    if hosted.mask < span <= FP16_MAX:  # past which the verdict says so
-        notes.append(
-            f"not proven where ComfyUI's activations are fp16: its masks take {hosted.mask:g} from a score there, and"
-            f" masking may need {span:.0f}; safe where they are fp32, as by default"
-        )
-    return tuple(notes)
+    if drift is None or close is None or close.kl_bf16 is None:
+        return ()
+    return (
+        f"{layout.readers} have {layout.eps:g} for eps whatever the file says: that costs a relative squared error of"
+        f" {drift.measured_kl:.1e}, beside {close.kl_bf16:.1e} for the source in bf16",
+    )
 
 
 def write_report(work: Path, report: Report) -> Report:

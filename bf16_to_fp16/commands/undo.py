@@ -122,8 +122,6 @@ def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path
         if not as_file:
             write_beside(checkpoint, inside.source, work)
             return out
-        layout, model_type = LAYOUTS[inside.layout], checkpoint.config.get("model_type")
-        tokenizer = layout.tokenizer_in(checkpoint.folder, model_type)
-        pack(work / WEIGHTS, work / "packed", layout.naming(model_type), {}, tokenizer)
+        pack(work / WEIGHTS, work / "packed", LAYOUTS[inside.layout].naming, {})
         put_file_in_place(work / "packed", out, force=force)
     return out

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import cycle, islice
 from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -18,11 +17,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import click
 
 from ..bounds.arithmetic import Arithmetic
-from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS, Hosted, Size
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS
 from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.staging import check_out
 from ..errors import UserError, shortened
-from ..families.configs import looked_up
 from ..numerics import MAX_LENGTH, MOST_POSITIONS
 from ..targets import AUTO, MARGIN_BITS, RECORDS, TARGETS
 
@@ -172,7 +170,7 @@ class Options:
     layout: str = option(
         FOLDER_LAYOUT,
         "--layout",
-        "hf: a folder. Else OUT is one file: comfy for ComfyUI and Forge, wan for Wan's, single with stock names.",
+        "hf: a folder. Else OUT is one file: wan for Wan's tools, single with stock names.",
         type=click.Choice(LAYOUT_NAMES),
         show_default=True,
     )
@@ -249,116 +247,36 @@ class Options:
             other = "--exact" if self.exact else "--no-audit"
             raise UserError(f"--max-kl accepts what edits cost, and {other} makes none; leave out one of the two")
 
-    def check_layout(self, layout: Layout, folder: Path, where: str) -> None:
-        """Raise UserError for a model, with its config in ``folder``, that the tool of the layout has no class for."""
+    def check_layout(self, layout: Layout, where: str) -> None:
+        """Raise UserError for a model that the tool of the layout has no class for."""
         chosen = LAYOUTS.get(self.layout)
-        if chosen is None or chosen.tool is None:
+        if chosen is None or chosen.model_type is None:
             return
         chosen.check_model(layout.family.model_type, where)
         if layout.stock.decodes or layout.head is not None:
             name = layout.family.giving_states(decodes=False)
             how = "give a folder of the encoder" if name is None else f"add --as {name}"
-            raise UserError(f"{where}: {chosen.tool} reads encoders alone; {how}, or choose --layout single")
-        hosted = chosen.models[layout.family.model_type]
+            raise UserError(f"{where}: {chosen.readers} read encoders alone; {how}, or choose --layout single")
         for feed_forward in layout.feed_forwards:
-            if feed_forward.activation not in hosted.activations:
-                has = " and ".join(hosted.activations)
+            if feed_forward.activation != chosen.activation:
                 raise UserError(
-                    f"{where}: {chosen.tool} has {has} for an activation, and the config {feed_forward.activation};"
-                    " choose --layout single"
+                    f"{where}: {chosen.readers} have {chosen.activation} for an activation, and the config"
+                    f" {feed_forward.activation}; choose --layout single"
                 )
-        if hosted.sizes and self.size_of(layout) is None:
-            sizes = ", ".join(size.title for size in hosted.sizes)
-            raise UserError(
-                f"{where}: {chosen.tool} has classes for {sizes}, and this is another size; choose --layout single"
-            )
-        for key, value in self.unlike(layout, folder, refused=True):
-            raise UserError(
-                f"{where}: {chosen.tool} computes {hosted.title} with {key} {hosted.fixed[key]!r}, and the config says"
-                f" {value!r}; choose --layout single"
-            )
         for name in layout.tensors:
-            hosted.naming.from_stock(name)  # which refuses what has none
-
-    def hosted(self, model_type: object) -> Hosted | None:
-        """Return how the tool of the layout computes models of a type, None without a tool."""
-        chosen = LAYOUTS.get(self.layout)
-        return None if chosen is None else chosen.hosted(model_type)
-
-    def size_of(self, layout: Layout) -> Size | None:
-        """Return the size of which the tool of the layout has a class for a model, None where it takes any."""
-        hosted = self.hosted(layout.family.model_type)
-        return None if hosted is None else hosted.size_of(layout.stack_numbers)
-
-    def unlike(self, layout: Layout, folder: Path, *, refused: bool) -> Iterator[tuple[str, object]]:
-        """Yield the keys and values by which the config of a text model differs from what the class of the tool of the
-        layout computes: those that are refused, or those that the tool is known to leave out."""
-        hosted, size = self.hosted(layout.family.model_type), self.size_of(layout)
-        if hosted is None or size is None:
-            return
-        from ..run.stock import any_config
-
-        text = any_config(folder).get_text_config().to_dict()
-        for key, wanted in hosted.fixed.items():
-            value, known = looked_up(text, key), key in size.left_out
-            if isinstance(wanted, tuple):  # layer by layer
-                same = isinstance(value, list) and list(islice(cycle(wanted), len(value))) == value
-            else:
-                same = value == wanted or not (value or wanted)
-            if not same and refused != (known and value == size.left_out[key]):
-                yield key, value
-
-    def leaves_out(self, layout: Layout, folder: Path) -> str:
-        """Return what the tool of the layout leaves out of what the config of a text model says; else nothing."""
-        parts = [f"{key} {value}" for key, value in self.unlike(layout, folder, refused=False)]
-        return f"{LAYOUTS[self.layout].tool} computes without what the config says: {', '.join(parts)}" if parts else ""
-
-    def holds_stream(self, layout: Layout) -> bool:
-        """Return whether all that the tool of the layout does with a model reads its inner states in linears of its
-        own, so that nothing may scale its stream."""
-        size = self.size_of(layout)
-        return size is not None and not size.fit
-
-    def of_inner_states(self, layout: Layout, exponent: int) -> str:
-        """Return what to know of an output whose stream has this exponent where the tool of the layout reads inner
-        states into linears; else nothing."""
-        size = self.size_of(layout)
-        if size is None or not size.unfit:
-            return ""
-        tool, unfit = LAYOUTS[self.layout].tool, " and ".join(size.unfit)
-        if not size.fit:
-            return f"the stream stays as it is, since {tool} reads inner states of {size.title} for {unfit}"
-        if not exponent:
-            return ""
-        fit = " and ".join(size.fit)
-        return f"for {fit} alone: for {unfit} {tool} reads inner states, now 2^{exponent} times as large"
-
-    def without_tokenizer(self, model_type: object, *folders: Path | None) -> str:
-        """Return what to do where the tool of the layout takes the tokenizer from the file, and none of the folders has
-        one; else nothing."""
-        hosted = self.hosted(model_type)
-        if hosted is None or not hosted.tokenizer[0]:
-            return ""
-        name, file = hosted.tokenizer
-        if any(folder is not None and (folder / file).is_file() for folder in folders):
-            return ""
-        return (
-            f"{LAYOUTS[self.layout].tool} takes this model's tokenizer from the weights, and the source has none"
-            f" ({file}, or {name} in a file); convert a source that has it"
-        )
+            chosen.naming.from_stock(name)  # which refuses what has none
 
     def held_eps(self, layout: Layout) -> float | None:
         """Return the eps of whoever is to read the output, where that does not ask the config; else None."""
-        hosted = self.hosted(layout.family.model_type)
         if layout.family.eps_key is None:
             return None
-        own = None if hosted is None else hosted.eps
+        own = LAYOUTS[self.layout].eps if self.layout in LAYOUTS else None
         return layout.eps if own is None and self.eps == FIXED else own
 
-    def preferred(self, model_type: object) -> str:
-        """Return the target that suits whoever is to read the output."""
-        hosted = self.hosted(model_type)
-        return AUTO if hosted is None else hosted.target
+    @property
+    def tries_stricter(self) -> bool:
+        """Whether stricter tiers are tried; not for Wan, whose norms compute in fp32."""
+        return self.target == AUTO and (self.layout not in LAYOUTS or LAYOUTS[self.layout].eps is None)
 
     def command(self, source: str | Path, out: Path) -> str:
         """Return the command line that does the same again; of local paths only the last part, since it is

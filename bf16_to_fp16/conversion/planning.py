@@ -68,7 +68,6 @@ from .opening import classified, opened_with_notes
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause for a proof
-PREFERRED_DRIFT = 1 / 32  # the same for the target that suits a tool: with fp16's own rounding, under a sixteenth
 MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
 """Bytes of loss tables that are kept from one plan to the next: where eps stays, of five plans, else of one or two."""
 
@@ -104,9 +103,7 @@ class Opened:
 
     def apart(self) -> Layout:
         """Return the layout with the head apart from the embedding."""
-        return replace(
-            resolve(self.checkpoint, untie=True), held_eps=self.layout.held_eps, held_stream=self.layout.held_stream
-        )
+        return replace(resolve(self.checkpoint, untie=True), held_eps=self.layout.held_eps)
 
     @cached_property
     def spectra(self) -> Spectra:
@@ -127,11 +124,8 @@ def open_source(
     place.check(checkpoint.folder)
     checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
-    options.check_layout(layout, checkpoint.folder, checkpoint.name)
-    beside = tokenizer_beside(checkpoint.folder, checkpoint.subfolder)
-    if lacks := options.without_tokenizer(layout.family.model_type, checkpoint.folder, beside):
-        progress.say(lacks)
-    layout = replace(layout, held_eps=options.held_eps(layout), held_stream=options.holds_stream(layout))
+    options.check_layout(layout, checkpoint.name)
+    layout = replace(layout, held_eps=options.held_eps(layout))
     check_norms(checkpoint, layout)
     inputs: list[Batch] = []
     if options.run_model:
@@ -153,22 +147,6 @@ def as_it_is_loaded(checkpoint: Checkpoint, name: str | None, progress: Progress
     return found
 
 
-def too_much_drift(wanted: str, target: str, drift: Fidelity) -> str:
-    """Return why the target that whoever reads the output could ask for gives way to a weaker one."""
-    return (
-        f"the target is {target}: with {wanted} the eps that stays the same would cost a relative squared error of"
-        f" {drift.kl_fp16:.1e}, beside {drift.kl_bf16:.1e} for the source in bf16"
-    )
-
-
-def stream_stays(drift: Fidelity) -> str:
-    """Return why the stream is not scaled for a tool that computes in fp32 unless it is told otherwise."""
-    return (
-        "the stream stays as it is, for activations in fp32: with the tool's eps its factor would cost a relative"
-        f" squared error of {drift.kl_fp16:.1e}, beside {drift.kl_bf16:.1e} for the source in bf16"
-    )
-
-
 def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
     """Return a stored plan, made for ``target``, for this source; raise UserError where it does not fit."""
     layout, eps = opened.apart() if plan.untied_head else opened.layout, opened.layout.held_eps
@@ -177,8 +155,6 @@ def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
         raise UserError(
             f"the plan is for an eps of {plan.eps!r}, and whoever is to read the output has {eps!r}; leave out --plan"
         )
-    if layout.held_stream and any(map(plan.stream_exponent, layout.streams)):
-        raise UserError("the plan scales the stream, whose inner states the tool of --layout reads; leave out --plan")
     return Decided(layout, plan, target)
 
 
@@ -195,18 +171,10 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
         ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)
     search = source = Search(opened, options, progress, ranges, reference, tables=tables)
     decided = search.affordable(search.decided(first))
-    notes: tuple[str, ...] = ()
-    if (drift := search.too_far(decided)) is not None:
-        notes = (stream_stays(drift),)
-        progress.say(*notes)
-        layout = replace(opened.layout, held_stream=True)
-        search = replace(search, opened=replace(opened, layout=layout))
-        decided = search.decided(first)
     if options.run_model and not options.exact:
         search, decided, predicted = edited_enough(search, decided)
-    best = search.best(decided) if auto else decided
-    notes += best.notes
-    return replace(best, ranges_before=source.ranges, reference=source.reference, predicted=predicted, notes=notes)
+    best = search.strictest(decided) if options.tries_stricter else decided
+    return replace(best, ranges_before=source.ranges, reference=source.reference, predicted=predicted)
 
 
 def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Mapping[str, float]]:
@@ -309,33 +277,6 @@ class Search:
         )
         self.progress.say(note)
         return replace(less, notes=(note,))
-
-    def too_far(self, decided: Decided) -> Fidelity | None:
-        """Return how far the eps of a tool that runs decoder-only encoders, by default in fp32, would take a plan's
-        function where that is further than bf16 does; else None."""
-        hosted = self.options.hosted(decided.layout.family.model_type)
-        if self.reference is None or decided.plan.drift is None or hosted is None or not hosted.sizes:
-            return None
-        found = tried_drift(self.opened, self.reference, self.progress)(decided.layout, decided.plan)
-        return None if is_acceptable(found, 1.0) else found
-
-    def best(self, weakest: Decided) -> Decided:
-        """Return the plan for the target that suits whoever is to read the output, given that for the weakest."""
-        wanted, stricter = self.options.preferred(self.opened.layout.family.model_type), weakest
-        if wanted == AUTO:
-            return self.strictest(weakest)
-        if wanted == weakest.target or self.reference is None:  # what squares in fp16 only a run shows
-            return weakest
-        stricter = self.decided(wanted, weakest)
-        assert stricter.planned is not None and weakest.planned is not None
-        if {v.signal for v in stricter.planned.violations} - {v.signal for v in weakest.planned.violations}:
-            return weakest
-        found = tried_drift(self.opened, self.reference, self.progress)(stricter.layout, stricter.plan)
-        if is_acceptable(found, PREFERRED_DRIFT):
-            return stricter
-        note = too_much_drift(wanted, weakest.target, found)
-        self.progress.say(note)
-        return replace(weakest, notes=(note,))
 
     def strictest(self, weakest: Decided) -> Decided:
         """Return the plan for the strictest tier that costs next to nothing beside that of the weakest."""

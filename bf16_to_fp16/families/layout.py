@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import UserError
-from .configs import config_value, full_config, looked_up, number_of, positive
+from .configs import config_value, looked_up, number_of, positive
 from .types import (
     Attention,
     Axis,
@@ -147,8 +147,6 @@ class Layout:
     """Norms of a model in memory whose eps is another than stock code's and no config could say so, with that eps."""
     held_eps: float | None = None
     """The eps of whoever is to read the output without asking its config, None where the config is asked."""
-    held_stream: bool = False
-    """Whether whoever is to read the output reads the stream itself, so that nothing scales it."""
 
     @property
     def outside(self) -> dict[str, str]:
@@ -192,13 +190,6 @@ class Layout:
             ResolvedStack(i == 0, i == last, ends, tuple(sublayers))
             for i, (ends, sublayers) in enumerate(ends_and_sublayers)
         )
-
-    @property
-    def stack_numbers(self) -> dict[str, object]:
-        """The config of its first stack, with what stock code takes where it says nothing."""
-        inside, dot, _ = self.family.encoder.layers.rpartition(".")
-        full = full_config(self.family, self.config)
-        return {key.removeprefix(inside + dot): value for key, value in full.items() if key.startswith(inside + dot)}
 
     def heads(self, attention: Attention) -> int:
         """Return the number of heads of an attention."""

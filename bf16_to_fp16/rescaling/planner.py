@@ -633,14 +633,12 @@ class _PlanSearch(_Costs):
     def residual_fallback(self, r: int) -> Fallback:
         """Return what holding the stream for every input would have cost."""
         held = [e for e in range(-RESIDUAL_RANGE, r) if self.residual_excess(e) == 0]
-        if not held or self.layout.held_stream:
+        if not held:
             return Fallback(self.stream, math.inf, self.residual_cost(r), True)
         return Fallback(self.stream, self.residual_cost(max(held)), self.residual_cost(r), False, max(held))
 
     def candidates(self) -> list[int]:
         """Return the residual exponents worth trying: around the largest that the stream's limits allow, and 0."""
-        if self.layout.held_stream:
-            return [0]
         tops = []
         for point, observed in self.seen(self.layout.signals[self.stream]):
             if point.sign > 0 and float(observed.amax.amax()) > 0:

@@ -10,7 +10,7 @@ from ..checkpoint.contents import INDEX, SINGLE_OR_SHARDED, WEIGHTS, side_module
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import is_code, is_weights, sha256_of
 from ..checkpoint.headers import read_whole_header
-from ..checkpoint.layouts import LAYOUTS, TOKENIZERS
+from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packed import recorded_sha256, summary_of
 from ..checkpoint.packing import tensors_sha256
 from ..checkpoint.pipeline import has_variant, variant_name
@@ -118,7 +118,7 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, 
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
     """Return the tensors of one file that ``convert --layout`` does not write: those under other names, such as scales
     that a loader multiplies with, and those in another dtype."""
-    naming = LAYOUTS[inside.layout].naming(checkpoint.config.get("model_type"))
+    naming = LAYOUTS[inside.layout].naming
     ours = {naming.from_stock(name) for name in checkpoint.tensors}
     recorded = recorded_sha256(file)
     if recorded is None:
@@ -126,8 +126,6 @@ def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterato
     elif recorded != tensors_sha256(file):
         yield file.name, "the tensors were changed or damaged since"
     for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
-        if info.dtype == "U8" and name.rpartition(".")[2] in TOKENIZERS:
-            continue
         if name not in ours or info.dtype != "F16":
             reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"
             yield name, reason

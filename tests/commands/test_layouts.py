@@ -36,7 +36,7 @@ IDS = torch.tensor([[5, 9, 2, 77, 1]])
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return an encoder of each kind as ComfyUI keeps it, with UMT5's tokenizer inside."""
+    """Return an encoder of each kind in one file, with UMT5's tokenizer inside."""
     folder = tmp_path_factory.mktemp("sources")
     return {
         "t5": tools.write(folder / "t5xxl_bf16.safetensors", tools.stored(encoder("t5-encoder"))),
@@ -52,7 +52,7 @@ def files(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     """Return what was converted to each layout: the source's kind, the file, and what ``convert`` returned."""
     folder = tmp_path_factory.mktemp("files")
     made = {}
-    for layout, kind in (("comfy", "umt5"), ("wan", "umt5"), ("single", "t5")):
+    for layout, kind in (("wan", "umt5"), ("single", "t5")):
         out = folder / f"{layout}.safetensors"
         made[layout] = kind, out, convert(sources[kind], out, layout=layout)
     return made
@@ -64,14 +64,11 @@ def expected(kind: str) -> torch.Tensor:
         return encoder(f"{kind}-encoder")(IDS)[0]
 
 
-@pytest.mark.parametrize("layout", ["comfy", "wan"])
-def test_the_tools_own_class_loads_every_key_and_computes_the_source_in_fp16(layout: str, files: Any) -> None:
-    kind, file, result = files[layout]
+def test_wans_own_class_loads_every_key_and_computes_the_source_in_fp16(files: Any) -> None:
+    kind, file, result = files["wan"]
     tensors = load_file(file)
-    assert {t.dtype for n, t in tensors.items() if n != "spiece_model"} == {torch.float16}
-    config = encoder("umt5-encoder").config
-    model = tools.Wan(config) if layout == "wan" else tools.Comfy(config, umt5=True)
-    spiece = tensors.pop("spiece_model", None)
+    assert {t.dtype for t in tensors.values()} == {torch.float16}
+    model = tools.Wan(encoder("umt5-encoder").config)
     model.load_state_dict(tensors, strict=True)
     with torch.no_grad():
         wide, half = model(IDS), model.half()(IDS).float()
@@ -79,25 +76,11 @@ def test_the_tools_own_class_loads_every_key_and_computes_the_source_in_fp16(lay
     # eps is the tool's, for which the exponents were chosen; the rest is exact.
     assert (wide - wanted).square().mean() / scale < 1e-5
     assert torch.isfinite(half).all() and (half - wanted).square().mean() / scale < 1e-4
-    assert result.safe and result.report["target"] == {"comfy": "norm-safe", "wan": "half"}[layout]
-    if layout == "comfy":
-        assert spiece is not None and bytes(spiece.tolist()) == tools.SPIECE
-    else:
-        assert spiece is None
+    assert result.safe and result.report["target"] == "half"
     assert any("that costs a relative squared error of" in note for note in result.notes)
 
 
-def test_the_source_is_lost_in_the_same_class(sources: Any) -> None:
-    tensors = load_file(sources["umt5"])
-    tensors.pop("spiece_model")
-    model = tools.Comfy(encoder("umt5-encoder").config, umt5=True)
-    model.load_state_dict(tensors)
-    with torch.no_grad():
-        # Squares are inf in fp16, so that every norm gives 0.
-        assert not model.half()(IDS).any()
-
-
-@pytest.mark.parametrize("layout", ["comfy", "wan", "single"])
+@pytest.mark.parametrize("layout", ["wan", "single"])
 def test_undo_of_a_file_gives_the_source_back_bit_for_bit(
     layout: str, files: Any, sources: Any, tmp_path: Path
 ) -> None:
@@ -118,15 +101,15 @@ def test_undo_of_a_file_gives_the_source_back_bit_for_bit(
 
 
 def test_a_files_metadata_say_where_it_is_from_and_how_it_was_judged(files: Any, sources: Any) -> None:
-    kind, file, result = files["comfy"]
+    kind, file, result = files["wan"]
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
     said = json.loads(metadata["bf16_to_fp16"])
     assert said["source"]["path"] == sources[kind].name
     assert said["source"]["sha256"] == {sources[kind].name: sha256(sources[kind].read_bytes()).hexdigest()}
-    assert said["verdict"] == "safe" and said["tiers"]["norm-fp16"]["holds"] and said["layout"] == "comfy"
-    assert 0 < said["drift_of_eps"] < 1e-5
-    assert said["command"].endswith("comfy.safetensors --layout comfy") and said["eps"] == 1e-6
+    assert said["verdict"] == "safe" and said["tiers"]["torch"]["holds"] and said["layout"] == "wan"
+    assert said["drift_of_eps"] == result.plan.drift.measured_kl < 1e-5
+    assert said["command"].endswith("wan.safetensors --layout wan") and said["eps"] == 1e-6
     back = json.loads(zlib.decompress(base64.b64decode(metadata["bf16_to_fp16.undo"])))
     assert back["plan"]["residual_exponent"] == result.plan.residual_exponent == said["residual_exponent"] < 0
     entry = result.report["output"]["files"][0]
@@ -154,28 +137,22 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
 
 def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out.safetensors"
-    assert main(["convert", str(sources["umt5"]), str(out), "--layout", "comfy", "--no-audit"]) in (0, 1)
+    assert main(["convert", str(sources["umt5"]), str(out), "--layout", "wan", "--no-audit"]) in (0, 1)
     said = capsys.readouterr().out
-    assert "ComfyUI has 1e-06 for eps whatever the file says: that costs" in said and f"written: {out}" in said
+    assert "Wan's tools have 1e-06 for eps whatever the file says: that costs" in said and f"written: {out}" in said
     assert main(["undo", str(out), str(tmp_path / "back.safetensors"), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["holds"] == "the source's weights, all of them bit for bit"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back.safetensors", "out.safetensors"]
 
 
-def test_umt5_without_its_tokenizer_is_told_so_before_the_work_and_after_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tools.write(tmp_path / "umt5.safetensors", tools.stored(encoder("umt5-encoder")))
-    result = convert(source, tmp_path / "out.safetensors", layout="comfy", run_model=False, progress=True)
-    said = capsys.readouterr().err
-    assert said.index("ComfyUI takes this model's tokenizer from the weights") < said.index("Bounding every site")
-    assert any("ComfyUI takes this model's tokenizer from the weights" in note for note in result.notes)
-
-
 REFUSED = {
-    "a decoder": ("gated", ["--layout", "comfy"], "ComfyUI reads encoders alone"),
-    "no UMT5": ("t5-encoder", ["--layout", "wan"], "Wan reads the encoder of UMT5, and this is 't5'"),
-    "an ungated UMT5": ("umt5-ungated", ["--layout", "wan"], "Wan has gelu_new for an activation, and the config relu"),
+    "a decoder": ("umt5", ["--layout", "wan"], "Wan's tools read encoders alone"),
+    "no UMT5": ("t5-encoder", ["--layout", "wan"], "Wan's tools read the encoder of umt5, and this is 't5'"),
+    "an ungated UMT5": (
+        "umt5-ungated",
+        ["--layout", "wan"],
+        "Wan's tools have gelu_new for an activation, and the config relu",
+    ),
     "shards": (
         "t5-encoder",
         ["--layout", "single", "--max-shard-size", "5GB"],
@@ -237,7 +214,7 @@ def rewritten(file: Path, out: Path, change: Any = None, **said: Any) -> Path:
     return out
 
 
-@pytest.mark.parametrize("layout", ["comfy", "wan", "single"])
+@pytest.mark.parametrize("layout", ["wan", "single"])
 def test_a_file_is_verified_by_its_metadata_and_against_its_source(layout: str, files: Any, sources: Any) -> None:
     kind, file, result = files[layout]
     found = verify(file, original=sources[kind])
@@ -302,6 +279,6 @@ def test_a_file_with_another_config_inside_is_found_out(tmp_path: Path) -> None:
 
 
 def test_the_command_verifies_a_file(files: Any, sources: Any, capsys: Any) -> None:
-    _, file, _ = files["comfy"]
+    _, file, _ = files["wan"]
     assert main(["verify", str(file), "--no-audit", "--original", str(sources["umt5"])]) == 0
     assert "replay" in capsys.readouterr().out

@@ -18,7 +18,6 @@ from support.forging import forge
 from bf16_to_fp16 import UserError, convert, undo, verify
 from bf16_to_fp16.bounds.arithmetic import full_precision
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.cli import main
 from bf16_to_fp16.commands.convert import next_of
 from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.families.resolve import resolve
@@ -48,11 +47,10 @@ def quiet_at_first(kind: str, shape: str, eps: float = 1e-6) -> Any:
     return model
 
 
-def read_by(tool: str, config: Any, file: Path) -> Any:
+def read_by_wan(config: Any, file: Path) -> Any:
     """Return the tool's own class with the weights of a file."""
-    made = tools.Wan(config) if tool == "wan" else tools.Comfy(config, umt5=config.model_type == "umt5")
+    made = tools.Wan(config)
     tensors = load_file(file)
-    tensors.pop("spiece_model", None)
     made.load_state_dict(tensors, strict=True)
     return made
 
@@ -61,45 +59,24 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).double().square().sum() / wanted.double().square().sum())
 
 
-@pytest.mark.parametrize(
-    ("tool", "kind", "shape"),
-    exhaustive.beyond(
-        [("comfy", "umt5", "deep")],
-        [("comfy", "t5", "wide"), ("comfy", "umt5", "deep"), ("wan", "umt5", "wide"), ("wan", "umt5", "deep")],
-    ),
-)
-def test_a_tool_with_an_eps_of_its_own_is_at_most_a_sixteenth_as_far_off_as_bf16(
-    tool: str, kind: str, shape: str, tmp_path: Path
-) -> None:
-    model = quiet_at_first(kind, shape)
+@pytest.mark.parametrize("shape", exhaustive.beyond(["deep"], ["wide", "deep"]))
+def test_wan_with_an_eps_of_its_own_is_at_most_a_sixteenth_as_far_off_as_bf16(shape: str, tmp_path: Path) -> None:
+    model = quiet_at_first("umt5", shape)
     out = tmp_path / "out.safetensors"
-    result = convert(tiny.save(model, tmp_path / "source"), out, layout=tool)
+    result = convert(tiny.save(model, tmp_path / "source"), out, layout="wan")
     assert result.safe and result.plan.eps_held and result.plan.eps == 1e-6
     with torch.no_grad(), full_precision():
         wanted = model(IDS)[0]
         bf16 = error(model.bfloat16()(IDS)[0].float(), wanted)
-        reader = read_by(tool, model.config, out)
+        reader = read_by_wan(model.config, out)
         wide = error(reader(IDS), wanted)
         half = error(reader.half()(IDS).float(), wanted)
-    assert wide < bf16 / 16
-    # Wan computes T5 in fp16 where it is asked to; ComfyUI by default in fp32.
-    assert tool == "comfy" or half < bf16 / 16
-
-
-def test_a_target_that_would_cost_too_much_gives_way_to_one_that_holds_and_is_named(
-    tmp_path: Path, capsys: Any
-) -> None:
-    source, out = tiny.save(quiet_at_first("t5", "wide"), tmp_path / "source"), tmp_path / "out.safetensors"
-    assert main(["convert", str(source), str(out), "--layout", "comfy", "--json", str(tmp_path / "r.json")]) == 0
-    report, said = json.loads((tmp_path / "r.json").read_text()), capsys.readouterr().out
-    assert report["target"] == "half" and report["verdict"] == "safe"
-    assert "the target is half: with norm-safe the eps that stays the same would cost" in said
-    assert "safe where ComfyUI keeps activations in fp32" in said
+    assert wide < bf16 / 16 and half < bf16 / 16
 
 
 def test_a_target_that_costs_more_than_bf16_is_never_safe(tmp_path: Path) -> None:
     source = tiny.save(quiet_at_first("t5", "wide"), tmp_path / "source")
-    result = convert(source, tmp_path / "out.safetensors", layout="comfy", target="norm-safe")
+    result = convert(source, tmp_path / "out", eps="fixed", target="norm-safe")
     close = result.report["fidelity"]
     assert close["kl_fp16"] > close["kl_bf16"] and not result.safe
     entry, *_ = [entry for entry in result.report["unsafe"] if entry["kind"] == "inexact"]
@@ -107,11 +84,11 @@ def test_a_target_that_costs_more_than_bf16_is_never_safe(tmp_path: Path) -> Non
 
 
 def test_a_config_with_another_eps_than_the_tool_is_planned_for_the_tool_and_comes_back(tmp_path: Path) -> None:
-    model, out = quiet_at_first("t5", "wide", eps=3e-6), tmp_path / "out.safetensors"
-    result = convert(tiny.save(model, tmp_path / "source"), out, layout="comfy")
+    model, out = quiet_at_first("umt5", "wide", eps=3e-6), tmp_path / "out.safetensors"
+    result = convert(tiny.save(model, tmp_path / "source"), out, layout="wan")
     assert result.plan.eps == open_checkpoint(out).config["layer_norm_epsilon"] == 1e-6
     with torch.no_grad(), full_precision():
-        found = error(read_by("comfy", model.config, out)(IDS), model(IDS)[0])
+        found = error(read_by_wan(model.config, out)(IDS), model(IDS)[0])
         assert found < error(model.bfloat16()(IDS)[0].float(), model.float()(IDS)[0])
     assert verify(out, original=tmp_path / "source", run_model=False)["problems"] == []
     back = json.loads((undo(out, tmp_path / "back") / "config.json").read_text())
@@ -174,10 +151,10 @@ def test_a_plan_is_replayed_with_its_own_eps_and_refused_for_another_reader(held
     assert (again.out / "model.safetensors").read_bytes() == (result.out / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="all that --eps would choose; leave out one of the two"):
         convert(source, tmp_path / "x", plan=result.out, eps="fixed", run_model=False)
-    encoder = tiny.save(tiny.build("t5-encoder", **KINDS["wide"]), tmp_path / "encoder")
+    encoder = tiny.save(tiny.build("umt5-encoder", **KINDS["wide"]), tmp_path / "encoder")
     rescaled = convert(encoder, tmp_path / "rescaled", run_model=False)
     with pytest.raises(UserError, match=r"the plan is for an eps of .*; leave out --plan"):
-        convert(encoder, tmp_path / "x.safetensors", plan=rescaled.out, layout="comfy", run_model=False)
+        convert(encoder, tmp_path / "x.safetensors", plan=rescaled.out, layout="wan", run_model=False)
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.safetensors").exists()
 
 
@@ -207,9 +184,9 @@ def test_gains_that_are_stored_less_1_are_corrected_as_was_predicted(tmp_path: P
     assert drift.measured_kl == pytest.approx(drift.predicted_kl, rel=1e-3)
 
 
-def test_what_comfyui_cannot_identify_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+def test_what_wan_cannot_read_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("glm4"), tmp_path / "source")
-    line = ["convert", str(source), str(tmp_path / "out.safetensors"), "--layout", "comfy"]
+    line = ["convert", str(source), str(tmp_path / "out.safetensors"), "--layout", "wan"]
     code = f"import sys; from bf16_to_fp16.cli import main; print(main({line!r}), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "False"] and "ComfyUI reads the encoder of T5, UMT5, mT5," in done.stderr
+    assert done.stdout.split() == ["2", "False"] and "Wan's tools read the encoder of umt5" in done.stderr

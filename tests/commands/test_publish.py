@@ -285,7 +285,7 @@ def test_weights_that_stay_are_said_and_those_that_would_be_loaded_instead_stand
 
 @pytest.fixture(scope="module")
 def single(converted: Path) -> Path:
-    """A file for ComfyUI, with its tokenizer inside."""
+    """A file for Wan's tools."""
     shape: dict[str, Any] = {
         "num_layers": 2,
         "relative_attention_num_buckets": 32,
@@ -293,7 +293,7 @@ def single(converted: Path) -> Path:
     }
     tensors = tools.stored(tiny.build("umt5-encoder", **shape)) | {"spiece_model": tools.spiece()}
     source = tools.write(converted.parent / "umt5_bf16.safetensors", tensors)
-    convert(source, converted.parent / "umt5_fp16.safetensors", layout="comfy", run_model=False, max_length=64)
+    convert(source, converted.parent / "umt5_fp16.safetensors", layout="wan", run_model=False, max_length=64)
     return converted.parent / "umt5_fp16.safetensors"
 
 
@@ -308,8 +308,8 @@ def test_single_files_lie_beside_the_folder_and_the_card_and_the_report_list_the
     assert (
         f"| `{single.name}` |" in card
         and "safe, certified in PyTorch" in card
-        and "--layout comfy" in card
-        and "ComfyUI" in card
+        and "--layout wan" in card
+        and "Wan's tools" in card
     )
     assert card_errors(card) == []
     assert single.name in {entry["name"] for entry in json.loads(there["fp16_report.json"])["output"]["files"]}
@@ -333,7 +333,7 @@ def test_a_single_file_that_is_not_what_it_says_does_not_leave(
     assert "is the name of another file of the upload" in refused(taken)
     with safe_open(single, framework="pt") as opened:
         metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    gate = next(name for name in tensors if name.endswith("wi_0.weight"))
+    gate = next(name for name in tensors if name.endswith("ffn.gate.0.weight"))
     save_file(tensors | {gate: tensors[gate] * 3e4}, tmp_path / "worse.safetensors", metadata)
     assert "its certificate, computed again, does not hold" in refused(tmp_path / "worse.safetensors")
     said = json.loads(metadata["bf16_to_fp16"]) | {"verdict": "unsafe", "proof": "observed"}

@@ -16,7 +16,7 @@ from bf16_to_fp16.targets import AUTO, TARGETS, AskedTarget
 
 GIVEN = (
     "--target half --no-audit --margin 0.5 --data x.txt --sweep --plan r.json --subfolder encoder --config c.json"
-    " --layout comfy --eps fixed --max-shard-size 7B --seed 3 --max-length 512"
+    " --layout single --eps fixed --max-shard-size 7B --seed 3 --max-length 512"
 )
 """Every option that changes the output, in the order of a published command."""
 
