@@ -263,7 +263,8 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
     if plan.untied_head and layout.tied is not False:
         yield "config.json", "the plan separates the head, and the checkpoint has it tied"
     for key in layout.family.eps_keys[:1]:
-        before = report.source.config_changes.get(key, {}).get("before", layout.family.eps)
+        change = report.source.config_changes.get(key)
+        before = layout.eps if change is None else change.get("before", layout.family.eps)
         if plan.eps is not None and not plan.eps_held and plan.eps != before * 4.0**plan.residual_exponent:
             yield "plan", f"has an eps of {plan.eps}, and {before} with the stream at 2^{plan.residual_exponent}"
     if report.outputs and report.finetune is None:
