@@ -127,10 +127,10 @@ class Comparing(Trainer):
     def _search_hard_inputs(self) -> None:
         """Find none: the penalty by itself."""
 
-    def _penalty(self) -> ActivationPenalty:
+    def _penalty(self, calls: int) -> ActivationPenalty:
         wanted = self.recipe.penalty
         if self.compared is None:
-            return super()._penalty()
+            return super()._penalty(calls)
         assert wanted.weight is not None
         return MeanSquare(self.stock, headroom_bits=wanted.trained_bits, weight=wanted.weight)
 

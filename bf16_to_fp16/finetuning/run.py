@@ -54,11 +54,10 @@ from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
 from ..run.stock import attentions_of, load, load_config
 from .corpus import Corpus
-from .distillation import Teacher, arguments, counted_positions, deal_out, task_loss
+from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
 from .log import RunLog, curves
 from .mixed_precision import MixedPrecision
-from .objectives import BYTE_SENTINEL
 from .processes import launched_with, launcher, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
 from .states import RunFolder, on_a_disk, read_state
@@ -165,30 +164,17 @@ class Run:
 
 
 def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress, *, may_stop: bool = False) -> Run:
-    """Train on the recipe's device as ``train`` does; where that runs out of memory, go on from the last state on the
-    CPU.
-
-    Several processes, of which one alone would wait for the others, end with a UserError instead.
-    """
+    """Train on the recipe's device as ``train`` does; raise UserError where that runs out of memory."""
     first = int(os.environ.get("RANK", "0")) == 0
     device = Device(recipe.device, progress if first else None)
-
-    def trained(place: torch.device) -> Run:
-        from accelerate.state import AcceleratorState
-
-        if place != device.asked:
-            AcceleratorState._reset_state(reset_partial_state=True)  # which would keep the device that is full
-        return train(recipe, checkpoint, place, progress=progress, may_stop=may_stop)
-
     try:
-        alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-        run = device.run("training", trained) if alone else trained(device.asked)
+        run = train(recipe, checkpoint, device.asked, progress=progress, may_stop=may_stop)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{device.name} is out of memory; give a smaller data.batch_size and more data.gradient_accumulation, or"
             " gradient_checkpointing: true; the same command then goes on with the run"
         ) from error
-    return replace(run, devices=device.used.get("training", [device.name]))
+    return replace(run, devices=[device.name])
 
 
 def train(
@@ -227,8 +213,6 @@ def train(
     if not computes_in_bf16(accelerator.device):
         progress.say(without_bf16(recipe, accelerator.device))
     teacher = make_teacher(checkpoint, recipe, accelerator)
-    if teacher is not None:
-        corpus = with_known_sentinels(corpus, teacher, progress)
     start = folder / START_FOLDER
     if main and not (start / "config.json").is_file():
         write_start(checkpoint, recipe, start, progress)
@@ -415,36 +399,6 @@ def without_bf16(recipe: Recipe, device: torch.device) -> str:
         f"{shown(device)} is {'a ' if name in ('Volta', 'Turing') else ''}{name} and has no bf16: the teacher is fp32"
     )
     return said + (", and the steps before fp16 holds are in fp32 too" if "bf16" in recipe.precision else "")
-
-
-def with_known_sentinels(corpus: Corpus, teacher: Teacher, progress: Progress) -> Corpus:
-    """Return a corpus whose sentinels the original knows, where tokens are bytes and the recipe names none.
-
-    A tokenizer of bytes does not say them: ByT5's count down from 258, others' from the last id. Of the two, those from
-    which the original predicts a few batches better.
-    """
-    data = corpus.data
-    if data.first_sentinel is not None or corpus.objective != "span-corruption" or not corpus.conventions.bytes:
-        return corpus
-    last = data.model_copy(update={"first_sentinel": corpus.vocabulary - 1})
-    other = Corpus(last, corpus.folder, teacher.model.config, seed=corpus.seed)
-    losses = [teacher_loss(teacher, each) for each in (corpus, other)]
-    if losses[1] >= losses[0]:
-        return corpus
-    first = last.first_sentinel
-    progress.say(f"Gaps are marked by ids from {first} down, not {BYTE_SENTINEL}: the original predicts those better")
-    return other
-
-
-def teacher_loss(teacher: Teacher, corpus: Corpus) -> float:
-    """Return the original's mean cross-entropy in nats per target token of the first two batches."""
-    training_batches = corpus.training_batches()
-    total = positions = 0.0
-    for batch in islice(training_batches, 2):
-        labels = batch.labels[counted_positions(batch)] if batch.labels is not None else torch.zeros(0)
-        total += float(task_loss(teacher.outputs(batch)[None], labels.to(teacher.device)[None]))
-        positions += len(labels)
-    return total / max(1.0, positions)
 
 
 def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: Progress) -> None:
