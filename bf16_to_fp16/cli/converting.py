@@ -24,7 +24,7 @@ from ..targets import AUTO
 from ..visible import show
 from . import shared
 from .checking import provable
-from .publishing import check_publishable, push, status_of
+from .publishing import check_publishable, push
 from .shared import SAFE, UNSAFE, Grouped
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def convert_command(
     shared.write_result(json_file, result.report, published=published)
     if json_file != "-":
         show_conversion(result, published, verbose=verbose)
-    return status_of(dry_run or result.safe, published)
+    return SAFE if dry_run or result.safe else UNSAFE
 
 
 def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, json_file: str | None) -> int:

@@ -45,11 +45,6 @@ def push(out: Path, repo_id: str | None, result: Conversion) -> dict[str, Any] |
         raise UserError(f"{error} ({out} is converted: go on with {go_on})") from None
 
 
-def status_of(safe: bool, published: dict[str, Any] | None) -> int:
-    """Return the exit status of a result; where it was published, unsafe too if nobody knows what lies there."""
-    return SAFE if safe and not (published and published["not_compared"]) else UNSAFE
-
-
 @click.command("publish", cls=Grouped)
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.argument("repo_id")
@@ -62,14 +57,7 @@ def status_of(safe: bool, published: dict[str, Any] | None) -> int:
 @click.option(
     "--allow-unsafe", is_flag=True, help="Publish an unsafe checkpoint; the first line of its card says that it is."
 )
-@click.option("--force", is_flag=True, help="Replace other content that REPO_ID has; its other weights stay.")
-@click.option(
-    "--add",
-    multiple=True,
-    type=FOLDER,
-    metavar="FILE",
-    help="A file that convert --layout wrote, to lie beside DIR's; repeatable.",
-)
+@click.option("--force", is_flag=True, help="Replace files of REPO_ID that have other content.")
 @endpoint
 @json_file
 def publish_command(
@@ -101,4 +89,4 @@ def publish_command(
     write_result(json_file, result)
     if json_file != "-":
         terminal.print_published(result)
-    return status_of(result["verdict"] == "safe", result)
+    return SAFE if result["verdict"] == "safe" else UNSAFE

@@ -87,7 +87,7 @@ endpoint = click.option(
 EXPERT = {
     "config", "as_class", "plan", "eps", "margin_bits", "max_length", "max_shard_size", "seed", "sweep",
     "exact", "max_kl", "copy", "adapter", "attention", "train_mode", "attack_steps", "endpoint",
-    "relative_update", "share", "steps", "window", "z", "message", "revision", "create_pr", "add", "overrides",
+    "relative_update", "share", "steps", "window", "z", "message", "revision", "create_pr", "overrides",
 }  # fmt: skip
 """The parameters that few need, which stand behind the others in ``--help``."""
 

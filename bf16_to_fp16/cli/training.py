@@ -8,8 +8,8 @@ import click
 
 from ..visible import show
 from . import shared
-from .publishing import check_publishable, push, status_of
-from .shared import SAFE, Grouped
+from .publishing import check_publishable, push
+from .shared import SAFE, UNSAFE, Grouped
 
 
 def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> None:
@@ -79,4 +79,4 @@ def finetune_command(
         terminal.print_conversion(read(Report, result.report), result.out, then=result.next, verbose=verbose)
         if published is not None:
             terminal.print_published(published)
-    return status_of(result.safe, published)
+    return SAFE if result.safe else UNSAFE

@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..checkpoint.contents import MODULES
 from ..checkpoint.folder import TOKENIZER_FILES
-from ..checkpoint.layouts import LAYOUTS
 from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass
 from ..rescaling.plan import Plan
 from ..results import dump
-from ..wording import bound_magnitude, bytes_in_words, significant_bits
+from ..wording import bound_magnitude, significant_bits
 from . import facts, page
 from .schema import Report
-from .tables import Column, Table, names, numbers
+from .tables import Table
 
 TAGS = ("fp16", "bf16-to-fp16")
 NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}
@@ -75,20 +73,6 @@ def warned(card: str, report: Report) -> str:
     if body.lstrip().startswith(NOTICES[facts.standing(report)]):
         return card
     return f"{head}\n> {notice(report)} What is said below otherwise was measured before.\n\n{body.lstrip()}"
-
-
-def listing_files(card: str, files: Sequence[Mapping[str, Any]]) -> str:
-    """Return a card that lists single files beside the folder's, by what each says of itself, unless it names all."""
-    if all(span(file["name"]) in card for file in files):
-        return card
-    columns = (
-        names("file", itemgetter("name")),
-        numbers("size", itemgetter("nbytes"), bytes_in_words),
-        Column("for", lambda file: LAYOUTS[file["layout"]].readers if file["layout"] in LAYOUTS else file["layout"]),
-        Column("verdict", lambda file: f"{file['verdict']}, {file['proof']} {facts.where(file['target'])}"),
-        names("made by", itemgetter("command")),
-    )
-    return f"{card.rstrip()}\n\n## Single files\n\n{markdown(Table(columns, files))}\n"
 
 
 def markdown(table: Table) -> str:

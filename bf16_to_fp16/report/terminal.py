@@ -625,12 +625,9 @@ def print_published(result: Mapping[str, Any]) -> None:
     elif not result["uploaded"]:
         screen.say(f"{result['url']} has all of it already")
     else:
-        kind = {True: "private", False: "public", None: "visibility unknown"}[result["private"]]
+        kind = "private" if result["private"] else "public"
         files = wording.counted(len(result["uploaded"]), "file")
         screen.say(f"{result['url']} ({kind}): {files} in {result['commit']}")
-    if why := result["not_compared"]:
-        said = f"the hashes there were not compared with the folder's: {why}; run bf16-to-fp16 verify on it"
-        screen.print(bad("not checked", said))
     if result["kept"]:
         screen.say(f"these stay: {', '.join(result['kept'])}")
 

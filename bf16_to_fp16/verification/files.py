@@ -11,9 +11,9 @@ from ..checkpoint.files import read_json
 from ..checkpoint.folder import is_code, is_weights, sha256_of
 from ..checkpoint.headers import read_whole_header
 from ..checkpoint.layouts import LAYOUTS
-from ..checkpoint.packed import recorded_sha256, summary_of
+from ..checkpoint.packed import recorded_sha256
 from ..checkpoint.packing import tensors_sha256
-from ..checkpoint.pipeline import has_variant, variant_name
+from ..checkpoint.pipeline import variant_name
 from ..checkpoint.places import contained
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.side_modules import read_side_modules
@@ -92,8 +92,7 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Ite
 
 def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, ...]]:
     """Return the files of weights that are read and not listed, as hidden ones, and those listed that a loader may read
-    in another format or as a variant: except byte-identical variants and single files that
-    ``publish --add`` put there."""
+    in another format or as a variant: except byte-identical variants."""
     listed = {entry.name: entry.sha256 for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
     yield from ((name, UNLISTED) for name in read if name not in listed)
@@ -109,7 +108,7 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, 
         elif name in hashes:
             same = listed[name] == hashes[name]
         else:
-            same = not has_variant([name]) and summary_of(file) is not None
+            same = False
         if not same:
             reason = f"holds other weights than {read[0]}, of which nothing is known"
             yield name, reason, REMOVE

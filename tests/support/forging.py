@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from bf16_to_fp16.checkpoint.folder import records
-from bf16_to_fp16.commands.publish import rendered
 from bf16_to_fp16.json_text import as_json
-from bf16_to_fp16.report.schema import CARD, PAGE, REPORT, Report, read
+from bf16_to_fp16.report.card import render_card
+from bf16_to_fp16.report.page import render
+from bf16_to_fp16.report.schema import CARD, PAGE, REPORT, Output, Report, read
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -37,7 +38,9 @@ def forge(
     if views:
         try:
             config = json.loads((folder / "config.json").read_text())
-            card, page = rendered(read(Report, report), folder, config)
+            said = read(Report, report)
+            before = said.model_copy(update={"output": Output()})
+            card, page = render_card(before, config), render(before)
         except (ValueError, LookupError, TypeError, AttributeError, AssertionError):  # nothing that can be shown
             pass
         else:
