@@ -1,4 +1,4 @@
-"""What differs between Linux, macOS and Windows: opening, locks, flushing, renaming.
+"""What differs between Linux, macOS and Windows: opening, flushing, memory.
 
 Each function does the same everywhere with what the system has, so that nothing else asks which one it runs on.
 """
@@ -9,28 +9,14 @@ import ctypes
 import errno
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 BINARY: int = getattr(os, "O_BINARY", 0)  # windows would otherwise translate the ends of lines, in weights as well
-
-AT_FDCWD = -2 if sys.platform == "darwin" else -100
-"""Stands for the current folder in calls that take the descriptor of one."""
-
-RENAME_EXCHANGE = 2  # flag of Linux's renameat2 and macOS's renameatx_np: two names change places
-
-PATIENCE = (0.1, 0.3, 1.0)
-"""Seconds between attempts to rename what another program, such as a virus scanner on Windows, has just opened."""
 
 CGROUP = Path("/sys/fs/cgroup")  # where Linux says what the group of this process may use and does
 M_ARENA_MAX = -8  # glibc's mallopt option: how many arenas threads allocate in, 0 for its own choice
@@ -61,7 +47,7 @@ def reserve(descriptor: int, size: int) -> None:
 def sync_file(file: Path) -> None:
     """Flush a file that is not open to the disk."""
     # Windows flushes only what is open for writing.
-    _sync(os.open(file, BINARY | (os.O_RDONLY if fcntl else os.O_RDWR)))
+    _sync(os.open(file, BINARY | (os.O_RDONLY if hasattr(os, "O_DIRECTORY") else os.O_RDWR)))
 
 
 def sync_folder(folder: Path) -> None:
@@ -75,55 +61,6 @@ def _sync(descriptor: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def hold(folder: Path) -> int | None:
-    """Lock a folder until the descriptor that is returned is closed or the process ends, however it ends.
-
-    None where another process holds it, or on a file system without locks. Raises OSError where it cannot be opened.
-    """
-    if fcntl is None:  # no folder can be opened: a file beside it, which the system removes when it is closed
-        temporary: int = getattr(os, "O_TEMPORARY", 0)
-        try:
-            return os.open(f"{folder}.lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY | temporary)
-        except (FileExistsError, PermissionError):
-            return None
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def rename_folder(old: Path, new: Path) -> None:
-    """Rename a folder to a name that is free or an empty folder's; raise OSError (EEXIST, ENOTEMPTY) for another."""
-    try:
-        _patiently(os.rename, old, new)
-    except FileExistsError:  # on Windows for an empty one as well
-        os.rmdir(new)
-        _patiently(os.rename, old, new)
-
-
-def exchange_folders(one: Path, other: Path) -> bool:
-    """Have two folders change their names, at once; return False where the system or the file system cannot. Raises
-    OSError for anything else that fails."""
-    library = ctypes.CDLL(None, use_errno=True) if sys.platform in ("linux", "darwin") else None
-    rename = getattr(library, "renameat2" if sys.platform == "linux" else "renameatx_np", None)
-    if rename is None:
-        return False
-    if rename(AT_FDCWD, os.fsencode(one.absolute()), AT_FDCWD, os.fsencode(other.absolute()), RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
-        return False
-    raise OSError(number, os.strerror(number), str(other))
-
-
-def replace_file(old: Path, new: Path) -> None:
-    """Rename a file, over another if there is one; raise OSError where that cannot be."""
-    _patiently(os.replace, old, new)
 
 
 def link_file(old: Path, new: Path) -> None:
@@ -147,17 +84,6 @@ def available_memory() -> float:
         used_by_group = dict(map(str.split, (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()))
         limits.append(most - int(used_by_group["anon"]))
     return max(0.0, min(limits))
-
-
-def _patiently(move: Callable[[Path, Path], None], old: Path, new: Path) -> None:
-    for pause in () if fcntl else PATIENCE:
-        try:
-            return move(old, new)
-        except FileExistsError:
-            raise
-        except PermissionError:
-            time.sleep(pause)
-    move(old, new)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ hard link. Every product is checked to be exact, so that the inverse powers brin
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
@@ -104,7 +105,7 @@ def rescale_columns(
                 pass
     if write:
         with writing(file):
-            system.replace_file(new, file)
+            os.replace(new, file)
     return Rescaled(before.hexdigest(), after.hexdigest(), amax)
 
 

@@ -24,37 +24,35 @@ from ..system import write_all
 from . import files, headers
 from .disk import writing
 from .naming import STOCK, Naming
-from .ownership import is_kept
 from .packed import SUMMARY, TENSORS, WAY_BACK, summary_of
 from .staging import ELSEWHERE, check_apart, check_file, created, umask
 
 COPIED_BYTES = 1 << 22  # bytes copied at a time
 
 
-def check_out_file(out: Path, source: Path | None, *, force: bool, back: bool = False) -> None:
+def check_out_file(out: Path, source: Path | None, *, force: bool) -> None:
     """Raise UserError unless one file of weights can be written at ``out``: absent or, under ``force``, one that
-    ``convert --layout`` wrote, apart from ``source``; back: as in ``check_out``."""
+    ``convert --layout`` wrote, apart from ``source``."""
     if out.suffix != ".safetensors":
         raise UserError(f"{out}: --layout writes one file; give an output path that ends in .safetensors")
     if out.is_dir():
         raise UserError(f"{out} is a folder; choose another output path")
     if out.exists() or out.is_symlink():
         check_apart(out, source)
-        if not back:
-            check_our_file(out)
+        check_our_file(out)
         if not force:
             raise UserError(f"{out} exists; choose another output path or give --force to replace it")
     elif out.parent.exists():
         check_file(out, "choose another output path")
 
 
-def check_our_file(out: Path, new: Path | None = None) -> None:
-    """Raise UserError unless ``convert --layout`` wrote the file ``out``, or ``new`` has the same bytes."""
+def check_our_file(out: Path) -> None:
+    """Raise UserError unless ``convert --layout`` wrote the file ``out``."""
     try:
         ours = not out.is_symlink() and summary_of(out) is not None
     except UserError:
         ours = False
-    if not ours and (new is None or out.is_symlink() or not is_kept(out, out.stat(), new)):
+    if not ours:
         raise UserError(f"{out} exists, and convert --layout did not write it; choose another output path")
 
 
@@ -117,10 +115,10 @@ def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
     with writing(out, ELSEWHERE):
         file.chmod(0o666 & ~umask())
         if force and out.exists():
-            check_our_file(out, file)
+            check_our_file(out)
         elif out.exists():
             raise UserError(f"{out} appeared while it was being made; {ELSEWHERE} or give --force")
-        system.replace_file(file, out)
+        os.replace(file, out)
     with suppress(OSError):
         system.sync_folder(out.parent)
 

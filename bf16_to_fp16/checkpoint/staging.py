@@ -1,59 +1,54 @@
-"""The output folder: staged beside its place, filled, synced, and renamed into it whole or not at all.
-
-A lock says that a staged folder is being filled; one without a lock was left by a process that was killed, and the next
-one removes it.
-"""
+"""The output folder: filled in a temporary folder beside its place and renamed into it, whole or not at all."""
 
 from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 import secrets
 import shutil
 import signal
-import stat
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from .. import system
 from ..errors import UserError, shortened
 from .disk import FREE_SPACE_REMEDY, FULL_OR_FAILING, writing
-from .ownership import files_of, has_record, is_made_from, is_report, is_whole, strange_file
+from .ownership import files_of, is_made_from, is_report, is_whole, listed_files, strange_file
 
 MOST_FOLDERS = 200  # folders in each other that an output may lie in; Python makes some 1,000
 ELSEWHERE = "choose another output path"
+MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
 
 
-def check_out(out: Path, *sources: str | Path | None, force: bool, back: bool = False) -> None:
+def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
     """Raise UserError unless a folder can be made at ``out``: absent or empty (or, under ``force``, one that this
     program wrote and that holds nothing else), writable, and apart from the ``sources`` that are here and from what
-    they were made from. back: the folder is brought back by ``undo``; one without a record is then compared with it
-    before it is replaced. Tried by making a folder beside it, as a file system may refuse what permissions promise."""
+    they were made from. Tried by making a folder beside it, as a file system may refuse what permissions promise."""
     with writing(out, ELSEWHERE):
         if len(out.parts) > MOST_FOLDERS:
             raise UserError(f"{shortened(out)} lies in more than {MOST_FOLDERS} folders; {ELSEWHERE}")
-        if out.absolute().name in ("", ".."):
-            raise UserError(f"{out} is where this runs or above it; {ELSEWHERE}")
         there = out.is_dir() and not out.is_symlink()
         if not there and (out.exists() or out.is_symlink()):
             what = "is a link" if out.is_symlink() else "exists and is not a folder"
             raise UserError(f"{out} {what}; {ELSEWHERE}")
-        if there and out.resolve() in (Path.cwd(), *Path.cwd().parents):
-            raise UserError(f"{out} is where this runs and cannot be replaced; {ELSEWHERE}")
-        if there and os.path.ismount(out):
-            raise UserError(f"{out} is a mount point and cannot be replaced; choose a folder inside it")
+        here = out.absolute().name in ("", "..") or (there and out.resolve() in (Path.cwd(), *Path.cwd().parents))
+        if here or (there and os.path.ismount(out)):
+            what = "is where this runs or above it" if here else "is a mount point"
+            raise UserError(f"{out} {what} and cannot be replaced; {ELSEWHERE}")
         for source in sources:
             check_apart(out, source)
         if inside := next((folder for folder in out.absolute().parents if is_whole(folder)), None):
             raise UserError(f"{out} lies in {inside}, which this program wrote whole; choose an output path outside it")
         if there and any(out.iterdir()):
-            ours = has_record(out)
-            if force if ours else not back:
-                check_ours(out)  # without --force its bytes are not read
+            check_ours(out)
             if not force:
                 raise UserError(f"{out} exists; choose another output path or give --force to replace it")
         parent = nearest_parent(out)
@@ -71,37 +66,29 @@ def check_apart(out: Path, source: str | Path | None) -> None:
     source = None if source is None else Path(source).expanduser()
     if source is None or not source.exists():
         return
-    origin = source.resolve()
-    apart = not overlap(out, source)
-    if apart and out.exists() and origin.is_dir():
-        links = (origin / name for name, status in files_of(origin) if stat.S_ISLNK(status.st_mode))
-        apart = not any(_same(out.resolve(), each) for link in links for each in link.resolve().parents)
-    if not apart:
+    files = [source / name for name in files_of(source)] if out.exists() and source.is_dir() else []
+    if overlap(out, source) or any(overlap(out, file) for file in files if file.is_symlink()):
         raise UserError(f"{out} overlaps the source {source}; choose an output path outside it")
-    if out.is_dir() and is_made_from(origin, out):
+    if out.is_dir() and is_made_from(source.resolve(), out):
         raise UserError(f"{out} is what {source} was made from; {ELSEWHERE}")
 
 
 def overlap(one: Path, other: Path) -> bool:
-    """Return whether one of two paths is the other or lies in it, by whatever names."""
+    """Return whether one of two paths is the other or lies in it, by whatever names: upper and lower case are the same
+    on most Macs."""
+
+    def same(a: Path, b: Path) -> bool:
+        return a == b or (os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b))
+
     one, other = one.resolve(), other.resolve()
-    return any(_same(one, each) for each in (other, *other.parents)) or any(_same(other, each) for each in one.parents)
+    return any(same(one, each) for each in (other, *other.parents)) or any(same(other, each) for each in one.parents)
 
 
-def check_ours(out: Path, new: Path | None = None) -> None:
-    """Raise UserError unless this program wrote the folder ``out`` and it holds nothing else; new: as
-    ``strange_file``."""
-    if (strange := strange_file(out, new)) is not None:
-        where = "OUT comes after SOURCE; " if (out / "config.json").is_file() and not has_record(out) else ""
-        raise UserError(
-            f"{out} exists and holds {strange}, which this program did not write or which was changed since;"
-            f" {where}choose another output path"
-        )
-
-
-def _same(one: Path, other: Path) -> bool:
-    """Return whether two paths are one, or name one folder: upper and lower case are the same on most Macs."""
-    return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
+def check_ours(out: Path) -> None:
+    """Raise UserError unless this program wrote the folder ``out`` and it holds nothing else."""
+    if (strange := strange_file(out)) is not None:
+        where = "OUT comes after SOURCE; " if (out / "config.json").is_file() and not listed_files(out) else ""
+        raise UserError(f"{out} exists and holds {strange}, which this program did not write; {where}{ELSEWHERE}")
 
 
 def check_file(path: Path, mend: str) -> None:
@@ -135,7 +122,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield new
         if path.exists():
             shutil.copymode(path, new)
-        system.replace_file(new, path)
+        os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
 
@@ -144,37 +131,29 @@ def _try_out(path: Path) -> None:
     """Make a folder and remove it again; raise OSError where it cannot be made."""
     with undisturbed():
         os.mkdir(path, 0o700)
-        with suppress(FileNotFoundError):  # another process took it for a leftover
-            os.rmdir(path)
+        os.rmdir(path)
 
 
 def nearest_parent(path: Path) -> Path:
     """Return the closest ancestor of ``path`` that exists, if only as a link to nowhere."""
-    parent = path.absolute().parent
-    while not os.path.lexists(parent):
-        parent = parent.parent
-    return parent
+    return next(parent for parent in path.absolute().parents if os.path.lexists(parent))
 
 
 @contextmanager
-def scratch(out: Path, kind: str = "partial") -> Iterator[Path]:
-    """Yield an empty folder beside ``out`` that is removed at the end, unless it was renamed. It is locked meanwhile,
-    and the system drops the lock of a process that is killed: so the next one can tell what was left behind, which it
-    removes, from what another one is working in. Raises UserError where it cannot be made."""
+def scratch(out: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``out`` that is removed at the end, unless it was renamed; what processes that were
+    killed left there goes first. Raises UserError where it cannot be made."""
     out = out.absolute()
-    with writing(out.parent, ELSEWHERE):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        sweep(out)
-    work, lock = _beside(out, kind), None
+    work = _beside(out)
     try:
         with writing(out.parent, ELSEWHERE):
-            lock = _claim(work)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            sweep(out)
+            work.mkdir(0o700)
         yield work
     finally:
         with undisturbed():
             shutil.rmtree(work, ignore_errors=True)
-            if lock is not None:
-                os.close(lock)
 
 
 @contextmanager
@@ -195,40 +174,17 @@ def undisturbed() -> Iterator[None]:
             signal.raise_signal(each)
 
 
-def _beside(out: Path, kind: str = "partial") -> Path:
-    """Return a path beside ``out`` that nobody else has."""
-    return out.parent / f".{out.absolute().name}.{kind}-{secrets.token_hex(8)}"
-
-
-def _claim(path: Path) -> int | None:
-    """Make a folder for this user alone and lock it; return the descriptor that holds the lock, None where the file
-    system knows no locks."""
-    while True:
-        os.mkdir(path, 0o700)
-        lock = None
-        with suppress(FileNotFoundError):  # another process took it for a leftover, as it was not locked yet
-            lock = system.hold(path)
-        if os.path.exists(path):
-            return lock
-        if lock is not None:
-            os.close(lock)
+def _beside(out: Path) -> Path:
+    """Return a path beside ``out`` that nobody else has, which names this process."""
+    return out.parent / f".{out.absolute().name}.partial-{MACHINE}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def sweep(out: Path) -> None:
-    """Remove what processes that were killed left beside ``out``, but a folder that was to be replaced only once
-    something has its place."""
-    out = out.absolute()
-    leftover = re.compile(rf"\.{re.escape(out.name)}\.(partial|replaced|rescaled)-[0-9a-f]{{16}}")
-    for entry in sorted(out.parent.iterdir()):
-        match = leftover.fullmatch(entry.name)
-        if match is None or entry.is_symlink() or (match[1] == "replaced" and not out.exists()):
-            continue
-        with suppress(OSError):
-            if (lock := system.hold(entry)) is not None:
-                try:
-                    shutil.rmtree(entry, ignore_errors=True)
-                finally:
-                    os.close(lock)
+    """Remove what processes of this machine that were killed left beside ``out``."""
+    leftover = re.compile(rf"\.{re.escape(out.name)}\.partial-{MACHINE}-(\d+)-[0-9a-f]{{8}}")
+    for entry in out.parent.iterdir():
+        if (match := leftover.fullmatch(entry.name)) and not psutil.pid_exists(int(match[1])):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 @contextmanager
@@ -257,48 +213,29 @@ def umask() -> int:
 
 
 def put_in_place(work: Path, out: Path, *, force: bool) -> None:
-    """Rename ``work`` to ``out``; with ``force`` it changes places with a folder that holds nothing else than this
-    program wrote or ``work`` has, which steps aside first where the file system cannot do that at once."""
-    aside: Path | None = None
-    lock = None
+    """Rename ``work`` to ``out``, which is absent, empty, or with ``force`` a folder that holds nothing else than this
+    program wrote."""
+    old = _beside(out)
     try:
-        if force and out.exists():
-            with writing(out, ELSEWHERE):
-                check_ours(out, work)
-                exchanged = system.exchange_folders(work, out)
-            if exchanged:  # and ``work``, the old folder now, goes as all that is staged
-                with suppress(OSError):
-                    sweep(out)
-                    system.sync_folder(out.parent)
-                return
-            aside = _beside(out, "replaced")
-            try:
-                lock = _claim(aside)
-                system.rename_folder(out, aside / "old")
-            except OSError as error:
-                with suppress(OSError):
-                    aside.rmdir()
-                raise UserError(f"{out}: {error.strerror}; {ELSEWHERE}") from error
-        try:
-            system.rename_folder(work, out)
-        except OSError as error:
-            if aside is not None:
-                system.rename_folder(aside / "old", out)
-                aside.rmdir()
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                raise UserError(
-                    f"{out} appeared while it was being made; choose another output path or give --force"
-                ) from error
-            raise UserError(f"{out}: {error.strerror}; {ELSEWHERE}") from error
-        # From here on the result stands, and whatever fails is no longer its fault.
-        with suppress(OSError):
-            if aside is not None:
-                shutil.rmtree(aside, ignore_errors=True)
-            sweep(out)
-            system.sync_folder(out.parent)
+        if out.exists():
+            if force:
+                check_ours(out)
+                os.replace(out, old)
+            else:
+                os.rmdir(out)
+        os.replace(work, out)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise UserError(
+                f"{out} appeared while it was being made; choose another output path or give --force"
+            ) from error
+        raise UserError(f"{out}: {error.strerror}; {ELSEWHERE}") from error
     finally:
-        if lock is not None:
-            os.close(lock)
+        if old.exists() and not out.exists():
+            os.replace(old, out)
+        shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):  # the result stands, and whatever fails is no longer its fault
+        system.sync_folder(out.parent)
 
 
 def sync_tree(folder: Path) -> None:

@@ -260,7 +260,7 @@ def undo_command(
     if is_pipeline(folder):
         return undo_whole(folder, out, force=force, json_file=json_file)
     if folder.is_dir():
-        check_out(out, folder, force=force, back=True)
+        check_out(out, folder, force=force)
     shared.check_written(folder)
     shared.check_given(str(folder))
     from ..commands.undo import undo
@@ -280,7 +280,7 @@ def undo_whole(folder: Path, out: Path, *, force: bool, json_file: str | None) -
     from ..report import terminal
 
     names = [entry.subfolder for entry in read_pipeline(folder).encoders]
-    check_out(out, folder, force=force, back=True)
+    check_out(out, folder, force=force)
     words = {name: terminal.brought_back(folder / name) for name in names}
     done = undo_pipeline(folder, out, force=force, progress=shared.make_progress())
     lists = {"missing": done.missing, "rescaled": done.rescaled, "changed": done.changed}

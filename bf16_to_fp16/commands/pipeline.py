@@ -285,7 +285,7 @@ def undo_pipeline(
     """
     progress, folder, out = shown_by(progress), written_folder(folder), Path(out)
     report = read_pipeline(folder)
-    check_out(out, folder, force=force, back=True)
+    check_out(out, folder, force=force)
     ours = {entry.subfolder for entry in report.encoders}
     names = [n for n in files_below(folder)[0] if n != PIPELINE and n.partition("/")[0] not in ours]
     missing: list[str] = []

@@ -151,8 +151,8 @@ def publish(
 ) -> dict[str, Any]:
     """Upload a converted folder to a repository of the Hub and return what was done.
 
-    Its many parameters are the command's options. public: a new repository is private unless this is set, and an existing
-    public one is refused without it. force: replace files of other content; what else is there stays. dry_run: check
+    Its many parameters are the command's options. public: a new repository is private unless this is set, and without it
+    an existing public one is refused. force: replace files of other content; what else is there stays. dry_run: check
     the folder and send nothing. token: by default that of the environment or the log-in. audited: the audit of these
     files has just been run. confirm: called with the ``Upload``; nothing is sent where it returns False. Raises
     UserError, one line with the remedy, for whatever prevents it; the token appears in no message.
@@ -197,8 +197,8 @@ def send(
     api: Any, repo: str, upload: Upload, progress: Progress, *,
     revision: str | None, message: str, public: bool, create_pr: bool, force: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Upload what the repository does not have in one commit, compare its hashes, and return what was done. Its many
-    parameters are those of ``publish``."""
+    """Upload what the repository does not have in one commit and compare hashes. Its many parameters are those of
+    ``publish``."""
     from huggingface_hub import CommitOperationAdd
 
     repo = repo if "/" in repo else f"{api.whoami()['name']}/{repo}"

@@ -46,7 +46,7 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     if Path(folder).is_file():
         return undo_file(Path(folder), Path(out), force=force, progress=progress)
     folder, out = written_folder(folder), Path(out)
-    check_out(out, folder, force=force, back=True)
+    check_out(out, folder, force=force)
     origin = read_origin(folder)
     checkpoint = named_as_before(open_checkpoint(folder), origin)
     with staged(out, force=force) as work:
@@ -112,7 +112,7 @@ def config_before(config: Mapping[str, Any], origin: Source) -> dict[str, Any]:
 def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path:
     """Write the source's weights back from one file that ``convert --layout`` wrote."""
     inside, as_file = read_packed(file), out.suffix == ".safetensors"
-    (check_out_file if as_file else check_out)(out, file, force=force, back=True)
+    (check_out_file if as_file else check_out)(out, file, force=force)
     # Before anything is written, so that damaged tensors are never unpacked.
     if (recorded := recorded_sha256(file)) is not None and recorded != tensors_sha256(file):
         raise UserError(f"{file}: is not what convert wrote (SHA-256 of its tensors); fetch or convert it again")

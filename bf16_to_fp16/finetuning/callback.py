@@ -116,7 +116,7 @@ class Fp16Callback(TrainerCallback):
         self.penalty.detach()
         if self.out is None or not state.is_world_process_zero:
             return
-        with scratch(Path(self.out), "trained") as beside:
+        with scratch(Path(self.out)) as beside:
             self._save(beside / "trained")
             self.result = convert(beside / "trained", self.out, force=self.force, **self.options)
         Progress().say(f"{self.out}: {self.result.report['verdict']}, {self.result.report['proof']}")

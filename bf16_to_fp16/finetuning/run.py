@@ -276,7 +276,7 @@ def convert_or_finetune(
     checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
     check_out(out, checkpoint.folder, force=force)
     check_run_folder(run_folder(chosen), chosen)
-    with scratch(out, "rescaled") as beside:
+    with scratch(out) as beside:
         work = beside / out.name
         insists = bool(read_as.penalty.certify)
         asked = replace(options, target=read_as.planned_target, prove=insists)

@@ -7,6 +7,7 @@ flushed and renamed. Nothing that a file says is run (``weights_only``).
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from ..checkpoint.staging import sync_tree
 from ..errors import UserError
-from ..system import rename_folder, sync_folder
+from ..system import sync_folder
 
 STATE, TENSORS = "state.pt", "model.safetensors"
 
@@ -68,7 +69,7 @@ class RunFolder:
                 if main:
                     sync_tree(work)
                     self.remove(step)
-                    rename_folder(work, place)
+                    os.replace(work, place)
                     sync_folder(self.path)
                     for old in self.steps()[:-KEPT]:
                         self.remove(old)
@@ -90,7 +91,7 @@ class RunFolder:
             # A weight that is shared has several names, and one storage under two is refused.
             write_tensors(work, {name: tensor.clone() for name, tensor in tensors.items()})
             sync_tree(work)
-            rename_folder(work, place)
+            os.replace(work, place)
 
     def keep_only(self, steps: Collection[int]) -> None:
         """Remove the weights of ``keep`` but those of some steps."""
@@ -109,7 +110,7 @@ class RunFolder:
         if place.exists():
             aside = self.path / f".step-{step:08d}.removed"
             shutil.rmtree(aside, ignore_errors=True)
-            rename_folder(place, aside)
+            os.replace(place, aside)
             shutil.rmtree(aside, ignore_errors=True)
 
 

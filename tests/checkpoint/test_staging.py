@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bf16_to_fp16 import UserError, system
+from bf16_to_fp16 import UserError
 from bf16_to_fp16.checkpoint.folder import carry_over
 from bf16_to_fp16.checkpoint.staging import check_file, check_out, staged
 
@@ -15,7 +15,7 @@ from bf16_to_fp16.checkpoint.staging import check_file, check_out, staged
 def test_every_file_and_folder_is_on_the_disk_before_the_rename_and_its_parent_after(
     force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync, rename, exchange = os.fsync, os.rename, system.exchange_folders
+    sync, replace = os.fsync, os.replace
     synced: list[int] = []
     before: list[int] = []
 
@@ -23,21 +23,14 @@ def test_every_file_and_folder_is_on_the_disk_before_the_rename_and_its_parent_a
         sync(descriptor)
         synced.append(os.fstat(descriptor).st_ino)
 
-    def see_rename(old: Any, new: Any) -> None:
-        rename(old, new)
+    def see_replace(old: Any, new: Any) -> None:
+        replace(old, new)
         if Path(new) == tmp_path / "out":
             before.extend(synced)
             synced.clear()
 
-    def see_exchange(one: Path, other: Path) -> bool:
-        done = exchange(one, other)
-        before.extend(synced)
-        synced.clear()
-        return done
-
     monkeypatch.setattr(os, "fsync", see_sync)
-    monkeypatch.setattr(system, "exchange_folders", see_exchange)
-    monkeypatch.setattr(os, "rename", see_rename)
+    monkeypatch.setattr(os, "replace", see_replace)
     if force:
         (tmp_path / "out").mkdir()
     with staged(tmp_path / "out", force=force) as work:
