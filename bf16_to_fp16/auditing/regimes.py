@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.contents import listed_modules
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.side_modules import SideModule, read_side_modules
 from ..errors import UserError
 from ..families.known import of_model_type, roles_of, stock_class
 from ..families.places import places_by_name
@@ -35,7 +35,7 @@ from ..ranges import NormRange
 from ..run import probe
 from ..run.batch import SHORT, Batch, run_batch, seen_padding, values_of
 from ..run.lanes import Lane, Walk, results_of
-from ..run.sentence_vectors import SentenceVectors
+from ..run.sentence_vectors import SentenceVectors, runs_behind
 from ..run.stock import attentions_of, load, load_config, set_attention
 from .every_output import EveryOutput
 from .fidelity import Outputs, add_outputs, compared, output_on
@@ -265,9 +265,10 @@ def run_regimes(
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
     ran = [regime for regime in regimes if regime != "stock" or not alike]
-    modules = read_side_modules(checkpoint.folder)
+    pooled = bool(listed_modules(checkpoint.folder))
+    behind = checkpoint.folder if runs_behind(checkpoint.folder) else None
     seen = {
-        (regime, name): _Seen(regime, name, keeps=(regime, name) == ("half", attention[0]), modules=modules)
+        (regime, name): _Seen(regime, name, keeps=(regime, name) == ("half", attention[0]), behind=behind)
         for regime in ran
         for name in attention
     }
@@ -294,7 +295,7 @@ def run_regimes(
         logits = sum(each.nonfinite for shown in shares for each in shown.results())
         runs = tuple(Run.of(shown.attention, shown.inputs) for shown in shares)
         result = _result(regime, merged, logits, insides, runs, shares[0].norms())
-        results[regime] = replace(result, vectors=any(shown.modules for shown in shares))
+        results[regime] = replace(result, vectors=pooled)
     for regime in regimes:
         if regime not in results:
             results[regime] = replace(results["half"], regime=regime, same_as="half")
@@ -348,11 +349,11 @@ class _Ran:
 
 class _Seen:
     """What a regime shows under one attention: its lanes. keeps: whether they keep outputs to compare and what enters
-    norms. modules: those behind a sentence encoder, which run in ``half`` alone."""
+    norms. behind: the folder of a sentence encoder, whose modules behind it run in ``half`` alone."""
 
-    def __init__(self, regime: str, attention: str, *, keeps: bool = False, modules: Sequence[SideModule] = ()) -> None:
+    def __init__(self, regime: str, attention: str, *, keeps: bool = False, behind: Path | None = None) -> None:
         self.regime, self.attention, self.keeps = regime, attention, keeps
-        self.modules = modules if regime == "half" else ()
+        self.behind = behind if regime == "half" else None
         self.inputs: list[Batch] = []
         self.lanes: list[Lane[_Ran]] = []
 
@@ -381,9 +382,9 @@ class _Seen:
         sites."""
         shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
         states = next((each for each in shown if each is not None), None)
-        if not self.modules or states is None:
+        if self.behind is None or states is None:
             return ()
-        model = SentenceVectors(self.modules).to(states.device, states.dtype)
+        model = SentenceVectors(self.behind).to(states.device, states.dtype)
         with SiteObserver(model) as behind:
             model(states, batch.attention_mask.to(states.device))
         return behind.sites()

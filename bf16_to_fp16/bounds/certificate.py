@@ -66,7 +66,6 @@ from .linear import (
     either,
     enclosing_axes,
     layer_normalised,
-    least_of,
     rms_normalised,
     side_by_side,
     squared_matrix_vector,
@@ -280,7 +279,6 @@ class _Walk(Findings):
             self.note(f"{path}:layer_norm.2", SiteKind.STATISTIC, eps**-0.5 * (1 + 2 * UNIT))
         else:
             made = rms_normalised(gain, a, once=self.layout.family.norm_rounds_once)
-            self.least[path] = least_of(made, a)
             if not self.layout.family.norm_rounds_once:
                 self.note(f"{path}:to#2", SiteKind.NORMALISED, made.radius * (1 + UNIT))
             self.note(f"{path}:{self.layout.family.norm_site}", SiteKind.NORM, made.bound)

@@ -48,9 +48,6 @@ class Certificate:
     """Bounds of module inputs and weights, which copies and casts inside the module carry."""
     unlimited: Mapping[str, float] = field(default_factory=dict)
     """Bounds of operations that may give inf and harm nothing by it."""
-    least: Mapping[str, float] = field(default_factory=dict)
-    """What the largest component of an RMS norm's output is at least, by the norm's path, of what it reads with a mean
-    square no less than its eps."""
 
     @property
     def holds(self) -> bool:
@@ -126,7 +123,6 @@ class Findings:
         self.sites: dict[str, Bound] = {}
         self.inner: dict[str, float] = {}
         self.unlimited: dict[str, float] = {}
-        self.least: dict[str, float] = {}
         self.inputs: dict[str, tuple[Tensor, Tensor]] = {}
         self.outputs: dict[str, tuple[Tensor, Tensor]] = {}
         self.norms: dict[str, NormRange] = {}
@@ -145,7 +141,7 @@ class Findings:
             )
             for path in paths
         }
-        return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner, self.unlimited, self.least)
+        return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner, self.unlimited)
 
     def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
         """Record a site; of one that runs twice (dropout at both ends of a stack) the larger counts."""

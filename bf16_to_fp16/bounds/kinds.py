@@ -36,7 +36,6 @@ class SiteKind(StrEnum):
     OUTPUT = "output"
     LOGITS = "logits"
     WEIGHT = "weight"
-    ZERO_VECTOR = "zero vector"
 
 
 class Remedy(StrEnum):
@@ -45,7 +44,6 @@ class Remedy(StrEnum):
     RESCALE = "rescale"
     EDIT = "rescale at a price"
     FINETUNE = "finetune"
-    NORMALISE = "normalise in fp32"
 
 
 class Line(StrEnum):
@@ -84,7 +82,6 @@ _TRAITS: Mapping[str, Traits] = {
     SiteKind.ROUTING: Traits(Remedy.EDIT),
     SiteKind.POSITION_BIAS: Traits(Remedy.FINETUNE),
     SiteKind.GATE: Traits(Remedy.EDIT, limit_in_training=GELU_CUBE_BACKWARD_LIMIT),
-    SiteKind.ZERO_VECTOR: Traits(Remedy.NORMALISE),
 }
 
 

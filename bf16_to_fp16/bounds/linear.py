@@ -208,18 +208,6 @@ def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOu
     return NormOutput(each(source.gain), shift, radius, source.relative, each(source.absolute), each(source.bound))
 
 
-def least_of(made: NormOutput, arithmetic: Arithmetic) -> float:
-    """Return what the largest component that an RMS norm gives is at least where the mean square m of what it reads is
-    no less than its eps; 0 where some gain is 0.
-
-    The largest component that it reads is at least √m, and is divided by √(m + eps) ≤ √(2m), or where fp16 sums the
-    squares by what ``growth`` lets that become; its gain may be the least.
-    """
-    width = made.gain.numel()
-    summed = growth(width) if arithmetic.norms16 else 1 + (width + 16) * UNIT32
-    return max(0.0, float(made.gain.abs().min()) * (1 - 8 * UNIT) / math.sqrt(2 * summed) - float(made.absolute.max()))
-
-
 def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float, arithmetic: Arithmetic) -> NormOutput:
     """Return what a LayerNorm makes of any vector whose components' magnitudes have at most this mean; gain, shift:
     fp64 [d]."""

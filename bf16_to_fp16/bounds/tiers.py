@@ -5,10 +5,7 @@ Each holds where its own certificate does, and with it every weaker one: the bou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.side_modules import SideModule, read_side_modules
 from ..devices import Device, products_on
 from ..families.layout import Layout, TensorReader
 from ..progress import Progress
@@ -16,7 +13,6 @@ from ..targets import TIERS, WHERE
 from .arithmetic import Arithmetic
 from .certificate import bound, fp16_weights, is_certified
 from .findings import Certificate
-from .side_modules import with_side_modules
 from .spectral import Spectra
 
 
@@ -28,12 +24,10 @@ def certified_tiers(
     holds: bool,
     arithmetic: Arithmetic,
     spectra: Spectra,
-    modules: Sequence[SideModule] = (),
 ) -> dict[str, bool]:
     """Return by tier whether its certificate holds for the given weights.
 
-    holds: whether that for ``target`` does. arithmetic: of the weakest tier. spectra: as ``bound`` takes them. modules:
-    what stands behind a sentence encoder.
+    holds: whether that for ``target`` does. arithmetic: of the weakest tier. spectra: as ``bound`` takes them.
     """
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
@@ -44,9 +38,6 @@ def certified_tiers(
             holding[tier.name] = True
         elif (not holds and tier.target == target) or not all(holding.values()):
             holding[tier.name] = False
-        elif modules:
-            whole = bound(layout, weights, arithmetic, target=tier.target, spectra=spectra)
-            holding[tier.name] = with_side_modules(whole, layout, modules).holds
         else:
             holding[tier.name] = is_certified(layout, weights, arithmetic, tier.target, spectra)
     return holding
@@ -65,22 +56,19 @@ def bounded(
     weights: TensorReader | None = None,
     tiers: bool = True,
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of a checkpoint's weights rounded to fp16, with what stands behind a sentence encoder, and
-    if asked for by tier whether its own holds.
+    """Return the certificate of a checkpoint's weights rounded to fp16, and if asked for by tier whether its own
+    holds.
 
     whose: ends the name of the step. spectra: eigenvalues that are known. weights: other values than the checkpoint's.
     So many parameters, since all commands that bound something share it.
     """
-    weights, modules = weights or fp16_weights(checkpoint, layout), read_side_modules(checkpoint.folder)
+    weights = weights or fp16_weights(checkpoint, layout)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
     with products_on(device, "certificate"):
         with progress.step(f"Bounding every site{whose} {WHERE[target]}") as advance:
-            bounds = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
-        certificate = with_side_modules(bounds, layout, modules)
+            certificate = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
         if tiers:
             holds = certificate.holds
             with progress.step("Bounding every site in stricter arithmetic"):
-                by_tier = certified_tiers(
-                    layout, weights, target, holds=holds, arithmetic=arithmetic, spectra=spectra, modules=modules
-                )
+                by_tier = certified_tiers(layout, weights, target, holds=holds, arithmetic=arithmetic, spectra=spectra)
     return certificate, by_tier

@@ -16,7 +16,7 @@ from ..environment import SCHEMA
 from ..families.known import padding_entry
 from ..progress import Progress, shown_by
 from ..quiet import quiet
-from ..report.remedies import NORMALISE_IN_FP32, going_on_from, normalising_is_all, over_limits
+from ..report.remedies import going_on_from, over_limits
 from ..report.result import Result
 from ..report.schema import CertificateEntry, Environment, Report, Source, recorded_target
 from ..report.tiers import judged_tiers
@@ -68,8 +68,6 @@ def certify(
     described, converted = CertificateEntry.model_validate(certificate.to_json()), is_converted(checkpoint.folder)
     then = going_on_from(shown_in_a_command(source), {}, converted, subfolder, target) if adapter is None else MERGE
     unproven = over_limits(described, converted=converted)
-    if converted and normalising_is_all(unproven):
-        then = NORMALISE_IN_FP32
     report = Report(
         schema=SCHEMA,
         verdict="safe" if certificate.holds else "unsafe",

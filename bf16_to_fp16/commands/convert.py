@@ -39,18 +39,15 @@ from ..quiet import quiet
 from ..ranges import NormRange
 from ..report import build as reports
 from ..report.card import write_card
-from ..report.facts import zero_vector
 from ..report.page import summary, write_page
 from ..report.remedies import (
     INEXACT,
     LET_EPS_GO,
-    NORMALISE_IN_FP32,
     SHRINK_BY_LESS,
     WITHOUT_AUDIT,
     WITHOUT_EITHER,
     WITHOUT_EXACT,
     finetuning_of,
-    normalising_is_all,
 )
 from ..report.schema import CARD, PAGE, REPORT, Report, read
 from ..report.stored import read_plan_and_target
@@ -195,8 +192,6 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
     broken = report.broken_regimes
     if options.exact and options.plan is None:
         return WITHOUT_EXACT if options.run_model else WITHOUT_EITHER
-    if zero_vector(report) or (not broken and not report.unsafe and normalising_is_all(report.uncertified)):
-        return NORMALISE_IN_FP32
     held = "" if options.run_model or options.plan is not None else f"{WITHOUT_AUDIT}; "
     held += f"{LET_EPS_GO}; " if options.eps == FIXED and options.plan is None else ""
     if options.plan is None and options.margin_bits > 0 and any(entry.remedy == INEXACT for entry in report.unsafe):

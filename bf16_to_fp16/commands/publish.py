@@ -151,7 +151,7 @@ def publish(
 ) -> dict[str, Any]:
     """Upload a converted folder to a repository of the Hub and return what was done.
 
-    Its many parameters are the command's options. public: a new repository is private unless this is set, and without it
+    Its many parameters are the command's options. public: a new repository is private unless this is set; without it
     an existing public one is refused. force: replace files of other content; what else is there stays. dry_run: check
     the folder and send nothing. token: by default that of the environment or the log-in. audited: the audit of these
     files has just been run. confirm: called with the ``Upload``; nothing is sent where it returns False. Raises

@@ -16,7 +16,6 @@ from ..checkpoint.packing import check_out_file, pack, put_file_in_place, tensor
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.shards import Write
-from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
@@ -53,7 +52,6 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
         written = write_weights(checkpoint, read_plan(folder), origin, work, progress)
         check_written_files(folder, written.source_sha256)
         write_beside(checkpoint, origin, work)
-        write_in_fp16(folder, work, origin.side_dtypes)
     return out
 
 

@@ -25,7 +25,6 @@ from ..checkpoint.formats import bytes_of
 from ..checkpoint.packed import summary_of
 from ..checkpoint.places import local_source, own_name
 from ..checkpoint.reader import VIEWS, Checkpoint, open_checkpoint
-from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.writer import write_fp16
 from ..conversion.measuring import audited, compare, errors_of, in_fp32_too, measured_edits
 from ..conversion.opening import own_length
@@ -341,7 +340,6 @@ def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -
     it."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
-        write_in_fp16(original.home, Path(scratch))
         for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):
             ours, theirs = (f.read_bytes() if f.is_file() else None for f in (Path(scratch, name), folder / name))
             alone = ours is None or theirs is None

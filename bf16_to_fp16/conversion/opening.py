@@ -12,6 +12,7 @@ from ..checkpoint.side_modules import encoder_config
 from ..families.layout import Layout
 from ..progress import Progress
 from ..run.agreement import agreed_layout
+from ..run.sentence_vectors import runs_behind
 from ..wording import counted
 
 
@@ -44,6 +45,13 @@ def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | Non
             f"{checkpoint.name} holds {first}{more}, which {layout.alone} does not read: all that is said is of"
             f" {layout.alone} alone"
         )
+    if max_length is not None and (checkpoint.folder / MODULES).is_file():
+        ran = (
+            "an audit runs them"
+            if runs_behind(checkpoint.folder)
+            else "sentence-transformers, which runs them, is missing"
+        )
+        progress.say(f"{checkpoint.name}: the proof ends at the encoder's last states, before its other modules; {ran}")
     own = own_length(checkpoint.folder, layout.config)
     if max_length is not None and own is not None and max_length < own:
         progress.say(

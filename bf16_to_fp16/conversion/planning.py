@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
@@ -17,12 +17,10 @@ from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound
 from ..bounds.findings import SourceBounds
 from ..bounds.kinds import traits
-from ..bounds.side_modules import sites_behind
 from ..bounds.spectral import Spectra
 from ..checkpoint.contents import MODULES
 from ..checkpoint.folder import tokenizer_beside
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.side_modules import SideModule, read_side_modules
 from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.known import architectures
@@ -250,7 +248,6 @@ class Search:
                 self.progress,
                 opened.spectra,
                 opened.named,
-                read_side_modules(opened.checkpoint.folder),
             ),
             acceptable=acceptable,
             weaker=weaker,
@@ -408,12 +405,10 @@ def bound_source(
     progress: Progress,
     spectra: Spectra | None = None,
     named: Callable[[Layout], str] = lambda _: "source",
-    modules: Sequence[SideModule] = (),
 ) -> Bounds:
     """Return a function that bounds the unscaled source, in arithmetic without subnormals.
 
-    weights: gives a layout's. spectra: keeps the eigenvalues. named: the source's name in progress lines. modules: of a
-    sentence encoder.
+    weights: gives a layout's. spectra: keeps the eigenvalues. named: the source's name in progress lines.
     """
 
     def of(layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
@@ -424,10 +419,9 @@ def bound_source(
             certificate = bound(layout, weights(layout), arithmetic, **how)
         over = [site for site in certificate.sites if not site.holds]
         unmoved = frozenset(site.name for site in over if not traits(site.kind).movable)
-        behind = {site.name for site in sites_behind(certificate, layout, modules) if not site.holds}
         squares = {f"{projector.norm} (sum of squares)" for projector in layout.projectors}
         towers = {site.name for site in over} & squares
-        return SourceBounds(certificate.ranges, exponents, unmoved, unmoved | behind | towers)
+        return SourceBounds(certificate.ranges, exponents, unmoved, unmoved | towers)
 
     return of
 

@@ -9,7 +9,6 @@ from ..checkpoint.folder import carry_over, tokenizer_beside
 from ..checkpoint.layouts import FOLDER_LAYOUT
 from ..checkpoint.pipeline import has_variant, name_variants
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.side_modules import write_in_fp16
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..families.layout import Layout
@@ -46,7 +45,7 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
         progress.say(
             f"{checkpoint.name} has no tokenizer, so the output has none; put one beside the source and convert again"
         )
-    return Rewritten(written, carried, left_out, write_in_fp16(checkpoint.home, work))
+    return Rewritten(written, carried, left_out)
 
 
 def check_finite(written: Written, checkpoint: Checkpoint, layout: Layout) -> None:

@@ -19,7 +19,7 @@ from ..auditing.every_output import OutputError
 from ..auditing.fidelity import Outputs, Reference
 from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.findings import Certificate, SourceBounds
-from ..bounds.kinds import Remedy, SiteKind, traits
+from ..bounds.kinds import SiteKind, traits
 from ..checkpoint.contents import INDEX, read_config
 from ..checkpoint.formats import bytes_of
 from ..checkpoint.reader import Checkpoint
@@ -89,13 +89,11 @@ class Decided:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What was written: the weights, and the names of the other files of the source, carried over or left out.
-    side_dtypes: what the tensors of a sentence encoder's other modules were in."""
+    """What was written: the weights, and the names of the other files of the source, carried over or left out."""
 
     written: Written
     carried: list[str]
     left_out: list[str]
-    side_dtypes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -368,7 +366,6 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
         config_changes=changes(config_of_source(checkpoint), edited_config(layout, plan)),
         carried_over=rewritten.carried,
         left_out=rewritten.left_out,
-        side_dtypes=dict(rewritten.side_dtypes),
         card=front_matter(checkpoint.home),
         **replaced,
     )
@@ -490,8 +487,6 @@ def passed_limit(violation: Violation) -> schema.UnsafeEntry:
 
 def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
     """Return why a kind of site is not proven after rescaling, and the remedy; ``fallback``: of its signal."""
-    if traits(kind).remedy is Remedy.NORMALISE:
-        return remedies.MAY_BE_ZERO, remedies.NORMALISE_IN_FP32
     if not traits(kind).movable:
         return remedies.UNMOVED, remedies.PENALTY
     if fallback is not None and not fallback.impossible:

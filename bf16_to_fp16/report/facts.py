@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.kinds import SiteKind
+from ..checkpoint.contents import MODULES
 from ..families.known import named
 from ..families.roles import STACKS
 from ..families.types import MOST_MEAN
@@ -260,7 +261,8 @@ def every_input(report: schema.Report, *, length: bool = False) -> str:
     certificate = report.certificate
     shown = certificate is not None and (length or certificate.max_length < MAX_LENGTH)
     of = f" of up to {counted(certificate.max_length, 'position')}" if certificate is not None and shown else ""
-    return f"every input{of}{claim_end(report.padding, report.family, report.model_class)}"
+    aside = " to the encoder's last states" if MODULES in report.source.carried_over else ""
+    return f"every input{of}{claim_end(report.padding, report.family, report.model_class)}{aside}"
 
 
 def tower_of(family: str | None) -> str:
@@ -453,8 +455,6 @@ def _verdict(report: schema.Report) -> str:
             f"{beginning}: nothing overflowed or saturated in {listed(list(regimes))},"
             f" and the largest value run is {below_limit(kept)}."
         )
-    if zero := zero_vector(report):
-        return f"Unsafe in fp16: {zero}. Nothing overflowed."
     if broken:
         nonfinite, saturated = (max(getattr(regimes[b], key) for b in broken) for key in ("nonfinite", "saturated"))
         what = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
@@ -495,16 +495,6 @@ def broken_by_search(report: schema.Report) -> str:
     said = f" ({reached(site.fp32)}, {over_limit(site.fp32, site.limit)})" if site.fp32 > site.limit else ""
     steps = counted(report.attack.steps, "gradient step")
     return f"{steps} of search found an input that overflows {where}{said}"
-
-
-def zero_vector(report: schema.Report) -> str:
-    """Return in words that a sentence's vector of zeros is all that breaks, where it is; else nothing."""
-    sites = report.certificate.sites if report.certificate is not None else ()
-    zero = [site.name.partition(" (")[0] for site in sites if site.kind == SiteKind.ZERO_VECTOR and not site.holds]
-    first = [first_broken(regime) or "" for regime in report.regimes.values() if regime.broken]
-    if not first or not all(name.partition(":")[0] in zero for name in first):
-        return ""
-    return f"a text whose vector is zero gives NaN at {first[0]}: fp16 rounds the eps of Normalize to 0, so it is 0/0"
 
 
 def first_broken(regime: schema.RegimeEntry) -> str | None:

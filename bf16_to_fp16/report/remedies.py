@@ -45,8 +45,6 @@ NOTHING_MOVES = "no exact exponent moves it"
 TOO_COSTLY = "holding it for every input would push weights or signals under fp16's smallest numbers"
 SINKING = "the mean square of a token in the stream falls to "
 SWELLING = "the squares of a token in the stream sum to "
-MAY_BE_ZERO = "the vector may be zero, and fp16 rounds the eps to 0 by which it is then divided: 0/0 is NaN"
-NORMALISE_IN_FP32 = "take Normalize out of the loaded model, and divide what encode gives by its length in fp32"
 LET_EPS_GO = "leave out --eps fixed, unless what reads the output has an eps of its own"
 EDITS_HELP = "edits bring down what they can, where that costs no more than bf16 does"
 WITHOUT_AUDIT = f"leave out --no-audit: what a run shows decides, and {EDITS_HELP}"
@@ -171,7 +169,6 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
         Remedy.RESCALE: (OVER, PENALTY if converted else CONVERT),
         Remedy.EDIT: (NOTHING_MOVES, PENALTY if converted else EDITED_BY_CONVERT),
         Remedy.FINETUNE: (NOTHING_MOVES, PENALTY),
-        Remedy.NORMALISE: (MAY_BE_ZERO, NORMALISE_IN_FP32),
     }
     return [unproven(site, *why[traits(site.kind).remedy]) for site in certificate.over]
 
@@ -186,11 +183,6 @@ def unproven(site: BoundEntry | Bound, reason: str, remedy: str) -> UnprovenEntr
         reason=reason,
         remedy=remedy,
     )
-
-
-def normalising_is_all(unproven: Sequence[UnprovenEntry]) -> bool:
-    """Return whether nothing stands against a proof but vectors that may be zero, which no finetune can rule out."""
-    return bool(unproven) and all(entry.remedy == NORMALISE_IN_FP32 for entry in unproven)
 
 
 def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Report:

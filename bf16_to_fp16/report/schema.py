@@ -48,10 +48,9 @@ class Source(ReportObject):
     ``sha256`` and ``other_sha256``: of its weight files and of the others. ``dtype``: of most tensors, in safetensors'
     spelling; ``dtypes``: of the others by name. ``made``: tensors that the conversion made. ``dropped``: those that it
     left out, with the reason. ``config_changes``: keys of config.json with their values before and after; a dot leads
-    into a config inside. ``carried_over`` and ``left_out``: files besides the weights. ``side_dtypes``: what the
-    tensors of a sentence encoder's other modules were in, by sub-folder and name. Of a checkpoint that was finetuned,
-    path, revision and hashes are the original's. ``adapter``: the LoRA adapter that ``certify`` merged with it.
-    ``card``: licence, languages, tags and task as the source's own card gives them. ``replaced``: key biases and
+    into a config inside. ``carried_over`` and ``left_out``: files besides the weights. Of a checkpoint that was
+    finetuned, path, revision and hashes are the original's. ``adapter``: the LoRA adapter that ``certify`` merged with
+    it. ``card``: licence, languages, tags and task as the source's own card gives them. ``replaced``: key biases and
     tables of position biases, by name, in place of which the conversion wrote others.
     """
 
@@ -68,7 +67,6 @@ class Source(ReportObject):
     config_changes: dict[str, dict[str, Any]] = {}
     carried_over: list[str] = []
     left_out: list[str] = []
-    side_dtypes: dict[str, str] = {}
     card: dict[str, str | list[str]] = {}
     replaced: dict[str, Original] = {}
 

@@ -220,9 +220,7 @@ def output_line(report: schema.Report) -> Text:
     certificate, regimes = report.certificate, report.regimes
     if not report.safe and not report.short:
         first = next((site for regime in regimes.values() for site in regime.broken_sites), None)
-        if zero := facts.zero_vector(report):
-            where = f"{zero}; nothing overflowed"
-        elif first is not None:
+        if first is not None:
             where = f"overflows in {', '.join(report.broken_regimes)}, first at {first.name}"
         else:
             where = facts.broken_by_search(report) or facts.passed(report)

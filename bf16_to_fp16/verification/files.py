@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.contents import INDEX, SINGLE_OR_SHARDED, WEIGHTS, side_modules
+from ..checkpoint.contents import INDEX, SINGLE_OR_SHARDED, side_modules
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import is_code, is_weights, sha256_of
 from ..checkpoint.headers import read_whole_header
@@ -16,7 +16,6 @@ from ..checkpoint.packing import tensors_sha256
 from ..checkpoint.pipeline import variant_name
 from ..checkpoint.places import contained
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.side_modules import read_side_modules
 from ..families.layout import Layout
 from ..report.remedies import REMOVE
 from ..report.schema import CARD, PAGE, REPORT, Report
@@ -67,7 +66,6 @@ def check_hashes(
 def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:
     """Return what no conversion writes though it is listed: code, files in folders that are no module's of a sentence
     encoder, names that differ from a known one by case alone, and tensors that the class does not read."""
-    modules = {module.name for module in read_side_modules(checkpoint.folder) if module.tensors}
     folders, own = side_modules(checkpoint.folder), {name.casefold(): name for name in OWN_NAMES}
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")
@@ -76,8 +74,6 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Ite
             reason = "is code, which convert writes none of"
         elif below and first not in folders:
             reason = "lies in a folder that convert does not write"
-        elif below and is_weights(below) and (first not in modules or below != WEIGHTS):
-            reason = "holds weights of which nothing is known"
         elif name != known:
             reason = f"has the name of {known} but for upper and lower case, and may be read in its place"
         else:

@@ -398,18 +398,3 @@ def test_an_eps_that_is_held_is_said_with_what_it_costs(capsys: pytest.CaptureFi
         said = capsys.readouterr().out
         held = f"eps: held at 1e-06 for a reader that has its own; that moves the output by 3.00×10⁻⁹{unit}\n"
         assert held in said and ("KL" in said) == (unit == " nats")
-
-
-def test_a_vector_of_zeros_is_not_called_an_overflow(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    made = fakes.conversion(safe=False)
-    zero = {"name": "3_Normalize (zero vector)", "kind": "zero vector", "bound": math.inf, "partial": math.inf}
-    zero |= {"limit": 4096.0, "headroom_bits": -1e300, "observed": None, "holds": False}
-    made["certificate"] = {"holds": False, "headroom_bits": -1e300, "max_length": 512, "splits": 8, "sites": [zero]}
-    made["unsafe"] = []
-    broken = made["regimes"]["half"]["sites"][0]
-    for name, said in ((broken["name"], False), ("3_Normalize:div", True)):
-        broken["name"] = name
-        print_conversion(read(Report, made), tmp_path)
-        printed = capsys.readouterr().out
-        assert ("a text whose vector is zero gives NaN at 3_Normalize:div" in printed) == said
-        assert ("overflows in" in printed) != said
