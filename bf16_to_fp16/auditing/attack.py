@@ -3,15 +3,13 @@
 Every row of a batch goes after a goal of its own, a site or 1/σ of what a norm reads: over convex combinations of rows
 of the embedding table (the hull that the certificate covers), and over token ids, changing one position at a time to
 what the gradient prefers and keeping what improves (HotFlip, Ebrahimi et al. 2018). After each round every input found
-is tried on every goal, and the next rows go to the goals whose bound lies farthest above the best found. What is found
-is measured again in fp32 and in real fp16 arithmetic. A second search moves embeddings as freely as the certificate
-knows them; what it alone reaches is out of reach of the vocabulary, so the two are kept apart.
+is tried on every goal, and the next round starts from the best. What is found is measured again in fp32 and in real
+fp16 arithmetic.
 """
 
 from __future__ import annotations
 
 import copy
-import heapq
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -21,32 +19,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bounds.certificate import bound, fp16_weights
-from ..bounds.differentiable import DifferentiableBounds
-from ..bounds.findings import Certificate
 from ..families.known import spare_padding
 from ..families.layout import Layout, TensorReader
 from ..families.walk import walk
 from ..numerics import FP16_MAX, headroom_bits
 from ..observe.observer import SiteObserver
 from ..observe.points import watched
-from ..rescaling.weights import ModelTensors
 from ..run.interface import longest_sequence
 from ..run.stock import run_everywhere, set_attention
 
 LENGTH = 16  # positions of an attack's sequences: enough for every score and every mixture of values
 GROUP = 48  # goals attacked in one batch
-ROUNDS = 4  # times that the rows are dealt out anew
+ROUNDS = 4  # times that the rows start anew from the best inputs
 STARTS = 3  # best inputs kept for each goal, for as many rows to start from
 POOL = 8  # groups of random inputs among which the first rows choose their start
 
-TOKEN_SHARE, FREE_SHARE = 4, 4
-"""One step in so many changes tokens, which costs several times what the others do, or moves embeddings freely."""
+TOKEN_SHARE = 4  # one step in so many changes tokens, which costs several times what the others do
 
 START_WEIGHT = 0.7  # weight of its starting point in a row's first mixture
 WORDS = 512  # rows of the table that the hull is searched over; with a larger vocabulary a random choice of them
 INVERSE_SIGMA = "1/σ"  # the operation under which a norm's own goal is named
-MIXTURE_RATE, FREE_RATE = 0.3, 0.1  # learning rates of mixtures and of free embeddings
+MIXTURE_RATE = 0.3  # learning rate of mixtures
 FLIPS = 4  # best changes tried at each token step
 
 Inputs = tuple[Tensor, ...]
@@ -56,7 +49,7 @@ Inputs = tuple[Tensor, ...]
 @dataclass(frozen=True)
 class Found:
     """What one site reached: by as many random inputs, by tokens, by mixtures of the table's rows, all in fp32, and in
-    fp16 by any of them. ``covered``: by embeddings no larger than the table's, all that the certificate covers."""
+    fp16 by any of them."""
 
     name: str
     random: float
@@ -64,7 +57,6 @@ class Found:
     embeddings: float
     half: float
     limit: float = FP16_MAX
-    covered: float = 0.0
 
     @property
     def worst(self) -> float:
@@ -137,9 +129,6 @@ class _Elite:
             kept.sort(key=lambda pair: -pair[0])
             del kept[STARTS:]
 
-    def best(self, goal: str) -> float:
-        return self.kept[goal][0][0] if self.kept.get(goal) else 0.0
-
     def starts(self, goals: Sequence[str]) -> Inputs:
         """Return a start for each row: of rows with the same goal the n-th takes the n-th best."""
         seen: dict[str, int] = {}
@@ -149,18 +138,6 @@ class _Elite:
             seen[goal] = turn + 1
             parts.append(kept[turn % len(kept)][1])
         return joined(parts)
-
-
-def deal(weights: Mapping[str, float], rows: int) -> list[str]:
-    """Return which goal each row goes after: rows in proportion to the weights, none for a weight of 0 (d'Hondt)."""
-    queue = [(-weight, number, goal) for number, (goal, weight) in enumerate(weights.items()) if weight > 0]
-    heapq.heapify(queue)
-    dealt: dict[str, int] = {}
-    for _ in range(rows if queue else 0):
-        _, number, goal = queue[0]
-        dealt[goal] = dealt.get(goal, 0) + 1
-        heapq.heapreplace(queue, (-weights[goal] / (dealt[goal] + 1), number, goal))
-    return [goal for goal, count in dealt.items() for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -299,25 +276,6 @@ class _Adversary:
         optimizer = torch.optim.Adam(sides, lr=MIXTURE_RATE)
         return self.climb(climb, lambda: tuple(map(mixed, sides, climb.start, tables)), optimizer)
 
-    def in_box(self, climb: _Climb) -> Inputs:
-        """Climb from embeddings over all that are, channel by channel, no larger than the table's rows and no longer
-        than the longest; return each row's best."""
-        tops = [table.abs().amax(0) for table in self.tables]
-        longest = [table.norm(dim=1).max() for table in self.tables]
-
-        def inverse(x: Tensor, top: Tensor) -> Tensor:
-            # Not too far out, where tanh has no gradient left.
-            return (x / top.clamp(min=torch.finfo(top.dtype).tiny)).clamp(-0.95, 0.95).atanh().requires_grad_()
-
-        def embeddings(side: Tensor, top: Tensor, most: Tensor) -> Tensor:
-            x = torch.tanh(side) * top
-            # A little inside, for the rounding of the length to fp16.
-            return x * (most * (1 - 2.0**-10) / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)).clamp(max=1)
-
-        sides = list(map(inverse, climb.start, tops))
-        optimizer = torch.optim.Adam(sides, lr=FREE_RATE)
-        return self.climb(climb, lambda: tuple(map(embeddings, sides, tops, longest)), optimizer)
-
     def climb(self, climb: _Climb, make: Callable[[], Inputs], optimizer: torch.optim.Optimizer) -> Inputs:
         """Step uphill on the embeddings that ``make`` gives; return each row's best, its start included."""
         with torch.no_grad():
@@ -382,7 +340,6 @@ def attack(
     seed: int = 0,
     length: int = LENGTH,
     sites: Sequence[str] | None = None,
-    certificate: Certificate | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> Attack:
     """Return what ``steps`` gradient steps, most over embeddings and one in ``TOKEN_SHARE`` over tokens, find at each
@@ -391,29 +348,26 @@ def attack(
     model: a stock model in eval mode with the weights that will run in fp16, in any dtype, on the device of the search;
     it is not changed. sites: audit names to go after, by default all that the search has a way to; a name given several
     times gets as many rows. Scores stand for what a scale, a bias or a mask makes of them. Every other operation is
-    measured on the same inputs. certificate: the bounds that say where to search harder, by default computed here.
-    length: positions of both sides. Deterministic for a seed, on every device.
+    measured on the same inputs. length: positions of both
+    sides. Deterministic for a seed, on every device.
     """
     half = fixed(copy.deepcopy(model).half())
     wide = fixed(copy.deepcopy(model).float())
     adversary = _Adversary(wide, layout, seed, min(length, longest_sequence(model.config)))
-    search = search_by(adversary, (certificate or certified(half, layout)).at, sites)
+    search = search_by(adversary, sites)
     search.run(steps, advance)
     chosen = list(dict.fromkeys(s for s in search.sites if s not in adversary.narrow))
-    tokens, mixed, free = (search.best(elite, chosen) for elite in (search.tokens, search.mixtures, search.free))
+    tokens, mixed = (search.best(elite, chosen) for elite in (search.tokens, search.mixtures))
     inputs = {name: search.worst_ids(name) for name in chosen}
     # As many random inputs as the search has run forward passes.
     random = [adversary.draw(GROUP) for _ in range(min(steps * (2 + 2 * FLIPS) // 2, 64))]
     by_random, by_tokens, by_mixture = (adversary.measure(wide, x) for x in (random, tokens, mixed))
     in_half = adversary.measure(half, tokens + mixed)
-    covered, covered_half = adversary.measure(wide, free), adversary.measure(half, free)
     found = []
-    for name in in_half:
+    for name, rounded in in_half.items():
         if name in by_random or name in inputs:
-            measured = (by_random, by_tokens, by_mixture, in_half, covered, covered_half)
-            largest = [amax.get(name, 0.0) for amax in measured]
-            at_random, text, mixture, rounded, *_ = largest
-            found.append(Found(name, at_random, text, mixture, rounded, covered=max(largest)))
+            at_random, text, mixture = (amax.get(name, 0.0) for amax in (by_random, by_tokens, by_mixture))
+            found.append(Found(name, at_random, text, mixture, rounded))
     return Attack(steps, seed, tuple(found), inputs)
 
 
@@ -432,22 +386,21 @@ def worst_ids(
     to none, it goes after all that it knows. Other arguments are those of ``attack``.
 
     read: gives whole weights of a model of which processes have parts; it is then searched as it is, in all of them
-    alike, and must be frozen. Where to search harder bounds say that prove nothing, at a hundredth of the time.
+    alike, and must be frozen.
     """
     searched = fixed(copy.deepcopy(model).float()) if read is None else model
-    tops = DifferentiableBounds(layout, read or ModelTensors(searched).read, stream=True).measure()
     adversary = _Adversary(searched, layout, seed, min(length, longest_sequence(model.config)), read)
-    search = search_by(adversary, {site: float(top.max()) for site, top in tops.items()}.get, sites)
+    search = search_by(adversary, sites)
     search.run(steps)
     different = {repr(ids): ids for ids in map(search.worst_ids, dict.fromkeys(search.sites))}
     return list(different.values())
 
 
-def search_by(adversary: _Adversary, top: Callable[[str], float | None], sites: Sequence[str] | None) -> _AttackSearch:
-    """Return a search that has not begun; top: the bound of a site, None where there is none."""
+def search_by(adversary: _Adversary, sites: Sequence[str] | None) -> _AttackSearch:
+    """Return a search that has not begun."""
     known = list(adversary.survey(adversary.embed(adversary.draw(1))))
     goals = known if sites is None else [goal for goal in (way_to(site, known) for site in sites) if goal]
-    return _AttackSearch(adversary, goals or known, top)
+    return _AttackSearch(adversary, goals or known)
 
 
 def way_to(site: str, known: Sequence[str]) -> str:
@@ -462,73 +415,44 @@ def fixed(model: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def certified(model: Any, layout: Layout) -> Certificate:
-    """Return the bounds of a model's weights in fp16."""
-    return bound(layout, fp16_weights(ModelTensors(copy.deepcopy(model).half().cpu()), layout))
-
-
 class _AttackSearch:
-    """The rounds of a search: what each goal has reached so far, and which goals the next rows go after."""
+    """The rounds of a search, and what each goal has reached so far."""
 
-    def __init__(self, adversary: _Adversary, sites: list[str], top: Callable[[str], float | None]) -> None:
+    def __init__(self, adversary: _Adversary, sites: list[str]) -> None:
         self.adversary, self.sites = adversary, sites
-        site = adversary.layout.family.norm_site
-        # The search for a small σ is worth what the norm's own bracket leaves open.
-        self.outputs = {goal: f"{goal.removesuffix(INVERSE_SIGMA)}{site}" for goal in adversary.narrow}
-        self.tops = {goal: top(self.outputs.get(goal, goal)) for goal in (*sites, *adversary.narrow)}
-        self.tokens, self.mixtures, self.free = _Elite(), _Elite(), _Elite()
+        self.tokens, self.mixtures = _Elite(), _Elite()
 
     def run(self, steps: int, advance: Callable[[int, int], None] | None = None) -> None:
-        goals = self.sites + [g for g in self.adversary.narrow if g not in self.sites]
-        rows = len(goals)
-        free, changes = steps // FREE_SHARE, max(1, steps // TOKEN_SHARE)
-        parts = (steps - free - changes, free, changes)
-        rounds = max(1, min(ROUNDS, parts[2]))
-        total, count = -(-rows // GROUP) * steps, 0
+        adversary = self.adversary
+        goals = self.sites + [goal for goal in adversary.narrow if goal not in self.sites]
+        groups = [goals[i : i + GROUP] for i in range(0, len(goals), GROUP)]
+        changes = max(1, steps // TOKEN_SHARE)
+        rounds, count = max(1, min(ROUNDS, changes)), 0
 
         def done() -> None:
             nonlocal count
             count += 1
             if advance is not None:
-                advance(count, total)
+                advance(count, len(groups) * steps)
 
         for _ in range(POOL):
-            self.offer(self.adversary.draw(GROUP), tokens=True)
-        adversary = self.adversary
+            self.offer(adversary.draw(GROUP), tokens=True)
         for turn in range(rounds):
-            climb, move, change = (part * (turn + 1) // rounds - part * turn // rounds for part in parts)
+            climb, change = (part * (turn + 1) // rounds - part * turn // rounds for part in (steps - changes, changes))
             with torch.enable_grad():
-                for group in self.groups(goals, self.mixtures, turn):
+                for group in groups:
                     mixed = adversary.in_hull(_Climb(group, self.mixtures.starts(group), climb, done))
                     self.offer(mixed)
                     self.offer(adversary.nearest(mixed), tokens=True)
-                    changed = adversary.by_tokens(_Climb(group, self.tokens.starts(group), change, done))
-                    self.offer(changed, tokens=True)
-                for group in self.groups(goals, self.free, turn):
-                    self.offer(adversary.in_box(_Climb(group, self.free.starts(group), move, done)), free=True)
+                    self.offer(adversary.by_tokens(_Climb(group, self.tokens.starts(group), change, done)), tokens=True)
 
-    def groups(self, goals: list[str], elite: _Elite, turn: int) -> list[list[str]]:
-        """Return each row's goal, in groups: all ``goals`` at the first turn, then where the bracket is widest."""
-        dealt = deal(self.weights(elite), len(goals)) if turn else goals
-        return [dealt[i : i + GROUP] for i in range(0, len(dealt), GROUP)]
-
-    def offer(self, x: Inputs, *, tokens: bool = False, free: bool = False) -> None:
-        """Try inputs on every goal and keep the best; tokens are mixtures too, and mixtures free embeddings."""
+    def offer(self, x: Inputs, *, tokens: bool = False) -> None:
+        """Try inputs on every goal and keep the best; tokens are mixtures too."""
         embedded = self.adversary.embed(x) if tokens else x
         reached = self.adversary.survey(embedded)
         if tokens:
             self.tokens.offer(x, reached)
-        if not free:
-            self.mixtures.offer(embedded, reached)
-        self.free.offer(embedded, reached)
-
-    def weights(self, elite: _Elite) -> dict[str, float]:
-        """Return how many bits of each goal's bracket are open; one where it has no bound."""
-        open_bits = {}
-        for goal, top in self.tops.items():
-            best = elite.best(self.outputs.get(goal, goal))
-            open_bits[goal] = max(0.0, math.log2(top / best)) if top and best > 0 and math.isfinite(top) else 1.0
-        return open_bits
+        self.mixtures.offer(embedded, reached)
 
     def worst_ids(self, site: str) -> tuple[list[int], list[int]]:
         """Return the best ids found for a site: the encoder's, and the decoder's or none."""

@@ -86,8 +86,7 @@ def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
     """Add lanes as ``add_outputs`` does in fp32, of which each gives how far its output, times ``scale``, is from the
-    ``expected`` one: outputs of many runs, of a large vocabulary, would fill the memory. Of lanes on the same batch
-    one runs for all as long as changes leave them alike."""
+    ``expected`` one: outputs of many runs, of a large vocabulary, would fill the memory."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
         with FastProducts():
@@ -95,7 +94,7 @@ def add_differences(
         return difference(source, output_on(batch, output) * scale, probabilities=probabilities)
 
     pairs = zip(compared(batches), expected, strict=True)
-    return [walk.add(partial(run, batch, source), torch.float32, alike=id(batch), **options) for batch, source in pairs]
+    return [walk.add(partial(run, batch, source), torch.float32, **options) for batch, source in pairs]
 
 
 def reference_of(checkpoint: Checkpoint, inputs: Sequence[Batch], advance: Advance | None = None) -> Reference:

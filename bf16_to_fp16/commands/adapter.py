@@ -47,31 +47,22 @@ class ConvertedAdapter:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is to be known of the tensors, a sentence each."""
-        notes = []
-        if self.finetuned:
-            notes.append(
-                "the converted checkpoint was finetuned: the two sides compute what their own weights make of it"
-            )
+        found: tuple[tuple[str, list[str]], ...] = (
+            ("in fp32, since their dtype would lose bits", [n for n, t in self.tensors.items() if t.widened]),
+            ("rounded, by a factor that is no power of two", [n for n, t in self.tensors.items() if not t.exact]),
+            ("over 65504, so not for fp16", [n for n, t in self.tensors.items() if t.overflows]),
+        )
+        notes = [f"{what}: {shortened(names)}" for what, names in found if names]
         if self.edited:
-            notes.append(
+            edits = (
                 "the conversion has edits, whose cost was measured without an adapter: compare the two sides with it"
             )
-        widened = [name for name, t in self.tensors.items() if t.widened]
-        if widened:
-            notes.append(f"in fp32, since their dtype would lose bits: {shortened(widened)}")
-        rounded = [name for name, t in self.tensors.items() if not t.exact]
-        if rounded:
-            notes.append(f"rounded, by a factor that is no power of two: {shortened(rounded)}")
-        large = [name for name, t in self.tensors.items() if t.overflows]
-        if large:
-            notes.append(f"over 65504, so not for fp16: {shortened(large)}")
-        small, before = (sum(getattr(t, k) for t in self.tensors.values()) for k in ("small", "small_before"))
-        if small > before:
-            total = sum(t.values.numel() for t in self.tensors.values())
-            notes.append(
-                f"{small:,} of {total:,} numbers are under 2^-14 (before: {before:,}), where fp16 holds fewer bits;"
-                " keep the adapter in fp32, as PEFT does, or merge it"
+            notes.insert(0, edits)
+        if self.finetuned:
+            finetuned = (
+                "the converted checkpoint was finetuned: the two sides compute what their own weights make of it"
             )
+            notes.insert(0, finetuned)
         return tuple(notes)
 
     def to_json(self) -> dict[str, Any]:

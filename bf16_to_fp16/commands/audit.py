@@ -137,7 +137,7 @@ def proof(
     seen, proven, broken = dict[str, float](), dict[str, Any](), False
     certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:
-        adversary = attacked(checkpoint.folder, layout, certificate, attack_steps, seed, device, progress)
+        adversary = attacked(checkpoint.folder, layout, attack_steps, seed, device, progress)
         seen = dict(adversary.worst)
         proven["attack"] = AttackEntry.model_validate(adversary.to_json())
         broken = adversary.worst_headroom_bits < 0

@@ -157,7 +157,6 @@ class Trial:
 
     def alone(self, chosen: Mapping[str, OfChannels], most: float) -> dict[str, Cost] | None:
         """Return what each of several edits costs alone; None where their shares add up to more than ``most``."""
-        # Runs share what comes before an edit: the last ones cost the least to try.
         names, costs = list(chosen)[::-1], dict[str, Cost]()
         for some in (names[start : start + TOGETHER] for start in range(0, len(names), TOGETHER)):
             trials = [{name: chosen[name]} for name in some]

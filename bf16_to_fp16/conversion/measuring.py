@@ -27,7 +27,6 @@ from ..auditing.fidelity import (
 )
 from ..auditing.regimes import ATTENTIONS, REGIMES, Audited, RegimeResult, audit_folder, run_regimes
 from ..bounds.arithmetic import Arithmetic
-from ..bounds.findings import Certificate
 from ..bounds.tiers import bounded
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device
@@ -203,7 +202,6 @@ def audited(
 def attacked(
     folder: Path,
     layout: Layout,
-    certificate: Certificate,
     steps: int,
     seed: int,
     device: Device,
@@ -211,14 +209,12 @@ def attacked(
     *,
     sites: Sequence[str] | None = None,
 ) -> Attack:
-    """Return what ``attack`` finds at ``sites`` of a checkpoint in fp16, on the device; certificate: its bounds."""
+    """Return what ``attack`` finds at ``sites`` of a checkpoint in fp16, on the device."""
     with progress.step("Searching for the worst inputs") as advance:
         model = load(folder, torch.float16, half=True)
         return device.run(
             "attack",
-            lambda place: attack(
-                model.to(place), layout, steps=steps, seed=seed, sites=sites, certificate=certificate, advance=advance
-            ),
+            lambda place: attack(model.to(place), layout, steps=steps, seed=seed, sites=sites, advance=advance),
         )
 
 
@@ -230,7 +226,7 @@ def attack_unproven(work: Path, measured: Measured, steps: int, opened: Opened, 
         return measured
     rows = unproven * max(1, GROUP // len(unproven))
     layout = agreed_layout(open_checkpoint(work))
-    attack = attacked(work, layout, measured.certificate, steps, 0, opened.device, progress, sites=rows)
+    attack = attacked(work, layout, steps, 0, opened.device, progress, sites=rows)
     return replace(measured, attack=attack)
 
 

@@ -329,8 +329,8 @@ class TierEntry(ReportObject):
 class AttackedSite(ReportObject):
     """What a gradient search found at one site: by random inputs, tokens and mixtures of embeddings, and in fp16.
 
-    ``worst``: the largest of them; ``covered``: by embeddings no larger than the table's; ``gain``: over as many
-    random inputs; ``ids``: the encoder's and decoder's tokens that replay it.
+    ``worst``: the largest of them; ``gain``: over as many random inputs; ``ids``: the encoder's and decoder's tokens
+    that replay it.
     """
 
     name: str
@@ -339,7 +339,6 @@ class AttackedSite(ReportObject):
     tokens: NumberOrNaN
     embeddings: NumberOrNaN
     half: NumberOrNaN
-    covered: NumberOrNaN
     limit: Real
     headroom_bits: Real
     gain: NumberOrNaN

@@ -25,16 +25,13 @@ from .plan import Plan
 class Scaled:
     """An adapter's tensor on the other checkpoint.
 
-    ``exact``: it holds every bit. ``widened``: its dtype could not, and it is fp32 now. ``small`` and ``small_before``:
-    numbers under fp16's least normal one, 2^-14, which fp16 holds with fewer bits or as 0. ``overflows``: some are over
+    ``exact``: it holds every bit. ``widened``: its dtype could not, and it is fp32 now. ``overflows``: some are over
     65504.
     """
 
     values: Tensor
     exact: bool
     widened: bool
-    small: int
-    small_before: int
     overflows: bool
 
 
@@ -112,12 +109,9 @@ def multiplied(name: str, values: Tensor, exponents: Tensor, factor: float, offs
         stored = wanted.float()
     if not bool(torch.isfinite(stored).all()):
         raise UserError(f"{name} holds inf or NaN, or would in fp32; take the adapter as it was trained")
-    tiny = torch.finfo(torch.float16).tiny
     return Scaled(
         values=stored,
         exact=same or bool((stored.double() == wanted).all()),
         widened=widened,
-        small=int(((stored != 0) & (stored.abs() < tiny)).sum()),
-        small_before=int(((double != 0) & (double.abs() < tiny)).sum()),
         overflows=bool((stored.abs() > torch.finfo(torch.float16).max).any()),
     )

@@ -1,4 +1,4 @@
-"""A token alone in its row, computed from the weights: forwards through every sublayer, and back to the embedding.
+"""A token alone in its row, computed from the weights through every sublayer.
 
 With no other token to average with, an attention gives a token its own values, so that a model is a chain of matrices
 with neurons and norms between. It is run in fp32, one sublayer's weights at a time; a decoder's token reads what the
@@ -8,7 +8,7 @@ encoder made of the same id. It decides what the probe runs, and no figure comes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch.nn import functional
 from ..families.configs import config_value
 from ..families.layout import Layout, ResolvedStack, TensorSource
 from ..families.resolve import unscaled
-from ..families.spread import shared, spread_out
-from ..families.types import Attention, Experts, FeedForward, Sublayer, feed_forwards_of
+from ..families.spread import spread_out
+from ..families.types import Attention, Experts, FeedForward, Sublayer
 
 
 class Weights:
@@ -38,16 +38,6 @@ class Weights:
         weight = self.read(f"{module}.weight")
         assert weight is not None
         return weight
-
-    def into_neurons(self, sublayer: FeedForward) -> list[Tensor]:
-        """Return the matrices whose outputs make a feed-forward's neurons, the gate's first where there is one."""
-        if sublayer.fused:
-            return list(self.matrix(sublayer.gate).split(sublayer.fused))
-        return [self.matrix(module) for module in (sublayer.gate, sublayer.linear) if module]
-
-    def into_values(self, sublayer: Attention) -> Tensor:
-        matrix = self.matrix(sublayer.value)
-        return matrix.split(sublayer.fused)[2] if sublayer.fused else matrix
 
     def attended(self, sublayer: Attention, x: Tensor, read: Tensor) -> list[Tensor]:
         """Return an attention's queries, keys and values; read: what the last two are made of."""
@@ -79,14 +69,6 @@ class Weights:
         rows = rows * self.layout.embedding_scale(stack.ends)
         positions = self.layout.tensors.get(stack.ends.positions)
         return rows if positions is None else rows + unscaled(self.source, positions)[positions.ahead].float()
-
-    def before(self, norm: str, rows: Tensor) -> Tensor:
-        """Return rows that read a norm's output, [rows, width], as rows that read its input divided by its length;
-        themselves without one."""
-        if not norm:
-            return rows
-        rows = rows * self.matrix(norm)
-        return rows - rows.mean(1, keepdim=True) if self.layout.family.centred_norm else rows
 
     def gathered(self, sublayer: Attention, values: Tensor) -> Tensor:
         """Return what the heads of an attention gather of the values of the one token there is."""
@@ -182,96 +164,3 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
             stream = stream + weights.joined(sublayer, outputs[-1])
         memory = weights.norm(stack.ends.norm, stream)
         yield Step(stack, stack.ends.norm, None, stream, [memory])
-
-
-@dataclass
-class Slopes:
-    """How steep norms and neurons are for a typical token. ``norms``: one over the length that a norm divides by, by
-    its path, 1 for "". ``neurons``: by feed-forward, [neurons] each, what the output gains with each linear's, the
-    gate's first; of an expert times the probability that it takes a token."""
-
-    norms: dict[str, float] = field(default_factory=lambda: {"": 1.0})
-    neurons: dict[str, list[Tensor]] = field(default_factory=dict)
-
-
-def slopes(weights: Weights, ids: Sequence[int]) -> Slopes:
-    """Return the mean slopes over these ids alone."""
-    typical = Slopes()
-    for step in forward(weights, ids):
-        sublayer, reads = step.sublayer, {step.norm: step.stream}
-        if sublayer is not None and sublayer.post_norm:
-            reads[sublayer.post_norm] = step.outputs[-1]
-        for norm, stream in ((norm, stream) for norm, stream in reads.items() if norm):
-            if weights.layout.family.centred_norm:
-                stream = stream - stream.mean(1, keepdim=True)
-            typical.norms[norm] = float((stream.square().mean(1) + weights.layout.eps_of(norm)).rsqrt().mean())
-        if isinstance(sublayer, FeedForward):
-            typical.neurons[sublayer.at] = [x.mean(0) for x in neuron_slopes(weights, sublayer, step.outputs[1:])]
-        elif isinstance(sublayer, Experts):
-            numbers, shares = (x[:, 0] for x in weights.chosen(sublayer, step.outputs[1]))
-            for number, expert in enumerate(sublayer.experts):
-                share = shares * (numbers == number)
-                slopes_of = neuron_slopes(weights, expert, step.outputs[2:])
-                typical.neurons[expert.at] = [(x * share[:, None]).mean(0) for x in slopes_of]
-            if (always := sublayer.shared) is not None:
-                outputs = weights.fed(always, step.outputs[0])
-                typical.neurons[always.at] = [x.mean(0) for x in neuron_slopes(weights, always, outputs)]
-    return typical
-
-
-def neuron_slopes(weights: Weights, sublayer: FeedForward, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return what each neuron gains with each linear's output, [tokens, neurons]; made: what the linears give."""
-    with torch.enable_grad():
-        x = outputs[0].detach().requires_grad_()
-        y = weights.activated(sublayer, x)
-        (slope,) = torch.autograd.grad(y.sum(), x)
-    return [slope * outputs[1], y.detach()] if sublayer.gate else [slope]
-
-
-def through(weights: Weights, sublayer: FeedForward, rows: Tensor, typical: Slopes) -> Tensor:
-    """Return rows that read a feed-forward's output as rows that read its input."""
-    back = rows @ weights.matrix(sublayer.output)
-    pairs = zip(typical.neurons[sublayer.at], weights.into_neurons(sublayer), strict=True)
-    return sum(((back * slope) @ matrix for slope, matrix in pairs), torch.zeros(()))
-
-
-def pulled_back(weights: Weights, read: dict[str, Tensor], typical: Slopes) -> dict[str, Tensor]:
-    """Return rows that read a norm's input as rows that read the embedding of the same token, alone in its row, in the
-    model made linear with ``typical`` slopes, or the stream itself; fp32 [rows, width] by the sublayer's entrance."""
-    order: list[str] = []
-    rows = memory = torch.empty(0, weights.width)
-    for stack in reversed(weights.layout.stacks()):
-        direct = rows
-        if stack.is_encoder:
-            # The decoder's rows go on through what it reads of the encoder.
-            rows = weights.before(stack.ends.norm, memory) * typical.norms[stack.ends.norm]
-        for sublayer in reversed(stack.sublayers):
-            back = rows
-            if sublayer.post_norm:
-                back = weights.before(sublayer.post_norm, back) * typical.norms[sublayer.post_norm]
-            if not isinstance(sublayer, Attention):
-                parts = (through(weights, each, back, typical) for each in feed_forwards_of(sublayer))
-                back = sum(parts, torch.zeros(()))
-            else:
-                back = back @ weights.matrix(sublayer.output)
-                heads = weights.layout.kv_heads(sublayer)
-                spread = (
-                    heads,
-                    weights.layout.heads(sublayer) // heads,
-                    back.shape[1] // weights.layout.heads(sublayer),
-                )
-                back = shared(back.t(), spread).sum(1).t() @ weights.into_values(sublayer)
-            if isinstance(sublayer, Attention) and sublayer.memory:
-                memory = memory + back
-            else:
-                rows = rows + weights.before(sublayer.norm, back) * typical.norms[sublayer.norm]
-            own = read.get(sublayer.entrance)
-            if own is not None:
-                order.append(sublayer.entrance)
-                rows = torch.cat([rows, own * typical.norms[sublayer.norm]])
-                memory = torch.cat([memory, torch.zeros_like(own)])
-        if first := stack.ends.first_norm:
-            rows = weights.before(first, rows) * typical.norms[first]
-        if stack.is_encoder:
-            rows[: len(direct)] += direct
-    return dict(zip(order, rows.split([len(read[path]) for path in order]), strict=True))

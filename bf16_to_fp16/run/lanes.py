@@ -6,7 +6,6 @@ lane waits, lets those lanes through, drops the weights and goes on. On a CPU se
 with its share of the threads, since one short batch keeps few busy. So every mask, bias and cache is stock code's own,
 and no number differs from a whole model's on as many threads. Of an embedding a lane reads only the rows of its ids.
 For a lane that comes back to a place (a generation, for each token) the weights are read again.
-Lanes that run the same on the same inputs, with weights that differ, share what a place gives until their weights do.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -110,18 +108,13 @@ def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 class Lane(Generic[T]):
     """One run in a walk; ``result``: what ``run`` returned, there once the walk is over.
 
-    ``casts``: whether it runs under autocast. ``state``: the same of lanes that have run the same up to here, with the
-    same weights; None of one that shares nothing. ``takes``: what a place gives, where another lane has run it.
-    ``threads``: on how many of torch's it computes.
+    ``casts``: whether it runs under autocast. ``threads``: on how many of torch's it computes.
     """
 
     run: Callable[[Any], T]
     model: Any
     weights: _Model
     change: Change | None
-    state: Hashable = None
-    takes: Any = None
-    gave: Any = None
     waits_at: str | None = None  # the place where it waits; None before it has started
     casts: bool = False
     threads: int = 1
@@ -131,30 +124,10 @@ class Lane(Generic[T]):
     thread: threading.Thread | None = None
     result: T = field(init=False)
 
-    def excludes(self, other: Lane[Any]) -> bool:
-        """Whether it cannot run while another one does: modules that run for both, or casts that either may make."""
-        return self.model is other.model or (self.casts and other.casts)
-
 
 def results_of(lanes: Iterable[Lane[T]]) -> list[T]:
     """Return what lanes gave, once their walk is over."""
     return [lane.result for lane in lanes]
-
-
-@dataclass(frozen=True)
-class _Visit:
-    """What a place gave a lane that came in ``before`` and left in ``after``, with these of its weights altered."""
-
-    before: Hashable
-    altered: Mapping[str, Tensor]
-    after: Hashable
-    output: Any
-
-    def repeats(self, state: Hashable, altered: Mapping[str, Tensor]) -> bool:
-        """Return whether a lane in this state, with these weights altered, would run the same."""
-        if state != self.before or altered.keys() != self.altered.keys():
-            return False
-        return all(torch.equal(tensor, self.altered[name]) for name, tensor in altered.items())
 
 
 class Walk:
@@ -165,7 +138,6 @@ class Walk:
         self.device = torch.device(device)
         self.lanes: list[Lane[Any]] = []
         self._models: dict[Any, _Model] = {}
-        self._shared: dict[Any, Any] = {}
         self._read: dict[str, Tensor] = {}
         self._threads = 1
         self._back: SimpleQueue[Lane[Any]] = SimpleQueue()  # lanes that have come to a place or to their end
@@ -180,29 +152,20 @@ class Walk:
         half: bool = False,
         attention: str = "eager",
         change: Change | None = None,
-        alike: Hashable = None,
         casts: bool = False,
     ) -> Lane[T]:
         """Add a run of the model as ``run.stock.load`` gives it with ``dtype``, ``half`` and ``attention``. run: is
         called with the model, without gradients, in a thread of its own; it must not change weights. change: applied to
-        each weight; it returns those that it leaves. alike: of lanes with an equal one, all else but changes the same,
-        ``run`` does the same on the same inputs, and meters nothing. casts: whether it runs under autocast, whose cast
+        each weight; it returns those that it leaves. casts: whether it runs under autocast, whose cast
         of a weight is seen in the one lane that makes it: such lanes go one after another. Raises ``UserError`` as
         ``load`` does."""
         weights = self._weights(dtype, half)
-        if alike is None:
-            lane = Lane(run, self._hooked(weights, attention), weights, change, casts=casts)
-        else:
-            key = alike, weights, attention
-            if key not in self._shared:
-                self._shared[key] = self._hooked(weights, attention, shared=True)
-            lane = Lane(run, self._shared[key], weights, change, key, casts=casts)
+        lane = Lane(run, self._hooked(weights, attention), weights, change, casts=casts)
         self.lanes.append(lane)
         return lane
 
-    def _hooked(self, weights: _Model, attention: str, *, shared: bool = False) -> Any:
-        """Return a model that makes the lane that runs it wait where it needs weights; shared: of many lanes, each of
-        which may take what another's place gave."""
+    def _hooked(self, weights: _Model, attention: str) -> Any:
+        """Return a model that makes the lane that runs it wait where it needs weights."""
         model = weights.copy(attention)
         for path, module in model.named_modules():
             if path in weights.places:
@@ -211,18 +174,7 @@ class Walk:
                     continue
                 module.register_forward_pre_hook(lambda module, args, path=path: self._pause(path))
                 self._hook_own(module)
-                if shared:
-                    module.forward = partial(self._given, module.forward)
         return model
-
-    def _given(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what a place gives the lane that comes to it: what it takes from another, or else what it computes."""
-        lane: Lane[Any] = self._own.lane
-        if lane.takes is not None:
-            (output,), lane.takes = lane.takes, None
-            return output
-        output = lane.gave = forward(*args, **kwargs)
-        return output
 
     def _weights(self, dtype: torch.dtype, half: bool) -> _Model:
         key = (dtype, half)
@@ -266,18 +218,16 @@ class Walk:
         rounds = self._together(place, here)
         for models in rounds:
             lanes = [lane for lane in here if lane.weights in models]
-            to_come, visits = Counter(lane.state for lane in lanes), list[_Visit]()
             plain: dict[_Model, dict[str, Tensor]] = {weights: {} for weights in models}
             while lanes:
                 changes = {lane.weights: lane.change for lane in reversed(lanes)}  # of each model the next
-                altered = {each: self._load(each, place, changes[each], plain[each], widened) for each in changes}
+                for each in changes:
+                    self._load(each, place, changes[each], plain[each], widened)
                 if models is rounds[-1]:
                     self._read.clear()
                 now = [lane for lane in lanes if lane.change is changes[lane.weights]]
                 lanes = [lane for lane in lanes if lane.change is not changes[lane.weights]]
-                to_come.subtract(lane.state for lane in now)
-                visits += self._visit(now, altered, visits)
-                visits = [visit for visit in visits if to_come[visit.before]]
+                self._resume(now)
             widened.clear()
             for weights in models:
                 self._drop(weights, place)
@@ -289,43 +239,19 @@ class Walk:
         small = sum(p.numel() * p.element_size() for each in models for _, p in each.stored(place)) <= _TOGETHER
         return [models] if small else [[each] for each in models]
 
-    def _visit(
-        self, lanes: Sequence[Lane[Any]], altered: Mapping[_Model, Mapping[str, Tensor]], visits: Sequence[_Visit]
-    ) -> list[_Visit]:
-        """Let lanes run on from a place, by what it gave one that came in the same state, if one did, and return what
-        it gives the others. altered: the weights of each model that changes have altered."""
-        computed: list[tuple[Lane[Any], Hashable, Hashable]] = []
-        for lane in lanes:
-            same = next((visit for visit in visits if visit.repeats(lane.state, altered[lane.weights])), None)
-            if same is not None:
-                lane.takes, lane.state = (same.output,), same.after
-            elif lane.state is not None:
-                computed.append((lane, lane.state, object()))
-                lane.state = computed[-1][-1]  # until it looks up other rows than others do, before the next place
-        self._resume(lanes)
-        made = [_Visit(before, altered[lane.weights], after, lane.gave) for lane, before, after in computed]
-        for lane, *_ in computed:
-            lane.gave = None
-        return made
-
     def _load(
         self, weights: _Model, place: str, change: Change | None, plain: dict[str, Tensor], widened: Widened
-    ) -> Mapping[str, Tensor]:
-        """Give a place its weights under a change and return those that it altered; plain: those that changes start
-        from, once they have been read."""
-        altered: dict[str, Tensor] = {}
+    ) -> None:
+        """Give a place its weights under a change; plain: those that changes start from, once they have been read."""
         for name, parameter in weights.stored(place):
             if name not in plain:
                 if name not in self._read:
                     self._read[name] = self.checkpoint.read(name)
                 plain[name] = self._read[name].to(self.device, parameter.dtype)
-            parameter.data = plain[name]
-            if change is not None and (changed := change(name, plain[name])) is not plain[name]:
-                parameter.data = altered[name] = changed
+            parameter.data = plain[name] if change is None else change(name, plain[name])
             if parameter.dtype == torch.float32:
                 widened.offer(parameter.data)
         torch.clear_autocast_cache()  # of the same parameters under another change
-        return altered
 
     def _drop(self, weights: _Model, place: str) -> None:
         for _, parameter in weights.stored(place):
@@ -334,13 +260,13 @@ class Walk:
 
     def _resume(self, lanes: Sequence[Lane[Any]]) -> None:
         """Let lanes run to the next place where they wait, or to their ends; raise what the first raises that fails."""
-        apart = {(lane.casts, None if lane.casts else id(lane.model)) for lane in lanes}
+        apart = {(lane.casts, None if lane.casts else id(lane)) for lane in lanes}
         most = min(self._threads, _AT_ONCE) if self.device.type == "cpu" else 1
         # Told from the lanes alone, so that each has as many threads in every run.
         at_once = max(1, min(len(apart), most))
         waiting, running = [*lanes], list[Lane[Any]]()
         while waiting or running:
-            free = (lane for lane in waiting if not any(lane.excludes(other) for other in running))
+            free = (lane for lane in waiting if not (lane.casts and any(other.casts for other in running)))
             lane = next(free, None) if len(running) < at_once else None
             if lane is None:
                 running.remove(self._back.get())
@@ -399,7 +325,6 @@ class Walk:
         # Models and their hooks hold the walk, in circles that are not collected at once; results are large.
         self.lanes.clear()
         self._models.clear()
-        self._shared.clear()
 
     def _hook_own(self, place: nn.Module) -> None:
         """Give a lane parameters of its own while it is at a place: Switch's routers cast theirs where they are, and
@@ -443,9 +368,7 @@ class Walk:
         lane: Lane[Any] = self._own.lane
         wanted, places = ids.unique(return_inverse=True)
         rows = self.checkpoint.read_some_rows(name, wanted.tolist()).to(self.device, dtype)
-        if lane.change is not None and (changed := lane.change(name, rows)) is not rows:
-            rows, lane.state = changed, lane.state and object()  # it shares nothing with lanes that look up others
-        return rows, places
+        return rows if lane.change is None else lane.change(name, rows), places
 
 
 def _compute_on(threads: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,7 +26,8 @@ class SentenceVectors(nn.Module):
             place = folder / str(entry["path"])
             self.order.append(place.name)
             try:
-                self.add_module(place.name, import_from_string(str(entry["type"])).load(str(place)))
+                kind: Any = import_from_string(str(entry["type"]))
+                self.add_module(place.name, kind.load(str(place)))
             except Exception as error:  # for damage of every kind
                 raise unusable(place, error) from error
 

@@ -11,7 +11,7 @@ from support import exhaustive, tiny
 from support.masks import spanning
 
 from bf16_to_fp16.auditing import attack as attacking
-from bf16_to_fp16.auditing.attack import _Adversary, _Climb, _Elite, attack, deal, worst_ids
+from bf16_to_fp16.auditing.attack import _Adversary, _Climb, _Elite, attack, worst_ids
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
@@ -77,7 +77,7 @@ def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str, few_forwards: None)
     for found in result.found:
         top = certificate.at(found.name)
         assert top is not None, found.name
-        assert found.worst <= found.covered <= top, found
+        assert found.worst <= top, found
     # The mask's own add runs in the first stack and in the attention to it.
     attentions = [w for w in layout.topology if isinstance(w, Attention)]
     again = {w.at: (w.bias and not w.radius) or (w.memory and not w.scaled) for w in attentions}
@@ -139,29 +139,6 @@ def test_mixtures_stay_in_the_hull_of_the_table() -> None:
         assert bool((side <= table.amax(0) + 1e-5).all()) and bool((side >= table.amin(0) - 1e-5).all())
 
 
-def test_free_embeddings_are_no_larger_than_the_table_and_go_beyond_its_hull() -> None:
-    model = tiny.build("pegasus", 0, factor=1.0)
-    adversary = adversary_of(model)
-    goals = ["model.encoder.layers.0.self_attn.k_proj"] * 5
-    start = adversary.embed(adversary.draw(5))
-    found = adversary.in_box(_Climb(goals, start, 30, lambda: None))
-    table = model.get_input_embeddings().weight
-    for side in found:
-        assert bool((side.abs() <= table.abs().amax(0)).all())
-        assert bool((side.norm(dim=-1) <= table.norm(dim=1).max()).all())
-    # Every mixture of rows lies below the rows' largest product with a direction.
-    direction = found[0] - table.mean(0)
-    beyond = (found[0] * direction).sum(-1) > (direction @ table.t()).amax(-1)
-    assert bool(beyond.any())
-    assert bool((adversary.reached(found, goals) > adversary.reached(start, goals)).all())
-
-
-def test_rows_go_to_the_widest_brackets() -> None:
-    dealt = deal({"closed": 0.0, "wide": 4.0, "narrow": 1.0, "middle": 2.0}, 7)
-    assert {goal: dealt.count(goal) for goal in dealt} == {"wide": 4, "middle": 2, "narrow": 1}
-    assert deal({"closed": 0.0}, 3) == []
-
-
 def test_the_best_inputs_of_a_goal_may_come_from_any_row() -> None:
     elite = _Elite()
     x = torch.arange(4.0)[:, None]
@@ -169,7 +146,6 @@ def test_the_best_inputs_of_a_goal_may_come_from_any_row() -> None:
     elite.offer((x + 10,), {"a": torch.tensor([5.0, 4.0, 0.0, 0.0]), "b": torch.zeros(4)})
     # 5 again is taken for the same input; NaN is past every limit.
     assert elite.starts(["a", "b", "a", "a", "a", "b"])[0].flatten().tolist() == [1, 1, 11, 2, 1, 0]
-    assert elite.best("a") == 5 and elite.best("b") == math.inf
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond([*tiny.FIRST, "ministral3"], tiny.SEARCHED))

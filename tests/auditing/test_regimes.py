@@ -434,7 +434,7 @@ def test_of_signals_that_sank_the_largest_value_and_all_regimes_are_told() -> No
 
 @pytest.mark.parametrize(("bits", "breaks"), [(0.0, False), (-0.01, True)])
 def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool) -> None:
-    found = dict.fromkeys(("worst", "random", "tokens", "embeddings", "half", "covered", "limit", "gain"), 1.0)
+    found = dict.fromkeys(("worst", "random", "tokens", "embeddings", "half", "limit", "gain"), 1.0)
     sites = [
         AttackedSite.model_validate({"name": name, "headroom_bits": b, "ids": None} | found)
         for name, b in (("a", 2.0), ("b", bits), ("c", 1.0))

@@ -14,7 +14,6 @@ import pytest
 import torch
 from support import tiny
 from support.contract import layout_of
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bf16_to_fp16 import convert
 from bf16_to_fp16.auditing.fidelity import add_outputs, compared, fidelity, reference_of
@@ -239,18 +238,6 @@ def test_a_trial_tells_what_edits_cost_each_for_itself(trial: Trial) -> None:
     assert 0 < one < all_logits
     [both] = trial.costs([{name: -6, LOGITS: -1}], "both")
     assert both.divergence > all_logits / 2 and both.divergence not in (much, all_logits)
-
-
-def test_a_trial_runs_but_once_what_edits_leave_the_same(trial: Trial) -> None:
-    name = f"{trial.layout.feed_forwards[0].at}.neuron"
-
-    def feed_forwards(number: int) -> int:
-        calls: list[str] = []
-        with register_module_forward_pre_hook(lambda module, _: calls.append(type(module).__name__)):
-            trial.costs([{name: -1}] * number, "edits")
-        return calls.count("T5LayerFF")
-
-    assert feed_forwards(3) == feed_forwards(1) > 0
 
 
 def test_a_share_is_the_largest_of_what_bf16_costs_on_each_kind_of_input(trial: Trial) -> None:

@@ -26,7 +26,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(name: str, *, tokens: float, half: float, limit: float = FP16_MAX) -> AttackedSite:
     worst = max(tokens, half)
     bits = math.log2(limit / worst) if worst < math.inf else -math.inf
-    found: dict[str, Any] = {"worst": worst, "covered": worst, "gain": worst, "random": 1.0, "embeddings": 2.0}
+    found: dict[str, Any] = {"worst": worst, "gain": worst, "random": 1.0, "embeddings": 2.0}
     return AttackedSite(name=name, tokens=tokens, half=half, limit=limit, headroom_bits=bits, ids=None, **found)
 
 

@@ -262,7 +262,7 @@ def test_a_search_shows_how_large_a_site_is_by_itself_and_that_what_follows_an_o
     bound = {"kind": "residual", "limit": FP16_MAX, "headroom_bits": 0.0, "observed": None, "holds": True}
     sites = [bound | {"name": name, "bound": 9e4, "partial": 9e4} for name in ("behind", "first")]
     certificate = {"holds": False, "headroom_bits": 0.0, "max_length": 512, "splits": 8, "sites": sites}
-    found = {"random": 1.0, "embeddings": 2.0, "gain": None, "covered": None, "limit": FP16_MAX, "ids": None}
+    found = {"random": 1.0, "embeddings": 2.0, "gain": None, "limit": FP16_MAX, "ids": None}
     broken = found | {"worst": 1e308, "half": 1e308, "headroom_bits": -40.0}
     reached = [broken | {"name": "behind", "tokens": 345.0}, broken | {"name": "first", "tokens": 70_000.0}]
     attack = {"steps": 5, "seed": 0, "worst_headroom_bits": -40.0, "median_gain": None, "sites": reached}

@@ -18,7 +18,6 @@ from support import exhaustive, tiny
 from support.contract import MOVABLE, random_plan
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bf16_to_fp16.auditing.fidelity import compared, output_on
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
@@ -171,59 +170,6 @@ def test_a_walk_holds_the_weights_of_one_place_through_a_generation_too(
     assert len(held) > len({name for name, _ in held}) > 8
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(["t5", "pegasus", "t5gemma"], tiny.FIRST))
-def test_lanes_alike_share_what_places_give_until_their_weights_differ(kind: str, tmp_path: Path) -> None:
-    """Each weight is altered by one lane, one by two that alter it alike, and one by two that do not."""
-    checkpoint = open_checkpoint(tiny.save(tiny.small(kind), tmp_path))
-    inputs = [batch for batch in batches(load(tmp_path, torch.float32).config, None, None) if batch.head][:2]
-
-    def change(name: str, factor: float) -> Change:
-        return lambda stored, tensor: tensor * factor if stored == name else tensor
-
-    names = [*checkpoint.tensors]
-    altered = [(name, 0.75) for name in names] + [(names[-2], 0.75), (names[-1], 0.5)]
-    changes = [change(*each) for each in altered]
-
-    def outputs(*, alike: bool) -> tuple[list[Tensor], int]:
-        walk, calls = Walk(checkpoint), list[str]()
-        lanes = [
-            walk.add(partial(run, batch=batch, amp=False), torch.float32, change=each, alike=n if alike else None)
-            for each in (*changes, None)
-            for n, batch in enumerate(inputs)
-        ]
-        with register_module_forward_pre_hook(lambda module, _: calls.append(type(module).__name__)):
-            walk.run()
-        return [lane.result[0] for lane in lanes], calls.count("Linear")
-
-    (found, few), (expected, many) = outputs(alike=True), outputs(alike=False)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    assert few < 0.8 * many, f"{few} calls of linears instead of {many}"
-    for *changed, plain in (found[n :: len(inputs)] for n in range(len(inputs))):
-        assert sum(not torch.equal(plain, other) for other in changed) > len(changed) / 4
-        assert torch.equal(changed[-2], changed[-4])  # the same by two lanes
-        assert torch.equal(changed[-3], plain) or not torch.equal(changed[-1], changed[-3])
-
-
-def test_what_a_place_gives_is_in_memory_only_for_lanes_that_still_come_in_the_same_state(
-    folders: dict[str, Path],
-) -> None:
-    """A lane ends with no logits in memory but its own, which may be those of one that ran the same before it."""
-    batch = batches(load(folders["t5"], torch.float32).config, None, None)[0]
-    held: list[StorageWeakRef] = []
-
-    def looks(model: Any) -> int:
-        logits = run(model, batch, False)[0]
-        held.append(StorageWeakRef(logits.untyped_storage()))
-        return sum(not storage.expired() for storage in held)
-
-    walk = Walk(open_checkpoint(folders["t5"]))
-    factors = {"encoder.block.0.layer.0.layer_norm.weight": (0.5, 0.5, 0.75), "none": (1.0, 1.0)}
-    changes = [lambda n, x, at=at, f=f: x * f if n == at else x for at, some in factors.items() for f in some]
-    lanes = [walk.add(looks, torch.float32, change=each, alike=0) for each in changes]
-    walk.run()
-    assert [lane.result for lane in lanes] == [1, 2, 1, 1, 2]
-
-
 def test_what_convert_observes_is_what_a_whole_model_shows_on_every_batch(folders: dict[str, Path]) -> None:
     whole = load(folders["pegasus"], torch.float32)
     inputs = batches(whole.config, None, None)
@@ -321,11 +267,11 @@ def test_fewer_ids_than_the_number_of_the_padding_are_looked_up(tmp_path: Path) 
     assert torch.equal(lane.result[0], run(load(folder, torch.float32), batch, False)[0])
 
 
-@pytest.mark.parametrize(("how", "at_once"), [({}, 3), ({"casts": True}, 1), ({"alike": 0}, 1)])
+@pytest.mark.parametrize(("how", "at_once"), [({}, 3), ({"casts": True}, 1)])
 def test_lanes_run_at_once_on_their_shares_of_the_threads(
     how: dict[str, Any], at_once: int, folders: dict[str, Path]
 ) -> None:
-    """Those under autocast, and those that share modules, one after another on all of them."""
+    """Those under autocast one after another on all of them."""
     walk, ids = Walk(open_checkpoint(folders["t5"])), torch.tensor([[5, 9]])
     batch, meet, inside = Batch("", ids, ids.clip(max=1), ids, ids.clip(max=1)), threading.Barrier(at_once), list[int]()
     seen: list[tuple[int, int]] = []
@@ -351,10 +297,7 @@ def test_lanes_run_at_once_on_their_shares_of_the_threads(
     assert after == [3, 3]
 
 
-@pytest.mark.parametrize("how", [{"casts": True}, {"alike": 0}])
-def test_lanes_that_may_not_run_at_once_do_not_beside_one_that_may(
-    how: dict[str, Any], folders: dict[str, Path]
-) -> None:
+def test_lanes_that_may_not_run_at_once_do_not_beside_one_that_may(folders: dict[str, Path]) -> None:
     walk, inside, most = Walk(open_checkpoint(folders["t5"])), [0], [0]
 
     def looks(model: Any) -> None:
@@ -364,7 +307,7 @@ def test_lanes_that_may_not_run_at_once_do_not_beside_one_that_may(
         inside[0] -= 1
 
     for _ in range(3):
-        walk.add(looks, torch.float32, **how)
+        walk.add(looks, torch.float32, casts=True)
     walk.add(lambda model: None, torch.float32)
     walk.run()
     assert most == [1]

@@ -142,7 +142,7 @@ def attacked(*, broken: bool = False) -> dict[str, Any]:
     sites = [
         {"name": s["name"], "worst": s["observed"], "random": s["observed"] / 2, "limit": s["limit"]}
         | {"headroom_bits": math.log2(s["limit"] / s["observed"]), "gain": 2.0, "ids": None}
-        | dict.fromkeys(("tokens", "embeddings", "half", "covered"), s["observed"])
+        | dict.fromkeys(("tokens", "embeddings", "half"), s["observed"])
         for s in made["sites"]
     ]
     if broken:
