@@ -141,7 +141,7 @@ def explain(
         ),
         ((status or 0) >= 500, f"{host} fails ({status}) however often it is asked{reason}; {again} later"),
         (status, f"{host} answered {status}{reason}; check the name and the options, or {again} later"),
-        (UNREACHABLE & names, f"{local}the Hub cannot be reached; check the name, the network and HF_ENDPOINT"),
+        (UNREACHABLE & names, f"{local}the Hub cannot be reached; check the name and the network, or HF_ENDPOINT"),
         (
             error.__traceback__ and is_nonsense(error),
             f"{host} does not answer as a Hub does ({first}); check HF_ENDPOINT, proxies and logins",

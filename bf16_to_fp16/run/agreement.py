@@ -2,20 +2,18 @@
 
 Bounds are computed from the raw config.json and the tensors. Stock classes also know aliases, defaults, derived fields
 and keys that lead to other weights. So the stock class is built here by its own loader, on torch's meta device, and
-says itself which tensors are missing or unexpected. A config that notes every key that is asked for shows what stock
-code reads, in a forward as well. Each such key must be one that the layout is made from, one that no bound depends on,
-or have the value that follows from the others. So a key need not be known to be refused.
+says which tensors are missing or unexpected. A config that notes every key that is asked for shows what stock code
+reads. Each such key must be one that the layout is made from, one that no bound depends on, or have the value that
+follows from the others.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any
@@ -61,74 +59,60 @@ def agreed_layout(checkpoint: Checkpoint) -> Layout:
 
 def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     """Raise UserError where the stock model in the checkpoint's folder is not the one that its layout describes."""
-    where = f"{checkpoint.folder}/config.json"
-    config = load_config(checkpoint.folder)
+    import transformers
+
+    where, config = f"{checkpoint.folder}/config.json", load_config(checkpoint.folder)
     check_older(layout, where)
-    written = _Written(config, layout, where)
-    stock = of_stock_code(checkpoint, layout, written)
-    check_weights(checkpoint, layout, stock.info)
-    check_modules(layout, stock.model, where)
-    if isinstance(stock.scales, Exception):
+    refused, asked = refusals(layout, type(config), attributes(config), where), set[str]()
+    with refusing(checkpoint, refused, asked):
+        if getattr(transformers, stock_class(checkpoint.config)).can_generate():
+            try:
+                transformers.GenerationConfig.from_model_config(config)
+            except Exception:
+                asked.update(refused)  # it is made of all that the config holds, so that any may be why it fails
+                raise
+        model, info = without_values(checkpoint, noting(deepcopy(config), asked), torch.float32, any_shape=True)
+    check_weights(checkpoint, layout, info)
+    check_modules(layout, model, where)
+    with refusing(checkpoint, refused, asked):
+        scales = run_short(model, layout)
+    if scales != (layout.head_scale != 1.0):
         raise UserError(
-            f"{where}: stock code cannot run the model ({first_line(stock.scales)});"
-            " use the config.json that belongs to these weights"
-        ) from stock.scales
-    if stock.scales != (layout.head_scale != 1.0):
-        raise UserError(
-            f"{where}: stock code {'multiplies' if stock.scales else 'does not multiply'} the decoder's output by"
+            f"{where}: stock code {'multiplies' if scales else 'does not multiply'} the decoder's output by"
             " d^-1/2 before the head, unlike the keys say that the bounds are made from; take it from the original"
             " checkpoint"
         )
 
 
-class _Written:
-    """A stock config as its folder gives it, which notes the attributes that stock code asks for. ``refused``: the
-    attributes that neither follow from the keys of the layout nor are harmless, each with the line that says so. To ask
-    for one that the file spells out raises that line, before anything can come of it."""
+@contextmanager
+def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]) -> Iterator[None]:
+    """Raise UserError where stock code asks for a refused attribute, or fails: every field has its own way to."""
+    try:
+        yield
+    except Exception as error:
+        for name in sorted(asked & refused.keys()):
+            raise UserError(refused[name]) from error
+        raise UserError(
+            f"{checkpoint.folder}: cannot be loaded or run ({first_line(error)}); use the config.json that belongs to"
+            " these weights"
+        ) from error
+    for name in sorted(asked & refused.keys()):
+        raise UserError(refused[name])
 
-    def __init__(self, config: Any, layout: Layout, where: str) -> None:
-        self.config, self.values = config, attributes(config)
-        self.refused = refusals(layout, type(config), self.values, where)
-        spelt = {type(config).attribute_map.get(key, key) for key in spelt_out(layout.config)}
-        self.spelt = {name: UserError(line) for name, line in self.refused.items() if name in spelt}
-        self.asked: set[str] = set()
 
-    def noting(self) -> Any:
-        """Return a copy of the config that notes every attribute that it, a copy of it or a config inside is asked
-        for."""
-        return self._noting(deepcopy(self.config), "")
+def noting(config: Any, asked: set[str], within: str = "") -> Any:
+    """Have a config, and those inside it, note in ``asked`` every attribute that they are asked for; return it."""
+    kind: Any = type(config)
 
-    def _noting(self, copy: Any, within: str) -> Any:
-        kind: Any = type(copy)
+    def attribute(config: Any, name: str) -> Any:
+        name = kind.attribute_map.get(name, name)
+        asked.add(within + name)
+        return kind.__getattribute__(config, name)
 
-        def attribute(config: Any, name: str) -> Any:
-            name = kind.attribute_map.get(name, name)
-            self.asked.add(within + name)
-            if within + name in self.spelt:
-                raise self.spelt[within + name]
-            return kind.__getattribute__(config, name)
-
-        for name, inner in configs_inside(copy).items():
-            self._noting(inner, f"{within}{name}.")
-        copy.__class__ = type(kind.__name__, (kind,), {"__getattribute__": attribute})
-        return copy
-
-    def check(self, *, derived: bool) -> None:
-        """Raise UserError for a refused attribute that was asked for, with ``derived`` also where the file leaves it
-        out."""
-        # What is raised while it asks, it may catch.
-        for name in sorted(self.asked & self.spelt.keys()):
-            raise self.spelt[name]
-        for name in sorted(self.asked & self.refused.keys()) if derived else ():
-            raise UserError(self.refused[name])
-
-    def answers(self) -> dict[str, object]:
-        """Return what stock code has asked for, with the values that it was given."""
-        return {name: self.values.get(name, _ABSENT) for name in self.asked}
-
-    def same(self, answers: Mapping[str, object]) -> bool:
-        """Return whether this config gives the very answers that another one gave."""
-        return all(identical(self.values.get(name, _ABSENT), value) for name, value in answers.items())
+    for name, inner in configs_inside(config).items():
+        noting(inner, asked, f"{within}{name}.")
+    config.__class__ = type(kind.__name__, (kind,), {"__getattribute__": attribute})
+    return config
 
 
 def configs_inside(config: Any) -> dict[str, Any]:
@@ -156,78 +140,6 @@ def spelt_out(config: Mapping[str, object]) -> dict[str, object]:
         if isinstance(inner, Mapping):
             keys |= {f"{name}.{key}": value for key, value in spelt_out(inner).items()}
     return keys
-
-
-def identical(one: object, other: object) -> bool:
-    """Return whether two values of a config are of one type and equal."""
-    return one is other or (type(one) is type(other) and one == other)
-
-
-@dataclass(frozen=True)
-class _Stock:
-    """What stock code made of a config and of tensors of certain shapes. ``answers``: all that it asked of the config.
-    ``model``: on the meta device. ``info``: what the loader says of the weights. ``scales``: whether it scales the
-    decoder's output before the head, or why it could not be run."""
-
-    kind: Any
-    shapes: Mapping[str, tuple[int, ...]]
-    answers: Mapping[str, object]
-    model: nn.Module
-    info: Mapping[str, Any]
-    scales: bool | Exception
-
-
-known: deque[_Stock] = deque(maxlen=8)
-"""What has been built last: stock code does the same wherever what it asks for is the same. A conversion looks at the
-source and at what it wrote, with one config."""
-
-
-def of_stock_code(checkpoint: Checkpoint, layout: Layout, written: _Written) -> _Stock:
-    """Return what stock code makes of a checkpoint, which is built and run only where it asks for something new. Raises
-    UserError where it asks for an attribute that is refused, or cannot build the model."""
-    import transformers
-
-    kind: Any = getattr(transformers, stock_class(checkpoint.config))
-    shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
-    if kind.can_generate():
-        with loading(checkpoint, written):
-            # Made of all that the config holds, whatever is asked for by name: a refused key may be why it fails.
-            try:
-                transformers.GenerationConfig.from_model_config(written.config)
-            except Exception:
-                written.asked.update(written.spelt)
-                raise
-    for stock in reversed(known):
-        if stock.kind is kind and stock.shapes == shapes and written.same(stock.answers):
-            written.asked.update(stock.answers)
-            written.check(derived=True)
-            known.remove(stock)
-            known.append(stock)
-            return stock
-    with loading(checkpoint, written):
-        model, info = without_values(checkpoint, written.noting(), torch.float32, any_shape=True)
-    scales: bool | Exception
-    try:
-        scales = run_short(model, layout)
-    except Exception as error:
-        scales = error
-    written.check(derived=True)
-    stock = _Stock(kind, shapes, written.answers(), model, info, scales)
-    if not isinstance(scales, Exception):
-        known.append(stock)
-    return stock
-
-
-@contextmanager
-def loading(checkpoint: Checkpoint, written: _Written) -> Iterator[None]:
-    """Turn whatever stock code raises into a UserError: every field has its own way to fail."""
-    try:
-        yield
-    except Exception as error:
-        written.check(derived=False)
-        raise UserError(
-            f"{checkpoint.folder}: cannot be loaded ({first_line(error)}); check its files, config.json first of all"
-        ) from error
 
 
 def check_weights(checkpoint: Checkpoint, layout: Layout, info: Mapping[str, Any]) -> None:
@@ -443,7 +355,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
         if name in free or name.rpartition(".")[2] in free or name.startswith(beginnings):
             continue
         value, wanted = written.get(name, _ABSENT), expected.get(name, _ABSENT)
-        if not identical(value, wanted):
+        if value is not wanted and (type(value) is not type(wanted) or value != wanted):
             spelt = [
                 k for k, v in spelt_out(layout.config).items() if kind.attribute_map.get(k, k) == name and v == value
             ]

@@ -217,7 +217,7 @@ row("half a character in a config", "config.json", AGAIN)(
 @row("OUT is a converted folder", "out exists", "--force")
 def _(at: Place) -> None:
     at.out.mkdir()
-    (at.out / "fp16_report.json").write_text("{}")
+    (at.out / "fp16_report.json").write_text('{"output": {"files": [{"name": "config.json"}]}}')
 
 
 row("OUT is SOURCE", "overlaps the source", "choose an output path outside it")(

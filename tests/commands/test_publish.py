@@ -551,7 +551,7 @@ def test_no_network_is_one_line(run: Run, folder: Path) -> None:
     with HubServer() as closed:
         address = closed.endpoint
     status, _, err = run("publish", folder, "me/out", "-y", "--json", "-", endpoint=address)
-    assert status == 2 and "the Hub cannot be reached; check the name, the network" in err.splitlines()[-1]
+    assert status == 2 and "the Hub cannot be reached; check the name and the network" in err.splitlines()[-1]
 
 
 def test_a_full_disk_is_one_line(send: Callable[..., Any], converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import copy
 import json
 import random
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,9 +49,6 @@ LOADER = (
 
 UNKNOWN = ("n_positions", "output_past", "x", "", "__class__", "__dict__", "model", "classif_dropout", "état")
 
-AGAIN = 50
-"""Edits of which one is run although the door saw stock code build the same model before: what it goes by itself."""
-
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 37, 97, 128, -1, 10**12, 2**70),
     *(0.0, 0.5, 1.0, 1e-6, 1e-5, 1e-3, 30.0, -0.5, 1e300),
@@ -78,8 +75,7 @@ class Original:
     """A small certified folder of one kind, what its config may be edited to, and what came of the edits so far.
 
     ``ids``: what stock models of it read. ``logits``: what the unedited one, as ``.half()`` runs it, gives for them.
-    ``certificates``: by the keys that the bounds are made from. ``judged``: by these keys, what stock code made of the
-    config, where the run agreed with the bounds.
+    ``certificates``: by the keys that the bounds are made from.
     """
 
     kind: str
@@ -89,7 +85,6 @@ class Original:
     logits: torch.Tensor
     keys: str
     certificates: dict[str, Certificate] = field(default_factory=dict)
-    judged: dict[str, list[object]] = field(default_factory=dict)
 
     def edits(self) -> list[dict[str, Any]]:
         """Return every edit of one key, in order: each known and unknown key with each value, and removed (...)."""
@@ -155,11 +150,8 @@ def passed(half: Any, ids: torch.Tensor, layout: Layout, certificate: Certificat
     return [str(site) for site in [*wrong, *broken(certificate, plain, ())]]
 
 
-def judge(case: Original, edit: dict[str, Any], *, again: bool = True) -> str:
-    """Return what comes of one edit: "refused", "uncertified" or "agrees"; raise AssertionError for anything else.
-
-    ``again``: run the stock model even where one that is built in the same way has been run.
-    """
+def judge(case: Original, edit: dict[str, Any]) -> str:
+    """Return what comes of one edit: "refused", "uncertified" or "agrees"; raise AssertionError for anything else."""
     config = {key: value for key, value in (case.config | edit).items() if value is not ...}
     (case.folder / "config.json").write_text(json.dumps(config))
     try:
@@ -174,26 +166,22 @@ def judge(case: Original, edit: dict[str, Any], *, again: bool = True) -> str:
     certificate = case.certificates[keys]
     if not certificate.holds:
         return "uncertified"
-    built, judged = agreement.known[-1] if agreement.known else None, case.judged.setdefault(keys, [])
-    if again or not any(built is other for other in judged):
-        assert stock_class(config) in names_of(layout.family)
-        half = load(case.folder, torch.float16, half=True)
-        # The same bounds and, bit for bit, the same outputs as of the unedited model, which has been looked into.
-        if not edit or keys != case.keys or not torch.equal(run_on(half, case.ids), case.logits):
-            wrong = passed(half, case.ids, layout, certificate)
-            assert not wrong, wrong[:3]
-        judged.append(built)
+    assert stock_class(config) in names_of(layout.family)
+    half = load(case.folder, torch.float16, half=True)
+    # The same bounds and, bit for bit, the same outputs as of the unedited model, which has been looked into.
+    if not edit or keys != case.keys or not torch.equal(run_on(half, case.ids), case.logits):
+        wrong = passed(half, case.ids, layout, certificate)
+        assert not wrong, wrong[:3]
     return "agrees"
 
 
 def run(case: Original, number: int, seed: int = 0) -> Outcomes:
-    """Judge so many edits of a folder; of those that stock code builds as it did others, run one in ``AGAIN``."""
-    outcomes, generator = Outcomes(Counter(), []), random.Random(seed)
-    agreement.known = deque(agreement.known, maxlen=500)
+    """Judge so many edits of a folder."""
+    outcomes = Outcomes(Counter(), [])
     with quiet():
         for edit in case.drawn(number, seed):
             try:
-                outcomes.counts[judge(case, edit, again=generator.random() < 1 / AGAIN)] += 1
+                outcomes.counts[judge(case, edit)] += 1
             except Exception as error:
                 outcomes.counts["failed"] += 1
                 said = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:300]
