@@ -209,14 +209,13 @@ def test_a_replayed_plan_that_takes_a_weight_past_65504_is_what_the_error_names(
 
 def test_undo_brings_the_sources_card_back_and_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    for card in (None, "the publisher's words"):
+    for card, back in ((None, tmp_path / "one"), ("the publisher's words", tmp_path / "two")):
         if card:
             (source / "README.md").write_text(card)
         convert(source, tmp_path / "out", force=True, run_model=False)
-        assert cli.main(["undo", str(tmp_path / "out"), str(tmp_path / "back"), "--force"]) == 0
-        back = tmp_path / "back" / "README.md"
-        assert (back.read_text() if back.exists() else None) == card
-        assert not (tmp_path / "back" / "SOURCE_README.md").exists()
+        assert cli.main(["undo", str(tmp_path / "out"), str(back)]) == 0
+        assert ((back / "README.md").read_text() if (back / "README.md").exists() else None) == card
+        assert not (back / "SOURCE_README.md").exists()
     assert "bit for bit" in capsys.readouterr().out
     assert cli.main(["undo", str(source), str(tmp_path / "again")]) == 2
     assert "converted folder" in capsys.readouterr().err
