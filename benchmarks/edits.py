@@ -42,7 +42,6 @@ from bf16_to_fp16.auditing.attack import attack
 from bf16_to_fp16.auditing.fidelity import add_outputs
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.measuring import fidelity_to_original
-from bf16_to_fp16.conversion.planning import checkpoint_batches
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Experts, Topology
@@ -54,6 +53,7 @@ from bf16_to_fp16.rescaling.edits import MOST_FOR_A_PROOF
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.agreement import agreed_layout
 from bf16_to_fp16.run.lanes import Walk
+from bf16_to_fp16.run.probe import checkpoint_batches
 from bf16_to_fp16.run.stock import load
 
 NOISE = 1e-10  # divergences of two fp32 runs

@@ -14,19 +14,22 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..devices import Device
 from ..families.known import spare_padding
 from ..families.layout import Layout, TensorReader
 from ..families.walk import walk
 from ..numerics import FP16_MAX, headroom_bits
 from ..observe.observer import SiteObserver
 from ..observe.points import watched
+from ..progress import Progress
 from ..run.interface import longest_sequence
-from ..run.stock import run_everywhere, set_attention
+from ..run.stock import load, run_everywhere, set_attention
 
 LENGTH = 16  # positions of an attack's sequences: enough for every score and every mixture of values
 GROUP = 48  # goals attacked in one batch
@@ -461,3 +464,22 @@ class _AttackSearch:
 
     def best(self, elite: _Elite, sites: Sequence[str]) -> list[Inputs]:
         return [elite.starts(sites[i : i + GROUP]) for i in range(0, len(sites), GROUP)]
+
+
+def attacked(
+    folder: Path,
+    layout: Layout,
+    steps: int,
+    seed: int,
+    device: Device,
+    progress: Progress,
+    *,
+    sites: Sequence[str] | None = None,
+) -> Attack:
+    """Return what ``attack`` finds at ``sites`` of a checkpoint in fp16, on the device."""
+    with progress.step("Searching for the worst inputs") as advance:
+        model = load(folder, torch.float16, half=True)
+        return device.run(
+            "attack",
+            lambda place: attack(model.to(place), layout, steps=steps, seed=seed, sites=sites, advance=advance),
+        )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..auditing.any_model import audit_any, batches_of, open_any
+from ..auditing.attack import attacked
 from ..auditing.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, check_names, verdict
 from ..bounds.activations import check_bounded
 from ..bounds.arithmetic import Arithmetic
@@ -17,9 +18,7 @@ from ..bounds.tiers import bounded
 from ..checkpoint.contents import is_converted
 from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.reader import Checkpoint
-from ..conversion.measuring import attacked
 from ..conversion.opening import classified, opened_with_notes
-from ..conversion.planning import checkpoint_batches
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -28,12 +27,13 @@ from ..families.layout import Layout
 from ..families.older import differences
 from ..progress import Progress, shown_by
 from ..quiet import quiet
-from ..report.build import regimes_of, speaking_of, tiers_of
-from ..report.page import Result
+from ..report.regimes import regimes_of, speaking_of, tiers_of
 from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
+from ..report.result import Result
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source
 from ..results import dump
 from ..run.batch import describe_batches
+from ..run.probe import checkpoint_batches
 from ..run.stock import attentions_of
 
 BOUNDED_FOR = "half"  # the target that an audit bounds a checkpoint for; of the stricter ones it says whether they hold

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -28,15 +28,17 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import scratch, staged
 from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
 from ..conversion.options import FIXED, Destination, GivenOptions, Options, Provenance
-from ..conversion.pipelines import entered
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..families.configs import number_of
+from ..families.layout import Layout
+from ..families.types import Sublayer
 from ..json_text import as_json, write_json
 from ..progress import Progress, shown_by
 from ..quiet import quiet
-from ..ranges import NormRange
+from ..ranges import ModuleRange, NormRange
 from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import summary, write_page
@@ -70,8 +72,7 @@ class Conversion:
     """What ``convert`` did: the report (its keys are listed in docs/report.md), the folder or file written (None for a
     dry run), the plan; of a dry run, the bytes of the weights to be written, and the seconds that the whole will take
     (None where nothing was run); of one file, sentences on the tool that is to read it. ``next``: the report's, with
-    the paths as they were given, so that it runs. ``entered``: what entered each layer of the source, see
-    ``conversion.pipelines``."""
+    the paths as they were given, so that it runs. ``entered``: what entered each layer of the source."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -185,6 +186,17 @@ def convert_by(
     states = entered(decided.layout, decided.of_source)
     how: dict[str, Any] = {"notes": decided.notes, "next": then, "entered": states}
     return Conversion(dump(report), place.out, decided.planned, measured.plan, **how)
+
+
+def entered(layout: Layout, ranges: Mapping[str, ModuleRange] | None) -> tuple[NormRange, ...]:
+    """Return what entered the first norm of each layer of a model of one stack, its ``hidden_states`` but the last;
+    nothing where it was not run."""
+    stack, *others = layout.stacks()
+    count = number_of(layout.family, layout.config, layout.family.encoder.layers, "a number of layers")
+    first: Sequence[Sublayer] = stack.sublayers[:: len(stack.sublayers) // count]
+    seen = [(ranges or {}).get(sublayer.norm) for sublayer in first]
+    norms = [each.norm for each in seen if each is not None and each.norm is not None]
+    return tuple(norms) if not others and len(norms) == count else ()
 
 
 def next_of(options: Options, report: Report, source: str, out: str) -> str:

@@ -48,14 +48,13 @@ from ..report.build import (
     cost_of,
     is_exact,
     kept_bits_of,
-    regimes_of,
     signals_of,
     source_of,
-    tiers_of,
     too_inexact,
     weight_counts,
 )
 from ..report.page import Result
+from ..report.regimes import regimes_of, tiers_of
 from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, UNSAFE_BY_REPORT, unsafe_sites
 from ..report.stored import originals, read_packed
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..auditing.attack import GROUP, Attack, attack
+from ..auditing.attack import GROUP, attacked
 from ..auditing.every_output import EveryOutput, OutputError, output_errors, smallest_batches
 from ..auditing.fidelity import (
     Outputs,
@@ -42,7 +42,7 @@ from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch
 from ..run.lanes import Change, Walk, results_of
-from ..run.stock import attentions_of, load, load_config
+from ..run.stock import attentions_of, load_config
 from .editing import change_by, some_of
 from .options import Options
 from .planning import Opened, drifted_outputs
@@ -197,25 +197,6 @@ def audited(
         if not in_fp32:
             return Audited(regimes, [], [])
         return outputs_of(Walk(checkpoint), inputs, in_fp32, regimes)
-
-
-def attacked(
-    folder: Path,
-    layout: Layout,
-    steps: int,
-    seed: int,
-    device: Device,
-    progress: Progress,
-    *,
-    sites: Sequence[str] | None = None,
-) -> Attack:
-    """Return what ``attack`` finds at ``sites`` of a checkpoint in fp16, on the device."""
-    with progress.step("Searching for the worst inputs") as advance:
-        model = load(folder, torch.float16, half=True)
-        return device.run(
-            "attack",
-            lambda place: attack(model.to(place), layout, steps=steps, seed=seed, sites=sites, advance=advance),
-        )
 
 
 def attack_unproven(work: Path, measured: Measured, steps: int, opened: Opened, progress: Progress) -> Measured:

@@ -21,10 +21,8 @@ from ..checkpoint.places import contained
 from ..errors import UserError
 from ..families.configs import number_of
 from ..families.known import architectures, class_named, family_of, names_of, placed_family, same_code
-from ..families.layout import Layout
-from ..families.types import Sublayer
 from ..progress import Progress
-from ..ranges import ModuleRange, NormRange
+from ..ranges import NormRange
 from ..report.answers import ReadingEntry, RescaledEntry
 from ..report.facts import giving_states
 from ..report.schema import Report
@@ -117,17 +115,6 @@ def files_of(folder: Path, component: str, weight: str) -> list[Path]:
 
 
 # --- factors ---------------------------------------------------------------------------------------------------------
-
-
-def entered(layout: Layout, ranges: Mapping[str, ModuleRange] | None) -> tuple[NormRange, ...]:
-    """Return what entered the first norm of each layer of a model of one stack, its ``hidden_states`` but the last;
-    nothing where it was not run."""
-    stack, *others = layout.stacks()
-    count = number_of(layout.family, layout.config, layout.family.encoder.layers, "a number of layers")
-    first: Sequence[Sublayer] = stack.sublayers[:: len(stack.sublayers) // count]
-    seen = [(ranges or {}).get(sublayer.norm) for sublayer in first]
-    norms = [each.norm for each in seen if each is not None and each.norm is not None]
-    return tuple(norms) if not others and len(norms) == count else ()
 
 
 def factors_of(pipeline: Pipeline, name: str, report: Report) -> dict[bool, int]:

@@ -19,7 +19,6 @@ from ..bounds.findings import SourceBounds
 from ..bounds.kinds import traits
 from ..bounds.spectral import Spectra
 from ..checkpoint.contents import MODULES
-from ..checkpoint.folder import tokenizer_beside
 from ..checkpoint.reader import Checkpoint
 from ..devices import Device, products_on
 from ..errors import UserError
@@ -43,11 +42,10 @@ from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, TRAIN_MARGIN_BITS, Pla
 from ..rescaling.rounding_loss import Tables
 from ..rescaling.squares import can_fit, squares_of
 from ..results import Fidelity
-from ..run import probe
 from ..run.batch import Batch
 from ..run.lanes import Change, Walk, results_of
+from ..run.probe import checkpoint_batches
 from ..run.stock import eps_attribute, load_config
-from ..run.tokenizer import has_tokenizer
 from ..targets import AUTO, TIERS, WHERE
 from ..wording import listed
 from .editing import (
@@ -355,23 +353,6 @@ def costs_little(one: Decided, other: Decided) -> bool:
         and {f.signal for f in one.planned.fallbacks} <= {f.signal for f in other.planned.fallbacks}
         and (seen is None or seen.fits)
     )
-
-
-def checkpoint_batches(
-    checkpoint: Checkpoint,
-    layout: Layout,
-    data: str | None,
-    seed: int,
-    *,
-    sweep: bool = False,
-) -> list[Batch]:
-    """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
-    given."""
-    config, opened, folder = load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
-    beside = tokenizer_beside(checkpoint.home, checkpoint.subfolder)  # where pipelines have it
-    if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):
-        folder = beside
-    return probe.audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened)
 
 
 Bounds = Callable[[Layout, Mapping[str, int]], SourceBounds]

@@ -33,7 +33,7 @@ from ..checkpoint.staging import check_out, overlap, put_in_place, scratch, stag
 from ..checkpoint.writer import write_fp16
 from ..commands.convert import Conversion, convert_by
 from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
-from ..conversion.planning import Opened, checkpoint_batches, decide
+from ..conversion.planning import Opened, decide
 from ..devices import Device, check_all_is_used, find_device, shown
 from ..environment import how_to_install
 from ..errors import UserError
@@ -52,6 +52,7 @@ from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS
 from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
+from ..run.probe import checkpoint_batches
 from ..run.stock import attentions_of, load, load_config
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out

@@ -44,11 +44,10 @@ from ..rescaling.outputs import joined, output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Fallback, Planned, Violation
 from ..rescaling.rounding_loss import STEP_NOISE
-from ..rescaling.squares import squares_of
 from ..results import Fidelity
 from . import remedies, schema
 from .card import front_matter
-from .tiers import judged_tiers
+from .regimes import regimes_of, tiers_of
 
 FP16_RANGE_BITS = 40.0  # bits between fp16's last subnormal and its limit: what a model loses that gives inf or NaN
 ONE_ROUNDING = 0.541 * 2.0**-20 / 12
@@ -469,11 +468,6 @@ def signals_of(
     return rows
 
 
-def regimes_of(results: Mapping[str, RegimeResult]) -> dict[str, schema.RegimeEntry]:
-    """Return what an audit showed as entries of a report."""
-    return {name: schema.RegimeEntry.model_validate(result.to_json()) for name, result in results.items()}
-
-
 def passed_limit(violation: Violation) -> schema.UnsafeEntry:
     """Return a limit that the plan cannot hold as an entry of the report."""
     return schema.UnsafeEntry(
@@ -493,23 +487,3 @@ def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
         cost = f"predicted squared error {fallback.cost_certified:.1e} instead of {fallback.cost_observed:.1e}"
         return f"{remedies.TOO_COSTLY} ({cost})", remedies.OBSERVED
     return remedies.OVER_AT_EVERY_EXPONENT, remedies.PENALTY
-
-
-def tiers_of(
-    layout: Layout, certified: Mapping[str, bool], regimes: Mapping[str, RegimeResult]
-) -> dict[str, schema.TierEntry]:
-    """Return the tiers of a checkpoint that was bounded and, where there are ``regimes``, run."""
-    if "half" not in regimes:
-        return judged_tiers(certified)
-    half = regimes["half"]
-    return judged_tiers(
-        certified,
-        clean=verdict(regimes) == "safe",
-        squares=squares_of(layout, half.norms),
-        pooled=bool(half.vectors),
-    )
-
-
-def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
-    """Return a report that names the class of which alone it speaks, where the files hold tensors for another."""
-    return report if layout.alone is None else report.model_copy(update={"model_class": layout.alone})

@@ -9,12 +9,14 @@ from markupsafe import Markup
 
 
 class Result(dict[str, Any]):
-    """A report as a dictionary; a notebook shows its verdict, its headroom and every site without a proof."""
+    """A report as a dictionary; a notebook shows its verdict, its headroom and every site that breaks or lacks a
+    proof."""
 
     def _repr_html_(self) -> str:
-        certificate = self["certificate"]
-        rows = [("headroom", f"{certificate['headroom_bits']:.1f} bits", f"{len(certificate['sites'])} sites")]
-        rows += [(site["name"], f"{site['bound']:.6g}", site["reason"]) for site in self["uncertified"]]
+        measured = {**self.get("regimes", {}), "certificate": self.get("certificate")}
+        rows = [(n, f"{m['headroom_bits']:.1f} bits", f"{len(m['sites'])} sites") for n, m in measured.items() if m]
+        rows += [(site["signal"], "unsafe", site["reason"]) for site in self.get("unsafe", ())]
+        rows += [(site["name"], f"{site['bound']:.6g}", site["reason"]) for site in self.get("uncertified", ())]
         return fragment(f"{self['verdict']}, {self['proof']}", rows)
 
 

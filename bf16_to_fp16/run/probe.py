@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.folder import has_tokenizer, tokenizer_beside
+from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError
 from ..families.known import of_model_type, spare_padding
 from ..families.layout import Layout, TensorSource
@@ -28,7 +29,7 @@ from . import choice, interface
 from .batch import GENERATED_TOKENS, LOGIT_BUDGET, Batch, ended, seeded, stack
 from .padding import bearable, bearable_as_one, is_blind, padded, padded_left
 from .products import FastProducts
-from .stock import setting, vocabulary_of
+from .stock import load_config, setting, vocabulary_of
 from .tokenizer import tokenised
 
 _PROBE_LOGITS = 2**25
@@ -350,3 +351,15 @@ def generation(config: Any, batch: Batch) -> Batch:
         batch = replace(batch, input_ids=batch.input_ids[:, kept], attention_mask=batch.attention_mask[:, kept])
     ids, mask = batch.input_ids[:2], batch.attention_mask[:2]
     return Batch("generate with cache and beams", ids, mask, generate=True, kind=kinds.GENERATE)
+
+
+def checkpoint_batches(
+    checkpoint: Checkpoint, layout: Layout, data: str | None, seed: int, *, sweep: bool = False
+) -> list[Batch]:
+    """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
+    given."""
+    config, opened, folder = load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
+    beside = tokenizer_beside(checkpoint.home, checkpoint.subfolder)  # where pipelines have it
+    if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):
+        folder = beside
+    return audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened)

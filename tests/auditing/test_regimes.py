@@ -26,7 +26,7 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
 from bf16_to_fp16.observe.sites import MASK_REASON
 from bf16_to_fp16.report import facts
-from bf16_to_fp16.report.build import regimes_of
+from bf16_to_fp16.report.regimes import regimes_of
 from bf16_to_fp16.report.remedies import unsafe_sites
 from bf16_to_fp16.report.schema import AttackedSite, AttackEntry, RegimeEntry, Report
 from bf16_to_fp16.run.batch import GENERATE, PADDED, RANDOM, Batch, describe_batches

@@ -27,7 +27,8 @@ from bf16_to_fp16.families.types import RESIDUAL
 from bf16_to_fp16.numerics import NORM_FLOOR, PROOF_MARGIN_BITS
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
-from bf16_to_fp16.report.build import Decided, tiers_of
+from bf16_to_fp16.report.build import Decided
+from bf16_to_fp16.report.regimes import tiers_of
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN, sinks, swells
 from bf16_to_fp16.rescaling.planner import PROOF_WORTH, Fallback, Violation, least_cost
 from bf16_to_fp16.rescaling.squares import can_fit

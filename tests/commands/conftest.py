@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bf16_to_fp16.conversion.planning import checkpoint_batches
+from bf16_to_fp16.run.probe import checkpoint_batches
 
 
 @pytest.fixture

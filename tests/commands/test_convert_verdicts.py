@@ -16,7 +16,7 @@ from bf16_to_fp16 import audit, certify, cli, convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert_by, next_of
 from bf16_to_fp16.conversion.options import Destination, Options, Provenance
-from bf16_to_fp16.conversion.planning import Opened, Search, checkpoint_batches, observe_source
+from bf16_to_fp16.conversion.planning import Opened, Search, observe_source
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.numerics import FP16_MAX
@@ -25,6 +25,7 @@ from bf16_to_fp16.report.remedies import OUTPUT, WITHOUT_AUDIT, WITHOUT_EITHER, 
 from bf16_to_fp16.report.schema import FinetuneEntry, Lineage, Report, Source, read
 from bf16_to_fp16.rescaling import exponents
 from bf16_to_fp16.results import dump
+from bf16_to_fp16.run.probe import checkpoint_batches
 
 
 @pytest.mark.usefixtures("first_batch")

@@ -22,7 +22,8 @@ from bf16_to_fp16.checkpoint.linears import rescale_columns
 from bf16_to_fp16.checkpoint.pipeline import Pipeline, open_pipeline
 from bf16_to_fp16.checkpoint.pipeline_classes import HIDREAM, PIPELINES, READ_OTHERWISE, Linear, Norm, Reading
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.conversion.pipelines import entered, met, of_norm
+from bf16_to_fp16.commands.convert import entered
+from bf16_to_fp16.conversion.pipelines import met, of_norm
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
 from bf16_to_fp16.report.answers import PipelineReport
 from bf16_to_fp16.report.schema import Report, read

@@ -34,13 +34,13 @@ from bf16_to_fp16.conversion.editing import (
     some_of,
     with_logits,
 )
-from bf16_to_fp16.conversion.planning import checkpoint_batches
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import LOGITS
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.rescaling.edits import OfChannels
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.run.lanes import Walk
+from bf16_to_fp16.run.probe import checkpoint_batches
 from bf16_to_fp16.run.stock import load_config
 
 BF16 = 0.128  # so that a proof may cost 0.001

@@ -7,10 +7,11 @@ import pytest
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.options import Options
-from bf16_to_fp16.conversion.planning import Opened, checkpoint_batches, decide
+from bf16_to_fp16.conversion.planning import Opened, decide
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.numerics import headroom_bits
 from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.run.probe import checkpoint_batches
 from bf16_to_fp16.targets import MARGIN_BITS
 
 DEMOS = Path(str(files("bf16_to_fp16") / "demo_data"))

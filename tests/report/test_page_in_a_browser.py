@@ -12,7 +12,7 @@ from support import browser, fakes, tiny
 from support.contract import layout_of
 from support.pages import certified, finetuned, hostile, render, table
 
-from bf16_to_fp16.report.build import tiers_of
+from bf16_to_fp16.report.regimes import tiers_of
 from bf16_to_fp16.results import dump
 
 pytestmark = pytest.mark.usefixtures("pictures")

@@ -1,0 +1,36 @@
+"""An audit's results as entries of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..auditing.regimes import RegimeResult, verdict
+from ..families.layout import Layout
+from ..rescaling.squares import squares_of
+from . import schema
+from .tiers import judged_tiers
+
+
+def regimes_of(results: Mapping[str, RegimeResult]) -> dict[str, schema.RegimeEntry]:
+    """Return what an audit showed as entries of a report."""
+    return {name: schema.RegimeEntry.model_validate(result.to_json()) for name, result in results.items()}
+
+
+def tiers_of(
+    layout: Layout, certified: Mapping[str, bool], regimes: Mapping[str, RegimeResult]
+) -> dict[str, schema.TierEntry]:
+    """Return the tiers of a checkpoint that was bounded and, where there are ``regimes``, run."""
+    if "half" not in regimes:
+        return judged_tiers(certified)
+    half = regimes["half"]
+    return judged_tiers(
+        certified,
+        clean=verdict(regimes) == "safe",
+        squares=squares_of(layout, half.norms),
+        pooled=bool(half.vectors),
+    )
+
+
+def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
+    """Return a report that names the class of which alone it speaks, where the files hold tensors for another."""
+    return report if layout.alone is None else report.model_copy(update={"model_class": layout.alone})
