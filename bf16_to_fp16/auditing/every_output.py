@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rescaling.edits import OfChannels
+from ..rescaling.exponents import OfChannels
 from ..rescaling.outputs import LAST
 from ..run.batch import Batch, run_batch
 

@@ -33,8 +33,7 @@ from ..report.build import signals_of
 from ..report.facts import tower_of
 from ..rescaling.apply import apply, scale
 from ..rescaling.centred import centred, centred_tensors
-from ..rescaling.edits import OfChannels
-from ..rescaling.exponents import exponents_of, norm_exponents
+from ..rescaling.exponents import OfChannels, exponents_of, norm_exponents
 from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, inverse

@@ -32,15 +32,8 @@ from ..numerics import FP16_MAX, NOISE, PROOF_LIMIT
 from ..progress import Progress
 from ..ranges import ModuleRange
 from ..rescaling.centred import centrable, centred, centred_tensors, shared_biases, tables_of
-from ..rescaling.edits import (
-    MOST_FOR_A_PROOF,
-    RUINED,
-    OfChannels,
-    edited,
-    excess_of_signals,
-    exponents_for,
-    least,
-)
+from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, edited, excess_of_signals, exponents_for, least
+from ..rescaling.exponents import OfChannels
 from ..rescaling.plan import Plan
 from ..rescaling.planner import CHANNEL_RANGE
 from ..rescaling.weights import source_weights

@@ -35,8 +35,8 @@ from ..report.build import Decided
 from ..rescaling.apply import through_fp16
 from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.channels import RESIDUAL_RANGE
-from ..rescaling.edits import OfChannels, changed_by, edited_weights, edits_of, with_edits, without_edits
-from ..rescaling.exponents import check_plan_fits, exponents_of, norm_exponents
+from ..rescaling.edits import changed_by, edited_weights, edits_of, with_edits, without_edits
+from ..rescaling.exponents import OfChannels, check_plan_fits, exponents_of, norm_exponents
 from ..rescaling.plan import Plan
 from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, TRAIN_MARGIN_BITS, Planned, least_cost, make_plan
 from ..rescaling.rounding_loss import Tables

@@ -46,7 +46,7 @@ from ..quiet import quiet
 from ..report.build import other_sha256
 from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.apply import edited_config, set_dtype, writes
-from ..rescaling.edits import OfChannels
+from ..rescaling.exponents import OfChannels
 from ..rescaling.outputs import moved, output_factors
 from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS

@@ -38,8 +38,8 @@ from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors
 from ..rescaling.channels import ROUNDING
-from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, OfChannels, without_edits
-from ..rescaling.exponents import norm_exponents
+from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, without_edits
+from ..rescaling.exponents import OfChannels, norm_exponents
 from ..rescaling.outputs import joined, output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Fallback, Planned, Violation

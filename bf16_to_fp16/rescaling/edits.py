@@ -20,7 +20,7 @@ from ..ranges import ModuleRange
 from .apply import scale
 from .centred import centred, centred_tensors
 from .channels import excess_bits, folded, known_points
-from .exponents import exponents_of
+from .exponents import OfChannels, exponents_of
 from .plan import Plan
 from .weights import source_weights
 
@@ -29,8 +29,6 @@ MOST_FOR_A_PROOF = 2.0
 
 RUINED = 1.0
 """Divergence (nats, or relative squared error) from which on bf16 is no measure of what edits may cost."""
-
-OfChannels = int | list[int]  # exponents of a signal: one for all its channels, or one for each
 
 
 @dataclass(frozen=True)

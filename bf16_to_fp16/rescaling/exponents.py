@@ -13,6 +13,8 @@ from ..families.types import RESIDUAL, Axis, Kind, before, carried_by
 from .centred import centrable
 from .plan import Plan
 
+OfChannels = int | list[int]  # exponents of a signal: one for all its channels, or one for each
+
 
 @dataclass(frozen=True)
 class Exponents:

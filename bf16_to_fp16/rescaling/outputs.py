@@ -13,8 +13,7 @@ import torch
 
 from ..families.layout import Layout
 from ..families.types import LOGITS
-from .edits import OfChannels
-from .exponents import exponents_of
+from .exponents import OfChannels, exponents_of
 from .plan import Plan
 
 LAST = "last_hidden_state"

@@ -37,7 +37,7 @@ from bf16_to_fp16.conversion.editing import (
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import LOGITS
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.rescaling.edits import OfChannels
+from bf16_to_fp16.rescaling.exponents import OfChannels
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.run.lanes import Walk
 from bf16_to_fp16.run.probe import checkpoint_batches
