@@ -59,15 +59,12 @@ class _Data:
     """Standard output, without which the work is lost: that its disk refuses it is the user's to mend."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Stand before a stream."""
         self.stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the stream has."""
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write."""
         try:
             return self.stream.write(text)
         except OSError as error:
@@ -75,7 +72,6 @@ class _Data:
             return len(text)
 
     def flush(self) -> None:
-        """Flush."""
         try:
             self.stream.flush()
         except OSError as error:

@@ -10,7 +10,6 @@ import click
 from .shared import (
     PATH,
     SAFE,
-    Grouped,
     Ordered,
     check_there,
     json_file,
@@ -29,7 +28,7 @@ def advise_command() -> None:
 tensors = click.option("--tensor", "tensors", multiple=True, metavar="NAME", help="Only these, with *; repeatable.")
 
 
-@advise_command.command("updates", cls=Grouped)
+@advise_command.command("updates")
 @source
 @click.option("--lr", "rate", type=float, default=1e-4, show_default=True, help="The learning rate.")
 @click.option(
@@ -60,7 +59,7 @@ def updates_command(source: str, json_file: str | None, **options: Any) -> int:
     return answer(json_file, advise_updates(source, progress=make_progress(), **options), print_updates)
 
 
-@advise_command.command("init", cls=Grouped)
+@advise_command.command("init")
 @source
 @tensors
 @subfolder
@@ -75,7 +74,7 @@ def init_command(source: str, tensors: tuple[str, ...], subfolder: str | None, j
     return answer(json_file, result, print_init)
 
 
-@advise_command.command("losses", cls=Grouped)
+@advise_command.command("losses")
 @click.argument("log", type=PATH)
 @click.option("--window", type=int, default=64, show_default=True, help="Losses that one is compared with.")
 @click.option("--z", type=float, default=6.0, show_default=True, help="Robust deviations that make a spike.")

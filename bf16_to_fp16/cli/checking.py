@@ -16,13 +16,13 @@ from ..conversion.options import check_data
 from ..errors import UserError
 from ..targets import RECORDS, TARGETS
 from . import shared
-from .shared import SAFE, UNSAFE, Grouped
+from .shared import SAFE, UNSAFE
 
 if TYPE_CHECKING:
     from ..report.schema import Report
 
 
-@click.command("audit", cls=Grouped)
+@click.command("audit")
 @shared.source
 @click.option(
     "--regime",
@@ -88,7 +88,7 @@ def audit_command(
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
-@click.command("certify", cls=Grouped)
+@click.command("certify")
 @shared.source
 @click.option(
     "--target",
@@ -165,7 +165,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
     return going_on_from(source, report.regimes, is_converted(folder / (subfolder or "")), subfolder, report.target)
 
 
-@click.command("verify", cls=Grouped)
+@click.command("verify")
 @shared.source
 @click.option(
     "--original",

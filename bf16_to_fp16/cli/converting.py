@@ -25,7 +25,7 @@ from ..visible import show
 from . import shared
 from .checking import provable
 from .publishing import check_publishable, push
-from .shared import SAFE, UNSAFE, Grouped
+from .shared import SAFE, UNSAFE
 
 if TYPE_CHECKING:
     from ..checkpoint.pipeline import Pipeline
@@ -67,7 +67,7 @@ def options_of_convert(command: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-@click.command("convert", cls=Grouped)
+@click.command("convert")
 @shared.source
 @click.argument("out", type=shared.FOLDER, required=False)
 @options_of_convert
@@ -236,7 +236,7 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
             terminal.print_published(published)
 
 
-@click.command("undo", cls=Grouped)
+@click.command("undo")
 @click.argument("folder", metavar="DIR", type=shared.FOLDER)
 @click.argument("out", type=shared.FOLDER)
 @click.option("--subfolder", metavar="NAME", help="Folder inside DIR; without it a pipeline is brought back whole.")

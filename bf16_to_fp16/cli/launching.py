@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from ..errors import UserError
-from .shared import FOLDER, SAFE, Grouped, force, json_file, write_result
+from .shared import FOLDER, SAFE, force, json_file, write_result
 
 
 @click.command("recipe")
@@ -31,7 +31,7 @@ def recipe_command(name: str | None, json_file: str | None) -> int:
     return SAFE
 
 
-@click.command("launch", cls=Grouped)
+@click.command("launch")
 @click.argument("recipe", type=FOLDER, metavar="RECIPE")
 @click.option("--gpus", type=click.IntRange(min=1), required=True, metavar="N", help="Cards of this machine.")
 @click.option("--run", "run", is_flag=True, help="Run it as well; on as many CPU processes where no card is.")

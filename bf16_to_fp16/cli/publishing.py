@@ -14,7 +14,7 @@ from ..checkpoint.places import written_folder
 from ..checkpoint.recorded import recorded
 from ..errors import UserError
 from ..visible import show
-from .shared import FOLDER, SAFE, UNSAFE, Grouped, endpoint, json_file, make_progress, write_result
+from .shared import FOLDER, SAFE, UNSAFE, endpoint, json_file, make_progress, write_result
 
 if TYPE_CHECKING:
     from ..commands.convert import Conversion
@@ -45,7 +45,7 @@ def push(out: Path, repo_id: str | None, result: Conversion) -> dict[str, Any] |
         raise UserError(f"{error} ({out} is converted: go on with {go_on})") from None
 
 
-@click.command("publish", cls=Grouped)
+@click.command("publish")
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.argument("repo_id")
 @click.option("--dry-run", is_flag=True, help="Show the files, their sizes and the card; send nothing.")

@@ -84,13 +84,6 @@ endpoint = click.option(
     "--endpoint", metavar="URL", help="Address of the Hub; default: HF_ENDPOINT, else https://huggingface.co."
 )
 
-EXPERT = {
-    "config", "as_class", "plan", "eps", "margin_bits", "max_length", "max_shard_size", "seed", "sweep",
-    "exact", "max_kl", "copy", "adapter", "attention", "train_mode", "attack_steps", "endpoint",
-    "relative_update", "share", "steps", "window", "z", "message", "revision", "create_pr", "overrides",
-}  # fmt: skip
-"""The parameters that few need, which stand behind the others in ``--help``."""
-
 
 class Ordered(click.Group):
     """Commands in the order in which they were added, each with its whole first sentence."""
@@ -103,19 +96,6 @@ class Ordered(click.Group):
         """Write each command with its sentence, which click itself would cut."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.get_short_help_str(500)) for name, command in self.commands.items()])
-
-
-class Grouped(click.Command):
-    """A command whose help has two groups of options: those that most need, and the others."""
-
-    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options by group."""
-        for title, expert in (("Options", False), ("Options that few need", True)):
-            options = [option for option in self.get_params(context) if isinstance(option, click.Option)]
-            shown = [option.get_help_record(context) for option in options if (option.name in EXPERT) == expert]
-            if rows := [row for row in shown if row is not None]:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
 
 
 def check_given(

@@ -9,7 +9,7 @@ import click
 from ..visible import show
 from . import shared
 from .publishing import check_publishable, push
-from .shared import SAFE, UNSAFE, Grouped
+from .shared import SAFE, UNSAFE
 
 
 def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> None:
@@ -23,7 +23,7 @@ def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> 
     context.exit()
 
 
-@click.command("finetune", cls=Grouped)
+@click.command("finetune")
 @click.argument("recipe", type=shared.FOLDER, metavar="RECIPE")
 @click.option(
     "--keys", is_flag=True, is_eager=True, expose_value=False, callback=show_keys, help="List every key of a recipe."

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from ..checkpoint.contents import WEIGHTS, is_converted
 from ..checkpoint.files import read_json
@@ -27,7 +27,7 @@ from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import scratch, staged
 from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
-from ..conversion.options import FIXED, Destination, GivenOptions, Options, Provenance
+from ..conversion.options import FIXED, Destination, Options, Provenance
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
@@ -107,7 +107,7 @@ def convert(
     force: bool = False,
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
-    **options: Unpack[GivenOptions],
+    **options: Any,
 ) -> Conversion:
     """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out`` and return what was done
     and measured.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -26,7 +26,7 @@ from ..checkpoint.folder import is_weights, records
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
 from ..checkpoint.places import contained, leaves, own_name, written_folder
 from ..checkpoint.staging import check_out, staged
-from ..conversion.options import Destination, GivenOptions, Options
+from ..conversion.options import Destination, Options
 from ..conversion.pipelines import Uses, check_linears, met, rescale_linears, restore_linears, uses_of
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -77,7 +77,7 @@ def convert_pipeline(
     force: bool = False,
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
-    **options: Unpack[GivenOptions],
+    **options: Any,
 ) -> PipelineConversion:
     """Convert every supported text encoder of a diffusion pipeline (folder or Hub id) to fp16, and bring the rest of
     the pipeline to ``out`` with them.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from operator import not_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,7 +21,7 @@ from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS
 from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.staging import check_out
 from ..errors import UserError, shortened
-from ..numerics import MAX_LENGTH, MOST_POSITIONS
+from ..numerics import MAX_LENGTH
 from ..targets import AUTO, MARGIN_BITS, RECORDS, TARGETS
 
 if TYPE_CHECKING:
@@ -34,16 +34,6 @@ if TYPE_CHECKING:
 MOST_MARGIN = 12  # bits of margin that leave a signal any room: 65504·2⁻¹² is 16
 
 OF_CONFIG, FIXED = EPS = ("config", "fixed")  # where whoever reads the output has the norms' eps from
-
-
-class _Seed(click.IntRange):
-    """What torch takes for a seed, the range of which nobody has to read."""
-
-    def _describe_range(self) -> str:
-        return ""
-
-
-SEED = _Seed(-(2**63), 2**63 - 1)
 
 
 @dataclass(frozen=True)
@@ -186,14 +176,14 @@ class Options:
         "--margin",
         f"Bits kept between what is observed and each limit, 0 to {MOST_MARGIN}; default: {MARGIN_BITS}.",
         written="{:g}".format,
-        type=click.FloatRange(0, MOST_MARGIN),
+        type=float,
         metavar="BITS",
     )
     max_length: int = option(
         MAX_LENGTH,
         "--max-length",
         f"Positions for which the certificate holds; default {MAX_LENGTH}.",
-        type=click.IntRange(1, MOST_POSITIONS),
+        type=int,
         metavar="N",
     )
     max_shard_size: int | None = option(
@@ -204,7 +194,7 @@ class Options:
         written="{}B".format,
         metavar="SIZE",
     )
-    seed: int = option(0, "--seed", "Seed of the built-in probe.", type=SEED, show_default=True)
+    seed: int = option(0, "--seed", "Seed of the built-in probe.", type=int, show_default=True)
     sweep: bool = option(False, "--sweep", "Run every id of a large vocabulary, not a choice of them.", is_flag=True)
     device: str | torch.device = option(
         "auto",
@@ -219,7 +209,7 @@ class Options:
         "--max-kl",
         "Accept an output up to X nats from the source (of states: relative squared error), though bf16 is nearer.",
         written="{:g}".format,
-        type=click.FloatRange(0, min_open=True),
+        type=float,
         metavar="X",
     )
     prove: bool = False
@@ -293,54 +283,8 @@ class Options:
 FLAGS: Mapping[str, Flag] = {each.name: each.metadata["flag"] for each in fields(Options) if each.metadata}
 """The flag of each field that has one."""
 
-PUBLISHED = ("target", "run_model", "margin_bits", "data", "sweep", "plan", "subfolder", "config", "as_class",
-             "layout", "eps", "max_shard_size", "seed", "max_length", "exact", "max_kl")  # fmt: skip
-"""The fields that change the output, in their order in the command line that a report has."""
-
-
-class GivenOptions(TypedDict, total=False):
-    """The keywords that Python takes for the fields of ``Options``, for editors and type checkers."""
-
-    target: str
-    data: str | None
-    run_model: bool
-    subfolder: str | None
-    config: str | Path | None
-    as_class: str | None
-    plan: str | Path | None
-    layout: str
-    eps: str
-    margin_bits: float
-    max_length: int
-    max_shard_size: int | None
-    seed: int
-    sweep: bool
-    device: str | torch.device
-    exact: bool
-    max_kl: float | None
-    prove: bool
-    variant: bool
-
-
-def read_command(line: str) -> tuple[list[str], dict[str, str]] | None:
-    """Return source and output of a command line that ``Options.command`` wrote, and its options; None for any other
-    line, such as one that a shell would run something else for."""
-    try:
-        words = shlex.split(line)
-    except ValueError:
-        return None
-    if words[:2] != ["bf16-to-fp16", "convert"] or shlex.join(words) != line:
-        return None
-    known, names, given, rest = {FLAGS[name].name: FLAGS[name] for name in PUBLISHED}, [], dict[str, str](), words[2:]
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("-"):
-            names.append(word)
-        elif word not in known or word in given or (not known[word].switch and not rest):
-            return None
-        else:
-            given[word] = "" if known[word].switch else rest.pop(0)
-    return (names, given) if len(names) == 2 else None
+PUBLISHED = tuple(name for name in FLAGS if name != "device")
+"""The fields that a report's command line has: those that change the output."""
 
 
 @dataclass(frozen=True)

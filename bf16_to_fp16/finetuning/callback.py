@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -17,7 +17,6 @@ from transformers import TrainerCallback
 from ..checkpoint.staging import check_out, scratch
 from ..commands.convert import Conversion, convert
 from ..commands.make_safe import MadeSafe, make_fp16_safe
-from ..conversion.options import GivenOptions
 from ..errors import UserError
 from ..numerics import FP16_MAX
 from ..progress import Progress
@@ -51,7 +50,7 @@ class Fp16Callback(TrainerCallback):
         headroom_bits: float = 1.0,
         rescale: bool = True,
         force: bool = False,
-        **options: Unpack[GivenOptions],
+        **options: Any,
     ) -> None:
         """Rescale the trainer's model, and attach the penalty to it."""
         self.trainer, self.out, self.force, self.options = trainer, out, force, options

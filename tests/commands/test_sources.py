@@ -229,7 +229,7 @@ def test_the_command_in_the_report_names_no_folders_of_this_machine(tmp_path: Pa
     report = convert(source, tmp_path / "other", seed=3, max_length=64, max_shard_size=10**6, run_model=False).report
     assert (
         report["command"]
-        == "bf16-to-fp16 convert source other --no-audit --max-shard-size 1000000B --seed 3 --max-length 64"
+        == "bf16-to-fp16 convert source other --no-audit --max-length 64 --max-shard-size 1000000B --seed 3"
     )
     assert report["certificate"]["max_length"] == 64
     # Two folders of one name would be one, seen from another place.

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from bf16_to_fp16 import UserError, cli
-from bf16_to_fp16.conversion.options import FLAGS, PUBLISHED, GivenOptions, Options, parse_size, read_command
+from bf16_to_fp16.conversion.options import FLAGS, PUBLISHED, Options, parse_size
 from bf16_to_fp16.targets import AUTO, TARGETS, AskedTarget
 
 GIVEN = (
-    "--target half --no-audit --margin 0.5 --data x.txt --sweep --plan r.json --subfolder encoder --config c.json"
-    " --layout single --eps fixed --max-shard-size 7B --seed 3 --max-length 512"
+    "--target half --data x.txt --no-audit --subfolder encoder --config c.json --plan r.json --layout single"
+    " --eps fixed --margin 0.5 --max-length 512 --max-shard-size 7B --seed 3 --sweep"
 )
-"""Every option that changes the output, in the order of a published command."""
+"""Every option that changes the output, in the order of the fields."""
 
 
-def test_every_field_is_a_keyword_and_every_flag_an_option_of_convert() -> None:
-    assert list(GivenOptions.__annotations__) == [each.name for each in fields(Options)]
+def test_every_flag_is_an_option_of_convert() -> None:
     flags = {option for parameter in cli.app.commands["convert"].params for option in parameter.opts}
     assert flags >= {flag.name for flag in FLAGS.values()}
     assert set(FLAGS) - set(PUBLISHED) == {"device"}
@@ -33,11 +31,7 @@ def test_a_published_command_asks_for_the_very_same_options() -> None:
     words = shlex.split(GIVEN)
     with cli.app.commands["convert"].make_context("convert", ["source", "out", *words]) as context:
         options = Options(**{name: context.params[name] for name in FLAGS})
-    line = options.command("source", Path("out"))
-    assert line == f"bf16-to-fp16 convert source out {GIVEN}"
-    places, given = read_command(line) or ([], {})
-    assert places == ["source", "out"]
-    assert [word for pair in given.items() for word in pair if word] == words
+    assert options.command("source", Path("out")) == f"bf16-to-fp16 convert source out {GIVEN}"
     assert Options().command("source", Path("out")) == "bf16-to-fp16 convert source out"
 
 
