@@ -16,6 +16,8 @@ from torch import Tensor
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, FeedForward
+from bf16_to_fp16.finetuning.corpus import Corpus
+from bf16_to_fp16.finetuning.recipe import Data
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
@@ -94,6 +96,20 @@ def random_model(seed: int) -> tuple[str, Any]:
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     randomise(model, r)
     return kind, model.eval()
+
+
+def demo_corpus(folder: Path, config: Any, rows: int, *, input_length: int = 130, target_length: int = 62) -> Corpus:
+    """Return the demos' text for a checkpoint, in batches of so many rows."""
+    spans = {"noise_density": 0.3, "mean_span_length": 18.0, "first_sentinel": 383}
+    data = {
+        "path": str(DEMO / "python-topics.txt.gz"),
+        "held_out_path": str(DEMO / "held_out.txt"),
+        "input_length": input_length,
+        "target_length": target_length,
+        "batch_size": rows,
+        **(spans if folder.name == "t5-gated-bytes" else {}),
+    }
+    return Corpus(Data.model_validate(data), folder, config)
 
 
 def demo(family: str, exponent: int) -> Any:

@@ -37,10 +37,9 @@ SECTIONS: dict[str, list[str]] = {
     "The demonstration": ["demo"],
     "What people use today": ["peers"],
     "Other runtimes": ["runtimes"],
-    "Quantisers": ["quantisers"],
+    "What follows a conversion": ["rates"],
     "Finetuning": ["amp", "amp-gemma", "penalties", "penalties-pegasus", "step-cost", "penalty-cost"],
     "The optimizer": ["optimizer"],
-    "Training after rescaling": ["training", "rates"],
     "On a GPU": ["gpu", "gpu-optimizer", "gpu-penalty", "gpu-half"],
 }
 

@@ -3,12 +3,14 @@
 import copy
 import math
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.run.stock import load, load_config
 
 sys.path.insert(0, "benchmarks")
 
@@ -16,7 +18,8 @@ import finetune
 import peers
 import penalty_forms
 import rates
-from models import DEMO
+import results
+from models import DEMO, demo_corpus
 
 T5 = DEMO / "t5-gated-bytes"
 
@@ -58,7 +61,7 @@ def test_the_mean_square_is_its_formula() -> None:
 
 
 def test_feed_forwards_out_of_autocast_compute_in_fp32_and_a_copy_of_a_wrapped_model_is_wrapped_too() -> None:
-    batch = next(rates.corpus_of(0, 2).training_batches())
+    batch = next(demo_corpus(T5, load_config(T5), 2, input_length=64, target_length=32).training_batches())
     seen: dict[str, set[torch.dtype]] = {}
     model = peers.under_autocast(peers.without_feed_forwards(load(T5, torch.float32)))
     for name, module in model.named_modules():
@@ -79,3 +82,20 @@ def test_feed_forwards_out_of_autocast_compute_in_fp32_and_a_copy_of_a_wrapped_m
             model(**batch.inputs())
         infinite[name] = any(found)
     assert infinite == {"clamped": False, "free": True}
+
+
+def test_following_optimizers_and_converted_adapters_end_where_the_sources_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rates, "TARGETS", {"norm-safe": "norm-safe"})
+    case = rates.checkpoint("T5", T5, tmp_path)
+    optimizers = {"AdamW": (rates.OPTIMIZERS["AdamW"][0], (1e-3, 1e-2))}
+    case = replace(case, batches=case.batches[:2], held_out=case.held_out[:2], optimizers=optimizers)
+    rates.compare_rates([case])
+    rates.compare_adapters([case], tmp_path)
+    trained, steps, adapted = results.tables_in(capsys.readouterr().out)
+    (source, plain), followed = (float(row[2]) for row in trained["rows"]), float(trained["rows"][1][-1])
+    assert followed == pytest.approx(source, abs=0.01) and abs(plain - source) > rates.HELD
+    assert steps["rows"][0][4] == "none" and len(steps["rows"][0][5].split()) == 2
+    unchanged, by_plan = (float(adapted["rows"][1][column]) for column in (3, 4))
+    assert by_plan == pytest.approx(float(adapted["rows"][0][3]), abs=0.01) and unchanged != by_plan

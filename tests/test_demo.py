@@ -73,7 +73,7 @@ def test_what_the_demo_says_comes_next_runs_as_it_stands(demo: Any) -> None:
         assert (demo[3].parent / words[1]).is_dir()
 
 
-WHATEVER_IS_RUN = ("converted, in fp16: ", "any input, ", "weights carried ")
+WHATEVER_IS_RUN = ("converted, in fp16: ", "any input, ", "residual stream", "weights carried ")
 """The rows of the table that less of the probe does not change."""
 
 
@@ -90,7 +90,7 @@ def test_the_demo_ends_with_the_table_of_the_readme(demo: Any, pytestconfig: pyt
     assert len(rows) == (8 if compared == ("",) else 4)
     for ours, theirs in rows:
         for a, b in zip(ours[1:], theirs[1:], strict=True):
-            if "not proven" in (a, b):
+            if "not proven" in (a, b) or a.startswith("2^"):
                 assert a == b
                 continue
             one, other = (float(cell.rstrip("% ×").replace(",", "")) for cell in (a, b))

@@ -182,7 +182,7 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
         **{"less/fp16_report.json": report | {"plan": None}, "whole/fp16_report.json": report, "text.txt": "a"},
         **{"source/config.json": config, "source/model.safetensors": "\2\0\0\0\0\0\0\0{}"},
         **{"pickle/config.json": config, "pickle/pytorch_model.bin": "PK", "lone.safetensors": "\2\0\0\0\0\0\0\0{}"},
-        **{"of_other/adapter_config.json": {"peft_type": "IA3"}, "empty/text.txt": ""},
+        **{"of_other/adapter_config.json": {"peft_type": "PREFIX_TUNING"}, "empty/text.txt": ""},
         **{"back/adapter_config.json": lora, "back/adapter_model.safetensors": ""},
         **{"linked/text.txt": "", "large/fp16_report.json": "", "there/adapter_model.safetensors": ""},
         "there/adapter_config.json": lora | {"base_model_name_or_path": f"{tmp_path}/whole/."},
@@ -204,10 +204,10 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
     told = {command.format(name): words for name, words in wrong.items() for command in commands}
     told |= {
         "convert whole OUT --adapter empty": "no adapter_config.json",
-        "convert whole OUT --adapter of_other": "peft_type is 'IA3'",
+        "convert whole OUT --adapter of_other": "peft_type is 'PREFIX_TUNING'",
         "undo whole OUT --adapter back": "is for the original checkpoint already",
         "convert whole OUT --adapter there": "is for the converted checkpoint already",
-        "certify source --adapter of_other": "peft_type is 'IA3'",
+        "certify source --adapter of_other": "peft_type is 'PREFIX_TUNING'",
         "undo whole OUT": "whole: no config.json",
         "verify lone.safetensors": "convert --layout did not write it",
         "undo lone.safetensors OUT": "convert --layout did not write it",

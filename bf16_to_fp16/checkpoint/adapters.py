@@ -25,14 +25,19 @@ OTHER_FORMS = (
 """Keys of an adapter's config with which what it adds is not B·A on a named weight."""
 
 
-def adapter_config(folder: Path) -> dict[str, Any]:
-    """Return the config of the LoRA adapter in a folder; raise UserError for any other, and for a pickle."""
+MERGED, CARRIED = ("LORA",), ("LORA", "IA3", "PROMPT_TUNING")
+"""Kinds of adapters that a merge is bounded with, and that a plan takes to the other checkpoint."""
+
+
+def adapter_config(folder: Path, kinds: tuple[str, ...] = MERGED) -> dict[str, Any]:
+    """Return the config of an adapter of one of these kinds in a folder; raise UserError for any other, and for a
+    pickle."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder}: no {CONFIG}; give the folder of an adapter, as PEFT's save_pretrained writes it")
     config = read_json(folder / CONFIG, "config")
     kind = config.get("peft_type")
-    if kind != "LORA":
-        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only LORA adapters can be taken over")
+    if kind not in kinds:
+        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only {' and '.join(kinds)} can be taken over")
     used = [key for key in OTHER_FORMS if config.get(key)]
     if used:
         raise UserError(f"{folder / CONFIG}: with {used[0]} what it adds is not B·A on a weight; train plain LoRA")
@@ -51,9 +56,9 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
-    """Return the config of a LoRA adapter that is to be taken to a converted folder, or ``back`` from it. Raises
+    """Return the config of an adapter that is to be taken to a converted folder, or ``back`` from it. Raises
     UserError as ``adapter_config`` and ``recorded`` do, and where the adapter says itself that it is there already."""
-    origin, config = recorded(base)["source"], adapter_config(adapter)
+    origin, config = recorded(base)["source"], adapter_config(adapter, CARRIED)
     side, name = "original" if back else "converted", config.get("base_model_name_or_path")
     there = same_place(name, origin.get("path")) if back else same_place(name, base)
     if (adapter / NOTE).is_file():

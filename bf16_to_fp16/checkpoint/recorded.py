@@ -15,6 +15,9 @@ from .files import nested_value, read_json
 from .places import contained
 
 REPORT = "fp16_report.json"
+CONVERTED_KEY = "bf16_to_fp16"
+"""The config key of what a conversion moved; stock code carries it through ``save_pretrained``, unlike the report."""
+
 LONGEST_REPORT = 64_000_000  # bytes; one with an exponent for each channel of an 11B model has some 12 MB
 
 NEEDED = {
@@ -46,8 +49,19 @@ def recorded(folder: Path) -> dict[str, Any]:
     is ``NEEDED``."""
     if not (folder / REPORT).is_file():
         check_below(folder, map(str, folder.glob(f"*/{REPORT}")))
+        if saved_again(folder):
+            raise UserError(
+                f"{folder}: has no {REPORT}: it was converted, then saved again without it; copy that from the folder"
+                " that convert wrote, if the weights are still its own"
+            )
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     return report_data(contained(folder, REPORT), NEEDED, SCHEMA)
+
+
+def saved_again(folder: Path) -> bool:
+    """Return whether a folder's config tells of a conversion whose report is not there."""
+    file = folder / "config.json"
+    return file.is_file() and not (folder / REPORT).is_file() and CONVERTED_KEY in read_json(file, "config")
 
 
 def check_below(source: str | Path, reports: Iterable[str]) -> None:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import bound, is_certified
 from ..bounds.spectral import Spectra
+from ..checkpoint.recorded import CONVERTED_KEY, REPORT
 from ..conversion.planning import bound_source
 from ..errors import UserError
 from ..families.configs import with_value
@@ -31,13 +35,16 @@ from ..progress import Progress
 from ..quiet import quiet
 from ..report.build import signals_of
 from ..report.facts import tower_of
+from ..report.stored import originals as stored_originals
+from ..report.stored import read_origin, read_plan
 from ..rescaling.apply import apply, scale
 from ..rescaling.centred import centred, centred_tensors
 from ..rescaling.exponents import OfChannels, exponents_of, norm_exponents
 from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.outputs import output_factors
-from ..rescaling.plan import Plan, inverse
+from ..rescaling.plan import Plan, composed, inverse, mark_of
 from ..rescaling.weights import ModelTensors, source_weights
+from ..run.interface import config_of
 from ..run.stock import eps_attribute
 from ..targets import MARGIN_BITS, WHERE
 from .rescale import check_asked, observed, observed_plan, opened
@@ -50,11 +57,11 @@ class MadeSafe:
     """What ``make_fp16_safe`` did to a model; printed, a sentence or two that say it.
 
     plan: the powers of two, all 0 where nothing had to be done. certified: whether no input can overflow the weights as
-    they are now, rounded to fp16; training moves them. headroom_bits: log2(limit / bound) at ``tightest``, the site
-    with the least. eps: of the norms before. ``again``: the model had been made safe before, and nothing was done.
-    originals: the key biases and tables of position biases, by name, that others replaced. outputs: by name, the log2
-    of the factor by which what the class returns is larger than before, for all channels or for each; logits are as
-    they were.
+    they are now, rounded to fp16; training moves them. converted: the converted folder that the model was loaded from,
+    whose plan is part of this one. headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps:
+    of the norms before. ``again``: the model had been made safe before, and nothing was done. originals: the key biases
+    and tables of position biases, by name, that others replaced. outputs: by name, the log2 of the factor by which what
+    the class returns is larger than before, for all channels or for each; logits are as they were.
     """
 
     plan: Plan
@@ -64,6 +71,7 @@ class MadeSafe:
     tightest: str
     eps: float
     again: bool = False
+    converted: str = ""
     originals: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     outputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
     passed: str = ""
@@ -71,8 +79,7 @@ class MadeSafe:
     @property
     def changed(self) -> bool:
         """Whether the plan moves anything."""
-        moved = (any(e) if isinstance(e, list) else e for e in self.plan.exponents.values())
-        return bool(self.plan.residual_exponent or self.plan.centred_keys) or any(moved)
+        return self.plan.moves or bool(self.plan.centred_keys)
 
     def __str__(self) -> str:
         """Return what was done, and what is proven of it."""
@@ -80,6 +87,8 @@ class MadeSafe:
         streams, signals = " and ".join(f"2^{r}" for r in exponents), len(self.plan.exponents) - len(exponents) + 1
         if self.again:
             done = "made safe before; nothing was done"
+        elif self.converted:
+            done = f"of the converted folder {self.converted}: the residual stream is {streams} times the original's"
         elif not self.changed:
             done = "nothing to rescale; the weights are as they were"
         else:
@@ -191,29 +200,55 @@ def make_fp16_safe(
         weights, arithmetic = source_weights(source, layout), Arithmetic(max_length)
         spectra, passed = Spectra(weights), ""
         if is_certified(layout, rounded(source, layout), arithmetic, target, spectra.for_others()):
-            plan = Plan(family=layout.family.name)
+            moved = Plan(family=layout.family.name, eps=layout.eps)
         else:
             bounded = bound_source(partial(source_weights, source), target, max_length, Progress(quiet=True), spectra)
             bounds = bounded(layout, {}).ranges
             options: dict[str, Any] = {"target": target, "margin_bits": margin_bits, "bounds": bounds}
             ranges = observed(model, source, layout)
-            plan = observed_plan(source, layout, ranges, **options)
-            over = (signal.module for signal in signals_of(layout, plan, ranges) if signal.after > FP16_MAX)
+            moved = observed_plan(source, layout, ranges, **options)
+            over = (signal.module for signal in signals_of(layout, moved, ranges) if signal.after > FP16_MAX)
             passed = next(over, "")
         known = spectra.for_others()
-        planned = layout_under(layout, plan)
-        proof = bound(planned, rounded(source, layout, plan), arithmetic, target=target, spectra=known)
+        planned = layout_under(layout, moved)
+        proof = bound(planned, rounded(source, layout, moved), arithmetic, target=target, spectra=known)
         worst = min(proof.sites, key=lambda site: site.headroom_bits)
-        originals = {name: source.read(name).clone() for name in centred_tensors(layout, plan.centred_keys)}
-        facts = proof.holds, worst.headroom_bits, worst.name, layout.eps
-        outputs = output_factors(planned, plan)
-        safe = MadeSafe(plan, target, *facts, originals=originals, outputs=outputs, passed=passed)
-        if safe.changed:
-            apply(model, layout, plan)
+        originals = {name: source.read(name).clone() for name in centred_tensors(layout, moved.centred_keys)}
+        plan, folder = moved, converted_folder(model)
+        if folder is not None:
+            first = read_plan(folder)
+            plan = composed(first, moved)
+            originals |= {n: t.float() for n, t in stored_originals(layout, first, read_origin(folder)).items()}
+        eps = layout.eps if folder is None else layout.eps * 4.0**-first.residual_exponent
+        facts = proof.holds, worst.headroom_bits, worst.name, eps
+        outputs, name = output_factors(planned, plan), "" if folder is None else folder.name
+        safe = MadeSafe(plan, target, *facts, converted=name, originals=originals, outputs=outputs, passed=passed)
+        if moved.moves or moved.centred_keys:
+            apply(model, layout, moved)
             if layout.family.eps_key is not None:
                 set_eps_of_configs(model, layout, planned.eps)
     model.__dict__[MARK] = safe
     return safe
+
+
+def converted_folder(model: Any) -> Path | None:
+    """Return the converted folder that a model was loaded from, None for other models; raise UserError where its config
+    tells of a conversion whose report is not at hand."""
+    mark = getattr(config_of(model), CONVERTED_KEY, None)
+    if mark is None:
+        return None
+    name = str(model.name_or_path)
+    report = Path(name) / REPORT
+    if not report.is_file():
+        with suppress(HFValidationError):  # of a path
+            cached = try_to_load_from_cache(name, REPORT)
+            report = Path(cached) if isinstance(cached, str) else report
+    if not report.is_file() or mark_of(read_plan(report.parent)) != mark:
+        raise UserError(
+            f"{name} is a converted model, and its {REPORT} is not beside it, so nobody knows its scale; load it from"
+            " the folder that convert wrote"
+        )
+    return report.parent
 
 
 def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> TensorReader:

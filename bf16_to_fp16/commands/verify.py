@@ -25,6 +25,7 @@ from ..checkpoint.formats import bytes_of
 from ..checkpoint.packed import summary_of
 from ..checkpoint.places import local_source, own_name
 from ..checkpoint.reader import VIEWS, Checkpoint, open_checkpoint
+from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.writer import write_fp16
 from ..conversion.measuring import audited, compare, errors_of, in_fp32_too, measured_edits
 from ..conversion.opening import own_length
@@ -48,6 +49,7 @@ from ..report.build import (
     cost_of,
     is_exact,
     kept_bits_of,
+    moved_by,
     signals_of,
     source_of,
     too_inexact,
@@ -61,7 +63,7 @@ from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
 from ..rescaling.edits import listed_edits
 from ..rescaling.exponents import check_plan_fits
 from ..rescaling.outputs import output_factors
-from ..rescaling.plan import Plan
+from ..rescaling.plan import Plan, mark_of
 from ..results import dump
 from ..run import probe
 from ..run.agreement import agreed_layout
@@ -266,11 +268,14 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
         if plan.eps is not None and not plan.eps_held and plan.eps != before * 4.0**plan.residual_exponent:
             yield "plan", f"has an eps of {plan.eps}, and {before} with the stream at 2^{plan.residual_exponent}"
     if report.outputs and report.finetune is None:
+        yield from differences(report.moved.model_dump(), moved_by(layout, plan).model_dump(), "moved")
         factors = {name: entry.factor_log2 for name, entry in report.outputs.items()}
         yield from differences(factors, output_factors(layout, plan), "outputs")
         recorded = sorted((edit.site, edit.exponent) for edit in report.inexact)
         planned = sorted((edit.site, edit.exponent) for edit in listed_edits(layout, plan))
         yield from differences(recorded, planned, "inexact")
+    if plan.moves and config.get(CONVERTED_KEY) != mark_of(plan):
+        yield "config.json", f"{CONVERTED_KEY} is not what the conversion wrote for this plan"
     wanted = {key: sides["after"] for key, sides in report.source.config_changes.items() if "after" in sides}
     if plan.eps is not None:
         wanted |= dict.fromkeys(layout.family.eps_keys, plan.eps)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..families.layout import Layout
     from ..report.schema import Lineage, Report
 
+MOST_EXPONENT = 24  # of the residual stream
 MOST_MARGIN = 12  # bits of margin that leave a signal any room: 65504·2⁻¹² is 16
 
 OF_CONFIG, FIXED = EPS = ("config", "fixed")  # where whoever reads the output has the norms' eps from
@@ -119,7 +120,7 @@ class Options:
     target: str = option(
         AUTO,
         "--target",
-        "Where it must be safe. auto: the strictest of the next three that costs next to nothing. "
+        "Where it must be safe. auto: in PyTorch, by the least change of the weights' scale. "
         + " ".join(f"{target.name}: {target.made}" for target in RECORDS),
         type=click.Choice((AUTO, *TARGETS)),
         show_default=True,
@@ -170,6 +171,13 @@ class Options:
         "config: the norms' eps is rescaled. fixed: it stays, for a tool that has an eps of its own.",
         type=click.Choice(EPS),
         show_default=True,
+    )
+    stream: int | None = option(
+        None,
+        "--stream",
+        "Multiply the residual stream by 2^EXP, whatever that leaves unproven; 0 keeps the source's scale.",
+        type=click.IntRange(-MOST_EXPONENT, MOST_EXPONENT),
+        metavar="EXP",
     )
     margin_bits: float = option(
         MARGIN_BITS,
@@ -222,6 +230,8 @@ class Options:
             if value not in known:
                 raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
         check_margin(self.margin_bits)
+        if self.stream is not None and not -MOST_EXPONENT <= self.stream <= MOST_EXPONENT:
+            raise UserError(f"the stream cannot be moved by 2^{self.stream}; give -{MOST_EXPONENT} to {MOST_EXPONENT}")
         if self.max_kl is not None and not 0 < self.max_kl < math.inf:
             raise UserError(f"max_kl {self.max_kl!r} is no distance to accept; give a number over 0, such as 0.01")
         if self.layout != FOLDER_LAYOUT and self.max_shard_size is not None:
@@ -230,7 +240,11 @@ class Options:
         check_data(self.data, run_model=self.run_model)
         if self.sweep and not self.run_model:
             raise UserError("nothing is run to sweep; leave out either --sweep or --no-audit")
-        for name, own in (("--margin", self.margin_bits == MARGIN_BITS), ("--eps", self.eps == OF_CONFIG)):
+        for name, own in (
+            ("--margin", self.margin_bits == MARGIN_BITS),
+            ("--eps", self.eps == OF_CONFIG),
+            ("--stream", self.stream is None),
+        ):
             if self.plan is not None and not own:
                 raise UserError(f"--plan has all that {name} would choose; leave out one of the two")
         if self.max_kl is not None and (self.exact or not self.run_model):
@@ -262,11 +276,6 @@ class Options:
             return None
         own = LAYOUTS[self.layout].eps if self.layout in LAYOUTS else None
         return layout.eps if own is None and self.eps == FIXED else own
-
-    @property
-    def tries_stricter(self) -> bool:
-        """Whether stricter tiers are tried; not for Wan, whose norms compute in fp32."""
-        return self.target == AUTO and (self.layout not in LAYOUTS or LAYOUTS[self.layout].eps is None)
 
     def command(self, source: str | Path, out: Path) -> str:
         """Return the command line that does the same again; of local paths only the last part, since it is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
@@ -20,6 +20,7 @@ from ..bounds.kinds import traits
 from ..bounds.spectral import Spectra
 from ..checkpoint.contents import MODULES
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.recorded import REPORT, saved_again
 from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.known import architectures
@@ -30,7 +31,7 @@ from ..families.types import LOGITS
 from ..numerics import PROOF_MARGIN_BITS
 from ..observe.meter import RangeObserver, Scratch
 from ..progress import Advance, Progress
-from ..ranges import ModuleRange, norms_of
+from ..ranges import ModuleRange
 from ..report.build import Decided
 from ..rescaling.apply import through_fp16
 from ..rescaling.before_norms import with_smaller_gradients
@@ -38,15 +39,14 @@ from ..rescaling.channels import RESIDUAL_RANGE
 from ..rescaling.edits import changed_by, edited_weights, edits_of, with_edits, without_edits
 from ..rescaling.exponents import OfChannels, check_plan_fits, exponents_of, norm_exponents
 from ..rescaling.plan import Plan
-from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, TRAIN_MARGIN_BITS, Planned, least_cost, make_plan
+from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, TRAIN_MARGIN_BITS, Planned, make_plan
 from ..rescaling.rounding_loss import Tables
-from ..rescaling.squares import can_fit, squares_of
 from ..results import Fidelity
 from ..run.batch import Batch
 from ..run.lanes import Change, Walk, results_of
 from ..run.probe import checkpoint_batches
 from ..run.stock import eps_attribute, load_config
-from ..targets import AUTO, TIERS, WHERE
+from ..targets import AUTO, SQUARING, TIERS, WHERE
 from ..wording import listed
 from .editing import (
     Edits,
@@ -64,6 +64,7 @@ from .opening import classified, opened_with_notes
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause for a proof
+FURTHEST_FOR_TRAINING = -6  # of a stream's exponent, for which the source's learning rates may still do
 MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
 """Bytes of loss tables that are kept from one plan to the next: where eps stays, of five plans, else of one or two."""
 
@@ -118,6 +119,11 @@ def open_source(
     device = Device(options.device, progress)
     checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
     place.check(checkpoint.folder)
+    if saved_again(checkpoint.folder):
+        progress.say(
+            f"{checkpoint.name} was converted before, then saved again or merged without its {REPORT}: its weights keep"
+            " that conversion's scale, and undo of this one will not give the original's"
+        )
     checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)
@@ -158,10 +164,9 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     """Bound the source's sites, observe them unless nothing is to be run, and choose the plan, with edits of the source
     where no exact plan is enough."""
     checkpoint, device = opened.checkpoint, opened.device
-    auto = options.target == AUTO
     tables = Tables(MANY_TABLES if opened.layout.family.centred_norm else FEW_TABLES)
     predicted: Mapping[str, float] = {}
-    first = TIERS[0].target if auto else options.target
+    first = TIERS[0].target if options.target == AUTO else options.target
     ranges, reference = None, None
     if options.run_model:
         ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)
@@ -169,8 +174,28 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     decided = search.affordable(search.decided(first))
     if options.run_model and not options.exact:
         search, decided, predicted = edited_enough(search, decided)
-    best = search.strictest(decided) if options.tries_stricter else decided
-    return replace(best, ranges_before=source.ranges, reference=source.reference, predicted=predicted)
+    notes = (*decided.notes, *price_of_moving(decided))
+    for note in notes[len(decided.notes) :]:
+        progress.say(note)
+    return replace(decided, ranges_before=source.ranges, reference=source.reference, predicted=predicted, notes=notes)
+
+
+def price_of_moving(decided: Decided) -> Iterator[str]:
+    """Yield what a user should know who trains the output: how far a proof alone, or a stricter target, moved it."""
+    planned, exponents = decided.planned, stream_exponents(decided.layout, decided.plan)
+    least = min(exponents.values())
+    if decided.target in SQUARING and least < FURTHEST_FOR_TRAINING:
+        yield (
+            f"{WHERE[decided.target]} the stream is moved to 2^{least}: train it with make_fp16_safe and follow, or at"
+            f" 2^{least} of the source's learning rate; the default target moves less, for PyTorch alone"
+        )
+    for stream, room in ({} if planned is None else planned.for_proof).items():
+        if decided.ranges is not None and decided.target not in SQUARING:
+            name = "the stream" if len(exponents) == 1 else stream
+            yield (
+                f"{name} is moved to 2^{exponents[stream]} for the proof: what was observed asks for 2^{room}"
+                f" (--stream {room}, without the proof)"
+            )
 
 
 def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Mapping[str, float]]:
@@ -226,8 +251,8 @@ class Search:
     start: Mapping[str, int] = field(default_factory=dict)
     tables: Tables = field(default_factory=Tables)
 
-    def decided(self, target: str, weaker: Decided | None = None, margin_bits: float | None = None) -> Decided:
-        """Return the plan for a target; weaker: the plan for a weaker target. margin_bits: in place of the option's."""
+    def decided(self, target: str, margin_bits: float | None = None) -> Decided:
+        """Return the plan for a target; margin_bits: in place of the option's."""
         opened, options = self.opened, replace(self.options, target=target)
         if margin_bits is not None:
             options = replace(options, margin_bits=margin_bits)
@@ -248,7 +273,6 @@ class Search:
                 opened.named,
             ),
             acceptable=acceptable,
-            weaker=weaker,
             tables=self.tables,
             start=self.start,
         )
@@ -272,32 +296,6 @@ class Search:
         )
         self.progress.say(note)
         return replace(less, notes=(note,))
-
-    def strictest(self, weakest: Decided) -> Decided:
-        """Return the plan for the strictest tier that costs next to nothing beside that of the weakest."""
-        best = weakest
-        for tier in TIERS[1:]:
-            if not can_fit(self.opened.layout, norms_of(self.ranges)) or self.costs_more(tier.target, weakest):
-                break
-            stricter = self.decided(tier.target, weakest)
-            # What stands behind a sentence encoder no exponent moves.
-            no_worse = bounds_of(stricter).failing <= bounds_of(weakest).failing
-            if not no_worse or not costs_little(stricter, weakest):
-                break
-            best = stricter
-        return best
-
-    def costs_more(self, target: str, weakest: Decided) -> bool:
-        """Return whether every plan for a stricter tier would cost more than one may, whatever its bounds are."""
-        ranges, margin_bits = self.ranges, self.options.margin_bits
-        if ranges is None:  # then a plan goes by its own bounds, and those of a stricter tier are no smaller
-            ranges, margin_bits = bounds_of(weakest).ranges, PROOF_MARGIN_BITS
-        layouts = [self.opened.layout]
-        if self.opened.layout.tied and self.opened.layout.family.untie:
-            layouts.append(self.opened.apart())
-        how: dict[str, Any] = {"target": target, "margin_bits": margin_bits, "known": self.tables}
-        costs = (least_cost(layout, self.opened.weights(layout), ranges, **how) for layout in layouts)
-        return min(costs) > most_for_a_tier(weakest)
 
 
 def edited_search(search: Search, edits: Edits, exponents: Mapping[str, int]) -> Search:
@@ -335,26 +333,6 @@ def powers(exponents: Mapping[str, int]) -> str:
     return f"{streams} at {' and '.join(f'2^{e}' for e in exponents.values())}"
 
 
-def most_for_a_tier(weakest: Decided) -> float:
-    """Return what a plan for a stricter tier may cost: no more than that for the weakest and what a proof of the
-    residual stream is worth."""
-    assert weakest.planned is not None  # it was not replayed
-    stream = sum(len(weakest.layout.signals[name].seen) for name in weakest.layout.streams)
-    return weakest.planned.cost + PROOF_WORTH * stream
-
-
-def costs_little(one: Decided, other: Decided) -> bool:
-    """Return whether a plan for a stricter tier holds what the other does, at little more predicted error."""
-    assert one.planned is not None and other.planned is not None  # neither is replayed
-    seen = squares_of(one.layout, norms_of(one.ranges), one.plan)
-    return (
-        one.planned.cost <= most_for_a_tier(other)
-        and {v.signal for v in one.planned.violations} <= {v.signal for v in other.planned.violations}
-        and {f.signal for f in one.planned.fallbacks} <= {f.signal for f in other.planned.fallbacks}
-        and (seen is None or seen.fits)
-    )
-
-
 Bounds = Callable[[Layout, Mapping[str, int]], SourceBounds]
 """Bounds a layout of the source under exponents of its streams."""
 
@@ -364,8 +342,8 @@ class PlanInputs:
     """Everything that a plan is chosen by.
 
     ranges: observed; None plans by the bounds alone, without a margin. acceptable: runs a plan whose predicted drift is
-    too large, and says whether it may be taken. weaker: the plan for a weaker target, beside which this must cost
-    little. tables: of weights, from earlier plans. start: the streams' exponents of the plain source's bounds.
+    too large, and says whether it may be taken. tables: of weights, from earlier plans. start: the streams' exponents
+    of the plain source's bounds.
     """
 
     opened: Opened
@@ -374,7 +352,6 @@ class PlanInputs:
     ranges: Mapping[str, ModuleRange] | None
     bounds: Bounds
     acceptable: Callable[[Layout, Plan], bool] | None = None
-    weaker: Decided | None = None
     tables: Tables | None = None
     start: Mapping[str, int] = field(default_factory=dict)
 
@@ -484,21 +461,15 @@ def plan_for(layout: Layout, inputs: PlanInputs) -> tuple[Planned, SourceBounds]
     """Return the plan for a layout, and the bounds that it was chosen by.
 
     LayerNorm's eps stays when the stream is scaled, so its bounds hold for the exponents that they were made for, and
-    for smaller ones. Each round starts from the last plan, until that covers itself or costs too much: bounds for
-    larger exponents can only be larger. The first exponents are those of the weaker target's plan or of the plain
-    source's bounds, which a stricter or edited plan seldom passes.
+    for smaller ones. Each round starts from the last plan, until that covers itself: bounds for larger exponents can
+    only be larger. The first exponents are those of the plain source's bounds, which an edited plan seldom passes.
     """
-    weaker = inputs.weaker
     start = inputs.start if layout.family.centred_norm else {}
     exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
-    if weaker is not None:
-        exponents = stream_exponents(weaker.layout, weaker.plan)
     planned, bounds = planned_within(exponents, "", layout, inputs)
     while layout.family.centred_norm:
         chosen = stream_exponents(layout, planned.plan)
-        covered = all(chosen[stream] <= exponents[stream] for stream in chosen)
-        decided = Decided(layout, planned.plan, inputs.options.target, planned, inputs.ranges)
-        if covered or (weaker is not None and not costs_little(decided, weaker)):
+        if all(chosen[stream] <= exponents[stream] for stream in chosen):
             break
         exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
         planned, bounds = planned_within(exponents, f", with {powers(exponents)} at most", layout, inputs)
@@ -536,9 +507,13 @@ def planned_once(
     """Plan for what was observed under the bounds ``possible``, or for these alone; held: as in ``make_plan``."""
     weights, options, ranges = inputs.opened.weights(layout), inputs.options, inputs.ranges
     how: dict[str, Any] = {"target": options.target, "known": inputs.tables, "advance": advance}
+    # Bounds do not tell how small a norm's input is, and so what an eps that stays would change.
+    how |= {"drift_free": options.exact or ranges is None, "held": held}
+    if held is None and options.stream is not None:
+        how["held"] = dict.fromkeys(layout.streams, options.stream)
     if ranges is None:
         return make_plan(layout, weights, possible, margin_bits=PROOF_MARGIN_BITS, **how)
-    how |= {"margin_bits": options.margin_bits, "bounds": possible, "held": held}
+    how |= {"margin_bits": options.margin_bits, "bounds": possible}
     how["proof_worth"] = PROOF_FIRST if options.prove else PROOF_WORTH
     planned = make_plan(layout, weights, ranges, **how)
     if options.target != "train":

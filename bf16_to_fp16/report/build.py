@@ -31,7 +31,7 @@ from ..families.layout import Layout
 from ..families.older import differences
 from ..families.places import places
 from ..families.spread import carrying, spread_out
-from ..families.types import RESIDUAL, Attention, ObservationPoint, Side
+from ..families.types import RESIDUAL, Attention, FeedForward, ObservationPoint, Side
 from ..families.walk import walk
 from ..numerics import NOISE
 from ..ranges import ModuleRange
@@ -39,7 +39,7 @@ from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors
 from ..rescaling.channels import ROUNDING
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, without_edits
-from ..rescaling.exponents import OfChannels, norm_exponents
+from ..rescaling.exponents import OfChannels, exponents_of, norm_exponents
 from ..rescaling.outputs import joined, output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Fallback, Planned, Violation
@@ -171,6 +171,8 @@ def build(
         weights=counts,
         outputs=outputs,
         plan=Plan.model_validate(describe_plan(plan)),
+        moved=moved_by(layout, plan),
+        for_proof={} if planned is None or ranges is None else dict(planned.for_proof),
         signals=decided.signals,
         precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
         unsafe=[*over, *remedies.unsafe_sites(described, converted=True), *broken],
@@ -178,6 +180,32 @@ def build(
         command=command,
         environment=schema.Environment.model_validate(measured.environment),
         **rare,
+    )
+
+
+def moved_by(layout: Layout, plan: Plan) -> schema.MovedEntry:
+    """Return which weights ``plan`` multiplies by one power of two as a whole, by names that have the same
+    everywhere."""
+    linears = {
+        path
+        for each in layout.topology
+        for path in (
+            (each.query, each.key, each.value, each.output)
+            if isinstance(each, Attention)
+            else (each.gate, each.linear, each.output)
+            if isinstance(each, FeedForward)
+            else ()
+        )
+    }
+    found: dict[tuple[bool, str], set[int]] = {}
+    for tensor in layout.tensors.values():
+        exponents, path = exponents_of(tensor, plan), tensor.name.rpartition(".")[0]
+        if exponents.rows is None and exponents.columns is None:
+            found.setdefault((path in linears, path.rpartition(".")[2]), set()).add(exponents.scalar)
+    moved = {key: each.pop() for key, each in found.items() if len(each) == 1 and each != {0}}
+    return schema.MovedEntry(
+        linears={name: exponent for (linear, name), exponent in moved.items() if linear},
+        others={name: exponent for (linear, name), exponent in moved.items() if not linear},
     )
 
 

@@ -24,7 +24,7 @@ from ..families.types import StockClass
 from ..rescaling.plan import Plan
 from ..results import dump
 from ..wording import bound_magnitude, significant_bits
-from . import facts, page
+from . import facts, page, uses
 from .schema import Report
 from .tables import Table
 
@@ -246,6 +246,7 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
         architecture=architecture,
         sentences=MODULES in carried,
         stock=class_named(architecture),
+        uses=uses.uses(report),
         tokenizer=any(name in TOKENIZER_FILES for name in carried),
         reads_images=bool(facts.tower_of(report.family)) and not set(PROCESSOR_FILES).isdisjoint(carried),
         kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),

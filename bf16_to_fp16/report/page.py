@@ -388,6 +388,8 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         return []
     moved = (f"times {power(r)}" if r else "not moved" for r in plan.residual_exponents)
     rows = [("residual stream", ", ".join(moved))]
+    for stream, room in report.for_proof.items():
+        rows.append(("for the proof", f"{stream} from {power(room)}, which what was observed asks for"))
     if scaled := facts.scaled_outputs(report):
         rows.append(("outputs", scaled))
     if other := facts.other_class(report):

@@ -388,6 +388,14 @@ class PrecisionEntry(PlacedEntry):
     bits: NumberOrNaN
 
 
+class MovedEntry(ReportObject):
+    """The weights that have one power of two each: the last names of their modules, with its exponent; linears of
+    attentions and feed-forwards, and others (embeddings, norms)."""
+
+    linears: dict[str, int] = {}
+    others: dict[str, int] = {}
+
+
 class OutputEntry(ReportObject):
     """One output of the stock class: the log2 of the factor by which it is larger than the source's, for all channels
     or for each, and how far it is from the source's once divided by that.
@@ -532,6 +540,12 @@ class Report(Versioned):
     max_kl: Real | None = Field(default=None, description="the distance from the source that was asked to be accepted")
     weights: WeightsEntry | None = None
     plan: Plan | None = None
+    moved: MovedEntry = Field(
+        default=MovedEntry(), description="what a learning rate or an adapter's alpha must follow"
+    )
+    for_proof: dict[str, int] = Field(
+        default={}, description="streams that the proof alone moves further, with the exponent that would do without it"
+    )
     signals: list[SignalEntry] = []
     precision: list[PrecisionEntry] = []
     unsafe: list[UnsafeEntry] = []

@@ -22,7 +22,7 @@ from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..results import Fidelity
 from ..targets import MARGIN_BITS, TIERS
-from . import answers, facts, schema
+from . import answers, facts, schema, uses
 from .build import passed_limit
 from .page import (
     REGIME_COLUMNS,
@@ -111,11 +111,13 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
 def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> None:
     """Print the demonstration's checkpoints beside one another: each by its name, as trained and converted."""
 
-    def proven(report: schema.Report, place: str) -> str:
+    def proven(report: schema.Report) -> str:
         if report.certificate is None or not report.certificate.holds:
             return "not proven"
-        bits = {said.removesuffix(facts.AT_LEAST): least for said, least in facts.by_proof(report)}.get(place)
-        return "not proven" if bits is None else f"{wording.factor(bits)} ×"
+        return f"{wording.factor(report.certificate.headroom_bits)} ×"
+
+    def moved(report: schema.Report) -> str:
+        return "" if report.plan is None else ", ".join(f"2^{r}" for r in report.plan.residual_exponents)
 
     def run(report: schema.Report) -> str:
         return f"{wording.factor(min(regime.headroom_bits for regime in report.regimes.values()))} ×"
@@ -128,10 +130,8 @@ def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> Non
         ("as trained, in fp16: inf or NaN", [f"{report.regimes['half'].nonfinite:,}" for report in before]),
         ("converted, in fp16: inf, NaN or saturated", [f"{count:,}" for count in broken]),
         ("largest value run, below the limit", [run(report) for report in after]),
-        *(
-            (f"any input, {place}, by proof", [proven(report, place) for report in after])
-            for place in (facts.where(tier.target) for tier in TIERS[:2])
-        ),
+        ("any input, by proof", [proven(report) for report in after]),
+        ("residual stream, times", [moved(report) for report in after]),
         ("KL to fp32, nats: original in bf16", [f"{each.kl_bf16 or 0:.1e}" for each in close]),
         ("the same: converted in fp16", [f"{each.kl_fp16 or 0:.1e}" for each in close]),
         ("weights carried over bit for bit", [wording.percent(each) for each in share]),
@@ -170,6 +170,8 @@ def print_advice(screen: Output, report: schema.Report) -> None:
         *facts.centred_rows(report),
         ("eps", facts.held_eps(report)),
         ("outputs", facts.scaled_outputs(report)),
+        ("to finetune", uses.finetuning(report)),
+        ("silent harm", uses.harm(report)),
         ("class", facts.other_class(report)),
         ("older versions", older),
         ("padding", facts.padding_advice(report)),

@@ -17,8 +17,11 @@ from torch import Tensor
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
 from ..run.merging import Part, check_known, check_shape, part_of, tensors_by_module
-from .exponents import axis_exponents, check_plan_fits, correction_of
+from .exponents import axis_exponents, check_plan_fits, correction_of, exponents_of
 from .plan import Plan
+
+UNMOVED, PROMPT = ".ia3_l", "prompt_embeddings"
+"""IA3's factors of channels, which no power of two there changes, and rows that stand in the place of embeddings."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,15 @@ def scaled_adapter(
     embeddings = {part_of(name)[0] for name in tensors if name.endswith(".lora_embedding_A")}
     scaled = {}
     for name, values in tensors.items():
+        if name.endswith(UNMOVED):
+            scaled[name] = multiplied(name, values, torch.zeros(1, dtype=torch.int32), 1.0)
+            continue
+        if name == PROMPT:
+            table = layout.tensors[layout.family.embedding]
+            check_shape(name, values, table, Part("", (None, 1)))
+            columns = exponents_of(replace(table, axes=(None, table.axes[1]), offset=0.0), plan)
+            scaled[name] = multiplied(name, values, columns.full(tuple(values.shape)), 1.0)
+            continue
         target, part = part_of(name)
         check_known(name, target, layout, named)
         if part is not None and part.magnitude and target in embeddings:

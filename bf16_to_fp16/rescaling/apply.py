@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..bounds.factored import chunks
+from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.shards import Write
 from ..families.configs import with_value
 from ..families.layout import Layout, TensorSource
@@ -16,7 +17,7 @@ from ..families.types import OutputScale
 from ..run.stock import eps_attribute
 from .centred import centred_tensor, centred_tensors
 from .exponents import check_plan_fits, correction_of, exponents_of, norm_exponents
-from .plan import Plan
+from .plan import Plan, mark_of
 from .weights import source_weights
 
 
@@ -132,6 +133,8 @@ def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
     if layout.tied:  # MT5Config says true by default in transformers 5, and false in 4
         config.setdefault("tie_word_embeddings", True)
     set_dtype(config, "float16")
+    if plan.moves:
+        config[CONVERTED_KEY] = mark_of(plan)
     return with_older_keys(layout.family, config)
 
 

@@ -7,6 +7,8 @@ a plan, and reads the exponents of a tensor from ``exponents_of``.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -72,6 +74,17 @@ class Plan(BaseModel):
         before_norms = any(name.endswith(before("")) for name in self.exponents)
         return "norms' eps and rounded gains" if before_norms else "rounded gains"
 
+    @property
+    def moves(self) -> bool:
+        """Whether it changes the scale of any weight."""
+        moved = (any(e) if isinstance(e, list) else e for e in self.exponents.values())
+        return bool(self.residual_exponent or self.gain_correction) or any(moved)
+
+    @property
+    def moves_streams_alone(self) -> bool:
+        """Whether each tensor has one power of two, so that an optimizer's rate per tensor makes up for it."""
+        return not self.gain_correction and not any(isinstance(e, list) and any(e) for e in self.exponents.values())
+
     def exponent(self, signal: str) -> int | list[int]:
         """Return the exponent(s) of a signal, 0 where the plan does not move it."""
         return self.residual_exponent if signal == RESIDUAL else self.exponents.get(signal, 0)
@@ -100,6 +113,30 @@ def inverse(plan: Plan) -> Plan:
     )
 
 
+def composed(first: Plan, second: Plan) -> Plan:
+    """Return the plan that does what ``first`` and then ``second`` do to the weights; eps and head are the second's."""
+
+    def total(signal: str) -> int | list[int]:
+        one, other = (plan.exponents.get(signal, 0) for plan in (first, second))
+        if isinstance(one, int) and isinstance(other, int):
+            return one + other
+        channels = len(one) if isinstance(one, list) else len(other) if isinstance(other, list) else 1
+        both = ([e] * channels if isinstance(e, int) else e for e in (one, other))
+        return [sum(pair) for pair in zip(*both, strict=True)]
+
+    corrections = {name: first.gain_correction.get(name, 1.0) * second.gain_correction.get(name, 1.0)
+                   for name in first.gain_correction | second.gain_correction}  # fmt: skip
+    return second.model_copy(
+        update={
+            "residual_exponent": first.residual_exponent + second.residual_exponent,
+            "exponents": {signal: total(signal) for signal in first.exponents | second.exponents},
+            "gain_correction": corrections,
+            "untied_head": first.untied_head or second.untied_head,
+            "centred_keys": sorted({*first.centred_keys, *second.centred_keys}),
+        }
+    )
+
+
 def describe_plan(plan: Plan) -> Mapping[str, object]:
     """Return the plan as JSON data, lists of one repeated number folded into that number, without centred keys and a
     held eps where there are none."""
@@ -108,3 +145,10 @@ def describe_plan(plan: Plan) -> Mapping[str, object]:
         k: v[0] if isinstance(v, list) and len(set(v)) == 1 else v for k, v in data["exponents"].items()
     }
     return data
+
+
+def mark_of(plan: Plan) -> dict[str, object]:
+    """Return what a config says of a plan under ``CONVERTED_KEY``: its streams' exponents, and a hash of all."""
+    moved = {key: value for key, value in describe_plan(plan).items() if key not in ("drift", "margin_bits")}
+    digest = hashlib.sha256(json.dumps(moved, sort_keys=True).encode()).hexdigest()
+    return {"stream_exponents": plan.residual_exponents, "plan_sha256": digest[:16]}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,7 +21,7 @@ from ..bounds.arithmetic import growth
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from ..families.spread import shared, spread_out
-from ..families.types import RESIDUAL, Axis, Kind, ObservationPoint, Sign, carried_by
+from ..families.types import RESIDUAL, Axis, Kind, ObservationPoint, Sign, before, carried_by
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, PROOF_LIMIT, PROOF_MARGIN_BITS
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange
@@ -70,7 +70,11 @@ LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 """A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
 
 INDIFFERENCE = ROUNDING / 4
-"""Residual exponents whose costs differ by less are as good as each other; the one nearest 0 is taken."""
+"""Where norms square in fp16, stream exponents whose costs differ by less are equal; the one nearest 0 is taken."""
+
+NEARNESS = ROUNDING / 4
+"""Predicted error for each norm that the least stream exponent may cost beyond the best, and each signal's unmoved
+channels: fp16 rounds four times and more between two norms, so this adds some percent to its error."""
 
 OF_STREAM = (Kind.VALUE, Kind.NEURON)  # signals whose channels are solved for each exponent of the stream
 SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each channel wherever that costs less
@@ -104,7 +108,8 @@ class Planned:
     exponent.
 
     ``fallbacks``: the signals planned from their observed ranges alone. ``cost_of_proof``: how much of ``cost`` comes
-    from holding the others for every input.
+    from holding the others for every input. ``for_proof``: the streams that a proof moves further than what was
+    observed, with the exponent that this would have.
     """
 
     plan: Plan
@@ -113,6 +118,7 @@ class Planned:
     cost_by_exponent: Mapping[int, float] = field(default_factory=dict)
     fallbacks: tuple[Fallback, ...] = ()
     cost_of_proof: float = 0.0
+    for_proof: Mapping[str, int] = field(default_factory=dict)
 
 
 def make_plan(
@@ -125,6 +131,7 @@ def make_plan(
     bounds: Mapping[str, ModuleRange] | None = None,
     held: Mapping[str, int] | None = None,
     proof_worth: float = PROOF_WORTH,
+    drift_free: bool = False,
     known: Tables | None = None,
     advance: Advance | None = None,
 ) -> Planned:
@@ -135,32 +142,15 @@ def make_plan(
     (also ‖h‖₂² of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and
     gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: what they can reach on
     any input, held under the limits as well where that costs no more than ``proof_worth`` for each place.
-    held: exponents of residual streams that have been decided. known: tables of these weights that an earlier plan has
+    held: exponents of residual streams that have been decided. drift_free: moves nothing beside a stream, where an eps
+    would stay behind. known: tables of these weights that an earlier plan has
     made, and where those of this one are kept. advance: called with the axes of tensors that have been
     looked at, which takes most of the time, and their number. So many parameters, since a plan depends on what each
     step before it found.
     """
-    search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds, proof_worth, known)
+    search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds, proof_worth, drift_free, known)
     search.advance = advance
     return search.run(held or {})
-
-
-def least_cost(
-    layout: Layout,
-    weights: TensorReader,
-    ranges: Mapping[str, ModuleRange],
-    *,
-    target: str,
-    margin_bits: float,
-    known: Tables | None = None,
-) -> float:
-    """Return what every plan that ``make_plan`` could give costs at least: what depends on the residual streams'
-    exponents alone, a drift left out."""
-    search, total = _PlanSearch(layout, weights, ranges, target, margin_bits, known=known), 0.0
-    for search.stream in layout.streams:
-        exponents = range(-RESIDUAL_RANGE, RESIDUAL_RANGE + 1)
-        total += min(search.residual_cost(r) - search.drift(r) for r in exponents)
-    return total
 
 
 @dataclass(frozen=True)
@@ -175,6 +165,17 @@ class Solution:
     fallback: Fallback | None = None
 
 
+@dataclass(frozen=True)
+class Total:
+    """A stream exponent's cost with and without the bounds, whether it holds the stream for every input, and the number
+    of sites whose proof is given up."""
+
+    cost: float
+    free: float
+    holds: bool
+    unproven: int
+
+
 class _Costs:
     """What exponents cost, given those that are decided: limits that they break, precision that they lose."""
 
@@ -187,14 +188,17 @@ class _Costs:
         margin_bits: float,
         bounds: Mapping[str, ModuleRange] | None = None,
         proof_worth: float = PROOF_WORTH,
+        drift_free: bool = False,
         known: Tables | None = None,
     ) -> None:
+        # As many parameters as ``make_plan`` has.
         self.known = Tables(most=0) if known is None else known
         self.layout, self.weights, self.ranges, self.bounds = layout, weights, ranges, bounds
-        self.proof_worth = proof_worth
+        self.proof_worth, self.drift_free = proof_worth, drift_free
         self.target, self.margin_bits = target, margin_bits + (TRAIN_MARGIN_BITS if target == "train" else 0.0)
         self.limit = FP16_MAX * 2.0**-self.margin_bits
         cubes = any(w.activation == "gelu_new" for w in layout.feed_forwards)
+        self.moves_least, self.spare = target not in SQUARING, NEARNESS / 2
         self.gate_limit = GELU_CUBE_BACKWARD_LIMIT if target == "train" and cubes else math.inf
         self.elements = sum(math.prod(t.shape) for t in layout.tensors.values())
         self.lossy_price = ROUNDING / LOSSY_SHARE_OF_A_ROUNDING * max(1, len(layout.norms)) / self.elements
@@ -210,6 +214,9 @@ class _Costs:
         self.looked_at: set[tuple[str, int, Axis]] = set()
         self.chosen: dict[str, torch.Tensor] = {}
         self.fallbacks: dict[str, Fallback] = {}
+        self.for_proof: dict[str, int] = {}
+        self.branches = self.branches_of_streams()
+        self.branched = {signal.name: (signal, norm) for signal, norm in self.branches.values()}
         self.last_norms = {stack.ends.norm for stack in layout.stacks()}
         self.touched: dict[str, list[tuple[ResolvedTensor, int, Axis]]] = {name: [] for name in layout.signals}
         for tensor in layout.tensors.values():
@@ -221,6 +228,17 @@ class _Costs:
         """Return what is carried of signals that an exact plan may move, whatever the target."""
         kinds = ((c, self.layout.signals[c.signal].kind) for c in carried)
         return [c for c, kind in kinds if not kind.has_price and kind is not Kind.BEFORE_NORM]
+
+    def branches_of_streams(self) -> dict[tuple[str, str], tuple[ResolvedSignal, str]]:
+        """Return what norms read that a linear gives to them alone, and the norm, by the places where it is seen; none
+        where their eps cannot be told from the stream's or what enters them was not observed."""
+        signals = {norm: self.layout.signals.get(before(norm)) for norm in self.layout.streams_read}
+        observed = (norm for norm in signals if norm in self.ranges and self.ranges[norm].norm is not None)
+        eps_stays = self.layout.fixed_eps is not None or self.layout.held_eps is not None
+        if eps_stays or self.drift_free or not self.moves_least:
+            return {}
+        found = ((norm, signal) for norm in observed if (signal := signals[norm]) is not None)
+        return {(point.module, point.side): (signal, norm) for norm, signal in found for point in signal.beside}
 
     # -- what is known ----------------------------------------------------------------------------------------------
 
@@ -283,7 +301,43 @@ class _Costs:
     def offset(self, tensor: ResolvedTensor, axis: int, r: int) -> int:
         """Return the residual exponent's part in a tensor's exponent on the axes other than ``axis``."""
         others = (c for place, of in enumerate(tensor.axes) if place != axis for c in carried_by(of))
-        return sum(c.sign * r for c in others if self.layout.signals[c.signal].kind is Kind.RESIDUAL)
+        return sum(c.sign * self.scalar(c.signal, r) for c in others)
+
+    def scalar(self, signal: str, r: int) -> int:
+        """Return the exponent of a signal that has one number, with the stream at r: 0 for signals with channels."""
+        kind = self.layout.signals[signal].kind
+        if kind is Kind.BEFORE_NORM:
+            return self.before_norm(signal, r)
+        return r if kind is Kind.RESIDUAL else 0
+
+    def before_norm(self, name: str, r: int) -> int:
+        """Return the exponent, beside the stream's r, of what a linear gives to a norm alone: 0, or the largest that
+        holds every limit, so long as the norm's eps changes its output by less than one fp16 rounding."""
+        if name not in self.branched:
+            return 0
+        signal, norm = self.branched[name]
+        points = replace(signal, seen=signal.beside)
+        limits = [(self.limit, self.ranges), (PROOF_LIMIT, self.bounds or {})]
+        rooms = (
+            whole_log2(limit / float(reached.amax.amax()))
+            for limit, ranges in limits
+            for _, reached in known_points(ranges, points)
+            if float(reached.amax.amax()) > 0
+        )
+        exponent = min(0, min(rooms, default=0) - r)
+        while exponent < 0 and self.branch_drift(norm, exponent) > ROUNDING:
+            exponent += 1
+        return exponent
+
+    def branch_drift(self, norm: str, exponent: int) -> float:
+        """Return the mean squared relative change of a norm's output where what it reads moves beside the stream."""
+        seen = self.ranges[norm].norm
+        return 0.0 if seen is None or exponent == 0 else seen.drift(self.layout.eps, exponent) ** 2
+
+    def at_point(self, point: ObservationPoint, r: int) -> int:
+        """Return the exponent of the present stream's signal at a place where it is seen."""
+        branch = self.branches.get((point.module, point.side))
+        return point.sign * r + (0 if branch is None else self.before_norm(branch[0].name, r))
 
     def stream_of(self, signal: ResolvedSignal) -> str:
         """Return the residual stream whose exponent scales a signal's weights too; the first one where none does."""
@@ -366,25 +420,30 @@ class _Costs:
         return known[r]
 
     def solution(self, signal: ResolvedSignal, costs: torch.Tensor, proof: torch.Tensor | None) -> Solution:
-        """Return the best exponents by their costs, those of the bounds included unless they cost too much.
-
-        A channel then keeps nearer to 0 where that costs less than ``RESTRAINT_OF_CHANNELS``; streams are decided by
-        the least costs, or they would move in the channels' place.
-        """
-        steps = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1).abs().double()
-        restraint = RESTRAINT_OF_CHANNELS / signal.size * steps
+        """Return the best exponents by their costs, those of the bounds included unless they cost too much; streams are
+        decided by the least costs, or they would move in the channels' place."""
         free, unmoved = float(costs.amin(1).sum()), float(costs[:, CHANNEL_RANGE].sum())
         if proof is None:
-            return Solution(free, free, unmoved, (costs + restraint).argmin(1).to(torch.int8))
+            return Solution(free, free, unmoved, self.restrained(costs))
         held = costs + proof
         proven = float(held.amin(1).sum())
         price = self.proof_worth * len(signal.seen)
         if proven <= free + price:
-            index = (held + restraint).argmin(1).to(torch.int8)
-            return Solution(proven, free, float(held[:, CHANNEL_RANGE].sum()), index)
+            return Solution(proven, free, float(held[:, CHANNEL_RANGE].sum()), self.restrained(held))
         impossible = proven - free > EXCESS * 2.0**-10
         given_up = Fallback(signal.name, proven, free, impossible)
-        return Solution(free + price, free, unmoved, (costs + restraint).argmin(1).to(torch.int8), given_up)
+        return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
+
+    def restrained(self, costs: torch.Tensor) -> torch.Tensor:
+        """Return the place of each channel's exponent: nearer to 0 where that costs less than
+        ``RESTRAINT_OF_CHANNELS``, and 0 for the most channels that ``NEARNESS`` pays for together."""
+        steps = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1).abs().double()
+        index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * steps).argmin(1)
+        if self.moves_least:
+            lost = costs[:, CHANNEL_RANGE] - costs.amin(1)
+            cheapest = lost.argsort()
+            index[cheapest[lost[cheapest].cumsum(0) <= self.spare]] = CHANNEL_RANGE
+        return index.to(torch.int8)
 
     def weight_cost(self, table: LossTable, exponents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """Return the cost of a weight's channels at ``exponents``: error energy by share, inexact elements, excess
@@ -399,10 +458,10 @@ class _Costs:
     def residual_cost(self, r: int) -> float:
         """Return what depends on r alone: the stream's own limits and noise, the weights that only it scales, the
         eps drift."""
-        signal, at = self.layout.signals[self.stream], torch.tensor([r])
+        signal = self.layout.signals[self.stream]
         cost = RESTRAINT * abs(r)
         for point, observed in self.seen(signal):
-            e = point.sign * r
+            e = self.at_point(point, r)
             cost += EXCESS * float(excess_bits(observed.amax.double().amax() * 2.0**e, self.limit))
             if point.side == "input":
                 norm = self.layout.signals.get(point.module)
@@ -413,7 +472,8 @@ class _Costs:
         for tensor, axis, carried in self.touched[self.stream]:
             if all(c.signal == self.stream for c in self.planned(tensor.carries)):
                 table = self.table(tensor, axis, carried).total
-                cost += float(self.weight_cost(table, carried.sign * at, torch.ones(1, 1)).sum())
+                at = torch.tensor([sum(c.sign * self.scalar(c.signal, r) for c in tensor.carries)])
+                cost += float(self.weight_cost(table, at, torch.ones(1, 1)).sum())
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
@@ -437,22 +497,34 @@ class _Costs:
         total = 0.0
         bounds = self.bounds or {}
         for point, possible in self.possible(self.layout.signals[self.stream]):
-            e = point.sign * r
+            e = self.at_point(point, r)
             total += float(excess_bits(possible.amax.double().amax() * 2.0**e, PROOF_LIMIT))
             if point.side == "input":
                 length = self.stream_norm(bounds, point.module) * 2.0**e
                 total += float(excess_bits(length, self.norm_limit(PROOF_MARGIN_BITS)))
         return total
 
-    def total_cost(self, r: int) -> tuple[float, float, bool]:
-        """Return the cost of a residual exponent with every channel solved, with and without the bounds, and whether
-        the stream is held for every input."""
-        solved = [self.best(s, r) for s in self.of_stream()]
+    def observed_excess(self, r: int) -> float:
+        """Return by how many bits what was observed of the stream passes its limits at r."""
+        total = 0.0
+        for point, observed in self.seen(self.layout.signals[self.stream]):
+            e = self.at_point(point, r)
+            total += float(excess_bits(observed.amax.double().amax() * 2.0**e, self.limit))
+            length = self.stream_norm(self.ranges, point.module) * 2.0**e if point.side == "input" else torch.zeros(())
+            total += float(excess_bits(length, self.norm_limit(self.margin_bits)))
+        return total
+
+    def total_cost(self, r: int) -> Total:
+        """Return the cost of a residual exponent with every channel solved."""
+        solved = {s.name: self.best(s, r) for s in self.of_stream()}
         stream = self.residual_cost(r)
-        cost, free = stream + sum(s.cost for s in solved), stream + sum(s.free for s in solved)
+        cost = stream + sum(s.cost for s in solved.values())
+        free = stream + sum(s.free for s in solved.values())
+        unproven = sum(len(self.layout.signals[name].seen) for name, s in solved.items() if s.fallback is not None)
         if self.residual_excess(r) == 0:
-            return cost, free, True
-        return cost + self.proof_worth * len(self.layout.signals[self.stream].seen), free, False
+            return Total(cost, free, True, unproven)
+        sites = len(self.layout.signals[self.stream].seen)
+        return Total(cost + self.proof_worth * sites, free, False, unproven + sites)
 
     def norm_limit(self, margin_bits: float) -> torch.Tensor:
         """Return the limit on ‖h‖₂ of the stream, infinite unless norms square it in fp16."""
@@ -471,7 +543,9 @@ class _Costs:
         A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1, whose mean a gain correction takes out,
         for one more rounding.
         """
+        norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         total = self.drift_beside(r)
+        total += sum(self.branch_drift(norm, self.before_norm(name, r)) for norm, name in norms.items())
         if not self.drifts(r):
             return total
         for path in self.norms():
@@ -551,17 +625,19 @@ class _PlanSearch(_Costs):
         """Decide each residual stream with its channels, whose costs add up, move gains where needed, and collect what
         cannot be held; held: as in ``make_plan``."""
         streams, drift = self.layout.streams, 0.0
+        if self.moves_least and not held and self.holds_unmoved():
+            held, self.spare = dict.fromkeys(streams, 0), math.inf
         by_exponent: dict[int, float] = {}
         others = least_free = 0.0
         for self.stream in streams:
             totals = self.decide_stream([held[self.stream]] if self.stream in held else self.candidates())
             r = self.decided[self.stream]
             drift += self.drift(r) + self.rounded_gains(self.stream, torch.tensor(r))
-            least_free += min(free for _, free, _ in totals.values())
+            least_free += min(total.free for total in totals.values())
             if self.stream == streams[0]:
-                by_exponent = {e: cost for e, (cost, *_) in totals.items()}
+                by_exponent = {e: total.cost for e, total in totals.items()}
             else:
-                others += totals[r][0]
+                others += totals[r].cost
         self.tried = []
         for signal in (s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY):
             self.settle(signal, self.exponent_for(signal))
@@ -579,6 +655,11 @@ class _PlanSearch(_Costs):
         r = self.decided[streams[0]]
         price = self.proof_worth * sum(len(self.layout.signals[name].seen) for name in self.fallbacks)
         exponents: dict[str, int | list[int]] = {n: e for n, e in self.decided.items() if n != streams[0]}
+        exponents |= {
+            name: exponent
+            for name, (_, norm) in self.branched.items()
+            if (exponent := self.before_norm(name, self.decided[self.layout.streams_read[norm]]))
+        }
         exponents |= {name: folded(values) for name, values in self.chosen.items() if bool((values != 0).any())}
         own_eps, eps = self.layout.held_eps, self.layout.eps * 4.0**r
         unscaled = any(map(self.drifts, self.decided.values()))
@@ -603,24 +684,51 @@ class _PlanSearch(_Costs):
             by_exponent,
             tuple(self.fallbacks.values()),
             max(0.0, by_exponent[r] - price - least_free),
+            self.for_proof,
         )
 
-    def decide_stream(self, candidates: list[int]) -> dict[int, tuple[float, float, bool]]:
+    def holds_unmoved(self) -> bool:
+        """Return whether the weights as they are keep every limit and proof, and lose less in fp16 than one rounding
+        for each norm beside the best exponents."""
+        spare = ROUNDING * len(self.layout.norms)
+        for stream in self.layout.streams:
+            self.stream = stream
+            if self.residual_excess(0) > 0 or any(self.before_norm(name, 0) for name in self.branched):
+                return False
+            spare -= self.residual_cost(0) - min(self.residual_cost(r) for r in self.candidates())
+        for signal in self.layout.signals.values():
+            if signal.kind not in (*SOLVED, Kind.NORM):
+                continue
+            best = self.best(signal, 0)
+            unproven = 0.0 if self.bounds is None else float(self.proof_costs(signal)[:, CHANNEL_RANGE].sum())
+            spare -= best.unmoved + unproven - best.free
+            if spare < 0:
+                return False
+        return True
+
+    def decide_stream(self, candidates: list[int]) -> dict[int, Total]:
         """Enumerate the present stream's exponent, choose it and its channels'; return ``total_cost`` of each that was
-        tried."""
+        tried.
+
+        The exponent nearest 0 is taken that gives up no more proofs than the cheapest one and costs little more.
+        """
         self.tried = candidates
         totals = {r: self.total_cost(r) for r in self.tried}
-        by_exponent = {r: cost for r, (cost, *_) in totals.items()}
-        least = min((cost for cost in by_exponent.values() if math.isfinite(cost)), default=math.inf)
-        if least == math.inf:
+        finite = {r: total for r, total in totals.items() if math.isfinite(total.cost)}
+        if not finite:
             raise UserError(
                 "no exponent brings the signals into fp16's range, so large are the weights; use another revision of"
                 " the checkpoint, or repair it"
             )
-        r = min((e for e, cost in by_exponent.items() if cost <= least + INDIFFERENCE), key=abs)
+        best = min(finite.values(), key=lambda total: total.cost)
+        spare = NEARNESS * len(self.layout.norms) if self.moves_least else INDIFFERENCE
+        r = min((e for e, t in finite.items() if t.cost <= best.cost + spare and t.unproven <= best.unproven), key=abs)
         self.decided[self.stream] = r
-        if not totals[r][2]:
+        if not totals[r].holds:
             self.fallbacks[self.stream] = self.residual_fallback(r)
+        room = max((e for e in range(r, 1) if self.observed_excess(e) == 0), default=r)
+        if room > r and self.residual_excess(room) > 0:
+            self.for_proof[self.stream] = room
         self.tried = [r]
         for signal in self.of_stream():
             self.settle(signal, r)
@@ -651,6 +759,8 @@ class _PlanSearch(_Costs):
         down = range(-RESIDUAL_RANGE, 1)
         least = {min((e for e in down if self.unwritable_bits(e, own=own) == 0), default=0) for own in (False, True)}
         near = {*range(top - 6, top + 2), *range(proven - 1, proven + 1), *least, 0}
+        if self.moves_least:
+            near |= {*range(min(proven, 0), 1)}
         return sorted(e for e in near if abs(e) <= RESIDUAL_RANGE)
 
     def settle(self, signal: ResolvedSignal, r: int) -> None:
@@ -667,8 +777,10 @@ class _PlanSearch(_Costs):
                 self.forget(tensor, 1 - axis)
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
-        """Return whether at gain 0 a norm's output, what it can reach or a reader breaks a limit, or one weight of a
-        reader is inexact."""
+        """Return whether at gain 0 a norm's output, what it can reach or a reader breaks a limit, or loses what
+        shows; where norms square in fp16, whether one weight of a reader is inexact."""
+        if self.moves_least:
+            return bool((self.best(signal, r).index != CHANNEL_RANGE).any())
         return self.best(signal, r).unmoved > self.lossy_price / 2
 
     def resettle_writers(self, norm: ResolvedSignal) -> None:
@@ -688,8 +800,10 @@ class _PlanSearch(_Costs):
         for signal in self.layout.signals.values():
             e = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)
             for point, observed in self.seen(signal):
+                branch = self.branches.get((point.module, point.side)) if signal.kind is Kind.RESIDUAL else None
+                own = 0 if branch is None else plan.stream_exponent(branch[0].name)
                 limit = min(self.limit, self.gate_limit) if point.module in self.layout.gates else self.limit
-                excess = float(excess_bits(observed.amax.double() * 2.0 ** (point.sign * e), limit).amax())
+                excess = float(excess_bits(observed.amax.double() * 2.0 ** (point.sign * e + own), limit).amax())
                 if signal.kind is Kind.RESIDUAL and point.side == "input":
                     length = self.stream_norm(self.ranges, point.module) * 2.0**e
                     excess = max(excess, float(excess_bits(length, self.norm_limit(self.margin_bits))))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from ..bounds.arithmetic import growth
 from ..families.layout import Layout
 from ..families.types import RESIDUAL
-from ..numerics import FP16_MAX, NORM_FLOOR
 from ..ranges import NormRange, Squares
 from .exponents import norm_exponents
 from .plan import Plan
@@ -28,12 +26,3 @@ def squares_of(layout: Layout, norms: Mapping[str, NormRange], plan: Plan | None
         max(norm.norm_max**2 * power for norm, power in seen) * growth(layout.signals[RESIDUAL].size),
         min(float(norm.variances[:, 0].min()) * power for norm, power in seen),
     )
-
-
-def can_fit(layout: Layout, norms: Mapping[str, NormRange]) -> bool:
-    """Return whether some exponent would bring both ends inside, or nothing is known of them."""
-    squares = squares_of(layout, norms)
-    if squares is None or squares.largest == 0:
-        return True
-    most = math.floor(math.log2(FP16_MAX / squares.largest) / 2)
-    return squares.least * 4.0**most >= NORM_FLOOR

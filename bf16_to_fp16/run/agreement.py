@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checkpoint.formats import shown
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.side_modules import check_sentence_encoder
 from ..errors import UserError, first_line
 from ..families.configs import config_value, looked_up, with_value
@@ -34,7 +35,15 @@ from ..families.types import Attention, Experts, Family, Quotient, StackEnds
 from .stock import eps_attribute, load_config, run_everywhere, without_values
 
 FREE_KEYS = frozenset(
-    {"_name_or_path", "_output_attentions", "architectures", "bos_token_id", "decoder_start_token_id", "dtype"}
+    {
+        CONVERTED_KEY,
+        "_name_or_path",
+        "_output_attentions",
+        "architectures",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "dtype",
+    }
     | {"eos_token_id", "gradient_checkpointing", "initializer_range", "name_or_path", "output_attentions"}
     | {"output_cross_attentions", "output_hidden_states", "pad_token_id", "return_dict", "transformers_version"}
     | {"tie_word_embeddings", "use_cache"}  # what comes of tying, the loader says

@@ -207,6 +207,37 @@ def test_peft_computes_the_same_function_with_the_converted_adapter(pair: Pair, 
     assert not all(torch.equal(a, b) for a, b in zip(reference, plain, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["IA3", "prompt"])
+def test_factors_of_channels_stay_and_a_soft_prompt_takes_the_streams_factor(
+    gated: Pair, kind: str, tmp_path: Path
+) -> None:
+    source, out = gated
+    peft = pytest.importorskip("peft")
+    config: Any = peft.IA3Config(
+        task_type="SEQ_2_SEQ_LM", target_modules=["k", "v", "wo"], feedforward_modules=["wo"], init_ia3_weights=False
+    )
+    if kind == "prompt":
+        config = peft.PromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(load(source, torch.float32), config)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.copy_(draw(*parameter.shape) + 1)
+    model.save_pretrained(tmp_path / "adapter")
+    done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    ids = {"input_ids": torch.arange(3, 13).view(1, -1), "decoder_input_ids": torch.arange(5)[None]}
+    ids["attention_mask"] = torch.ones_like(ids["input_ids"])
+    with torch.no_grad():
+        wanted = model.eval()(**ids).logits
+        taken = peft.PeftModel.from_pretrained(load(out, torch.float32), tmp_path / "taken").eval()
+        assert torch.equal(taken(**ids).logits, wanted)
+        unchanged = peft.PeftModel.from_pretrained(load(out, torch.float32), tmp_path / "adapter").eval()
+        assert torch.equal(unchanged(**ids).logits, wanted) is (kind == "IA3")
+    assert done.base == str(out)
+    back = convert_adapter(tmp_path / "taken", tmp_path / "back", out, back=True)
+    own = load_file(tmp_path / "adapter" / TENSORS)
+    assert all(torch.equal(back.tensors[name].values, values) for name, values in own.items())
+
+
 @pytest.mark.parametrize("bias", exhaustive.beyond(["all"], ["lora_only", "all"]))
 def test_biases_of_pegasus_go_with_what_they_are_added_to(bias: str, tmp_path: Path) -> None:
     """Without a factor on the residual stream, whose eps stock code has fixed, Pegasus keeps every bit too."""
@@ -342,7 +373,7 @@ def test_an_adapter_can_bring_certified_weights_past_their_limit(tmp_path: Path)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another kind": ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
+    "another kind": ({"peft_type": "PREFIX_TUNING"}, "peft_type is 'PREFIX_TUNING'; only LORA and IA3 and"),
     "another form": ({"use_qalora": True}, "with use_qalora"),
     "begun from the weights": ({"init_lora_weights": "pissa"}, "'pissa' changes the checkpoint's weights"),
 }

@@ -18,12 +18,13 @@ from support.folders import compared
 
 from bf16_to_fp16 import UserError, audit, cli, convert, undo
 from bf16_to_fp16.auditing.regimes import audit_folder
+from bf16_to_fp16.checkpoint.recorded import CONVERTED_KEY
 from bf16_to_fp16.commands.convert import Conversion
 from bf16_to_fp16.conversion import measuring
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.rescaling.apply import edited_config
-from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.plan import Plan, mark_of
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load
@@ -169,7 +170,8 @@ def test_the_config_is_edited_and_not_rewritten(converted: Converted) -> None:
     after = json.loads((result.out / "config.json").read_text())
     changed = {k for k in before | after if before.get(k) != after.get(k)}
     older = {"rope_theta", "rope_local_base_freq", "partial_rotary_factor"} if "rope_parameters" in before else set()
-    assert changed <= {"layer_norm_epsilon", "rms_norm_eps", "dtype", "torch_dtype"} | older
+    assert changed <= {"layer_norm_epsilon", "rms_norm_eps", "dtype", "torch_dtype", CONVERTED_KEY} | older
+    assert (after.get(CONVERTED_KEY) == mark_of(result.plan)) is result.plan.moves
     assert not older or "rope_theta" in changed  # which transformers 4 reads
     if "layer_norm_epsilon" in after:
         assert after["layer_norm_epsilon"] == 1e-6 * 4.0**result.plan.residual_exponent
@@ -278,8 +280,9 @@ def test_of_a_config_only_what_the_plan_needs_is_edited(
     config = source.config | {"tie_word_embeddings": True} | config | {"torch_dtype": "bfloat16"}
     source.config = {key: value for key, value in config.items() if value is not ...}
     layout = resolve(source, untie="apart" in kind)
-    edited = edited_config(layout, Plan(family=layout.family.name, residual_exponent=r))
-    assert edited == source.config | edits | {"torch_dtype": "float16"}
+    plan = Plan(family=layout.family.name, residual_exponent=r)
+    told = {CONVERTED_KEY: mark_of(plan)} if r else {}
+    assert edited_config(layout, plan) == source.config | edits | {"torch_dtype": "float16"} | told
 
 
 @pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"], []])

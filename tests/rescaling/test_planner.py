@@ -225,7 +225,7 @@ def test_stacks_that_nothing_ties_have_an_exponent_each() -> None:
     search.stream = decoder
     for names in ([signal.name for signal in search.of_stream()], search.norms()):
         assert names and all(name.startswith("model.decoder.") for name in names)
-    assert search.total_cost(plan.residual_exponent)[0] > 100 * search.total_cost(0)[0]
+    assert search.total_cost(plan.residual_exponent).cost > 100 * search.total_cost(0).cost
     held = make_plan(layout, source_weights(source, layout), ranges, held={decoder: -5}).plan
     assert held.residual_exponents == [plan.stream_exponent(encoder), -5] and held.drift is not None
     assert held.drift.relative_error > plan.drift.relative_error

@@ -1,0 +1,232 @@
+"""The default plan moves no further than PyTorch's proof needs: what fits stays, and what overflows moves least."""
+
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import tiny
+
+from bf16_to_fp16 import convert, make_fp16_safe
+from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.certificate import bound
+from bf16_to_fp16.checkpoint.recorded import CONVERTED_KEY
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.commands.make_safe import set_eps
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.families.layout import Layout
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Kind, before
+from bf16_to_fp16.ranges import ModuleRange
+from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.plan import Plan, composed
+from bf16_to_fp16.rescaling.planner import NEARNESS, _PlanSearch, make_plan
+from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+from bf16_to_fp16.run.stock import load
+
+DEMO = Path(str(files("bf16_to_fp16") / "demo_data"))
+T5, GEMMA = DEMO / "t5-gated-bytes", DEMO / "gemma3-bytes"
+
+
+def source_by(plan: Plan, source: Path, out: Path, *, eps: bool = True) -> Path:
+    """Save a source's weights after a plan in bf16, as a source of its own."""
+    model = load(source, torch.float32)
+    layout = resolve(ModelTensors(model))
+    apply(model, layout, plan)
+    if eps:
+        set_eps(model, layout, layout.eps * 4.0**plan.residual_exponent)
+    return tiny.save(model, out)
+
+
+def signals(source: Path, kind: Kind) -> list[str]:
+    layout = resolve(ModelTensors(load(source, torch.float32)))
+    return [signal.name for signal in layout.signals.values() if signal.kind is kind]
+
+
+def nonzero(plan: Plan) -> dict[str, int]:
+    """Return how many channels of each signal a plan moves."""
+    exponents = {name: [e] if isinstance(e, int) else e for name, e in plan.exponents.items()}
+    return {name: sum(e != 0 for e in each) for name, each in exponents.items() if any(each)}
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("least") / "t5"
+    convert(T5, out, run_model=False)
+    return out
+
+
+def test_the_default_moves_the_stream_by_what_overflows_and_few_channels() -> None:
+    plan = convert(T5, "unused", dry_run=True).plan
+    strict = convert(T5, "unused", dry_run=True, target="norm-safe").plan
+    assert plan.residual_exponent == -4 and strict.residual_exponent == -13
+    assert sum(nonzero(plan).values()) < 10 < 100 < sum(nonzero(strict).values())
+
+
+@pytest.mark.parametrize("run_model", [True, False])
+def test_what_fits_and_is_proven_is_not_moved_at_all(run_model: bool, converted: Path, tmp_path: Path) -> None:
+    model = load(converted, torch.float32)
+    source = tiny.save(model, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config.pop(CONVERTED_KEY, None)
+    (source / "config.json").write_text(json.dumps(config))
+    done = convert(source, tmp_path / "out", run_model=run_model)
+    assert done.report["proof"] == "certified" and not done.plan.moves and not done.plan.centred_keys
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert after.keys() == config.keys()  # no key that tells of a conversion
+    assert {key for key in config if after[key] != config[key]} <= {"dtype", "torch_dtype", "tie_word_embeddings"}
+    written, own = load_file(tmp_path / "out" / "model.safetensors"), load_file(source / "model.safetensors")
+    assert all(torch.equal(written[name], own[name].half()) for name in written)
+
+
+def test_what_overflows_in_sublayers_alone_leaves_the_stream_and_eps(tmp_path: Path) -> None:
+    neurons: dict[str, int | list[int]] = dict.fromkeys(signals(T5, Kind.NEURON), 9)
+    plan = Plan(family="t5", residual_exponent=-8, exponents=neurons)
+    source = source_by(plan, T5, tmp_path / "source")
+    done = convert(source, tmp_path / "out", run_model=False)
+    assert done.report["proof"] == "certified"
+    assert done.plan.residual_exponent == 0 and done.plan.eps == 1e-6 * 4.0**-8
+    assert nonzero(done.plan) and nonzero(done.plan).keys() <= set(neurons)
+
+
+def test_what_only_a_norm_reads_moves_alone_and_drifts_by_less_than_a_rounding(tmp_path: Path) -> None:
+    loud: dict[str, int | list[int]] = dict.fromkeys(signals(GEMMA, Kind.BEFORE_NORM), 12)
+    source = source_by(
+        Plan(family="gemma3", residual_exponent=-6, exponents=loud), GEMMA, tmp_path / "source", eps=False
+    )
+    done = convert(source, tmp_path / "out")
+    moved = {name for name in done.plan.exponents if name.endswith(before(""))}
+    assert done.report["verdict"] == "safe" and done.report["proof"] == "certified"
+    assert done.plan.residual_exponent == 0 and 0 < len(moved) < len(loud)
+    assert done.plan.drift is not None and done.plan.drift.relative_error < 2.0**-11
+    # Where nothing may drift, or nothing tells how small a norm's input is, the stream is what moves.
+    for exact in (True, False):
+        plan = convert(source, "unused", dry_run=True, exact=exact, run_model=exact).plan
+        assert plan.residual_exponent < 0 and not any(name.endswith(before("")) for name in plan.exponents)
+
+
+def search_of(kind: str, **changes: Any) -> tuple[Layout, _PlanSearch, dict[str, ModuleRange]]:
+    source = ModelTensors(tiny.build(kind, **changes))
+    layout = resolve(source)
+    bounds = bound(layout, source_weights(source, layout), Arithmetic(), target="half").ranges
+    return layout, _PlanSearch(layout, source_weights(source, layout), bounds, "half", 0.0, bounds), dict(bounds)
+
+
+@pytest.mark.parametrize("kind", ["gated", "llama", "glm4"])
+def test_no_exponent_nearer_0_proves_as_much_at_little_more_cost(kind: str) -> None:
+    layout, search, bounds = search_of(kind)
+    plan = make_plan(layout, search.weights, bounds, margin_bits=0.0, bounds=bounds).plan
+    search.stream = layout.streams[0]
+    search.tried = candidates = search.candidates()
+    totals = {r: search.total_cost(r) for r in candidates}
+    best = min(totals.values(), key=lambda total: total.cost)
+    allowed = best.cost + NEARNESS * len(layout.norms)
+    assert totals[plan.residual_exponent].cost <= allowed
+    for r in range(-abs(plan.residual_exponent) + 1, abs(plan.residual_exponent)):
+        assert r not in totals or totals[r].cost > allowed or totals[r].unproven > best.unproven
+    assert {*range(min(plan.residual_exponent, 0), 1)} <= set(candidates)
+
+
+def test_channels_stay_whose_loss_together_is_little() -> None:
+    _, search, _ = search_of("gated")
+    costs = torch.ones(1000, 49, dtype=torch.float64)
+    costs[:, 24] = 0.0
+    costs[:4, 20], lost = 0.0, torch.tensor([0.2, 0.25, 0.3, 2.0], dtype=torch.float64)
+    costs[:4, 24] = NEARNESS * lost  # of which half pays for the first two together
+    assert (search.restrained(costs)[:5] - 24).tolist() == [0, 0, -4, -4, 0]
+    search.moves_least = False
+    assert (search.restrained(costs)[:5] - 24).tolist() == [-4, -4, -4, -4, 0]
+
+
+def test_a_fixed_exponent_of_the_stream_is_taken_and_what_it_proves_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = convert(T5, tmp_path / "further", stream=-6, run_model=False)
+    assert done.plan.residual_exponent == -6 and done.report["proof"] == "certified"
+    assert "--stream -6" in done.report["command"]
+    kept = convert(T5, tmp_path / "kept", stream=0, run_model=False)
+    assert kept.plan.residual_exponent == 0 and kept.report["verdict"] == "unsafe"
+    for given in (["--stream", "25"], ["--stream", "0", "--plan", str(tmp_path / "further")]):
+        assert main(["convert", str(T5), str(tmp_path / "no"), *given]) == 2
+    assert "--stream" in capsys.readouterr().err and not (tmp_path / "no").exists()
+    with pytest.raises(UserError, match="stream"):
+        convert(T5, tmp_path / "no", stream=99)
+
+
+def test_a_move_for_the_proof_alone_and_one_for_a_stricter_target_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pegasus = DEMO / "pegasus-bytes"
+    assert main(["convert", str(pegasus), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert "the stream is moved to 2^-5 for the proof: what was observed asks for 2^-4 (--stream -4" in said.err
+    assert json.loads((tmp_path / "out" / "fp16_report.json").read_text())["for_proof"] == {"residual": -4}
+    assert main(["convert", str(T5), str(tmp_path / "strict"), "--dry-run", "--target", "norm-safe"]) == 0
+    assert "2^-13 of the source's learning rate" in capsys.readouterr().err
+    assert main(["convert", str(T5), str(tmp_path / "least"), "--dry-run"]) == 0
+    assert "learning rate" not in capsys.readouterr().err
+
+
+def test_a_folder_that_was_saved_again_is_known_by_its_config(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark = json.loads((converted / "config.json").read_text())[CONVERTED_KEY]
+    assert mark["stream_exponents"] == [-4]
+    again = tmp_path / "again"
+    load(converted, torch.float32).save_pretrained(again)
+    assert json.loads((again / "config.json").read_text())[CONVERTED_KEY] == mark
+    for command in (["undo", str(again), str(tmp_path / "no")], ["verify", str(again)]):
+        assert main(command) == 2
+        assert "it was converted, then saved again" in capsys.readouterr().err
+    assert main(["convert", str(again), str(tmp_path / "twice"), "--no-audit"]) == 0
+    assert "was converted before, then saved again or merged" in capsys.readouterr().err
+    with pytest.raises(UserError, match="load it from the folder that convert wrote"):
+        make_fp16_safe(load(again, torch.float32))
+
+
+def test_a_config_that_tells_of_another_plan_is_not_verified(converted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "forged"
+    shutil.copytree(converted, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config[CONVERTED_KEY]["stream_exponents"] = [-3]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["verify", str(folder), "--no-audit"]) == 1
+
+
+def test_a_converted_folder_is_followed_and_undone_to_the_originals_scale(converted: Path) -> None:
+    """Its weights are the source's as fp16 holds them, so these are what the original is trained from."""
+    followed = load(converted, torch.float32)
+    safe = make_fp16_safe(followed)
+    assert safe.converted == converted.name and safe.plan.residual_exponent <= -4
+    original = load(converted, torch.float32)
+    undone = make_fp16_safe(original)
+    undone.undo(original)
+    assert original.config.layer_norm_epsilon == load(T5, torch.float32).config.layer_norm_epsilon
+    pairs = zip(load(T5, torch.float32).parameters(), original.parameters(), strict=True)
+    assert all(torch.allclose(a, b, rtol=2.0**-11, atol=1e-4) for a, b in pairs)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (original, followed)]
+    safe.follow(optimizers[1], followed)
+    ids = torch.arange(3, 43).view(2, 20)
+    for _ in range(3):
+        losses = []
+        for model, optimizer in zip((original, followed), optimizers, strict=True):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    safe.undo(followed)
+    assert all(torch.equal(a, b) for a, b in zip(original.parameters(), followed.parameters(), strict=True))
+
+
+def test_plans_that_follow_each_other_are_one() -> None:
+    first = Plan(family="t5", residual_exponent=-4, exponents={"a": [1, 0], "b": 2}, gain_correction={"n": 2.0})
+    second = Plan(family="t5", residual_exponent=-2, exponents={"a": 3, "c": [0, 5]}, eps=1e-9)
+    both = composed(first, second)
+    assert both.residual_exponent == -6 and both.eps == 1e-9 and both.gain_correction == {"n": 2.0}
+    assert both.exponents == {"a": [4, 3], "b": 2, "c": [0, 5]}
