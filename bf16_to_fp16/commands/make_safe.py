@@ -44,7 +44,6 @@ from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, composed, inverse, mark_of
 from ..rescaling.weights import ModelTensors, source_weights
-from ..run.interface import config_of
 from ..run.stock import eps_attribute
 from ..targets import MARGIN_BITS, WHERE
 from .rescale import check_asked, observed, observed_plan, opened
@@ -141,6 +140,7 @@ class MadeSafe:
                 for name, bias in self.originals.items():  # training moves a free bias, and no output with it
                     model.get_parameter(name).data.copy_(bias)
             set_eps(model, layout, self.eps)
+            vars(model.config).pop(CONVERTED_KEY, None)
         model.__dict__.pop(MARK, None)
         return model
 
@@ -234,7 +234,7 @@ def make_fp16_safe(
 def converted_folder(model: Any) -> Path | None:
     """Return the converted folder that a model was loaded from, None for other models; raise UserError where its config
     tells of a conversion whose report is not at hand."""
-    mark = getattr(config_of(model), CONVERTED_KEY, None)
+    mark = getattr(model.config, CONVERTED_KEY, None)
     if mark is None:
         return None
     name = str(model.name_or_path)

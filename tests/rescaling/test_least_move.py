@@ -206,6 +206,7 @@ def test_a_converted_folder_is_followed_and_undone_to_the_originals_scale(conver
     undone = make_fp16_safe(original)
     undone.undo(original)
     assert original.config.layer_norm_epsilon == load(T5, torch.float32).config.layer_norm_epsilon
+    assert CONVERTED_KEY not in original.config.to_dict()  # of what is saved now nothing is to be undone
     pairs = zip(load(T5, torch.float32).parameters(), original.parameters(), strict=True)
     assert all(torch.allclose(a, b, rtol=2.0**-11, atol=1e-4) for a, b in pairs)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (original, followed)]
