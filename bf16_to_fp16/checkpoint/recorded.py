@@ -51,8 +51,8 @@ def recorded(folder: Path) -> dict[str, Any]:
         check_below(folder, map(str, folder.glob(f"*/{REPORT}")))
         if saved_again(folder):
             raise UserError(
-                f"{folder}: has no {REPORT}: it was converted, then saved again without it; copy that from the folder"
-                " that convert wrote, if the weights are still its own"
+                f"{folder}: has no {REPORT}: it was converted, then saved again without it; if it was neither trained"
+                " nor undone, copy that from the folder that convert wrote"
             )
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     return report_data(contained(folder, REPORT), NEEDED, SCHEMA)

@@ -87,7 +87,9 @@ class MadeSafe:
         if self.again:
             done = "made safe before; nothing was done"
         elif self.converted:
-            done = f"of the converted folder {self.converted}: the residual stream is {streams} times the original's"
+            done = (
+                f"loaded from the converted folder {self.converted}; its stream is now {streams} times the original's"
+            )
         elif not self.changed:
             done = "nothing to rescale; the weights are as they were"
         else:

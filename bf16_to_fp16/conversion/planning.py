@@ -122,7 +122,7 @@ def open_source(
     if saved_again(checkpoint.folder):
         progress.say(
             f"{checkpoint.name} was converted before, then saved again or merged without its {REPORT}: its weights keep"
-            " that conversion's scale, and undo of this one will not give the original's"
+            " that scale, which undo of this conversion will not take back"
         )
     checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
@@ -186,15 +186,15 @@ def price_of_moving(decided: Decided) -> Iterator[str]:
     least = min(exponents.values())
     if decided.target in SQUARING and least < FURTHEST_FOR_TRAINING:
         yield (
-            f"{WHERE[decided.target]} the stream is moved to 2^{least}: train it with make_fp16_safe and follow, or at"
-            f" 2^{least} of the source's learning rate; the default target moves less, for PyTorch alone"
+            f"for use {WHERE[decided.target]} the stream is multiplied by 2^{least}: train it with make_fp16_safe and"
+            f" follow, or AdamW at 2^{least} of the source's learning rate; the default, for PyTorch, moves less"
         )
     for stream, room in ({} if planned is None else planned.for_proof).items():
         if decided.ranges is not None and decided.target not in SQUARING:
             name = "the stream" if len(exponents) == 1 else stream
             yield (
-                f"{name} is moved to 2^{exponents[stream]} for the proof: what was observed asks for 2^{room}"
-                f" (--stream {room}, without the proof)"
+                f"the proof needs {name} times 2^{exponents[stream]}; what was run needs only 2^{room}: --stream {room}"
+                " does that, without the proof"
             )
 
 

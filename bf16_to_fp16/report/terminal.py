@@ -171,7 +171,7 @@ def print_advice(screen: Output, report: schema.Report) -> None:
         ("eps", facts.held_eps(report)),
         ("outputs", facts.scaled_outputs(report)),
         ("to finetune", uses.finetuning(report)),
-        ("silent harm", uses.harm(report)),
+        ("beware", uses.harm(report)),
         ("class", facts.other_class(report)),
         ("older versions", older),
         ("padding", facts.padding_advice(report)),

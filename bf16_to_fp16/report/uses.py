@@ -1,7 +1,7 @@
 """What a converted checkpoint is good for next: to train, adapt, merge, quantise, by what its plan moved.
 
-An optimizer's step is absolute, so a weight times 2^r sees the source's learning rate 2^-r times as large; adapters,
-quantisers and readers of states meet the same factor. benchmarks/rates.py measures each.
+An optimizer's step is absolute, so to AdamW a weight times 2^r sees the source's learning rate 2^-r times as large;
+adapters, quantisers and readers of states meet the same factor. benchmarks/rates.py measures each.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from ..rescaling.plan import Plan
 from ..wording import listed
 from . import facts, schema
 
-IN_FP32 = "load it with dtype=torch.float32 and train under fp16=True"
-FOLLOW = "safe = make_fp16_safe(model), then safe.follow(optimizer, model)"
+TITLE = "What you can do with it"
+PAGE = "docs/training.md, “A converted folder”"
+ALPHA = 16  # the lora_alpha of the example
 
 
 def powers(exponents: dict[str, int]) -> str:
@@ -28,12 +29,13 @@ def finetuning(report: schema.Report) -> str:
     if plan is None or not report.safe:
         return ""
     if not plan.moves:
-        return f"{IN_FP32}, at the source's learning rates"
-    other = "without it, lower the rate of the weights that were moved"
-    if moved := report.moved.linears | report.moved.others:
-        other = f"without it, multiply the learning rate by {powers(moved)}"
-        other += "" if plan.moves_streams_alone else ", though single channels were moved besides"
-    return f"{IN_FP32}; {FOLLOW} takes the source's learning rates; {other}"
+        return (
+            "load it with dtype=torch.float32 and train with fp16=True; no weight was moved: your learning rate holds"
+        )
+    return (
+        "load it with dtype=torch.float32 and train with fp16=True, max_grad_norm=0; wrap your optimizer with"
+        f" make_fp16_safe(model).follow(optimizer, model) to keep your learning rate ({PAGE})"
+    )
 
 
 def harm(report: schema.Report) -> str:
@@ -41,10 +43,11 @@ def harm(report: schema.Report) -> str:
     plan = report.plan
     if plan is None or not plan.moves or not report.safe:
         return ""
-    parts = ["a LoRA, prompt or merge partner of the source used unchanged", "quantising or pruning it by magnitude"]
-    if gains_round(plan):
-        parts.append("loading it in bf16")
-    return f"{listed(parts)}: see {schema.CARD}, “What you can do with it”"
+    loading = ", nor if you load it in bf16" if gains_round(plan) else ""
+    return (
+        f"nothing warns you if you use a LoRA, prompt or merge partner of the source unchanged{loading}: see the"
+        f" folder's {schema.CARD}, “{TITLE}”"
+    )
 
 
 def gains_round(plan: Plan) -> bool:
@@ -53,33 +56,45 @@ def gains_round(plan: Plan) -> bool:
 
 
 def uses(report: schema.Report) -> list[tuple[str, str]]:
-    """Return what can be done with the folder, as pairs of what and how."""
+    """Return what can be done with the folder, as pairs of what and how, in Markdown."""
     plan = report.plan
     if plan is None or not report.safe:
         return []
-    rows = [("train", finetuning(report))]
     if not plan.moves:
-        return [*rows, ("adapters, quantisers, merges", "as with the source: no weight's scale was changed")]
-    rows.append(("bring the result back", "safe.undo(model), or for this folder: bf16-to-fp16 undo DIR OUT"))
+        return [
+            ("train", "`dtype=torch.float32` and `fp16=True`; no weight was moved, so your learning rate holds"),
+            ("adapters, quantisers, merges", "as with the source"),
+        ]
+    rows = [
+        (
+            "train",
+            "load with `dtype=torch.float32`, train with `fp16=True, max_grad_norm=0`, and `from bf16_to_fp16 import"
+            " make_fp16_safe`: `safe = make_fp16_safe(model)`, `optimizer = safe.follow(optimizer, model)`. Your"
+            " learning rate then holds. After training: `safe.undo(model)`, then save",
+        )
+    ]
+    if moved := report.moved.linears | report.moved.others:
+        besides = "" if plan.moves_streams_alone else "; this does not correct single channels"
+        rows.append(("AdamW without `follow`", f"multiply the rate by {powers(moved)}{besides}"))
+    rows.append(("the untrained source again", "`bf16-to-fp16 undo DIR OUT`"))
     rows.append(
         (
             "a LoRA or soft prompt of the source",
-            "bf16-to-fp16 convert DIR OUT --adapter ADAPTER; unchanged it is wrong (IA3 works as it is)",
+            "`bf16-to-fp16 convert DIR OUT --adapter ADAPTER`; unchanged it loads and can be badly off."
+            " IA3 works as it is",
         )
     )
     if plan.moves_streams_alone and (linears := report.moved.linears):
-        scales = ", ".join(f'"{name}": alpha * 2**{exponent}' for name, exponent in linears.items())
-        rows.append(("a LoRA trained here", f"LoraConfig(alpha_pattern={{{scales}}}) gives the source's curve"))
+        scales = ", ".join(f'"{name}": {ALPHA * 2.0**exponent:g}' for name, exponent in linears.items())
+        rows.append(("a LoRA trained here", f"`LoraConfig(lora_alpha={ALPHA}, alpha_pattern={{{scales}}})`"))
     rows += [
-        ("merge", "merge sources, then convert; or convert the other one with --plan DIR/fp16_report.json first"),
-        ("quantise, prune by magnitude", "the source, not this"),
+        ("merge", "merge sources, then convert; or convert the other one with `--plan DIR/fp16_report.json` first"),
+        ("quantise, prune by magnitude", "compare with the source first: which of the two loses less differs"),
     ]
     if gains_round(plan):
-        rows.append(("bf16", "not this: its gains, stored less 1, lie near −1, where bf16 is coarse; use the source"))
+        rows.append(("bf16", "use the source: these gains, stored less 1, lie near −1, where bf16 is coarse"))
     if states := facts.scaled_outputs(report):
-        rows.append(("states", states))
-    rows.append(
-        ("new tokens", "resize_token_embeddings(mean_resizing=True), the default; other new rows are too large")
-    )
-    rows.append(("save again", f"copy {schema.REPORT} along, or verify, undo and make_fp16_safe do not know its plan"))
+        rows.append(("states", states.replace("_", r"\_")))
+    rows.append(("new tokens", "`resize_token_embeddings(mean_resizing=True)`, the default; others are too large"))
+    rows.append(("save it again, at this scale", f"copy `{schema.REPORT}` along: `undo` and `make_fp16_safe` read it"))
     return rows

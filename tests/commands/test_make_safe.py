@@ -204,7 +204,7 @@ def test_a_converted_checkpoint_needs_nothing(tmp_path: Path) -> None:
     model = load(out, torch.float32)
     before = weights(model)
     safe = make_fp16_safe(model)
-    assert safe.certified and safe.converted == "out" and str(safe).startswith("of the converted folder out")
+    assert safe.certified and safe.converted == "out" and str(safe).startswith("loaded from the converted folder out")
     assert same(before, weights(model))
     # Its plan is that of the folder, which undo takes back.
     original, undone = load(DEMO, torch.float32), weights(safe.undo(model))

@@ -34,17 +34,18 @@ OPERATIONS = {"layer_norm"}  # torch's names of operations, by which audits name
 ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}  # the names of the shipped checkpoints
 
 FILES = {
-    "advise/configs.py",
+    "advise/initialisation.py",
     "checkpoint/layouts.py",
     "checkpoint/naming.py",
     "checkpoint/pipeline_classes.py",
     "checkpoint/side_modules.py",
     "checkpoint/single_file.py",
+    "finetuning/memory.py",
 }
 """Tables of what files of single encoders are called and what models they are, by which a file is opened before there
 is a config that could have a family; of what configs of any class call their width and
-deviations, of what sentence-transformers calls what its own modules are, and of what diffusers' components are called
-inside."""
+deviations or have position biases, of what sentence-transformers calls what its own modules are, and of what
+diffusers' components are called inside."""
 
 
 def paths_of(topology: Topology) -> Iterator[str]:

@@ -99,7 +99,7 @@ def test_what_stock_code_makes_in_fp32_stays_so_where_all_weights_are_halved(tmp
 
 
 def test_the_drift_that_is_predicted_is_the_one_that_is_measured(tmp_path: Path) -> None:
-    model = tiny.build("embeddinggemma", factor=60.0, dtype=torch.float32, num_hidden_layers=1)
+    model = tiny.build("embeddinggemma", factor=900.0, dtype=torch.float32, num_hidden_layers=1)
     result = convert(tiny.save(model, tmp_path / "source", torch.float32), tmp_path / "out", target="half")
     drift = result.plan.drift
     # fp16 holds none of the weights: what the gains alone lose is a fraction.

@@ -163,7 +163,7 @@ def test_a_move_for_the_proof_alone_and_one_for_a_stricter_target_are_told(
     pegasus = DEMO / "pegasus-bytes"
     assert main(["convert", str(pegasus), str(tmp_path / "out")]) == 0
     said = capsys.readouterr()
-    assert "the stream is moved to 2^-5 for the proof: what was observed asks for 2^-4 (--stream -4" in said.err
+    assert "the proof needs the stream times 2^-5; what was run needs only 2^-4: --stream -4" in said.err
     assert json.loads((tmp_path / "out" / "fp16_report.json").read_text())["for_proof"] == {"residual": -4}
     assert main(["convert", str(T5), str(tmp_path / "strict"), "--dry-run", "--target", "norm-safe"]) == 0
     assert "2^-13 of the source's learning rate" in capsys.readouterr().err
