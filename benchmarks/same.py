@@ -1,4 +1,4 @@
-"""Whether conversions still give what they gave: verdict, proof, plan, certificate and bytes of ten checkpoints.
+"""Whether conversions still give what they gave, for two targets each: verdict, proof, plan, certificate and bytes.
 
     python benchmarks/same.py            compares with benchmarks/same.json; exit status 1 where something differs
     python benchmarks/same.py --record   writes it anew, for a change that is meant to be one
@@ -29,19 +29,13 @@ HERE = Path(__file__).parent
 RECORD = HERE / "same.json"
 DEMOS = HERE.parent / "bf16_to_fp16" / "demo_data"
 HARD = HERE.parent / "recipes" / "demo" / "t5-hard-bytes"
-TARGETS = {
-    "t5-gated-bytes": "norm-safe",
-    "pegasus-bytes": "norm-safe",
-    "gemma3-bytes": "norm-safe",
-    "t5-hard-bytes": "norm-safe",
-    "llama": "norm-safe",
-    "qwen3": "norm-safe",
-    "glm4": "norm-safe",
-    "longt5": "norm-safe",
-    "mbart": "norm-safe",
-    "t5gemma": "norm-safe",
-}
-"""The target of each checkpoint: shipped ones, and small random ones of other families."""
+NAMES = (
+    *("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes", "t5-hard-bytes"),
+    *("llama", "qwen3", "glm4", "longt5", "mbart", "t5gemma"),
+)
+"""Shipped checkpoints, and small random ones of other families."""
+
+CASES = [f"{name}, {target}" for name in NAMES for target in ("auto", "norm-safe")]
 
 
 def source_of(name: str, folder: Path) -> Path:
@@ -51,14 +45,15 @@ def source_of(name: str, folder: Path) -> Path:
     return tiny.save(tiny.small(name), folder / name)
 
 
-def result_of(name: str) -> dict[str, Any]:
-    """Convert a checkpoint, and return what must stay the same of it."""
+def result_of(case: str) -> dict[str, Any]:
+    """Convert a checkpoint for a target, and return what must stay the same of it."""
+    name, target = case.split(", ")
     with tempfile.TemporaryDirectory() as place:
-        report = convert(source_of(name, Path(place)), Path(place) / "out", target=TARGETS[name], progress=False).report
+        report = convert(source_of(name, Path(place)), Path(place) / "out", target=target, progress=False).report
     plan = {key: value for key, value in report["plan"].items() if key != "drift"}
     sites = {site["name"]: [site["bound"], site["partial"], site["limit"]] for site in report["certificate"]["sites"]}
     files = {f["name"]: f["sha256"] for f in report["output"]["files"] if f["name"].endswith(".safetensors")}
-    known = {"target": TARGETS[name], "verdict": report["verdict"], "proof": report["proof"]}
+    known = {"target": target, "verdict": report["verdict"], "proof": report["proof"]}
     tiers = {tier: entry["proof"] for tier, entry in report["tiers"].items()}
     return {**known, "tiers": tiers, "plan": plan, "certificate": sites, "weights": files}
 
@@ -82,12 +77,12 @@ def differences(said: Any, now: Any, key: str = "") -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="write the record anew")
-    parser.add_argument("names", nargs="*", help="of these checkpoints alone")
+    parser.add_argument("names", nargs="*", help="these cases alone, such as 'llama, auto'")
     options = parser.parse_args()
     torch.set_num_threads(1)
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
     failed = False
-    for name in options.names or TARGETS:
+    for name in options.names or CASES:
         now = json.loads(json.dumps(result_of(name)))
         if options.record:
             record[name] = now
@@ -96,7 +91,7 @@ def main() -> int:
         failed = failed or bool(found)
         print(f"{name}: {f'{len(found)} differences' if found else 'the same'}", *found[:10], sep="\n  ", flush=True)
     if options.record:
-        lines = (f"{json.dumps(name)}: {json.dumps(record[name])}" for name in TARGETS if name in record)
+        lines = (f"{json.dumps(name)}: {json.dumps(record[name])}" for name in CASES if name in record)
         RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8", newline="\n")
     return int(failed)
 

@@ -722,7 +722,8 @@ class _PlanSearch(_Costs):
             )
         best = min(finite.values(), key=lambda total: total.cost)
         spare = NEARNESS * len(self.layout.norms) if self.moves_least else INDIFFERENCE
-        r = min((e for e, t in finite.items() if t.cost <= best.cost + spare and t.unproven <= best.unproven), key=abs)
+        unproven = best.unproven if self.moves_least else math.inf
+        r = min((e for e, t in finite.items() if t.cost <= best.cost + spare and t.unproven <= unproven), key=abs)
         self.decided[self.stream] = r
         if not totals[r].holds:
             self.fallbacks[self.stream] = self.residual_fallback(r)
