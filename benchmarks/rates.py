@@ -2,12 +2,12 @@
 
     python benchmarks/rates.py [--folder DIR]
 
-converts each demo by default, for ``train`` and for ``norm-safe`` (by ``--no-audit``, and without what is unsafe then),
-and trains source and folders on the same batches, loaded in fp32, without dropout. ``follow`` is an optimizer that
-steps at the source's scale (``MadeSafe.follow``). Losses are means over all held-out texts. Then one adapter, trained
-on the source, is put on every folder; embeddings are resized; and quantised folders are compared with the source in
-fp32. bitsandbytes and torchao run where they are installed (``make clients``). ``--folder`` adds a causal checkpoint,
-converted by default, at rates of its own, in short rows, judged on 16 texts. One thread.
+converts each demo by default, for ``train`` and for ``norm-safe``, without what is unsafe then, and trains source and
+folders on the same batches, loaded in fp32, without dropout. ``follow`` is an optimizer that steps at the source's
+scale (``MadeSafe.follow``). Losses are means over all held-out texts. Then one adapter, trained on the source, is put
+on every folder; embeddings are resized; and quantised folders are compared with the source in fp32. bitsandbytes and
+torchao run where they are installed (``make clients``). ``--folder`` adds a causal checkpoint, converted by default, at
+rates of its own, in short rows, judged on 16 texts. One thread.
 """
 
 from __future__ import annotations
