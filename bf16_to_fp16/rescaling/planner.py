@@ -627,6 +627,7 @@ class _PlanSearch(_Costs):
         streams, drift = self.layout.streams, 0.0
         if self.moves_least and not held and self.holds_unmoved():
             held, self.spare = dict.fromkeys(streams, 0), math.inf
+            self.solved.clear()  # whose channels were chosen with less to spare
         by_exponent: dict[int, float] = {}
         others = least_free = 0.0
         for self.stream in streams:
