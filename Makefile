@@ -36,14 +36,17 @@ quality: install
 # What things cost, each beside what would be used otherwise: about twenty minutes on two idle cores.
 bench: install
 	for run in convert.py "convert.py --scale t5-v1_1-small t5-v1_1-base t5-v1_1-large --rounds 3" \
-		"certify_soundness.py 20" penalty.py optimizer.py "finetune.py --cost 10" peers.py; \
+		"certify_soundness.py 20" penalty.py optimizer.py peers.py; \
 	do echo "== $$run"; $(BIN)/python benchmarks/$$run || exit 1; done
 
 # What only a GPU can show, in less than nine minutes and without a network: in .venv where it is made, else with plain
 # python3; `make gpu PYTHON=…` for another, `make gpu DEVICE=cpu` for what runs without a card.
 gpu:
-	$(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3)) \
-		benchmarks/gpu.py --device $(or $(DEVICE),cuda) --out gpu.json
+	set -e; python="$(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))"; \
+	device=$(or $(DEVICE),cuda); \
+	$$python benchmarks/gpu.py --device $$device --out gpu.json; \
+	$$python benchmarks/optimizer.py --device $$device; \
+	$$python benchmarks/penalty.py --device $$device
 
 # The pages of docs/ as a site in site/; tests/test_docs.py checks its links.
 docs: install

@@ -4,7 +4,6 @@ from rescaled ones.
 
     python benchmarks/finetune.py --work WORK    # the comparison; what WORK holds is not computed again
     python benchmarks/finetune.py --amp 500      # ordinary finetuning under fp16 AMP, before and after convert
-    python benchmarks/finetune.py --cost 20      # seconds a step beside a plain loop, over 20 steps
 
 The first trains the shipped demo models from plain text on one thread, evaluates on held-out text, prints Markdown
 tables. All runs of a start begin with the same weights:
@@ -21,29 +20,23 @@ steps without raising the held-out loss by more than 5% over that without penalt
 the most headroom among those that keep the loss. The other seeds are run with that one.
 
 The second trains without penalty, rescaling or teacher, as anybody would finetune the checkpoint in fp16, and counts
-the steps that are skipped because a value or a gradient is not finite. The third finetunes a byte-level T5 of 57
-million parameters with random weights, in fp32 (products in fp16 are computed in fp32 on a CPU, which would
-hide the rest).
+the steps that are skipped because a value or a gradient is not finite.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
-import os
 import shutil
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import synthetic
 import torch
 from penalty_forms import MeanSquare
 
@@ -52,7 +45,6 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus
-from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import make_accelerator, make_teacher, write_start
@@ -341,85 +333,6 @@ def compare_in_amp(demos: list[str], steps: int) -> None:
                 print(f"| {demo}, {name} | {train_in_amp(demo, folder, run, steps, precision)} |", flush=True)
 
 
-class Stopwatch(RunLog):
-    """A log that keeps only when each step ended."""
-
-    def __init__(self) -> None:
-        super().__init__(Path(os.devnull))
-        self.ends: list[float] = []
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Note the time."""
-        if "task_loss" in values:
-            self.ends.append(time.perf_counter())
-
-
-def seconds_of(ends: list[float]) -> float:
-    """Return the median time between steps, without the first ones."""
-    return statistics.median(b - a for a, b in itertools.pairwise(ends[2:]))
-
-
-def plain_loop(source: Path, steps: int) -> float:
-    """Return the seconds of a step that anybody would write: fused AdamW, batches of the same shape."""
-    model = load(source, torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    ids, labels = torch.randint(3, 250, (8, 130)), torch.randint(3, 250, (8, 62))
-    ends = []
-    for _ in range(steps):
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        ends.append(time.perf_counter())
-    return seconds_of(ends)
-
-
-def cost(steps: int) -> None:
-    """Print the seconds of a step, without and with what a finetune adds."""
-    shape = synthetic.Shape(512, 2048, 8, 384, 6, 6)
-    demo = ROOT / "bf16_to_fp16" / "demo_data" / DEMOS["T5"]
-    with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "source"
-        synthetic.write(source, shape)
-        for name in ("tokenizer_config.json", "generation_config.json"):
-            shutil.copy(demo / name, source)
-        changes: dict[str, dict[str, Any]] = {
-            "finetune, no penalty, no teacher": {"penalty": {"form": "none"}, "distillation": {"weight": 0.0}},
-            "with penalty": {"distillation": {"weight": 0.0}},
-            "with teacher": {"penalty": {"form": "none"}},
-            "with both, as by default": {},
-        }
-        print(f"{shape.parameters / 1e6:.0f} million parameters, batches of 8, fp32, 1 thread\n")
-        plain = plain_loop(source, steps)
-        print(f"| step | seconds | times the plain loop |\n|---|---|---|\n| plain loop | {plain:.2f} | 1.00 |")
-        for name, change in changes.items():
-            settings = {
-                "source": str(source),
-                "out": str(Path(scratch) / "out"),
-                "device": "cpu",
-                "rescale": False,
-                "precision": "fp32",
-                "data": data_of("T5"),
-                "schedule": {"steps": steps},
-                "evaluation": {"every": steps},
-                "checkpointing": {"every": steps},
-                **change,
-            }
-            recipe = parse_recipe(settings)
-            corpus = Corpus(recipe.data, source, load_config(source))
-            student = load(source, torch.float32, attention="eager")
-            watch = Stopwatch()
-            teacher = None
-            if recipe.distillation.weight:
-                teacher = Teacher(load(source, torch.float32), torch.device("cpu"))
-            run = Path(scratch) / "run"
-            Trainer(recipe, student, teacher, corpus, run, make_accelerator(recipe), log=watch).train()
-            shutil.rmtree(run, ignore_errors=True)
-            seconds = seconds_of(watch.ends)
-            print(f"| {name} | {seconds:.2f} | {seconds / plain:.2f} |", flush=True)
-
-
 def main() -> None:
     """Run every method on every demo."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -428,14 +341,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder of the runs, else one that is removed")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="of the penalty")
     parser.add_argument("--amp", type=int, metavar="STEPS", help="finetune under fp16 AMP instead, for so many steps")
-    parser.add_argument("--cost", type=int, metavar="STEPS", help="time a step instead, over so many steps")
     models: dict[str, Any] = {"choices": list(IN_AMP), "default": list(DEMOS), "help": "Gemma 3 for --amp alone"}
     parser.add_argument("--models", nargs="+", **models)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.cost:
-        cost(options.cost)
-        return
     if options.amp:
         compare_in_amp(options.models, options.amp)
         return

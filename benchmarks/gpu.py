@@ -9,13 +9,11 @@ It needs torch, transformers, accelerate and what the package imports; not datas
 run one after the other. One that fails is reported with its reason, the others go on, and the exit status is 1, as
 where a value passed its bound.
 
-finetune: the hard checkpoint by its recipe under CUDA autocast and the run's loss scale. scaler: a plain loop with
-torch.amp.GradScaler on what came of it, and on the source. kernels: fp16 products of many shapes against what the
-certificate assumes of them. audit: converted checkpoints in every regime, and random models whose norms read what
-gradient ascent found, on fp16 kernels with split sums allowed and not, against every bound. attack: the search for the
-worst inputs. fsdp: one process under launch/accelerate/fsdp.yaml against one without. optimizer, penalty: what their
-steps cost. certificate: bounds with the products of matrices on the device. half: `.half()` beside what stock code
-loads in fp16, at the XXL encoder's shape.
+finetune: the hard checkpoint by its recipe under CUDA autocast and the run's loss scale. kernels: fp16 products of many
+shapes against what the certificate assumes of them. audit: converted checkpoints in every regime, and random models
+whose norms read what gradient ascent found, on fp16 kernels with split sums allowed and not, against every bound.
+attack: the search for the worst inputs. half: `.half()` beside what stock code loads in fp16, at the XXL encoder's
+shape. `make gpu` then runs optimizer.py and penalty.py on the card, and the tests marked `gpu` launch the finetune.
 
 The file, written anew after each part, is one JSON object: ``device``, ``torch``, ``transformers``, ``accelerate``
 (versions), ``command``, ``seconds``, ``failed`` (names of parts), ``violations`` (lines, each a value beyond its bound)
@@ -27,18 +25,15 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
-import itertools
 import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,8 +43,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import accelerate
-import optimizer as optimizer_cost
-import penalty as penalty_cost
 import synthetic
 import torch
 import transformers
@@ -67,17 +60,13 @@ from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
-from bf16_to_fp16.devices import Device, products_on
 from bf16_to_fp16.errors import UserError, first_line
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.finetuning.corpus import Corpus
-from bf16_to_fp16.finetuning.distillation import arguments, counted_positions, task_loss
 from bf16_to_fp16.finetuning.recipe import read_recipe
 from bf16_to_fp16.finetuning.run import finetune
 from bf16_to_fp16.numerics import FP16_STEP
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.products import FastProducts
-from bf16_to_fp16.run.stock import load, load_config, set_attention
+from bf16_to_fp16.run.stock import load, set_attention
 
 ROOT = Path(__file__).parents[1]
 DEMOS = ("t5-gated-bytes", "pegasus-bytes")
@@ -90,16 +79,11 @@ class Sizes:
     """How much each part does."""
 
     steps: int  # of the hard checkpoint's finetune
-    scaler_steps: int
     products: tuple[tuple[int, int, int], ...]  # rows, inner dimension, columns
     demos: tuple[str, ...]
     models: int  # random ones
     attack_steps: int
-    fsdp_steps: int
-    optimizer: dict[str, list[torch.Size]]  # shapes of parameters by name
     rounds: int
-    penalty: str
-    layers: tuple[synthetic.Shape, ...]  # to be bounded
     encoder: synthetic.Shape
     batches: tuple[tuple[int, int], ...]  # rows and tokens for the encoder
 
@@ -107,7 +91,6 @@ class Sizes:
 XXL = synthetic.SHAPES["t5-v1_1-xxl-encoder"]
 ON_A_CARD = Sizes(
     steps=180,
-    scaler_steps=60,
     products=(
         *((m, 10240, 4096) for m in (1, 16, 128, 2048)),
         *((m, 4096, 10240) for m in (1, 16, 2048)),
@@ -119,29 +102,17 @@ ON_A_CARD = Sizes(
     demos=DEMOS,
     models=10,
     attack_steps=24,
-    fsdp_steps=6,
-    optimizer={
-        "T5-small": optimizer_cost.shapes(6),
-        "4 layers of the XXL encoder": [torch.Size(s) for s in XXL.with_layers(4).tensors().values()],
-    },
     rounds=9,
-    penalty="small",
-    layers=(synthetic.SHAPES["t5-v1_1-large"].with_layers(1), XXL.with_layers(1)),
     encoder=XXL,
     batches=((1, 512), (8, 512)),
 )
 TINY = Sizes(
     steps=1,
-    scaler_steps=1,
     products=((4, 600, 8),),
     demos=("tiny",),
     models=1,
     attack_steps=1,
-    fsdp_steps=1,
-    optimizer={"tiny": [torch.Size([40, 50]), torch.Size([50])]},
     rounds=1,
-    penalty="tiny",
-    layers=(synthetic.Shape(32, 48, 2, 64, 1, 0, d_kv=16),),
     encoder=synthetic.Shape(32, 48, 2, 64, 2, 0, d_kv=16),
     batches=((2, 16),),
 )
@@ -268,96 +239,6 @@ def run_finetune(session: Session, part: Part) -> None:
         part.add(f"headroom of what was written, {name}", regime["headroom_bits"], "bits", "above 0")
     part.add("device of the training", ", ".join(result.report["finetune"]["devices"]))
     session.finetuned = out
-
-
-def run_scaler(session: Session, part: Part) -> None:
-    """A plain loop under autocast and torch's GradScaler, from the source and from what was finetuned."""
-    sources = {"source": HARD} | ({"finetuned": session.finetuned} if session.finetuned else {})
-    for name, folder in sources.items():
-        taken, scale, seconds, dtype = scaled_loop(session, folder)
-        part.add(f"{name}: steps taken by GradScaler", taken, f"of {session.sizes.scaler_steps}")
-        part.add(f"{name}: its scale at the end", scale)
-        part.add(f"{name}: a step", 1e3 * seconds, "ms")
-        part.add(f"{name}: dtype of a linear", dtype, "", "float16")
-
-
-def scaled_loop(session: Session, folder: Path) -> tuple[int, float, float, str]:
-    """Return the steps taken, the last scale, the median seconds of a step, and the dtype of a linear's output."""
-    place = session.device
-    recipe = hard_recipe(
-        session, session.folder / "none", "data.first_sentinel=383", f"data.batch_size={16 if session.on_cuda else 2}"
-    )
-    corpus = Corpus(recipe.data, folder, load_config(folder))
-    model = load(folder, torch.float32).to(place).train()
-    seen: set[torch.dtype] = set()
-    watched = model.get_submodule("encoder.block.0.layer.0.SelfAttention.q")
-    watched.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    scaler = torch.amp.GradScaler(place.type)
-    batches, taken, ends = corpus.training_batches(), 0, [time.perf_counter()]
-    for _ in range(session.sizes.scaler_steps):
-        batch = next(batches)
-        assert batch.labels is not None
-        with nullcontext() if session.on_cuda else FastProducts():
-            with torch.autocast(place.type, torch.float16):
-                logits = model(**arguments(model, batch, place)).logits
-            loss = task_loss(logits, batch.labels.to(place)) / int(counted_positions(batch).sum())
-            before = scaler.get_scale()
-            scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        taken += scaler.get_scale() >= before
-        session.wait()
-        ends.append(time.perf_counter())
-    seconds = statistics.median(b - a for a, b in itertools.pairwise(ends))
-    return taken, scaler.get_scale(), seconds, ", ".join(str(d).removeprefix("torch.") for d in seen)
-
-
-FSDP_STATES = {"single": "whole", "fsdp": "of each process"}
-"""How each configuration writes its states."""
-
-
-def run_fsdp(session: Session, part: Part) -> None:
-    """One process under FSDP2 beside one without, both in fp16 on the card."""
-    if not session.on_cuda:
-        part.add("FSDP", "left out: on a CPU accelerate runs DDP instead")
-        return
-    losses = {}
-    for config in ("single", "fsdp"):
-        out = session.folder / f"with-{config}"
-        begin = time.perf_counter()
-        launch(config, out, session.sizes.fsdp_steps)
-        part.add(f"{config}.yaml: the whole command", time.perf_counter() - begin, "s")
-        rows = logged(out)
-        losses[config] = [row["loss"] for row in rows]
-        part.add(f"{config}.yaml: fp16 steps", sum(row["precision"] == "fp16" for row in rows), f"of {len(rows)}")
-        # Of a model that is whole in each process the first one writes the state.
-        sharded = any(out.with_name(f"{out.name}.run").glob("step-*/accelerate"))
-        part.add(f"{config}.yaml: states", "of each process" if sharded else "whole", "", FSDP_STATES[config])
-    pairs = zip(losses["single"], losses["fsdp"], strict=True)
-    part.add("largest difference of a step's loss", max(abs(a - b) / abs(a) for a, b in pairs), "relative", "0.02")
-
-
-def launch(config: str, out: Path, steps: int) -> None:
-    """Finetune a demo checkpoint in one process of a configuration of launch/; RuntimeError with what it said."""
-    recipe = out.with_suffix(".yaml")
-    text = json.dumps(str(ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz"))
-    source = json.dumps(str(ROOT / "bf16_to_fp16" / "demo_data" / DEMOS[0]))
-    recipe.write_text(
-        f"source: {source}\nout: {json.dumps(str(out))}\nprecision: fp16\ndevice: cuda\n"
-        f"data: {{path: {text}, first_sentinel: 383, input_length: 130, target_length: 62, batch_size: 8}}\n"
-        f"schedule: {{steps: {steps}}}\nevaluation: {{every: 1000}}\n"
-    )
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
-    command += [f"launch/accelerate/{config}.yaml", "--num_processes", "1", "--main_process_port", "0"]
-    command += ["-m", "bf16_to_fp16", "finetune", str(recipe)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    if done.returncode not in (0, 1) or not (out / "fp16_report.json").is_file():
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        wanted = [line for line in lines if "rror" in line] or lines or ["no message"]
-        raise RuntimeError(f"{config}.yaml ended with {done.returncode}: {wanted[0].strip()}")
 
 
 # ---- soundness -------------------------------------------------------------------------------------------------------
@@ -487,70 +368,6 @@ def run_attack(session: Session, part: Part) -> None:
 # ---- cost ------------------------------------------------------------------------------------------------------------
 
 
-def run_optimizer(session: Session, part: Part) -> None:
-    """A step of AdamW with stochastic rounding beside torch's fused one and torchao's."""
-    wanted = ("torch fused", "moments, compiled", "bf16, bfloat16 moments, eager", "torchao")
-    if not session.on_cuda:
-        wanted = ("bf16, bfloat16 moments, eager",)
-    for label, sizes in session.sizes.optimizer.items():
-        found = list(
-            optimizer_cost.measured(
-                session.device.type,
-                sizes,
-                session.sizes.rounds,
-                lambda name: any(each in name for each in wanted),
-            )
-        )
-        count = sum(size.numel() for size in sizes) / 1e6
-        least = min(row.baseline for row in found)
-        part.add(f"{label}, {count:.0f} million in {len(sizes)} tensors: torch's fused bf16 step", least, "ms")
-        for row in found:
-            ours = row.name.startswith("AdamW") and "compiled" in row.name
-            part.add(f"{label}: {row.name}", row.times, "times torch's fused bf16", "1.2" if ours else None)
-            part.add(f"{label}: {row.name}, transient memory", row.transient, "MB")
-    if importlib.util.find_spec("torchao") is None:
-        part.add("torchao", "not installed: not compared")
-
-
-def run_penalty(session: Session, part: Part) -> None:
-    """A training step under the penalty beside the plain one."""
-    model = penalty_cost.model_of(session.sizes.penalty).to(session.device)
-    rows, length = (8, 64) if session.on_cuda else (1, 4)
-    ids = torch.randint(1, model.config.vocab_size, (rows, length)).to(session.device)
-    dtypes = (torch.float32, torch.float16) if session.on_cuda else (torch.float32,)
-    for dtype in dtypes:
-        label = str(dtype).removeprefix("torch.")
-        for row in penalty_cost.measured(model, ids, dtype, session.sizes.rounds, penalty_cost.OURS.__contains__):
-            part.add(f"{label}, {row.name}", row.times, f"times plain ({row.milliseconds:.1f} ms)")
-
-
-def run_certificate(session: Session, part: Part) -> None:
-    """Bounds with the products of matrices on the device, and beside those of the CPU."""
-    for shape in session.sizes.layers:
-        name = f"d {shape.d_model}, feed-forward {shape.d_ff}, {shape.layers} layer a stack"
-        folder = session.folder / f"shape-{shape.d_model}"
-        synthetic.write(folder, shape, outliers=True)
-        checkpoint = open_checkpoint(folder)
-        layout = resolve(checkpoint)
-        bounds = {}
-        for place in dict.fromkeys((str(session.device), "cpu")):
-            begin, device = time.perf_counter(), Device(place)
-            with products_on(device, "certificate"):
-                bounds[place] = bound(layout, fp16_weights(checkpoint, layout))
-            part.add(f"{name}: with products on {place}", time.perf_counter() - begin, "s")
-            part.add(f"{name}: they ran on", ", ".join(device.used["certificate"]))
-        if len(bounds) == 2:
-            here, there = (each.sites for each in bounds.values())
-            off = max(abs(a.bound / b.bound - 1) for a, b in zip(here, there, strict=True))
-            part.add(f"{name}: largest difference of a bound", off, "relative", "1e-6")
-        certificate = bounds[str(session.device)]
-        for allowed in session.splits():
-            with split_sums(allowed):
-                results = audit_folder(folder, regimes=("half",), device=session.device)
-            where = f"{name}, half, {shown(allowed)}"
-            compare(session, part, where, certificate, limited(results["half"]))
-
-
 def run_half(session: Session, part: Part) -> None:
     """`.half()` beside what stock code loads in fp16, and beside bf16: seconds and memory of one forward."""
     shape = session.sizes.encoder
@@ -591,14 +408,9 @@ def run_half(session: Session, part: Part) -> None:
 
 PARTS: dict[str, Callable[[Session, Part], None]] = {
     "finetune": run_finetune,
-    "scaler": run_scaler,
     "kernels": run_kernels,
     "audit": run_audit,
     "attack": run_attack,
-    "fsdp": run_fsdp,
-    "optimizer": run_optimizer,
-    "penalty": run_penalty,
-    "certificate": run_certificate,
     "half": run_half,
 }
 

@@ -146,23 +146,6 @@ def measured(
         del optimizer, made
 
 
-def deepspeeds(rounds: int) -> None:
-    """Print the time of DeepSpeed's Adam on a processor, which it compiles first, beside torch's."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    print("| AdamW of 20 million fp32 weights | ms a step |")
-    print("|---|---|")
-    makes: list[tuple[str, Make]] = [
-        ("torch, fused", lambda p: torch.optim.AdamW(p, fused=True)),
-        ("torch, plain", lambda p: torch.optim.AdamW(p)),
-        ("DeepSpeedCPUAdam", DeepSpeedCPUAdam),
-    ]
-    for name, make in makes:
-        optimizer = make(parameters(FP32, "cpu", [torch.Size([20_000_000])]))
-        optimizer.step()
-        print(f"| {name} | {1e3 * min(seconds(optimizer.step, 'cpu') for _ in range(rounds)):.1f} |")
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -171,11 +154,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--deepspeed", action="store_true", help="torch's fp32 step beside DeepSpeed's on a processor")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.deepspeed:
-        return deepspeeds(options.rounds)
     device = options.device
     sizes = shapes(options.layers)
     count = sum(shape.numel() for shape in sizes)

@@ -26,7 +26,6 @@ SIZES = {
     "tiny": {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_heads": 8, "vocab_size": 4096},
     "small": {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 8, "vocab_size": 8192},
 }
-OURS = ("all inside", "a tenth over", "all over")
 State = tuple[AbstractContextManager[object], Callable[[], Tensor | float]]
 
 
@@ -83,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=64)
@@ -90,9 +90,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     print(f"{'size':6} {'dtype':9} {'state':24} {'sites':>5} {'over':>5} {'ms':>8} {'times plain':>11}")
     for size in args.sizes:
-        model = model_of(size)
-        ids = torch.randint(1, model.config.vocab_size, (args.rows, args.length))
-        for dtype in (torch.float32, torch.bfloat16):
+        model = model_of(size).to(args.device)
+        ids = torch.randint(1, model.config.vocab_size, (args.rows, args.length)).to(args.device)
+        for dtype in (torch.float32, torch.bfloat16 if args.device == "cpu" else torch.float16):
             for row in measured(model, ids, dtype, args.rounds):
                 print(
                     f"{size:6} {str(dtype).removeprefix('torch.'):9} {row.name:24} {row.sites:5} {row.over:5}"
@@ -106,10 +106,8 @@ def measured(
     ids: Tensor,
     dtype: torch.dtype,
     rounds: int,
-    wanted: Callable[[str], bool] = lambda name: True,
 ) -> list[Measured]:
-    """Measure the steps of one model that are wanted by name, and the plain one; on the ids' device, where the model
-    is."""
+    """Measure the steps of one model, on the ids' device, where the model is."""
 
     def step(extra: Callable[[], Tensor | float]) -> float:
         start = time.perf_counter()
@@ -141,7 +139,6 @@ def measured(
         "naive, all inside": lambda: naive(model, 32752.0, sites),
         "naive, all over": lambda: naive(model, 1e-3, sites),
     }
-    states = {name: make for name, make in states.items() if name == "plain" or wanted(name)}
     times: dict[str, list[float]] = {name: [] for name in states}
     over: dict[str, int] = {}
     for _ in range(rounds + 1):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("scaler", "kernels", "audit", "attack", "fsdp", "optimizer", "penalty", "certificate", "half")
+PARTS = ("kernels", "audit", "attack", "half")
 
 FAILING = """
 import sys
@@ -43,8 +43,6 @@ def test_every_part_runs_on_the_cpu_and_no_value_passes_its_bound(warm_python: P
             assert f"| {name} | {row['what']} | " in done.stdout
     (error,) = (r for r in found["parts"]["kernels"]["rows"] if r["unit"] == "of what is allowed")
     assert 0 < error["value"] <= 1
-    dtypes = [r["value"] for r in found["parts"]["scaler"]["rows"] if "dtype" in r["what"]]
-    assert dtypes == ["float16"]
 
 
 def test_a_part_that_fails_is_reported_in_one_line_and_the_others_go_on(warm_python: Path, tmp_path: Path) -> None:
