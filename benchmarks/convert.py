@@ -240,7 +240,7 @@ def one_forward(name: str, layers: int) -> tuple[float, float]:
     with checkpoint(shape, 1) as (source, _, _):
         model = load(source, torch.float32)
     ids = torch.arange(512).view(4, 128) + 2
-    given = {"decoder_input_ids": ids[:, :32]} if shape.decoder_layers else {}
+    given = {"decoder_input_ids": ids[:, :32]} if shape.decodes else {}
     taken = []
     with torch.no_grad():
         for _ in range(3):
@@ -309,7 +309,7 @@ def whole(name: str, layers: int | None, until: str | None, certified: bool, aud
 
 @contextmanager
 def checkpoint(
-    shape: synthetic.AnyShape, shards: int | None, *, outliers: bool = False
+    shape: synthetic.Shape, shards: int | None, *, outliers: bool = False
 ) -> Iterator[tuple[Path, Path, int]]:
     """Yield a source, a path for an output and the source's size; both are removed afterwards."""
     shards = shards or math.ceil(2 * shape.parameters / SHARD)

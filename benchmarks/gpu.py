@@ -113,7 +113,7 @@ TINY = Sizes(
     models=1,
     attack_steps=1,
     rounds=1,
-    encoder=synthetic.Shape(32, 48, 2, 64, 2, 0, d_kv=16),
+    encoder=synthetic.t5("T5EncoderModel", 32, 48, 2, 64, 2, d_kv=16),
     batches=((2, 16),),
 )
 
@@ -371,7 +371,7 @@ def run_attack(session: Session, part: Part) -> None:
 def run_half(session: Session, part: Part) -> None:
     """`.half()` beside what stock code loads in fp16, and beside bf16: seconds and memory of one forward."""
     shape = session.sizes.encoder
-    config = transformers.T5Config(**{k: v for k, v in shape.config().items() if k != "architectures"})
+    config = shape.made_of
     for name, dtype in (("half", torch.float16), ("stock fp16", torch.float16), ("bf16", torch.bfloat16)):
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -389,7 +389,7 @@ def run_half(session: Session, part: Part) -> None:
         held = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
         part.add(f"{name}: weights", held / 1e9, "GB")
         for rows, tokens in session.sizes.batches:
-            ids = torch.randint(1, shape.vocabulary, (rows, tokens), device=session.device)
+            ids = torch.randint(1, shape.values["vocab_size"], (rows, tokens), device=session.device)
 
             @torch.no_grad()
             def encode(model: Any = model, ids: Tensor = ids) -> None:
