@@ -41,7 +41,7 @@ from ..quiet import quiet
 from ..ranges import ModuleRange, NormRange
 from ..report import build as reports
 from ..report.card import write_card
-from ..report.page import summary, write_page
+from ..report.page import write_page
 from ..report.remedies import (
     INEXACT,
     LET_EPS_GO,
@@ -52,6 +52,7 @@ from ..report.remedies import (
     finetuning_of,
 )
 from ..report.schema import CARD, PAGE, REPORT, Report, read
+from ..report.sections import summary
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
 from ..rescaling.edits import listed_edits

@@ -25,9 +25,10 @@ from ..json_text import as_json
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.card import warned
-from ..report.page import Result, render
+from ..report.page import render
 from ..report.remedies import CONVERT_AGAIN, going_on_from
 from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, UnsafeEntry
+from ..report.sections import Result
 from ..results import dump
 from ..verification.files import check_hashes
 from ..verification.locating import read_recorded

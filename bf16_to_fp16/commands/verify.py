@@ -55,9 +55,9 @@ from ..report.build import (
     too_inexact,
     weight_counts,
 )
-from ..report.page import Result
 from ..report.regimes import regimes_of, tiers_of
 from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, UNSAFE_BY_REPORT, unsafe_sites
+from ..report.sections import Result
 from ..report.stored import originals, read_packed
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
 from ..rescaling.edits import listed_edits

@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData, metadata_load
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..checkpoint.contents import MODULES
 from ..checkpoint.folder import TOKENIZER_FILES
@@ -23,10 +21,10 @@ from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass
 from ..rescaling.plan import Plan
 from ..results import dump
-from ..wording import bound_magnitude, significant_bits
-from . import facts, page, uses
+from . import facts, uses
 from .schema import Report
-from .tables import Table
+from .sections import source_name
+from .text import changes_text, environment, notice, oneline, origin, results_text
 
 TAGS = ("fp16", "bf16-to-fp16")
 NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}
@@ -39,7 +37,6 @@ OTHER_FORMATS = frozenset(
     ("bf16", "bfloat16", "fp32", "gguf", "jax", "onnx", "openvino", "pytorch", "rust", "tf", "tflite")
 )
 """Tags of the source that say how its weights are stored, which the converted folder does not share."""
-MOST_UNCERTIFIED_ON_CARD = 6  # sites without a proof that a card lists; the report has all
 
 
 def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
@@ -58,7 +55,7 @@ def render_card(report: Report, config: Mapping[str, Any]) -> str:
         base_model=origin(report)[0],
         library_name="transformers",
         tags=[*(tag for tag in inherited.pop("tags", ()) if tag.lower() not in OTHER_FORMATS), *TAGS],
-        model_name=f"{page.source_name(report)} in fp16" if results else None,
+        model_name=f"{source_name(report)} in fp16" if results else None,
         eval_results=results or None,
         **inherited,
     )
@@ -73,32 +70,6 @@ def warned(card: str, report: Report) -> str:
     if body.lstrip().startswith(NOTICES[facts.standing(report)]):
         return card
     return f"{head}\n> {notice(report)} What is said below otherwise was measured before.\n\n{body.lstrip()}"
-
-
-def markdown(table: Table) -> str:
-    """Return a table as Markdown: names as code, other text as it is."""
-    lines = [
-        [prose(column.title) for column in table.columns],
-        ["--:" if column.css == "n" else "---" for column in table.columns],
-    ]
-    for line in table.lines():
-        cells = zip(line, table.columns, strict=True)
-        lines.append([span(text) if column.css == "site" else prose(text) for text, column in cells])
-    return "\n".join(f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(line)} |" for line in lines)
-
-
-def notice(report: Report) -> str:
-    """Return the first line of a card that is not simply safe, as Markdown: the verdict and how to go on."""
-    head, _, rest = facts.verdict_sentence(report).partition(": ")
-    verdict = f"**{prose(head)}.** {prose(rest[:1].upper() + rest[1:])}"
-    words, colon, command = report.next.partition(": ")
-    return f"{verdict} Next: {prose(words)}{colon}{span(command) if colon else ''}" if report.next else verdict
-
-
-def origin(report: Report) -> tuple[str | None, str | None]:
-    """Return the Hub id and commit of the source, or of the original of what was trained; None for a local folder."""
-    path, revision = report.source.path, report.source.revision
-    return (None, None) if path is None or revision is None else (path.partition("@")[0], revision)
 
 
 def task_of(stock: StockClass | None) -> str:
@@ -205,68 +176,33 @@ def front_matter(folder: Path) -> dict[str, Any]:
     return result
 
 
-@cache
-def card_template() -> Template:
-    """Return the template of the card, which is compiled once in a process."""
-    environment = Environment(
-        loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
-    environment.filters |= {"bound": bound_magnitude, "significant": significant_bits}
-    environment.globals |= {"facts": facts, "page": page, "notice": notice}
-    return environment.get_template("card.md.jinja")
-
-
 def card_text(report: Report, architecture: str, *, licensed: bool, languages: bool = True) -> str:
     """Return the Markdown of the card of a checkpoint of the class ``architecture``."""
-    hub_id, revision = origin(report)
     run, plan, carried = report.finetune, report.plan, report.source.carried_over
-    evaluated = (each.get("held_out_loss") for each in run.evaluations) if run is not None else ()
-    unproven = report.uncertified
     assert plan is not None  # a card is of a conversion
-    return card_template().render(
-        report=report,
-        losses=[loss for loss in evaluated if isinstance(loss, (int, float))],
-        address=project_url(),
-        hub_id=hub_id,
-        revision=revision,
-        licensed=licensed,
-        languages=languages,
-        plan=plan_in_full(plan),
-        recipe=yaml.safe_dump(run.recipe, sort_keys=False, width=120, allow_unicode=True) if run and run.recipe else "",
-        regimes=Table(page.REGIME_COLUMNS, page.regime_rows(report.regimes)),
-        tiers=Table(page.TIER_COLUMNS, facts.tier_rows(report)),
-        unproven=Table(page.UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED_ON_CARD]),
-        unproven_count=len(unproven),
-        hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED_ON_CARD),
-        remedies=page.remedies_of(report, unproven),
-        fidelity=page.closeness_table(report, "this in fp16"),
-        model_class=loading_class(architecture),
-        outside=sum(why.startswith(architecture) for why in report.source.dropped.values()),
-        architecture=architecture,
-        sentences=MODULES in carried,
-        stock=class_named(architecture),
-        uses=uses.uses(report),
-        tokenizer=any(name in TOKENIZER_FILES for name in carried),
-        reads_images=bool(facts.tower_of(report.family)) and not set(PROCESSOR_FILES).isdisjoint(carried),
-        kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
-        made_in_fp32=family is not None and family.made_in_fp32,
+    return (
+        environment()
+        .get_template("card.md.jinja")
+        .render(
+            report=report,
+            results=results_text(report),
+            changes=changes_text(report),
+            address=project_url(),
+            licensed=licensed,
+            languages=languages,
+            plan=plan_in_full(plan),
+            recipe=yaml.safe_dump(run.recipe, sort_keys=False, width=120, allow_unicode=True)
+            if run and run.recipe
+            else "",
+            model_class=loading_class(architecture),
+            outside=sum(why.startswith(architecture) for why in report.source.dropped.values()),
+            architecture=architecture,
+            sentences=MODULES in carried,
+            stock=class_named(architecture),
+            uses=uses.uses(report),
+            tokenizer=any(name in TOKENIZER_FILES for name in carried),
+            reads_images=bool(facts.tower_of(report.family)) and not set(PROCESSOR_FILES).isdisjoint(carried),
+            kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
+            made_in_fp32=family is not None and family.made_in_fp32,
+        )
     )
-
-
-def oneline(value: str) -> str:
-    """Return text without line breaks."""
-    return " ".join(str(value).split())
-
-
-def prose(value: object) -> str:
-    """Return text that Markdown shows as it is, also inside a table."""
-    return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", oneline(str(value)))
-
-
-def span(value: object) -> str:
-    """Return text as a code span that nothing in it can end, also inside a table."""
-    line = oneline(str(value)).replace("|", r"\|")
-    longest = max((len(run) for run in re.findall("`+", line)), default=0)
-    fence, pad = "`" * (longest + 1), " " if longest else ""
-    return f"{fence}{pad}{line}{pad}{fence}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.kinds import SiteKind
 from ..checkpoint.contents import MODULES
 from ..families.known import named
-from ..families.roles import STACKS
 from ..families.types import MOST_MEAN
 from ..numerics import FP16_MAX
 from ..rescaling.outputs import LAST
@@ -28,35 +27,17 @@ from ..wording import (
     power,
     reached,
     scientific,
-    significant_bits,
-    tightness,
 )
 from . import answers, schema
 from .remedies import OVER, SQUARES_UNSEEN
-from .tables import Column, Table, numbers
 
 STRICTEST = TIERS[-1].name
-TIGHTEST = 8  # sites of the certificate named below its picture
-MOST_UNCERTIFIED = 400  # sites without a proof that a page lists, the worst; the report has all
-UNCERTIFIED_SHOWN = 12  # of them, those that a page shows at once; the others unfold
-BF16_BITS = 8  # significant bits of bf16, under which a conversion would have lost what the source had
 
 REGIME_MEANINGS = {
     "stock": "as from_pretrained(dtype=torch.float16) loads it",
     "amp": "fp32 weights under torch.autocast",
     "half": "every parameter in fp16, .half()",
 }
-
-
-def bound_rows(certificate: schema.CertificateEntry, count: int | None = TIGHTEST) -> list[schema.BoundEntry]:
-    """Return the sites with least headroom by their bound, tightest first."""
-    return sorted(certificate.sites, key=lambda site: site.headroom_bits)[:count]
-
-
-def bounds_by_name(report: schema.Report) -> dict[str, tuple[float, float | None]]:
-    """Return (bound, tightness) of every site that the certificate knows; empty without a certificate."""
-    sites = report.certificate.sites if report.certificate is not None else ()
-    return {site.name: (site.bound, tightness(site.bound, site.observed)) for site in sites}
 
 
 def for_target(report: schema.Report | answers.Verification) -> str:
@@ -531,47 +512,10 @@ def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def kept_bits_tables(report: schema.Report) -> list[Table]:
-    """Return the significant bits that each stack's residual stream keeps, a row per block, a column per norm that
-    reads it; empty where the report has none."""
-    result = []
-    for stack in STACKS:
-        norms = [row for row in report.precision if row.stack == stack]
-        roles = list(dict.fromkeys(row.role or "norm" for row in norms if row.block is not None)) or ["norm 1"]
-        blocks: dict[str, dict[str, float]] = {}
-        for row in sorted(norms, key=lambda row: row.block is None):
-            name, role = (str(row.block), row.role or "norm") if row.block is not None else ("final norm", roles[0])
-            blocks.setdefault(name, {})[role] = row.bits
-        if blocks:
-            columns = [Column(f"{stack} block", 0), *map(kept_bits, roles)]
-            result.append(Table(columns, list(blocks.items()), cards=False))
-    return result
-
-
-def kept_bits(role: str) -> Column:
-    """Return the column of the bits that norms of a role read, by block."""
-    return numbers(
-        role,
-        lambda row: row[1].get(role, math.nan),
-        lambda kept: "" if math.isnan(kept) else significant_bits(kept),
-        over=lambda row: row[1].get(role, math.nan) < BF16_BITS,
-    )
-
-
 def least_precise(report: schema.Report) -> schema.PrecisionEntry | None:
     """Return the norm at which the residual stream keeps the fewest bits, None where the report has none."""
     rows = [row for row in report.precision if not math.isnan(row.bits)]
     return min(rows, key=lambda row: row.bits, default=None)
-
-
-def underflow_rows(regimes: Mapping[str, schema.RegimeEntry]) -> list[tuple[str, float, list[str]]]:
-    """Return (site, max |x|, regimes) of what stayed under fp16's smallest normal number on every input."""
-    rows: dict[str, tuple[str, float, list[str]]] = {}
-    for name, regime in regimes.items():
-        for site in regime.underflow:
-            _, most, others = rows.get(site.name, (site.name, site.amax, []))
-            rows[site.name] = (site.name, max(most, site.amax), [*others, name])
-    return list(rows.values())
 
 
 def gradients_in_words(report: schema.Report) -> str:

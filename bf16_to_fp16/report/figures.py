@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,8 +22,8 @@ from ..families.places import FEED_FORWARD as FEED_FORWARDS
 from ..families.places import SUBLAYERS
 from ..families.roles import STACKS
 from ..numerics import FP16_MAX
-from ..wording import bits, bound_magnitude, infinite, known, magnitude, power
-from .schema import BoundEntry, CertificateEntry, FinetuneEntry, SignalEntry, SiteEntry
+from ..wording import bound_magnitude, infinite, known, magnitude, power
+from .schema import BoundEntry, CertificateEntry, SignalEntry, SiteEntry
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,19 @@ def before_after_in_words(shown: Iterable[Point], stack: str, signals: Iterable[
 @contextmanager
 def drawn(into: list[Picture], stack: str, ends: tuple[int, int], words: str, *, wide: bool = False) -> Iterator[Any]:
     """Give the axes of one stack's picture with their limit line and grid; on leaving, it is added to ``into``. x:
-    blocks from the bottom of the stack. y: log2 of the largest |x|, between ``ends``."""
+    blocks from the bottom of the stack. y: log2 of the largest |x|, between ``ends``. The same picture has the same
+    bytes."""
+    from matplotlib import rc_context, rcdefaults, rcParams
+    from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator, MultipleLocator
 
     low, high = ends
-    with styled(into, stack, (10.4 if wide else 5.2, 3.5), words, wide=wide) as axes:
+    with rc_context():
+        rcdefaults()  # whatever the user's matplotlibrc says
+        rcParams.update({"svg.fonttype": "none", "svg.hashsalt": stack, "font.size": 9})
+        canvas = Canvas(figsize=(10.4 if wide else 5.2, 3.5), layout="constrained")
+        axes = canvas.add_subplot(facecolor="none")
+        canvas.patch.set_visible(False)
         axes.axhspan(math.log2(FP16_MAX), high, color=_LIMIT, alpha=0.1, linewidth=0)
         axes.axhline(math.log2(FP16_MAX), color=_LIMIT, linewidth=1.4)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, min_n_ticks=1))
@@ -176,25 +184,6 @@ def drawn(into: list[Picture], stack: str, ends: tuple[int, int], words: str, *,
         axes.set_xlabel(f"{stack} block", color=_INK)
         # Room around the labels, since the page shows them larger on narrow screens.
         axes.set_ylabel("max |x|", color=_INK, labelpad=10)
-
-
-@contextmanager
-def styled(
-    into: list[Picture], name: str, inches: tuple[float, float], words: str, *, wide: bool = False, title: str = ""
-) -> Iterator[Any]:
-    """Give the axes of a picture of a size in inches in the common style; on leaving, it is added to ``into``. name:
-    what the ids inside the SVG are made from, so that the same picture has the same bytes, and the picture's unless it
-    has a ``title``."""
-    from matplotlib import rc_context, rcdefaults, rcParams
-    from matplotlib.figure import Figure as Canvas
-
-    with rc_context():
-        rcdefaults()  # whatever the user's matplotlibrc says
-        rcParams.update({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9})
-        canvas = Canvas(figsize=inches, layout="constrained")
-        axes = canvas.add_subplot(facecolor="none")
-        canvas.patch.set_visible(False)
-        yield axes
         axes.grid(axis="y", color=_GRID, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.tick_params(colors=_INK, length=0, pad=6)
@@ -203,7 +192,7 @@ def styled(
             spine.set_color(_GRID)
         target = io.StringIO()
         canvas.savefig(target, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    into.append(Picture(title or name, themed(target.getvalue(), words), words, wide))
+    into.append(Picture(stack, themed(target.getvalue(), words), words, wide))
 
 
 def themed(svg: str, words: str) -> Markup:
@@ -354,91 +343,6 @@ def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, end
         ticks = range(0, end, 1 if end < 10 or wide else 2)
         axes.set_xticks([*ticks, *([end] if head else [])], [*map(str, ticks), *(["head"] if head else [])])
         axes.set_xlim(-0.6, end - 0.4 + head * 0.7)
-
-
-_CURVE = (3.6, 2.5)
-Curve = list[tuple[float, float]]  # (step, value) wherever a value is finite
-
-
-def curve_pictures(run: FinetuneEntry) -> list[Picture]:
-    """Return the curves of a finetune over its steps: losses in nats per target token, headroom in bits, loss scale. A
-    dotted line is the headroom that was asked for; crosses are steps that were skipped."""
-    penalty, end = run.recipe.get("penalty"), float(max(1, run.steps))
-    target = penalty.get("headroom_bits") if isinstance(penalty, Mapping) else None
-
-    def curve(name: str) -> Curve:
-        both = zip(run.curves.get("step") or (), run.curves.get(name) or (), strict=False)
-        return [(float(step), y) for step, value in both if step is not None and (y := known(value)) is not None]
-
-    def evaluated(name: str) -> Curve:
-        return [(float(e["step"]), y) for e in run.evaluations if (y := known(e.get(name))) is not None]
-
-    result: list[Picture] = []
-    draw_losses(result, curve("task_loss"), evaluated("held_out_loss"), end)
-    measured = curve("headroom_bits") or evaluated("worst_headroom_bits")
-    draw_headroom(result, measured, target, end, curve("bound_bits"))
-    draw_scale(result, curve("loss_scale"), [float(entry["step"]) for entry in run.skipped], end)
-    return result
-
-
-def draw_losses(into: list[Picture], training: Curve, held_out: Curve, end: float) -> None:
-    """Draw the task's loss in training and on held-out data, unless both are missing."""
-    curves = ((training, "in training"), (held_out, "on held-out data"))
-    said = [f"from {curve[0][1]:.3f} to {curve[-1][1]:.3f} {where}" for curve, where in curves if curve]
-    if not said:
-        return
-    with styled(into, "losses", _CURVE, f"task loss in nats per token: {', '.join(said)}") as axes:
-        axes.plot(*across(training), "-", color=STREAM.placeholder, linewidth=1.1)
-        axes.plot(*across(held_out), "--", color=FEED_FORWARD.placeholder, marker="s", markersize=4, linewidth=1.1)
-        by_steps(axes, "loss", end)
-
-
-def draw_headroom(into: list[Picture], measured: Curve, target: float | None, end: float, bounds: Curve) -> None:
-    """Draw the tightest layer's headroom in bits, unless it was not measured; dashed: that of trained ``bounds``."""
-    if not measured:
-        return
-    asked = "" if target is None else f"; asked for: {target:g}"
-    words = f"headroom of the tightest layer: from {bits(measured[0][1])} to {bits(measured[-1][1])} bits{asked}"
-    if bounds:
-        words += f"; dashed, that of the tightest bound: from {bits(bounds[0][1])} to {bits(bounds[-1][1])}"
-    with styled(into, "headroom", _CURVE, words) as axes:
-        low = min(-0.5, 1.1 * min(value for _, value in (*measured, *bounds)))
-        axes.axhspan(low, 0, color=_LIMIT, alpha=0.1, linewidth=0)
-        axes.axhline(0, color=_LIMIT, linewidth=1.4)
-        if target is not None:
-            axes.axhline(target, color=_INK, linewidth=0.9, linestyle=":")
-        axes.plot(*across(measured), "-", color=PRODUCT.placeholder, linewidth=1.5)
-        axes.plot(*across(bounds), "--", color=ATTENTION.placeholder, linewidth=1.3)
-        axes.set_ylim(bottom=low)
-        by_steps(axes, "bits", end)
-
-
-def draw_scale(into: list[Picture], scales: Curve, skipped: Sequence[float], end: float) -> None:
-    """Draw the loss scale, with a cross at each skipped step, unless nothing was scaled."""
-    steps, powers = across([(step, math.log2(value)) for step, value in scales if value > 0])
-    if not steps:
-        return
-    missed = f"{len(skipped)} {'step' if len(skipped) == 1 else 'steps'} skipped"
-    words = f"loss scale in fp16: from {2 ** powers[0]:g} to {2 ** powers[-1]:g}; {missed}"
-    with styled(into, "loss-scale", _CURVE, words, title="loss scale") as axes:
-        axes.step(steps, powers, "-", where="post", color=ATTENTION.placeholder, linewidth=1.5)
-        top = max(powers) + 1
-        axes.plot(skipped, [top] * len(skipped), "x", color=_LIMIT, markersize=5, markeredgewidth=1.3)
-        axes.set_ylim(min(powers) - 1, top + 0.6)
-        by_steps(axes, "loss scale", end, powers=True)
-
-
-def by_steps(axes: Any, what: str, end: float, *, powers: bool = False) -> None:
-    """Label a curve's axes; the steps run from 0 to ``end``; ``powers``: the values are exponents of two."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlim(-0.02 * end, 1.02 * end)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=powers))
-    if powers:
-        axes.yaxis.set_major_formatter(lambda value, _: power(round(value)))
-    axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel(what, color=_INK, labelpad=8)
 
 
 def across(rows: Iterable[Sequence[float]], width: int = 2) -> list[list[float]]:

@@ -1,161 +1,127 @@
-"""The page's table of all sites: numbers as its script gets them, and how they are written where no script runs.
-
-Up to thousands of rows travel as JSON: strings once, rows of numbers that point at them. JSON has no infinity and no
-NaN: ±1e308 and null stand for them.
-"""
+"""The page's table of sites: one row for each, from the regime in which it has least headroom."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from ..wording import (
-    headroom,
-    headroom_by_bound,
-    headroom_or_excess,
-    infinite,
-    magnitude,
-    reached,
-    rounded_down,
-    rounded_up,
-    shown_bound,
-)
-from .facts import bound_rows, bounds_by_name, by_design
+from ..wording import headroom, headroom_by_bound, headroom_or_excess, infinite, magnitude, reached, tightness
+from .facts import by_design
 from .schema import Report, SiteEntry
-from .tables import Column, names, numbers
 
-MOST_SITE_BYTES = 1_500_000
-"""Bytes of the table's JSON; past it sites with most headroom are left out, so that the page stays under 2 MB."""
-ROWS_WITHOUT_SCRIPT = 60  # rows that stand in the HTML itself
+MOST_ROWS = 3_000
+"""Rows of the table, those with least headroom, so that the page stays under 2 MB."""
 
 
-class SiteRow(NamedTuple):
-    """A site of a regime, of none where nothing was run; ``tightness``: bound over the worst value found. The script
-    reads the fields by their order."""
+@dataclass(frozen=True)
+class SiteRow:
+    """A site in the ``regime`` in which it has least headroom, of none where nothing was run; ``tightness``: bound
+    over the worst value found."""
 
-    name: str
+    site: SiteEntry
     regime: str
-    amax: float | None
-    bits: float | None
-    nonfinite: int
-    saturated: int
-    limit: float | None
-    dtype: str | None
-    benign: str
     bound: float | None
     tightness: float | None
 
-    @classmethod
-    def of(cls, site: SiteEntry, regime: str, bounds: Mapping[str, tuple[float, float | None]]) -> SiteRow:
-        """Return the row of a site, with its bound where one is known; what is computed in fp32 needs none."""
-        bound, ratio = bounds.get(site.name, (None, None)) if site.limit is not None else (None, None)
-        bits = site.headroom_bits
-        return cls(
-            name=site.name,
-            regime=regime,
-            amax=json_number(site.reached),
-            bits=json_number(bits) if bits is None or math.isnan(bits) or infinite(bits) else rounded_down(bits, 4),
-            nonfinite=site.nonfinite,
-            saturated=site.saturated,
-            limit=json_number(site.limit),
-            dtype=site.dtype,
-            benign=by_design(site),
-            bound=json_number(bound) if bound is None or infinite(bound) else shown_bound(bound),
-            tightness=None if ratio is None else rounded_up(ratio, 3),
-        )
+    @property
+    def name(self) -> str:
+        return self.site.name
 
     @property
     def broken(self) -> bool:
-        return bool(self.nonfinite or self.saturated)
+        return bool(self.site.nonfinite or self.site.saturated)
+
+    @property
+    def benign(self) -> str:
+        return by_design(self.site)
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What rows are ordered by: broken ones first, then those with least headroom, what has no limit last."""
+        bits = self.site.headroom_bits
+        return not self.broken, math.inf if bits is None or math.isnan(bits) else bits
 
     @property
     def reached(self) -> str:
         """The largest |x|; a value of fp32 has no limit here, but may be inf or NaN as well."""
-        return reached(self.amax) if self.limit is not None or self.nonfinite else magnitude(self.amax)
+        site = self.site
+        return reached(site.reached) if site.limit is not None or site.nonfinite else magnitude(site.reached)
 
     @property
     def headroom(self) -> str:
         """The headroom: by the largest |x| that was run, by the bound where nothing was run."""
-        if self.bits is None or self.limit is None:
-            return headroom(self.bits)
-        return headroom_or_excess(self.bits, self.amax, self.limit) if self.regime else headroom_by_bound(self.bits)
+        site = self.site
+        if site.headroom_bits is None or site.limit is None:
+            return headroom(site.headroom_bits)
+        if not self.regime:
+            return headroom_by_bound(site.headroom_bits)
+        return headroom_or_excess(site.headroom_bits, site.reached, site.limit)
+
+
+@dataclass(frozen=True)
+class SiteColumn:
+    """A column of the table: its title, what it is sorted by (text or numbers) and how that is written."""
+
+    title: str
+    key: Callable[[SiteRow], Any]
+    write: Callable[[SiteRow], str]
+    is_number: bool = True
+
+    def sorted_by(self, row: SiteRow) -> str:
+        """Return the number that the page's script sorts by; empty for none."""
+        value = self.key(row)
+        if value is None or math.isnan(value):
+            return ""
+        return f"{math.copysign(1e308, value):g}" if infinite(value) else f"{value:.6g}"
 
 
 def _or_dash(value: float | None) -> str:
     return "–" if value is None else magnitude(value)
 
 
-_COLUMNS = {
-    "name": names("site"),
-    "regime": Column("regime", "regime"),
-    "amax": numbers("max |x|", "reached", str),
-    "bits": numbers("headroom", "headroom", str),
-    "bound": numbers("bound", "bound", _or_dash),
-    "tightness": numbers("bound / worst found", "tightness", _or_dash),
-    "nonfinite": numbers("non-finite", "nonfinite"),
-    "saturated": numbers("saturated", "saturated"),
-    "limit": numbers("limit", "limit", _or_dash),
-    "dtype": Column("dtype", "dtype", lambda dtype: dtype or ""),
-}
-"""By the field that the script sorts by."""
-_POINTERS = ("name", "regime", "dtype", "benign")  # fields of text
+_NAME = SiteColumn("site", lambda row: row.name, lambda row: row.name, is_number=False)
+_REGIME = SiteColumn("regime", lambda row: row.regime, lambda row: row.regime, is_number=False)
+_AMAX = SiteColumn("max |x|", lambda row: row.site.reached, lambda row: row.reached)
+_HEADROOM = SiteColumn("headroom", lambda row: row.site.headroom_bits, lambda row: row.headroom)
+_BOUND = SiteColumn("bound", lambda row: row.bound, lambda row: _or_dash(row.bound))
+_TIGHTNESS = SiteColumn("bound / worst found", lambda row: row.tightness, lambda row: _or_dash(row.tightness))
+_COUNTS = (
+    SiteColumn("non-finite", lambda row: row.site.nonfinite, lambda row: f"{row.site.nonfinite:,}"),
+    SiteColumn("saturated", lambda row: row.site.saturated, lambda row: f"{row.site.saturated:,}"),
+)
+_DTYPE = SiteColumn("dtype", lambda row: row.site.dtype or "", lambda row: row.site.dtype or "", is_number=False)
 
 
-def tables(report: Report) -> Mapping[str, Sequence[SiteEntry]]:
-    """Return the sites of each regime; where nothing was run, the certificate's sites under the name ""."""
-    if report.regimes or report.certificate is None:
-        return {name: regime.sites for name, regime in report.regimes.items()}
-    nothing: dict[str, Any] = {"amax": math.nan, "nonfinite": 0, "saturated": 0, "benign": None}
-    sites = bound_rows(report.certificate, None)
-    return {"": [SiteEntry(name=s.name, limit=s.limit, headroom_bits=s.headroom_bits, **nothing) for s in sites]}
+_BENIGN = SiteColumn("by design", lambda row: row.benign, lambda row: row.benign, is_number=False)
 
 
-def site_table(report: Report) -> dict[str, Any]:
-    """Return what the template needs: ``data`` for the script, ``columns`` with the numbers of their fields, the
-    tightest ``rows`` of the regime shown first, and how many sites were ``hidden`` for want of room."""
-    sites, bounds = tables(report), bounds_by_name(report)
-    regimes = [name for name in sites if name]
-    absent: tuple[str, ...] = ("limit",) if bounds else ("limit", "bound", "tightness")
-    if sites and not regimes:
-        absent = ("regime", "amax", "tightness", "nonfinite", "saturated", "dtype")
-    columns = {SiteRow._fields.index(name): column for name, column in _COLUMNS.items() if name not in absent}
-    shown = "half" if "half" in regimes else next(iter(regimes), "")
-    most = max(map(len, sites.values()), default=0)
-    while True:
-        rows = [SiteRow.of(site, name, bounds) for name, each in sites.items() for site in each[:most]]
-        data = compact(rows) | {"regimes": regimes, "shown": shown, "columns": list(columns)}
-        if len(json.dumps(data)) <= MOST_SITE_BYTES:
-            break
-        most = most * 3 // 4
-    return {
-        "data": data,
-        "columns": columns,
-        "rows": [row for row in rows if row.regime == shown][:ROWS_WITHOUT_SCRIPT],
-        "hidden": sum(map(len, sites.values())) - len(rows),
-    }
+def site_rows(report: Report) -> list[SiteRow]:
+    """Return a row for each site that was run, else for each that is bounded; the least headroom first."""
+    bounds = {site.name: site for site in (report.certificate.sites if report.certificate else ())}
+    least: dict[str, SiteRow] = {}
+    for name, regime in report.regimes.items():
+        for site in regime.sites:
+            # What is computed in fp32 needs no bound.
+            bound = bounds.get(site.name) if site.limit is not None else None
+            ratio = None if bound is None else tightness(bound.bound, bound.observed)
+            row = SiteRow(site, name, None if bound is None else bound.bound, ratio)
+            if site.name not in least or row.order < least[site.name].order:
+                least[site.name] = row
+    rows = list(least.values())
+    if not report.regimes:
+        nothing: dict[str, Any] = {"amax": math.nan, "nonfinite": 0, "saturated": 0, "benign": None}
+        rows = [
+            SiteRow(SiteEntry(name=s.name, limit=s.limit, headroom_bits=s.headroom_bits, **nothing), "", s.bound, None)
+            for s in bounds.values()
+        ]
+    return sorted(rows, key=lambda row: row.order)
 
 
-def compact(rows: Sequence[SiteRow]) -> dict[str, list[Any]]:
-    """Return rows with their texts as numbers of ``strings``, null for none."""
-    strings: dict[str, int] = {}
-    pointers = [SiteRow._fields.index(name) for name in _POINTERS]
-    numbered = []
-    for row in rows:
-        values: list[Any] = list(row)
-        for i in pointers:
-            values[i] = strings.setdefault(values[i], len(strings)) if values[i] else None
-        numbered.append(values)
-    return {"strings": list(strings), "rows": numbered}
-
-
-def json_number(value: float | None) -> float | None:
-    """Return a number that JSON can hold with the digits that ``magnitude`` shows, which scripts round otherwise."""
-    if value is None or math.isnan(value):
-        return None
-    if infinite(value):
-        return math.copysign(1e308, value)
-    if 1000 <= abs(value) < 1e7:
-        return float(round(value))
-    return float(f"{value:.4g}" if 0.01 <= abs(value) < 1000 else f"{value:.2e}")
+def site_columns(report: Report) -> list[SiteColumn]:
+    """Return the columns of the table, without those of what was not run or not bounded."""
+    if not report.regimes:
+        return [_NAME, _HEADROOM, _BOUND]
+    bounds = [_BOUND, _TIGHTNESS] if report.certificate is not None else []
+    return [_NAME, _REGIME, _AMAX, _HEADROOM, *bounds, *_COUNTS, _DTYPE, _BENIGN]

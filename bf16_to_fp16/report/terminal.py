@@ -24,18 +24,18 @@ from ..results import Fidelity
 from ..targets import MARGIN_BITS, TIERS
 from . import answers, facts, schema, uses
 from .build import passed_limit
-from .page import (
+from .screen import Output, bad, console, good
+from .sections import (
     REGIME_COLUMNS,
     TIER_COLUMNS,
     closeness_table,
+    exponent_rows,
     exponent_table,
-    histograms,
     plan_rows,
     regime_rows,
     run_rows,
     weight_rows,
 )
-from .screen import Output, bad, console, good
 from .stored import read_packed
 from .tables import Column, Table, names, numbers
 
@@ -500,8 +500,7 @@ def figures_of(report: schema.Report) -> list[Table]:
         kept = wording.significant_bits(worst.bits)
         where = "" if kept == "11" else f" at {worst.module}"
         rows.append(("significant bits kept of what enters a norm", f"{kept} of 11{where}"))
-    moved = histograms({} if report.plan is None else report.plan.exponents)
-    rows += [(each.kind, f"{each.moved:,} of {each.channels:,} channels moved") for each in moved if each.channels]
+    rows += exponent_rows({} if report.plan is None else report.plan.exponents)
     rows += [row for row in plan_rows(report) if row[0] not in ("outputs", "class")]  # which stand below
     return [*([] if close is None else [close]), Table(PAIRS, rows)]
 
@@ -561,7 +560,7 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
 def print_plan(plan: Plan, planned: Planned | None) -> None:
     """Print a plan: the exponents, and what each residual exponent would cost."""
     screen = console()
-    exponents = exponent_table({"residual": plan.residual_exponent, **plan.exponents}, None)
+    exponents = exponent_table({"residual": plan.residual_exponent, **plan.exponents})
     screen.table(replace(exponents, title=f"plan for {plan.family}"))
     for name, factor in plan.gain_correction.items():
         screen.print(f"{name} times {factor:.6f} against the drift of eps")

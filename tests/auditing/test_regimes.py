@@ -419,19 +419,6 @@ def test_an_unknown_regime_lists_the_known(tmp_path: Path) -> None:
 # -- the report in words ----------------------------------------------------------------------------------------------
 
 
-def test_of_signals_that_sank_the_largest_value_and_all_regimes_are_told() -> None:
-    sunk = {"half": {"v": 3e-6, "o": 1e-6}, "amp": {"v": 5e-6}, "stock": {"v": 4e-6}}
-    whole = {"nonfinite": 0, "saturated": 0, "amax": 1.0, "headroom_bits": 15.9, "sites": []}
-    regimes = {
-        r: RegimeEntry.model_validate(whole | {"underflow": [{"name": n, "amax": a} for n, a in sites.items()]})
-        for r, sites in sunk.items()
-    }
-    assert facts.underflow_rows(regimes | {"other": RegimeEntry.model_validate(whole)}) == [
-        ("v", 5e-6, ["half", "amp", "stock"]),
-        ("o", 1e-6, ["half"]),
-    ]
-
-
 @pytest.mark.parametrize(("bits", "breaks"), [(0.0, False), (-0.01, True)])
 def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool) -> None:
     found = dict.fromkeys(("worst", "random", "tokens", "embeddings", "half", "limit", "gain"), 1.0)

@@ -231,3 +231,20 @@ def test_a_certificate_that_was_asked_for_and_does_not_hold_is_unsafe_with_the_w
     assert result.unsafe[-1].signal == "certificate" and result.unsafe[-1].excess_bits == 3.25
     assert said.startswith("begin another run that stays nearer to its start: bf16-to-fp16 finetune r.yaml")
     assert "schedule.learning_rate=0.002" in said
+
+
+def test_curves_come_from_the_log_and_are_thinned(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    assert curves(log) == {}
+    rows: list[dict[str, Any]] = [{"step": 0, "evaluation": {"step": 0, "held_out_loss": 1.0}}]
+    for step in range(1, 1001):
+        rows.append({"step": step, "task_loss": 1 / step, "penalty": 0.0, "loss_scale": None})
+        if step % 2 == 0:
+            rows[-1] |= {"headroom": {"encoder": 2.0, "decoder": step / 1000}}
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1001, "task_lo')
+    found = curves(log)
+    assert found["step"][-1] == 1000 and 0 < len(found["step"]) <= MOST_POINTS
+    assert {len(v) for v in found.values()} == {len(found["step"])}
+    for k, at in enumerate(found["step"]):
+        assert at is not None and found["task_loss"][k] == 1 / at
+        assert found["headroom_bits"][k] == (at / 1000 if at % 2 == 0 else None)

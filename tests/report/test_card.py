@@ -17,9 +17,9 @@ from bf16_to_fp16 import environment
 from bf16_to_fp16.checkpoint.reader import Checkpoint
 from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.report import card as cards
-from bf16_to_fp16.report import page as pages
-from bf16_to_fp16.report.card import prose, span
+from bf16_to_fp16.report import page
 from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.report.text import prose, span
 
 SOURCE_CARD = """---
 license: other
@@ -146,7 +146,7 @@ def test_a_safe_verdict_comes_with_its_figures(tmp_path: Path) -> None:
     text = card(tmp_path, fakes.conversion()).text
     assert text.lstrip().startswith("# `summariser-large` in fp16")
     assert "**Safe in fp16: nothing overflowed" in text and "Unsafe" not in text
-    shown = ("**3.9 × (1.9 bits)**", "**about 40 × closer**", "**99.9999%**", "times 2⁻³", "12 of 512 channels moved")
+    shown = ("**3.9 × (1.9 bits)**", "**about 40 × closer**", "| 99.9999% |", "times 2⁻³", "12 of 512 channels moved")
     assert all(figure in text for figure in shown)
     assert "bf16-to-fp16 convert someone/summariser-large out\nbf16-to-fp16 undo DIR OUT" in text
     assert "Licence as" not in text and "bf16-to-fp16 verify DIR" in text
@@ -359,7 +359,7 @@ def test_card_and_page_begin_with_what_was_measured_on_what(tmp_path: Path) -> N
     report["inputs"] = {"batches": [kind | {"rows": 4, "encoder": 8, "decoder": None} for kind in kinds]}
     report["environment"]["devices"] = {"audit": ["cuda:0 (a card)", "cpu"]}
     said = "Measured on: cuda:0 (a card) and CPU, 4 batches (long, padded)."
-    assert card(tmp_path, report).text.split("\n\n")[1] == prose(said) and said in pages.render(read(Report, report))
+    assert card(tmp_path, report).text.split("\n\n")[1] == prose(said) and said in page.render(read(Report, report))
 
 
 @pytest.mark.parametrize("safe", [True, False])

@@ -1,16 +1,14 @@
 """The page in a browser: it holds its shape, its table sorts and filters, and its script says what the page says."""
 
-import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import browser, fakes, tiny
 from support.contract import layout_of
-from support.pages import certified, finetuned, hostile, render, table
+from support.pages import certified, finetuned, hostile, render
 
 from bf16_to_fp16.report.regimes import tiers_of
 from bf16_to_fp16.results import dump
@@ -81,11 +79,18 @@ def test_a_page_holds_its_shape_and_says_nothing_to_the_console(
 
 
 def column(chromium: browser.Browser, number: int) -> list[str]:
-    """Return the text of a column of the site table's rows."""
-    rows = chromium.run(
-        f"[...document.querySelectorAll('#site-table tbody tr')].map((row) => row.cells[{number}].textContent)"
-    )
+    """Return the text of a column of the site table's rows that are shown."""
+    shown = "[...document.querySelectorAll('#site-table tbody tr')].filter((row) => row.checkVisibility())"
+    rows = chromium.run(f"{shown}.map((row) => row.cells[{number}].textContent)")
     return [str(row) for row in rows]
+
+
+def press(chromium: browser.Browser, title: str) -> int:
+    """Press the heading of a title, and return the number of its column."""
+    headings = chromium.run("[...document.querySelectorAll('#site-table th')].map((th) => th.textContent)")
+    number = [str(heading) for heading in headings].index(title)
+    chromium.click(f"#site-table th:nth-child({number + 1}) button")
+    return number
 
 
 @pytest.mark.parametrize("width", [390, 1440])
@@ -93,20 +98,20 @@ def test_a_press_on_a_heading_sorts_by_it_and_another_turns_it_round(
     chromium: browser.Browser, written: dict[str, Path], width: int
 ) -> None:
     chromium.open(written["certified"], width=width)
-    chromium.click('#site-table th[data-column="0"] button')
+    press(chromium, "site")
     names = column(chromium, 0)
-    # A screenful or two on a phone, where a row takes five lines.
-    assert (len(names) == 20 if width == 390 else len(names) > 60) and names == sorted(names, key=numbered)
-    chromium.click('#site-table th[data-column="0"] button')
+    assert len(names) > 60 and names == sorted(names, key=numbered)
+    press(chromium, "site")
     backwards = column(chromium, 0)
     assert backwards == sorted(backwards, key=numbered, reverse=True) and backwards[0] != names[0]
-    chromium.click('#site-table th[data-column="3"] button')
-    kept = [float(bits.partition(" ")[0]) for bits in column(chromium, 3) if bits != "no limit"]
+    shown = column(chromium, press(chromium, "headroom"))
+    kept = [float(bits.partition(" ")[0].replace(",", "")) for bits in shown if bits[0].isdigit()]
     assert kept == sorted(kept) and kept[0] < kept[-1]
-    sorted_by = (
-        "[...document.querySelectorAll('#site-table th[aria-sort]')].map((th) => [th.dataset.column, th.ariaSort])"
-    )
-    assert chromium.run(sorted_by) == [["3", "ascending"]]
+    bounds = column(chromium, press(chromium, "bound"))
+    number = bounds.index("–")  # what has no bound stands last
+    assert set(bounds[number:]) == {"–"} and bounds[0] == "60,000"
+    sorted_by = "[...document.querySelectorAll('#site-table th[aria-sort]')].map((th) => [th.textContent, th.ariaSort])"
+    assert chromium.run(sorted_by) == [["bound", "descending"]]
     assert chromium.problems() == []
 
 
@@ -116,18 +121,13 @@ def numbered(name: str) -> list[tuple[int, int, str]]:
     return [(1, int(p), "") if p.isdigit() else (2, 0, p) if p.isalpha() else (0, "_:.".index(p), "") for p in parts]
 
 
-def test_the_filter_leaves_what_has_every_word_in_the_regime_that_is_chosen(
-    chromium: browser.Browser, written: dict[str, Path]
-) -> None:
+def test_the_filter_leaves_what_has_every_word(chromium: browser.Browser, written: dict[str, Path]) -> None:
     chromium.open(written["certified"], width=1440)
     everything = len(column(chromium, 0))
     chromium.type("#filter", "decoder.block.1 WO")
     found = column(chromium, 0)
     assert 0 < len(found) < everything and all("decoder.block.1" in n and "wo" in n.lower() for n in found)
-    assert chromium.run("document.getElementById('count').textContent") == f"{len(found)} of {len(found)} shown"
-    assert set(column(chromium, 1)) == {"half"}
-    chromium.run("(s => { s.value = ''; s.dispatchEvent(new Event('input')); })(document.getElementById('regime'))")
-    assert set(column(chromium, 1)) == {"stock", "amp", "half"} and len(column(chromium, 0)) == 3 * len(found)
+    assert chromium.run("document.getElementById('count').textContent") == f"{len(found)} of {everything} shown"
     chromium.type("#filter", "no such place")
     assert column(chromium, 0) == []
 
@@ -136,50 +136,13 @@ def test_only_what_broke_is_left_where_that_is_asked(chromium: browser.Browser, 
     chromium.open(written["audit"], width=1440)
     chromium.click("#problems")
     assert column(chromium, 0) == [fakes.BROKEN]
-    chromium.open(written["certified"], width=1440)
-    before = len(column(chromium, 0))
-    if chromium.run("!document.querySelector('.more').hidden"):
-        chromium.click("#more")
-        assert len(column(chromium, 0)) > before
 
 
-@pytest.mark.parametrize("kind", ["audit", "bounds alone"])
-def test_the_script_says_of_what_is_over_its_limit_what_the_page_says_without_it(
-    chromium: browser.Browser, tmp_path: Path, kind: str
-) -> None:
-    if kind == "audit":
-        report = fakes.audit()
-        changes: list[dict[str, Any]] = [{"fp32": 308_000.4}, {"fp32": 9.9e7}, {"fp32": 40.0}, {"amax": 65504.0}, {}]
-        changes[3] |= {"saturated": 2, "headroom_bits": 0.0}
-        changes[4] |= {"limit": None, "headroom_bits": None, "amax": 65536.0}
-        for site, change in zip(report["regimes"]["half"]["sites"], changes, strict=False):
-            site |= {"nonfinite": 1, "headroom_bits": -0.0007, "amax": 65536.0} | change
-        wanted = ["4.7 × over", "1,511 × over", "passed on", "1.00 × (0.00 bits)", "no limit"]
-    else:
-        report = certified(found=False, top=900_000.0) | {"regimes": {}, "verdict": "unsafe"}
-        report["certificate"]["sites"][0] |= {"headroom_bits": -10.5}
-        report["certificate"]["sites"][1] |= {"headroom_bits": -math.inf}
-        wanted = ["none", "1,449 × over", "14 × over"]
-    (tmp_path / "page.html").write_text(render(report), encoding="utf-8")
-    rows = table(render(report), 'id="site-table"')
-    number = rows[0].index("headroom")
-    assert [row[number] for row in rows[1:]][: len(wanted)] == wanted
-    chromium.open(tmp_path / "page.html", width=1440)
-    shown = column(chromium, number)
-    assert shown[:60] == [row[number] for row in rows[1:61]]
-    if kind == "audit":
-        assert column(chromium, rows[0].index("max |x|"))[:5] == [row[2] for row in rows[1:6]]
-        assert [row[2] for row in rows[1:6]] == ["308,000", "9.90×10⁷", "40", "65,504", "overflow"]
-    assert chromium.problems() == []
-
-
-def test_without_scripts_the_tightest_sites_are_still_there(
-    chromium: browser.Browser, written: dict[str, Path]
-) -> None:
+def test_without_scripts_the_whole_table_is_still_there(chromium: browser.Browser, written: dict[str, Path]) -> None:
     chromium.command("Emulation.setScriptExecutionDisabled", value=True)
     try:
         chromium.open(written["certified"], width=1440)
-        assert len(column(chromium, 0)) == 60
+        assert len(column(chromium, 0)) > 300
         hidden = "getComputedStyle(document.querySelector('.controls')).display"
         assert chromium.run(hidden) == "none"
     finally:
@@ -194,9 +157,7 @@ def test_it_prints_on_white_paper_without_controls(chromium: browser.Browser, wr
     chromium.command("Emulation.setEmulatedMedia", media="print")
     assert chromium.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert chromium.run("[...document.querySelectorAll('.controls label')].every((e) => !e.offsetHeight)")
-    assert chromium.run("document.getElementById('count').offsetHeight") > 0  # how many of how many are on the paper
     # Chromium repeats a table's head on every page only where it holds no boxes.
     assert chromium.run("getComputedStyle(document.querySelector('th button')).display") == "contents"
-    assert chromium.run("document.querySelector('details:not([open]) table').checkVisibility()")
-    assert chromium.run("document.querySelector('details:not([open])').offsetHeight") > 100
+    assert len(column(chromium, 0)) == 60
     assert chromium.run(SPILLED) == []

@@ -21,10 +21,10 @@ from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.answers import Verification
-from bf16_to_fp16.report.page import headline
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
 from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
 from bf16_to_fp16.report.screen import console, print_families
+from bf16_to_fp16.report.sections import headline
 from bf16_to_fp16.report.terminal import (
     brought_back,
     output_line,

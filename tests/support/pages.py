@@ -1,6 +1,5 @@
 """Reports with a certificate, an attack or a finetune, and pages taken apart, for the tests of what is made of them."""
 
-import json
 import math
 import re
 from html import unescape
@@ -67,15 +66,11 @@ class Page(HTMLParser):
     def labels(self) -> list[str]:
         return [attrs.get("aria-label") or "" for tag, attrs in self.tags if tag == "svg"]
 
-    @property
-    def data(self) -> dict[str, Any]:
-        parsed: dict[str, Any] = json.loads(self.scripts[0])
-        return parsed
-
 
 def requests(html: str) -> list[str]:
     """Return every address that a browser would load for the page."""
-    found = [v for _, attrs in Page(html).tags for k, v in attrs.items() if k in LOADING and v and v[0] != "#"]
+    loading = [attrs for tag, attrs in Page(html).tags if tag != "a"]  # a link is followed by nobody but the reader
+    found = [v for attrs in loading for k, v in attrs.items() if k in LOADING and v and v[0] != "#"]
     found += [u for u in re.findall(r"url\(([^)]*)\)", html) if not u.strip("\"'").startswith("#")]
     return [address for address in found if address != "data:,"] + re.findall(r"@import[^;]*", html)
 
@@ -161,16 +156,13 @@ def finetuned(**changes: Any) -> dict[str, Any]:
     recipe |= {"penalty": {"form": "smooth-max", "headroom_bits": 1.5}}
     last: dict[str, Any] = {"step": 200, "held_out_loss": 2.0078, "held_out_divergence": 0.0174, "score": 31.25}
     last |= {"worst_site": "decoder.block.1.layer.2.DenseReluDense.wi_0", "worst_headroom_bits": 1.6987}
-    curves = {"step": list(range(10, 210, 10)), "task_loss": [2.5 - 0.5 * k / 20 for k in range(20)]}
-    curves |= {"headroom_bits": [-1.5 + 3.25 * k / 20 for k in range(20)]}
-    curves |= {"loss_scale": [None] * 5 + [64.0] * 5 + [16.0] * 10}
     fidelity = {"measure": "kl", "kl_bf16": 1e-3, "kl_fp16": 5e-2, "top1_fp16": 0.95, "positions": 815}
     run: dict[str, Any] = {"recipe": recipe, "data": {"path": "texts.jsonl", "objective": "span-corruption"}}
     run |= {"processes": 2, "steps": 200, "tokens": 376_000}
     run |= {"skipped": [{"step": 101, "loss_scale": 32.0, "examples": []}, {"step": 102, "loss_scale": 16.0}]}
     run |= {"rewinds": [{"spike": 50, "noticed": 60, "back_to": 40, "steps_of_data_left_out": 30}]}
     run |= {"evaluations": [{"step": 0, "held_out_loss": 2.0136, "held_out_divergence": 7.8e-5}, last]}
-    run |= {"curves": curves, "fidelity": fidelity | {"max_logit_error_bf16": 0.5, "max_logit_error_fp16": 4.0}}
+    run |= {"fidelity": fidelity | {"max_logit_error_bf16": 0.5, "max_logit_error_fp16": 4.0}}
     return certified(top=900_000.0) | {"finetune": run | changes}
 
 

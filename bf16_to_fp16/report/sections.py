@@ -1,0 +1,360 @@
+"""The parts of a report, as figures, rows and tables from which terminal, page and card are made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+from ..families.known import named
+from ..families.older import is_older_key
+from ..wording import (
+    bound_magnitude,
+    bytes_in_words,
+    counted,
+    excess,
+    headroom,
+    headroom_or_excess,
+    in_bits,
+    listed,
+    magnitude,
+    percent,
+    power,
+    reached,
+    scientific,
+    signed,
+)
+from . import facts
+from .answers import Verification
+from .remedies import unsafe_sites
+from .result import Result as Shown
+from .result import fragment
+from .schema import FinetuneEntry, RegimeEntry, Report, UnprovenEntry, WeightsEntry, read
+from .tables import Column, Table, names, numbers
+
+MOST_UNSAFE = 12
+"""Broken sites listed; most others only pass on what broke before, and are in the table of all sites."""
+MOST_EDITS = 12  # edits that the plan lists, the dearest
+_KINDS = {
+    "value": "values",
+    "neuron": "neurons",
+    "query_key": "queries and keys",
+    "residual": "further streams",
+    "input": "what norms alone read",
+    "gate": "gates, by edits",
+    "scores": "scores, by edits",
+    "logits": "logits, by edits",
+    "tanh": "what a tanh reads, by edits",
+    "routing": "routers, by edits",
+}
+"""Ends of signal names, and what to call them; every other signal that a plan moves is the output of a norm."""
+_over2 = partial(excess, decimals=2)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the headline: what it is, its value, and what it was measured on."""
+
+    name: str
+    value: str
+    note: str
+
+
+class Result(Shown):
+    """A report as a dictionary, which a notebook shows as the verdict and its figures, check by check, or as what was
+    uploaded."""
+
+    def _repr_html_(self) -> str:
+        if "checks" in self:
+            verification = read(Verification, self)
+            rows = [(name, outcome, "") for name, outcome in verification.checks.items()]
+            rows += [(problem.check, problem.name, problem.reason) for problem in verification.problems]
+            return fragment("verified" if verification.verified else "not verified", rows)
+        if "uploaded" in self:
+            files = [(each["name"], bytes_in_words(each["nbytes"]), each["sha256"]) for each in self["files"]]
+            return fragment(self["url"] or f"{self['repo']}: nothing was uploaded", files)
+        return summary(read(Report, self))
+
+
+def summary(report: Report) -> str:
+    """Return the verdict of a report and the figures of its headline as a piece of HTML."""
+    rows = [(figure.name, figure.value, figure.note) for figure in headline(report)]
+    return fragment(facts.verdict_sentence(report), rows)
+
+
+def source_name(report: Report) -> str:
+    """Return the last part of the source's path or Hub id, without the revision, and the sub-folder if there is one."""
+    path, inside = report.source.path or report.family or "checkpoint", report.source.subfolder
+    whole = path.removesuffix(f"/{inside}") if inside else path
+    name = whole.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1].partition("@")[0] or path
+    return f"{name}/{inside}" if inside else name
+
+
+def headline(report: Report) -> list[Figure]:
+    """Return the figures of the headline, fewer where the report lacks them."""
+    regimes: Mapping[str, RegimeEntry] = report.regimes
+    result: list[Figure] = []
+    if regimes:
+        name = "half" if "half" in regimes else min(regimes, key=lambda n: regimes[n].headroom_bits)
+        regime = regimes[name]
+        value = headroom_or_excess(regime.headroom_bits, regime.reached)
+        broken = facts.first_broken(regime)
+        site = f"; first broken: {broken}" if broken else f" at {regime.tightest}" if regime.tightest else ""
+        said = reached(regime.reached)
+        said = said if said == "overflow" else f"max |x| {said} of 65,504"
+        ran = "pure fp16" if name == "half" else name
+        result.append(Figure(f"headroom in {ran}", value, said + site))
+    attack, certificate = report.attack, report.certificate
+    if attack is not None and attack.sites:
+        most = min(attack.sites, key=lambda site: site.headroom_bits)
+        note = f"max |x| {reached(most.worst)} at {most.name}, the worst of {counted(attack.steps, 'gradient step')}"
+        kept = headroom_or_excess(attack.worst_headroom_bits, most.worst, most.limit)
+        result.append(Figure("headroom under attack", kept, note))
+    if certificate is not None and certificate.holds:
+        sites = counted(len(certificate.sites), "site")
+        (nearest, least), *further = facts.by_proof(report)
+        note = "".join(f"{place}: {headroom(bits)}; " for place, bits in further)
+        note += f"{facts.PROVEN}; up to {counted(certificate.max_length, 'position')}, by bounds at {sites}"
+        result.append(Figure(f"any input, {nearest}" if nearest else "any input", headroom(least), note))
+    elif certificate is not None:
+        unproven = report.uncertified
+        of = f"of {len(certificate.sites):,}{facts.for_target(report)}"
+        note = f"{of}, the furthest over its limit: {unproven[0].name}" if unproven else of
+        result.append(Figure("not proven for every input", counted(len(unproven), "site"), note))
+    close, run = report.fidelity, report.finetune
+    if run is not None and (moved := facts.distances(run))[2]:
+        what, unit, (first, *others) = moved
+        note = f"{unit} on {first.where}".lstrip()
+        note += "".join(f"; {scientific(each.value)} on {each.where}" for each in others)
+        result.append(Figure(what, scientific(first.value), note))
+    if close is not None:
+        name = "fp16 against bf16" if run is None else "rounding, fp16 against bf16"
+        result.append(Figure(name, *facts.closeness(report)))
+    if report.plan is None:
+        for key, name in (("nonfinite", "not finite"), ("saturated", "saturated")) if regimes else ():
+            worst = max(regimes, key=lambda n: getattr(regimes[n], key))
+            count = getattr(regimes[worst], key)
+            note = f"most in {worst}; what is so by design is not counted" if count else f"in {listed(list(regimes))}"
+            result.append(Figure(f"values {name}", f"{count:,}", note))
+    return result
+
+
+TIER_COLUMNS = (Column("runtimes", 0), Column("arithmetic", 1), Column("safe", 2), Column("such as", 3))
+UNPROVEN_COLUMNS = (
+    names("site"),
+    numbers("bound", "bound", bound_magnitude),
+    numbers("limit", "limit", magnitude),
+    numbers("bits over", "excess_bits", excess, over=lambda site: True),
+    Column("reason", "reason"),
+)
+
+
+REGIME_COLUMNS = (
+    Column("regime", lambda row: f"{row['name']} ({row['meaning']})"),
+    numbers("non-finite", itemgetter("nonfinite")),
+    numbers("saturated", itemgetter("saturated")),
+    numbers("max |x|", itemgetter("amax"), str),
+    numbers("headroom", itemgetter("bits"), str),
+)
+
+
+def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
+    """Return a row for each regime: counts, largest value, headroom, tightest site."""
+    return [
+        {
+            "name": name,
+            "meaning": facts.REGIME_MEANINGS.get(name, ""),
+            "safe": not regime.broken,
+            "nonfinite": regime.nonfinite,
+            "saturated": regime.saturated,
+            "amax": reached(regime.reached),
+            "bits": headroom_or_excess(regime.headroom_bits, regime.reached),
+            "tightest": facts.first_broken(regime) or regime.tightest or "–",
+        }
+        for name, regime in regimes.items()
+    ]
+
+
+def unsafe_tables(report: Report) -> list[Table]:
+    """Return what is unsafe, short of what was asked, or close to its limit."""
+    broken = unsafe_sites(report.regimes)
+    kinds = {kind: [entry for entry in report.unsafe if entry.kind == kind] for kind in ("found", "limit")}
+    in_fp32 = {site.name: site.fp32 for site in (report.attack.sites if report.attack else ())}
+    signal, bits = names("signal", "signal"), numbers("bits over", "excess_bits", _over2)
+    most = numbers("reached", lambda entry: in_fp32.get(entry.signal), reached)
+    short = numbers("bits of the margin missing", "excess_bits", _over2)
+    columns = (
+        names("site", "signal"),
+        Column("regimes", "regimes", ", ".join),
+        numbers("non-finite", "nonfinite"),
+        numbers("saturated", "saturated"),
+    )
+    of = f", {MOST_UNSAFE} of {len(broken):,}" if len(broken) > MOST_UNSAFE else ""
+    tables = (
+        Table(columns, broken[:MOST_UNSAFE], f"What broke{of}, in order; later ones often only pass it on"),
+        Table((signal, most, bits), kinds["found"], "What the search drove past its limit"),
+        Table((signal, bits), kinds["limit"], "No exponent brings these under their limit with the margin"),
+        Table(
+            (signal, short), report.close, "Under their limit by less than the margin; no exact exponent lowers them"
+        ),
+    )
+    return [table for table in tables if table.rows]
+
+
+def remedies_of(report: Report, unproven: Sequence[UnprovenEntry]) -> list[str]:
+    """Return what helps where bounds pass their limits, each once; nothing where the whole has a next step."""
+    return [] if report.next else list(dict.fromkeys(site.remedy for site in unproven))
+
+
+def is_exact(report: Report) -> bool:
+    """Return whether a plan is powers of two that change nothing, so that fp32 outputs keep every bit."""
+    plan = report.plan
+    return plan is None or not (
+        plan.gain_correction or plan.untied_head or plan.drift or plan.centred_keys or report.inexact
+    )
+
+
+def plan_rows(report: Report) -> list[tuple[str, str]]:
+    """Return what the plan does besides channels, as pairs of what and how; nothing without a plan."""
+    plan = report.plan
+    if plan is None:
+        return []
+    moved = (f"times {power(r)}" if r else "not moved" for r in plan.residual_exponents)
+    rows = [("residual stream", ", ".join(moved))]
+    for stream, room in report.for_proof.items():
+        rows.append(("for the proof", f"{stream} from {power(room)}, which what was observed asks for"))
+    if scaled := facts.scaled_outputs(report):
+        rows.append(("outputs", scaled))
+    if other := facts.other_class(report):
+        rows.append(("class", other))
+    # Of a finetune they begin with the config of what was trained, rescaled once already, not with the original's.
+    family = named(report.family)
+    whose = "config.json" if report.finetune is None else "config.json of the finetuned weights"
+    for key, sides in report.source.config_changes.items():
+        why = ", for transformers 4" if "before" not in sides and family and is_older_key(family, key) else ""
+        rows.append((f"{whose}: {key}", f"{sides.get('before', 'absent')} → {sides.get('after', 'absent')}{why}"))
+    if (plan.eps is None or plan.eps_held) and any(plan.residual_exponents):
+        where = "held for a reader that has its own" if plan.eps_held else "fixed in stock code"
+        rows.append(("norm eps", f"{where}, so it drifts (below)"))
+    if plan.untied_head:
+        rows.append(("head", "separated from the embedding, which could not carry its exponents"))
+    rows += facts.centred_rows(report) + facts.edit_rows(report, MOST_EDITS)
+    if plan.gain_correction:
+        n = len(plan.gain_correction)
+        rows.append(("gain correction", f"{n} norm weights, against the mean of the eps drift"))
+    if (drift := plan.drift) is not None:
+        rows.append((f"drift of {plan.drifts_by}, relative change of norm outputs", scientific(drift.relative_error)))
+        for what, predicted, measured in (
+            (facts.measure_of(report), drift.predicted_kl, drift.measured_kl),
+            ("largest logit error", drift.predicted_max_logit_error, drift.measured_max_logit_error),
+        ):
+            parts = [
+                f"{word} {scientific(v)}"
+                for word, v in (("predicted", predicted), ("measured", measured))
+                if v is not None
+            ]
+            if parts:
+                rows.append((f"{facts.drift_of(report)}, {what}", ", ".join(parts)))
+    if plan.margin_bits is not None:
+        kept = "what was observed" if report.regimes else "bounds"
+        rows.append((f"margin kept between {kept} and limits", f"{plan.margin_bits:g} bits"))
+    return rows
+
+
+def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[str, str]]:
+    """Return for each kind of signal that a plan moves how many channels it moves, by what, and which signals whole."""
+    kinds: dict[str, list[int | Sequence[int]]] = {}
+    for name, exponent in exponents.items():
+        kinds.setdefault(_KINDS.get(name.rsplit(".", 1)[-1], "norm outputs"), []).append(exponent)
+    rows = []
+    for kind, entries in sorted(kinds.items()):
+        counts = Counter(e for entry in entries if not isinstance(entry, int) for e in entry)
+        whole = Counter(entry for entry in entries if isinstance(entry, int))
+        moved, said = sorted(e for e in counts if e), []
+        if counts:
+            ends = " to ".join(signed(e) for e in dict.fromkeys((moved[0], moved[-1]))) if moved else ""
+            number = sum(counts[e] for e in moved)
+            by = f", exponent{'s' if len(moved) > 1 else ''} {ends}" if moved else ""
+            said.append(f"{number:,} of {counts.total():,} channels moved{by}")
+        if whole:
+            said.append("whole signals: " + ", ".join(f"{n} by {power(e)}" for e, n in sorted(whole.items())))
+        rows.append((kind, "; ".join(said)))
+    return rows
+
+
+def exponent_table(exponents: Mapping[str, int | Sequence[int]]) -> Table:
+    """Return the table of the signals that a plan moves."""
+    rows = []
+    for name, exponent in exponents.items():
+        if isinstance(exponent, int):
+            rows.append((name, signed(exponent), "all"))
+        else:
+            ends = sorted({min(exponent), max(exponent)})
+            moved = sum(e != 0 for e in exponent)
+            rows.append((name, " to ".join(map(signed, ends)), f"{moved:,} of {len(exponent):,}"))
+    return Table((names("signal", 0), numbers("exponent of 2", 1, str), numbers("channels moved", 2, str)), rows)
+
+
+def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
+    """Return what a finetune did, as pairs of what and how much."""
+    recipe, data = run.recipe, run.data
+    schedule, penalty = recipe.get("schedule") or {}, recipe.get("penalty") or {}
+    rows = [("optimizer steps", f"{run.steps:,}")]
+    if run.tokens:
+        rows.append(("tokens read", f"{run.tokens:,}"))
+    if run.processes > 1:
+        rows.append(("processes", f"{run.processes:,}"))
+    if data.get("path"):
+        rows.append(("data", ", ".join(str(data[key]) for key in ("path", "objective") if data.get(key))))
+    if schedule.get("learning_rate") is not None:
+        rows.append(("learning rate", f"{schedule['learning_rate']:g}, {schedule.get('decay', '')}".rstrip(", ")))
+    precision = recipe.get("precision")
+    if precision:
+        rows.append(("precision", precision if isinstance(precision, str) else ", then ".join(map(str, precision))))
+    if penalty.get("headroom_bits") is not None:
+        rows.append(("penalty", f"{penalty['form']}, for {in_bits(penalty['headroom_bits'])} of headroom"))
+    if run.holds_bounds:
+        rows.append(("bounds", "trained to come under fp16's limit and stay there"))
+    rows.append(("steps skipped, gradient not finite", f"{len(run.skipped):,}"))
+    rows.append(("rewinds after a spike of the loss", f"{len(run.rewinds):,}"))
+    return rows
+
+
+def closeness_table(report: Report, fp16: str = "output in fp16") -> Table | None:
+    """Return the table of fidelity to what was converted; None where nothing was compared. fp16: its last heading."""
+    close, run = report.fidelity, report.finetune
+    if close is None:
+        return None
+    kl = close.measure == "kl"
+    what = "KL(fp32 ‖ x), nats per token" if kl else f"{close.measure} of the last states"
+    rows = [(what, scientific(close.kl_bf16), scientific(close.kl_fp16))]
+    if close.kl_fp32 is not None:
+        same = " (the same function, to the bit)" if close.exact else ""
+        rows.append((f"the converted weights in fp32{same}", "–", scientific(close.kl_fp32)))
+    largest = scientific(close.max_logit_error_bf16), scientific(close.max_logit_error_fp16)
+    rows.append((f"largest {'logit error' if kl else 'error of a state'}", *largest))
+    if close.kl_bf16 is None and close.max_logit_error_bf16 is None:
+        rows = [(what, "–", value) for what, _, value in rows]
+    if close.top1_fp16 is not None:
+        bf16_share = "–" if close.top1_bf16 is None else percent(close.top1_bf16)
+        rows.append(("same best token", bf16_share, percent(close.top1_fp16)))
+    reference = "finetuned model in fp32" if run else close.reference
+    bf16 = "the same in bf16" if run else "source in bf16"
+    return Table((Column(f"against the {reference}", 0), numbers(bf16, 1, str), numbers(fp16, 2, str)), rows)
+
+
+def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str | None = None) -> list[tuple[str, str]]:
+    """Return how the weights came through, as pairs of what and how much; ``dtype`` as for ``carried_over``."""
+    if weights is None:
+        return []
+    return [
+        ("finetuned fp32 weights" if whose == "finetuned" else f"weights of the {whose}", f"{weights.elements:,}"),
+        ("carried over bit for bit", facts.carried_over(weights, dtype)),
+        ("normal in fp16 (of those not 0)", percent(weights.normal_fraction)),
+        ("rounded to zero", f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"),
+        ("not finite", f"{weights.nonfinite:,}"),
+        ("largest |w|", f"{magnitude(weights.amax)} of 65,504"),
+    ]

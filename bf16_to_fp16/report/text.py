@@ -1,0 +1,103 @@
+"""What a report says in Markdown: its results, which the card and the page share."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ..wording import bound_magnitude, significant_bits
+from . import facts, sections
+from .schema import Report
+from .tables import Table
+
+MOST_UNCERTIFIED = 6  # sites without a proof that are listed; the report has all
+
+
+def results_text(report: Report, *, on_page: bool = False) -> str:
+    """Return what was measured and proven as Markdown. on_page: without the verdict, which a page's head has."""
+    unproven = report.uncertified
+    hub_id, revision = origin(report)
+    return (
+        environment()
+        .get_template("results.md.jinja")
+        .render(
+            report=report,
+            on_page=on_page,
+            hub_id=hub_id,
+            revision=revision,
+            regimes=Table(sections.REGIME_COLUMNS, sections.regime_rows(report.regimes)),
+            tiers=Table(sections.TIER_COLUMNS, facts.tier_rows(report)),
+            unsafe=sections.unsafe_tables(report),
+            unproven=Table(sections.UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED]),
+            unproven_count=len(unproven),
+            hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED),
+            remedies=sections.remedies_of(report, unproven),
+            fidelity=sections.closeness_table(report, "output in fp16" if on_page else "this in fp16"),
+        )
+    )
+
+
+def changes_text(report: Report) -> str:
+    """Return what a conversion or a finetune changed as Markdown; empty for neither."""
+    run = report.finetune
+    evaluated = (each.get("held_out_loss") for each in run.evaluations) if run is not None else ()
+    losses = [loss for loss in evaluated if isinstance(loss, (int, float))]
+    return environment().get_template("changes.md.jinja").render(report=report, losses=losses) if report.plan else ""
+
+
+@cache
+def environment() -> Environment:
+    """Return the environment of the Markdown templates; an unknown name in one is an error."""
+    made = Environment(
+        loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
+    made.filters |= {"bound": bound_magnitude, "significant": significant_bits}
+    made.globals |= {"facts": facts, "sections": sections, "notice": notice}
+    return made
+
+
+def markdown(table: Table) -> str:
+    """Return a table as Markdown: names as code, other text as it is."""
+    lines = [
+        [prose(column.title) for column in table.columns],
+        ["--:" if column.css == "n" else "---" for column in table.columns],
+    ]
+    for line in table.lines():
+        cells = zip(line, table.columns, strict=True)
+        lines.append([span(text) if column.css == "site" else prose(text) for text, column in cells])
+    return "\n".join(f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(line)} |" for line in lines)
+
+
+def notice(report: Report) -> str:
+    """Return the first line of a card that is not simply safe, as Markdown: the verdict and how to go on."""
+    head, _, rest = facts.verdict_sentence(report).partition(": ")
+    verdict = f"**{prose(head)}.** {prose(rest[:1].upper() + rest[1:])}"
+    words, colon, command = report.next.partition(": ")
+    return f"{verdict} Next: {prose(words)}{colon}{span(command) if colon else ''}" if report.next else verdict
+
+
+def origin(report: Report) -> tuple[str | None, str | None]:
+    """Return the Hub id and commit of the source, or of the original of what was trained; None for a local folder."""
+    path, revision = report.source.path, report.source.revision
+    return (None, None) if path is None or revision is None else (path.partition("@")[0], revision)
+
+
+def oneline(value: str) -> str:
+    """Return text without line breaks."""
+    return " ".join(str(value).split())
+
+
+def prose(value: object) -> str:
+    """Return text that Markdown shows as it is, also inside a table."""
+    return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", oneline(str(value)))
+
+
+def span(value: object) -> str:
+    """Return text as a code span that nothing in it can end, also inside a table."""
+    line = oneline(str(value)).replace("|", r"\|")
+    longest = max((len(run) for run in re.findall("`+", line)), default=0)
+    fence, pad = "`" * (longest + 1), " " if longest else ""
+    return f"{fence}{pad}{line}{pad}{fence}"
