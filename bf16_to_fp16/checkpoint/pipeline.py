@@ -58,10 +58,10 @@ def is_pipeline(folder: Path) -> bool:
 
 
 def open_pipeline(
-    source: str | Path, wanted: Callable[[str, str, Mapping[str, Any]], bool], endpoint: str | None = None
+    source: str | Path, wanted: Callable[[Mapping[str, Any]], bool], endpoint: str | None = None
 ) -> Pipeline | None:
     """Return the pipeline that a source (folder or Hub id, of which only small files are fetched here) is, else None.
-    wanted: says by the pipeline's class, a component's name and its config.json whether it is to be converted. Raises
+    wanted: says by a component's config.json whether it is to be converted. Raises
     UserError for a pipeline that holds nothing to convert, or was converted already."""
     folder, revision = local_source(source), None
     if folder is not None and not (folder.is_dir() and is_pipeline(folder)):
@@ -75,9 +75,7 @@ def open_pipeline(
     if (folder / PIPELINE).is_file():
         raise UserError(f"{source} is a converted pipeline already; convert what it was made from")
     parts, kind = components(folder), class_of(folder)
-    encoders = [
-        name for name in parts if (config := config_of(folder, name)) is not None and wanted(kind, name, config)
-    ]
+    encoders = [name for name in parts if (config := config_of(folder, name)) is not None and wanted(config)]
     if not encoders:
         said = f"{source} is a pipeline without a text encoder of a known family"
         raise UserError(f"{said} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")

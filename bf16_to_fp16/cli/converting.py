@@ -117,9 +117,9 @@ def convert_command(
     place = Destination(out, force=force, dry_run=dry_run)
     if folder and options.subfolder is None and options.config is None:
         from ..checkpoint.pipeline import open_pipeline
-        from ..families.components import is_converted_in
+        from ..families.known import is_known
 
-        if (pipeline := open_pipeline(source, is_converted_in, None)) is not None:
+        if (pipeline := open_pipeline(source, is_known, None)) is not None:
             for option, given in (("--finetune", recipe), ("--push-to", push_to)):
                 if given is not None:
                     one = f"{option} takes one model, and {source} is a whole pipeline"
@@ -283,14 +283,10 @@ def undo_whole(folder: Path, out: Path, *, force: bool, json_file: str | None) -
     check_out(out, folder, force=force)
     words = {name: terminal.brought_back(folder / name) for name in names}
     done = undo_pipeline(folder, out, force=force, progress=shared.make_progress())
-    lists = {"missing": done.missing, "rescaled": done.rescaled, "changed": done.changed}
-    shared.write_result(json_file, {"out": str(done.out), **{key: list(names) for key, names in lists.items()}})
+    shared.write_result(json_file, {"out": str(done.out), "missing": list(done.missing)})
     if json_file != "-":
         for name, said in words.items():
             show(f"{done.out / name} holds {said}")
-        for name in done.rescaled:
-            bits = "was changed since convert wrote it" if name in done.changed else "bit for bit"
-            show(f"{done.out / name} is without the powers of two again, {bits}")
         show(f"{done.out} has the rest of the pipeline as it was")
         if done.missing:
             show(f"not brought back, since convert left them out: {', '.join(done.missing)}")

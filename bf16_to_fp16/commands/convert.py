@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -32,13 +32,9 @@ from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..families.configs import number_of
-from ..families.layout import Layout
-from ..families.types import Sublayer
 from ..json_text import as_json, write_json
 from ..progress import Progress, shown_by
 from ..quiet import quiet
-from ..ranges import ModuleRange, NormRange
 from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
@@ -73,7 +69,7 @@ class Conversion:
     """What ``convert`` did: the report (its keys are listed in docs/report.md), the folder or file written (None for a
     dry run), the plan; of a dry run, the bytes of the weights to be written, and the seconds that the whole will take
     (None where nothing was run); of one file, sentences on the tool that is to read it. ``next``: the report's, with
-    the paths as they were given, so that it runs. ``entered``: what entered each layer of the source."""
+    the paths as they were given, so that it runs."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -83,7 +79,6 @@ class Conversion:
     seconds: float | None = None
     notes: tuple[str, ...] = ()
     next: str = ""
-    entered: tuple[NormRange, ...] = ()
 
     @property
     def safe(self) -> bool:
@@ -184,20 +179,7 @@ def convert_by(
         opened.checkpoint.check_unchanged()
         report = write_report(work, report)
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
-    states = entered(decided.layout, decided.of_source)
-    how: dict[str, Any] = {"notes": decided.notes, "next": then, "entered": states}
-    return Conversion(dump(report), place.out, decided.planned, measured.plan, **how)
-
-
-def entered(layout: Layout, ranges: Mapping[str, ModuleRange] | None) -> tuple[NormRange, ...]:
-    """Return what entered the first norm of each layer of a model of one stack, its ``hidden_states`` but the last;
-    nothing where it was not run."""
-    stack, *others = layout.stacks()
-    count = number_of(layout.family, layout.config, layout.family.encoder.layers, "a number of layers")
-    first: Sequence[Sublayer] = stack.sublayers[:: len(stack.sublayers) // count]
-    seen = [(ranges or {}).get(sublayer.norm) for sublayer in first]
-    norms = [each.norm for each in seen if each is not None and each.norm is not None]
-    return tuple(norms) if not others and len(norms) == count else ()
+    return Conversion(dump(report), place.out, decided.planned, measured.plan, notes=decided.notes, next=then)
 
 
 def next_of(options: Options, report: Report, source: str, out: str) -> str:

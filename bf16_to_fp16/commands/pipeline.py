@@ -1,9 +1,8 @@
 """Whole diffusion pipelines: every supported text encoder converted, all else linked or copied, and the way back.
 
-The output is a pipeline like the source, and computes the same: where another component's linear reads states that a
-conversion multiplies, that linear carries the inverse. Each converted sub-folder is a converted checkpoint by itself,
-with its own report, page and card, which ``verify``, ``audit``, ``certify`` and ``publish`` take;
-``fp16_pipeline.json`` beside ``model_index.json`` says which they are.
+The output is a pipeline like the source, and computes the same: what it reads of its encoders stays as it is. Each
+converted sub-folder is a converted checkpoint by itself, with its own report, page and card, which ``verify``,
+``audit``, ``certify`` and ``publish`` take; ``fp16_pipeline.json`` beside ``model_index.json`` says which they are.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pip
 from ..checkpoint.places import contained, leaves, own_name, written_folder
 from ..checkpoint.staging import check_out, staged
 from ..conversion.options import Destination, Options
-from ..conversion.pipelines import Uses, check_linears, met, rescale_linears, restore_linears, uses_of
+from ..conversion.pipelines import check_kept, options_of
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..families.components import is_converted_in
+from ..families.known import is_known
 from ..json_text import write_json
 from ..progress import Progress, shown_by
 from ..quiet import quiet
-from ..report import answers, facts, schema
+from ..report import answers, schema
 from ..report.stored import read_origin
 from ..results import dump
 from ..wording import counted, listed
@@ -87,7 +86,7 @@ def convert_pipeline(
     ``out``. endpoint: the Hub's address. Raises UserError for a source that is no such pipeline, and where one of its
     encoders cannot be converted; ``out`` then does not exist.
     """
-    pipeline = open_pipeline(source, is_converted_in, endpoint)
+    pipeline = open_pipeline(source, is_known, endpoint)
     if pipeline is None:
         raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")
     place = Destination(Path(out), force=force, dry_run=dry_run)
@@ -115,40 +114,28 @@ def convert_pipeline_by(
             "--as is for one model, and model_index.json says which class loads each; give --subfolder"
             f" {listed(pipeline.encoders, 'or')} as well"
         )
-    local, uses = pipeline.revision is None, uses_of(pipeline)
+    local, given = pipeline.revision is None, options
+    asked = {name: options_of(given, pipeline, name) for name in (*pipeline.encoders, *pipeline.same)}
     place.check(pipeline.folder)
-    for name in uses.assumed:
-        progress.say(facts.assumption(pipeline.kind, name))
-    if local:
-        check_linears(pipeline.folder, uses)
     if place.dry_run:
-        planned = {n: converted(options, pipeline, uses, n, place, endpoint, progress) for n in pipeline.encoders}
+        planned = {n: converted(asked[n], pipeline, n, place, endpoint, progress) for n in pipeline.encoders}
         return PipelineConversion({}, None, planned)
     with staged(place.out, force=place.force) as work:
         if not local:
             fetch_others(pipeline, endpoint, progress)
-            check_linears(pipeline.folder, uses)
         nbytes, links = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
         encoders: list[answers.PipelineEntry] = []
-        readings: list[answers.ReadingEntry] = []
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
-            done[name] = converted(options, pipeline, uses, name, Destination(work / name), endpoint, progress)
+            done[name] = converted(asked[name], pipeline, name, Destination(work / name), endpoint, progress)
             encoders.append(entry_of(pipeline, name, done[name].report))
-            readings += readings_of(pipeline, uses, name, done[name])
         for name, first in pipeline.same.items():
             [*bring(work / first, files_below(work / first)[0], work / name)]
             encoders.append(entry_of(pipeline, name, done[first].report, same=first))
-            readings += readings_of(pipeline, uses, name, done[first])
-        rescaled = rescale_linears(work, readings, progress)
-        written = {entry.name: entry.sha256 for entry in rescaled}
-        links = {name: nbytes for name, nbytes in links.items() if name not in written}
         # Links to a source's files have no SHA-256, since whoever removes a link removes no file.
         known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
-        for name, sha256 in written.items():
-            known.append({"name": name, "nbytes": (work / name).stat().st_size, "sha256": sha256})
-        files = sorted([*records(work, links | written), *known], key=lambda entry: str(entry["name"]))
+        files = sorted([*records(work, links), *known], key=lambda entry: str(entry["name"]))
         shown = own_name(pipeline.source) if local else pipeline.source
         report = answers.PipelineReport(
             schema=SCHEMA,
@@ -156,46 +143,33 @@ def convert_pipeline_by(
             source=schema.Source(path=shown, revision=pipeline.revision),
             pipeline=pipeline.kind,
             encoders=encoders,
-            assumed=list(uses.assumed),
-            readings=readings,
-            rescaled=rescaled,
             left_out=list(pipeline.left_out),
             command=options.command(pipeline.source, place.out) + (" --copy" if copy else ""),
             environment=schema.read(schema.Report, next(iter(done.values())).report).environment,
             output=schema.Output(files=[schema.FileEntry.model_validate(entry) for entry in files]),
             linked=len(links),
-            copied=len(pipeline.others) - len(links) - len(rescaled),
+            copied=len(pipeline.others) - len(links),
             nbytes=nbytes,
         )
         write_json(work / PIPELINE, dump(report))
     moved = {}
     for name, one in done.items():
         # The finetune leaves a folder beside the pipeline.
-        asked, beside = replace(options, subfolder=name), f"{place.out}-{name}"
-        then = next_of(asked, schema.read(schema.Report, one.report), pipeline.source, beside) if one.next else ""
+        report_of, beside = schema.read(schema.Report, one.report), f"{place.out}-{name}"
+        then = next_of(replace(options, subfolder=name), report_of, pipeline.source, beside) if one.next else ""
         moved[name] = replace(one, out=place.out / name, next=then)
     return PipelineConversion(dump(report), place.out, moved)
 
 
-def readings_of(pipeline: Pipeline, uses: Uses, name: str, done: Conversion) -> list[answers.ReadingEntry]:
-    """Return where a pipeline reads states of an encoder that a conversion multiplied."""
-    return met(pipeline, name, uses.readings[name], schema.read(schema.Report, done.report), done.entered)
-
-
 def converted(
-    options: Options,
-    pipeline: Pipeline,
-    uses: Uses,
-    name: str,
-    place: Destination,
-    endpoint: str | None,
-    progress: Progress,
+    options: Options, pipeline: Pipeline, name: str, place: Destination, endpoint: str | None, progress: Progress
 ) -> Conversion:
-    """Return what the conversion of one encoder did; an error names its sub-folder."""
-    asked = replace(options, subfolder=name, variant=name in pipeline.variants, as_class=uses.classes[name])
-    done = convert_by(asked, pipeline.source, place, endpoint=endpoint, progress=progress)
-    if not place.dry_run and done.report["source"].get("revision") != pipeline.revision:
-        raise UserError(f"{pipeline.source} was changed on the Hub meanwhile; run the same command again")
+    """Return what the conversion of one encoder did by its own options; an error names its sub-folder."""
+    done = convert_by(options, pipeline.source, place, endpoint=endpoint, progress=progress)
+    if not place.dry_run:
+        if done.report["source"].get("revision") != pipeline.revision:
+            raise UserError(f"{pipeline.source} was changed on the Hub meanwhile; run the same command again")
+        check_kept(pipeline, name, schema.read(schema.Report, done.report))
     return done
 
 
@@ -248,14 +222,11 @@ def entry_of(
 
 @dataclass(frozen=True)
 class Undone:
-    """What ``undo_pipeline`` wrote: the folder, the files of the source that cannot be brought back, since the
-    conversion left them out, those with linears that carried powers of two, and of these those that are not the
-    source's to the bit, since they were changed in between."""
+    """What ``undo_pipeline`` wrote: the folder, and the files of the source that cannot be brought back, since the
+    conversion left them out."""
 
     out: Path
     missing: tuple[str, ...]
-    rescaled: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
 
 
 def read_pipeline(folder: Path) -> answers.PipelineReport:
@@ -268,7 +239,7 @@ def read_pipeline(folder: Path) -> answers.PipelineReport:
     except ValidationError as error:
         raise UserError(f"{file}: is not what convert writes; convert the pipeline again") from error
     names = [name for entry in report.encoders for name in (entry.subfolder, *entry.files, *entry.texts)]
-    for name in (*names, *(entry.name for entry in report.rescaled)):
+    for name in names:
         if leaves(name) or not Path(name).parts:
             raise UserError(f"{file}: {name!r} leaves the folder; convert the pipeline again")
     return report
@@ -278,8 +249,7 @@ def undo_pipeline(
     folder: str | Path, out: str | Path, *, force: bool = False, progress: Progress | bool | None = None
 ) -> Undone:
     """Write the source of a converted pipeline back: each encoder by the inverse of its plan, with the names and texts
-    that it had, the linears of other components without the powers of two that they carry, and all else linked as it
-    is.
+    that it had, and all else linked as it is.
 
     Raises UserError where the folder is no converted pipeline.
     """
@@ -295,8 +265,7 @@ def undo_pipeline(
             back = work / entry.subfolder
             undo(folder / entry.subfolder, back, progress=progress)
             missing += [f"{entry.subfolder}/{name}" for name in as_it_was(back, entry, folder / entry.subfolder)]
-        changed = restore_linears(work, report.rescaled, progress)
-    return Undone(out, tuple(missing), tuple(entry.name for entry in report.rescaled), changed)
+    return Undone(out, tuple(missing))
 
 
 def as_it_was(back: Path, entry: answers.PipelineEntry, converted: Path) -> list[str]:

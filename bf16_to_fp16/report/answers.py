@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..results import Count, Flag, Real, ReportObject
+from ..results import Count, Flag, ReportObject
 from .schema import CertificateEntry, Environment, Output, RegimeEntry, Source, TierEntry, Versioned
 
 
@@ -67,63 +67,19 @@ class PipelineEntry(ReportObject):
     texts: dict[str, str]
 
 
-class ReadingEntry(ReportObject):
-    """States of a converted encoder that a pipeline reads and that are not the source's, and what they meet first.
-
-    ``states``: their numbers among its ``hidden_states``. ``factors_log2``: log2 of how much larger than the source's
-    each is. ``component``: the other component that they enter, "" for the pipeline's own code. ``linear``: its weight
-    that carries the inverse. ``norm``: its module that forgives the factor but for ``eps``; ``predicted``: the root
-    mean square relative change of what that puts out, None where nothing was run.
-    """
-
-    encoder: str
-    states: list[int]
-    factors_log2: list[int]
-    component: str
-    linear: str | None = None
-    norm: str | None = None
-    eps: Real | None = None
-    predicted: Real | None = None
-
-
-class RescaledEntry(ReportObject):
-    """A file of another component in which linears carry powers of two, all else kept to the byte.
-
-    ``tensors``: log2 of what the columns of each are multiplied with, one for each of so many equal blocks of them.
-    ``amax``: the largest weight that this makes. ``source_sha256``: of the source's file, ``sha256``: of this.
-    """
-
-    name: str
-    tensors: dict[str, list[int]]
-    amax: Real
-    source_sha256: str
-    sha256: str
-
-    @property
-    def inverse(self) -> dict[str, list[int]]:
-        """What takes the powers out again."""
-        return {name: [-power for power in powers] for name, powers in self.tensors.items()}
-
-
 class PipelineReport(Versioned):
     """What a conversion of a whole pipeline says of it: where it comes from, its converted sub-folders, the verdict of
     all of them, and what became of the other files.
 
-    ``pipeline``: the class that ``model_index.json`` names. ``assumed``: the encoders that are taken to be read at
-    their end, since what it reads of them is not known. ``readings``: where it reads states that are not the source's.
-    ``rescaled``: files that make up for that.
-
-    ``linked`` and ``copied``: how many of them, ``nbytes``: their bytes. ``left_out``: what is not in the output.
-    ``output``: all files of it but this one, links without their SHA-256.
+    ``pipeline``: the class that ``model_index.json`` names. ``linked`` and ``copied``: how many of them, ``nbytes``:
+    their bytes. ``left_out``: what is not in the output. ``output``: all files of it but this one, links without their
+    SHA-256.
     """
 
     verdict: Literal["safe", "unsafe"]
     source: Source
     pipeline: str | None = None
     encoders: list[PipelineEntry]
-    assumed: list[str] = []
-    readings: list[ReadingEntry] = []
-    rescaled: list[RescaledEntry] = []
     linked: Count
     copied: Count
     nbytes: Count

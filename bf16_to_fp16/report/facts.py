@@ -11,7 +11,6 @@ from ..bounds.kinds import SiteKind
 from ..checkpoint.contents import MODULES
 from ..families.known import named
 from ..families.types import MOST_MEAN
-from ..numerics import FP16_MAX
 from ..rescaling.outputs import LAST
 from ..run.batch import IMAGE
 from ..targets import TIERS, WHERE
@@ -543,45 +542,3 @@ def attack_breaks(report: schema.Report) -> schema.AttackedSite | None:
     sites = report.attack.sites if report.attack is not None else ()
     worst = min(sites, key=lambda site: site.headroom_bits, default=None)
     return worst if worst is not None and (worst.headroom_bits < 0 or infinite(worst.worst)) else None
-
-
-def assumption(kind: str | None, name: str) -> str:
-    """Return in words what is assumed of an encoder in a pipeline of an unknown class."""
-    return f"what {kind} reads of {name} is not known; taken to be its last states, which conversion leaves as they are"
-
-
-def reading_lines(report: answers.PipelineReport) -> list[str]:
-    """Return in sentences where a pipeline reads states of its encoders that are not the source's, what makes up for it
-    and what does not."""
-    grouped: dict[tuple[str, str], list[answers.ReadingEntry]] = {}
-    for entry in report.readings:
-        grouped.setdefault((entry.encoder, entry.norm or entry.component), []).append(entry)
-    lines = []
-    for (encoder, _), entries in grouped.items():
-        first, names = entries[0], [entry.linear for entry in entries if entry.linear]
-        states = sorted({state for entry in entries for state in entry.states})
-        factors = sorted({factor for entry in entries for factor in entry.factors_log2})
-        read = f"hidden_states[{states[0]}]" if len(states) == 1 else f"{len(states)} of the hidden_states"
-        times = " to ".join(f"2^{factor}" for factor in dict.fromkeys((factors[0], factors[-1])))
-        said = f"{report.pipeline} reads {read} of {encoder}, {times} times the source's"
-        if names:
-            shown = listed(names) if len(names) < 4 else counted(len(names), "linear")
-            carry = "carries" if len(names) == 1 else "carry"
-            lines.append(f"{said}; {shown} of {first.component} {carry} the inverse, so that the function is the same")
-        else:
-            at = f"{first.component}'s {first.norm}" if first.component else "its own code"
-            effect = "nothing was run to predict by how much"
-            if first.predicted is not None:
-                effect = f"by about {scientific(first.predicted)} of its output"
-            lines.append(f"{said}, through a norm with eps {first.eps:g} ({at}), which drifts: {effect}")
-    if report.rescaled:
-        files = listed([entry.name for entry in report.rescaled])
-        lines.append(f"written anew for that: {files}, all other tensors byte for byte")
-    for component in beyond_fp16(report):
-        lines.append(f"{component} reaches over 65,504 there, so load it in bf16 or fp32")
-    return lines
-
-
-def beyond_fp16(report: answers.PipelineReport) -> list[str]:
-    """Return the components whose linears carry a power of two that takes weights past fp16's range."""
-    return sorted({entry.name.partition("/")[0] for entry in report.rescaled if entry.amax > FP16_MAX})

@@ -82,8 +82,7 @@ def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbos
 
 
 def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
-    """Print of a whole pipeline what became of the files that were not converted, where it reads states that are not
-    the source's, its verdict, and how to load it."""
+    """Print of a whole pipeline what became of the files that were not converted, its verdict, and how to load it."""
     screen, encoders = console(), [entry["subfolder"] for entry in report["encoders"]]
     print_title(out.name)
     rest, how = report["linked"] + report["copied"], [f"{report[kind]:,} {kind}" for kind in ("linked", "copied")]
@@ -93,19 +92,12 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
         screen.say("a linked file is the source's own: to write to one later, convert with --copy")
     if report["left_out"]:
         screen.say(f"left out: {', '.join(report['left_out'])}")
-    said = schema.read(answers.PipelineReport, report)
-    for line in [*(facts.assumption(said.pipeline, name) for name in said.assumed), *facts.reading_lines(said)]:
-        screen.say(line)
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
         screen.print(bad("pipeline: unsafe", f"{wording.listed(unsafe)} is not safe in fp16, as said above"))
         return
     screen.print(good("pipeline: safe", f"{wording.listed(encoders)} in fp16; of other components nothing is claimed"))
-    dtype = "torch.float16"
-    if wide := facts.beyond_fp16(said):
-        others = "".join(f'"{component}": torch.bfloat16, ' for component in wide)
-        dtype = f'{{{others}"default": torch.float16}}'
-    screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype={dtype})')
+    screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype=torch.float16)')
 
 
 def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> None:

@@ -167,7 +167,7 @@ def test_a_disk_that_fails_is_one_line_and_leaves_nothing(
     assert refused >= 3
 
 
-@pytest.mark.parametrize("limit", [100, 2000, 12_000, 30_000])
+@pytest.mark.parametrize("limit", [100, 2000, 12_000, 20_000])
 def test_a_real_limit_on_files_is_one_line_and_leaves_nothing(limit: int, inputs: Path) -> None:
     job = JOBS["convert"]
     root = faults.place(job, inputs)

@@ -398,3 +398,84 @@ def test_what_changes_on_the_hub_meanwhile_is_noticed_and_a_full_cache_too(
 def test_python_refuses_one_model_in_a_line(small: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no model_index\.json, so it is no pipeline"):
         convert_pipeline(small / "text_encoder_2", tmp_path / "out")
+
+
+# --- what is read ----------------------------------------------------------------------------------------------------
+
+
+def set_index(folder: Path, **entries: Any) -> None:
+    path = folder / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+@pytest.mark.parametrize("kind", ["NewPipeline", "HunyuanVideoPipeline", "Krea2Pipeline", "SanaPipeline"])
+def test_the_stream_of_an_encoder_is_held_unless_its_last_states_alone_are_read(kind: str, tmp_path: Path) -> None:
+    folder = pipelines.make(tmp_path / "one", {"text_encoder": pipelines.llama(factor=900.0)}, _class_name=kind)
+    done = convert_pipeline(folder, tmp_path / "out", run_model=False)
+    outputs = done.encoders["text_encoder"].report["outputs"]
+    assert outputs["last_hidden_state"]["factor_log2"] == 0
+    assert (outputs["hidden_states"]["factor_log2"] == 0) == (kind != "SanaPipeline")
+
+
+@pytest.mark.parametrize("kind", ["NewPipeline", "LongCatAudioDiTPipeline"])
+def test_the_stream_of_a_t5_is_moved_unless_its_embedding_is_read(kind: str, tmp_path: Path) -> None:
+    folder = pipelines.make(tmp_path / "one", {"text_encoder": pipelines.encoder("umt5-encoder")}, _class_name=kind)
+    outputs = convert_pipeline(folder, tmp_path / "out", run_model=False).encoders["text_encoder"].report["outputs"]
+    assert outputs["last_hidden_state"]["factor_log2"] == 0
+    assert (outputs["hidden_states"]["factor_log2"] == 0) == (kind != "NewPipeline")
+
+
+def test_a_model_with_a_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = pipelines.make(tmp_path / "whole", {"text_encoder": tiny.build("t5")}, _class_name="NewPipeline")
+    said = refused(capsys, "convert", whole, tmp_path / "new")
+    assert "inner states of a T5ForConditionalGeneration change" in said and not (tmp_path / "new").exists()
+    assert f"bf16-to-fp16 convert {whole} OUT --subfolder text_encoder" in said
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        ["transformers", "UMT5EncoderModel"],
+        ["evil", "Class"],
+        ["transformers", "AutoModel"],
+        ["diffusers", "T5EncoderModel"],
+    ],
+    ids=".".join,
+)
+def test_a_class_that_does_not_fit_the_config_is_refused(
+    loaded: list[str], small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_index(small, text_encoder_2=loaded)
+    said = refused(capsys, "convert", small, tmp_path / "out")
+    assert f"loads text_encoder_2 as {'.'.join(loaded)}, which is no supported class for its config (t5: " in said
+    assert "--subfolder text_encoder_2" in said
+
+
+def test_the_same_code_under_another_name_fits_and_is_planned_for_as_the_config_calls_it(tmp_path: Path) -> None:
+    folder = pipelines.make(tmp_path / "dit", {"text_encoder_2": pipelines.encoder("mt5-encoder")})
+    set_index(folder, _class_name="HunyuanDiTPipeline", text_encoder_2=["transformers", "T5EncoderModel"])
+    done = convert_pipeline(folder, tmp_path / "out", run_model=False)
+    assert done.safe and "--as" not in done.encoders["text_encoder_2"].report["command"]
+
+
+def test_as_is_for_one_model(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--as is for one model.*--subfolder text_encoder_2"):
+        convert_pipeline(small, tmp_path / "out", as_class="T5EncoderModel")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_last_states_of_an_encoder_that_sees_images_are_the_sources_or_it_is_refused(
+    tied: bool, tmp_path: Path
+) -> None:
+    """Qwen-Image reads them of a class with a head, whose last states change where the embedding is the head."""
+    model = tiny.build("qwen2_5_vl", tie_word_embeddings=tied)
+    source = pipelines.make(tmp_path / "source", {"text_encoder": model}, _class_name="QwenImagePipeline")
+    if tied:
+        mend = r"reads the last states of text_encoder, .*; name Qwen2_5_VLModel for it in model_index.json, or "
+        with pytest.raises(UserError, match=mend):
+            convert_pipeline(source, tmp_path / "out", run_model=False)
+        assert not (tmp_path / "out").exists()
+        return
+    done = convert_pipeline(source, tmp_path / "out", run_model=False)
+    outputs = done.encoders["text_encoder"].report["outputs"]
+    assert done.safe and outputs["hidden_states"]["factor_log2"] < 0 == outputs["last_hidden_state"]["factor_log2"]

@@ -69,6 +69,18 @@ def headless(kind: str, **changes: Any) -> Any:
     return encoder(kind, **changes).model
 
 
+def loud(model: Any) -> Any:
+    """Return a tiny encoder, whose stream fits fp16, with a neuron in each layer that does not: its row is larger by a
+    power of two and its column smaller, which changes nothing that the encoder computes."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("up_proj.weight"):
+                weight[:1] *= 2.0**20
+            elif name.endswith("down_proj.weight"):
+                weight[:, :1] *= 2.0**-20
+    return model
+
+
 def t5(kind: str = "t5-encoder") -> dict[str, Any]:
     return {"text_encoder": encoder(kind), "tokenizer": transformers.ByT5Tokenizer(extra_ids=125)}
 
@@ -238,7 +250,11 @@ def lumina2() -> dict[str, Any]:
     shape: dict[str, Any] = {"sample_size": 8, "in_channels": 4, "hidden_size": 32, "multiple_of": 16}
     shape |= {"num_layers": 1, "num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1}
     shape |= {"axes_dim_rope": AXES, "axes_lens": (64, 16, 16), "cap_feat_dim": WIDTH}
-    return {**flow(), **of_bytes_with(headless("gemma2")), "transformer": model("Lumina2Transformer2DModel", **shape)}
+    return {
+        **flow(),
+        **of_bytes_with(loud(headless("gemma2", factor=10.0))),
+        "transformer": model("Lumina2Transformer2DModel", **shape),
+    }
 
 
 def lumina2_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
@@ -248,7 +264,11 @@ def lumina2_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
 def z_image() -> dict[str, Any]:
     shape: dict[str, Any] = {"in_channels": 4, "dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2}
     shape |= {"n_kv_heads": 2, "cap_feat_dim": WIDTH, "axes_dims": list(AXES), "axes_lens": [128, 16, 16]}
-    return {**flow(), **of_bytes_with(headless("qwen3")), "transformer": model("ZImageTransformer2DModel", **shape)}
+    return {
+        **flow(),
+        **of_bytes_with(loud(headless("qwen3", factor=10.0))),
+        "transformer": model("ZImageTransformer2DModel", **shape),
+    }
 
 
 def z_image_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
@@ -258,7 +278,7 @@ def z_image_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
 def hunyuan_video() -> dict[str, Any]:
     own = {"num_refiner_layers": 1, "guidance_embeds": False, "text_embed_dim": WIDTH, "rope_axes_dim": AXES}
     transformer = model("HunyuanVideoTransformer3DModel", **SAME, **SINGLE, **own, pooled_projection_dim=8)
-    encoders = of_bytes_with(headless("llama", num_hidden_layers=4)) | of_clip("_2")
+    encoders = of_bytes_with(loud(headless("llama", num_hidden_layers=4, factor=10.0))) | of_clip("_2")
     return {**flow(), **encoders, "transformer": transformer}
 
 
@@ -275,7 +295,7 @@ def hidream() -> dict[str, Any]:
         **flow(),
         **of_clip("", "_2", projected=True),
         **t5_at("_3"),
-        "text_encoder_4": encoder("llama", num_hidden_layers=3, attn_implementation="eager"),
+        "text_encoder_4": loud(encoder("llama", num_hidden_layers=3, attn_implementation="eager", factor=10.0)),
         "tokenizer_4": of_bytes(),
         "transformer": quiet(transformer, *(f"caption_projection.{i}.linear.weight" for i in range(3))),
     }
@@ -288,7 +308,7 @@ def hidream_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
 def flux2_klein() -> dict[str, Any]:
     own = {"joint_attention_dim": 3 * WIDTH, "timestep_guidance_channels": 8, "axes_dims_rope": (4, 4, 4, 4)}
     transformer = model("Flux2Transformer2DModel", **SMALL, **SINGLE, **own, guidance_embeds=False)
-    encoders = of_bytes_with(encoder("qwen3", num_hidden_layers=28, max_window_layers=28))
+    encoders = of_bytes_with(loud(encoder("qwen3", num_hidden_layers=28, max_window_layers=28, factor=10.0)))
     return {**flow(), **encoders, "transformer": quiet(transformer, "context_embedder.weight")}
 
 
@@ -300,14 +320,14 @@ def flux2_klein_step(pipe: Any, e: Sequence[torch.Tensor]) -> Any:
 
 def flux2() -> dict[str, Any]:
     """Return Flux 2 dev, which reads three inner layers of a Mistral 3."""
-    return {**flux2_klein(), "text_encoder": encoder("mistral3", num_hidden_layers=31)}
+    return {**flux2_klein(), "text_encoder": loud(encoder("mistral3", num_hidden_layers=31, factor=10.0))}
 
 
 def hunyuan_image() -> dict[str, Any]:
     own = {"num_refiner_layers": 1, "text_embed_dim": WIDTH, "text_embed_2_dim": WIDTH, "rope_axes_dim": (8, 8)}
     transformer = model("HunyuanImageTransformer2DModel", **SAME, **SINGLE, **own)
     linears = ("context_embedder.proj_in.weight", "context_embedder.time_text_embed.text_embedder.linear_1.weight")
-    encoders = of_bytes_with(encoder("qwen2_5_vl", num_hidden_layers=4)) | t5_at("_2")
+    encoders = of_bytes_with(loud(encoder("qwen2_5_vl", num_hidden_layers=4, factor=10.0))) | t5_at("_2")
     return {**flow(), **encoders, "transformer": quiet(transformer, *linears)}
 
 
