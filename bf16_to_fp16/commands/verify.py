@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..auditing.regimes import Audited
-from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
+from ..bounds.arithmetic import MAX_LENGTH, SPLITS, Arithmetic
 from ..bounds.findings import Certificate
 from ..bounds.tiers import bounded
 from ..checkpoint.contents import MODULES
@@ -166,7 +166,9 @@ def packed_report(file: Path) -> schema.Report:
     try:
         known = {key: said[key] for key in ("verdict", "proof", "target", "tiers")}
         report = schema.Report.model_validate({"schema": SCHEMA} | known)
-        limits = schema.CertificateEntry(holds=False, headroom_bits=0.0, max_length=int(said["max_length"]), splits=1)
+        limits = schema.CertificateEntry(
+            holds=False, headroom_bits=0.0, max_length=int(said["max_length"]), splits=SPLITS
+        )
         moves = (inside.plan.residual_exponent, inside.plan.eps)
         if report.target not in TARGETS or limits.max_length < 1 or (said["residual_exponent"], said["eps"]) != moves:
             raise ValueError
@@ -355,10 +357,10 @@ def certify_again(
     checkpoint: Checkpoint, layout: Layout, report: schema.Report, device: Device, progress: Progress
 ) -> tuple[Certificate, dict[str, bool]]:
     recorded, target = report.certificate, report.target or "half"
-    if recorded is None or target not in TARGETS or recorded.max_length < 1 or recorded.splits < 1:
+    if recorded is None or target not in TARGETS or recorded.max_length < 1:
         raise UserError(f"{schema.REPORT}: its certificate names no target and length; convert the source again")
-    arithmetic = Arithmetic(recorded.max_length, splits=recorded.splits)
-    return bounded(checkpoint, layout, target, arithmetic, device, progress)
+    # The length is said with every claim. Of kernels more is assumed than a report may ask for.
+    return bounded(checkpoint, layout, target, Arithmetic(recorded.max_length), device, progress)
 
 
 def check_certificate(certificate: Certificate, report: schema.Report) -> Iterator[tuple[str, str]]:

@@ -17,11 +17,14 @@ from support.forging import flip, forge
 from support.program import refused
 
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, verify
+from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.checkpoint.pipeline import name_variants
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind
+from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
 from bf16_to_fp16.rescaling.plan import describe_plan
 from bf16_to_fp16.run import batch, probe
@@ -274,7 +277,6 @@ BROKEN: dict[str, tuple[str, object, str]] = {
     "seed": ("inputs.seed", "x", "its seed is not a number"),
     "target": ("target", "other", "its certificate names no target and length"),
     "length": ("certificate.max_length", "x", "its certificate names no target and length"),
-    "splits": ("certificate.splits", 0, "its certificate names no target and length"),
     "files": ("output.files", [{"name": "a", "sha256": "b"}], "lists something that convert does not write"),
     "verdict": ("verdict", 3, "has no verdict, so convert did not write it"),
     "above": ("output.files.0.name", "../secret", "leaves the folder"),
@@ -308,6 +310,15 @@ def test_a_true_report_of_an_unsafe_checkpoint_is_told_from_a_false_one(tmp_path
     edit(out / REPORT, "unsafe", report["unsafe"])
     flip(out / "model.safetensors")
     assert not verify(out)["as_reported"]
+
+
+def test_bounds_for_kinder_kernels_than_the_programs_own_are_no_proof(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    layout = resolve(checkpoint)
+    kind = bound(layout, fp16_weights(checkpoint, layout), Arithmetic(splits=1), target="norm-safe")
+    forge(folder, lambda report: report["certificate"].update(finite(kind.to_json())))
+    found = problems(folder, run_model=False)
+    assert {check for check, *_ in found} == {"certificate"} and "certificate.splits" in {name for _, name, _ in found}
 
 
 def test_a_tier_that_bounds_alone_cannot_show_is_found_by_a_run(source: Path, tmp_path: Path) -> None:
