@@ -539,13 +539,15 @@ class _Walk(Findings):
         for step in ("softmax", "max", "sigmoid", "gather", "div"):
             self.note(f"{sublayer.router}:{step}", SiteKind.WEIGHTS, 1.0)
         self.inner[f"{sublayer.router}:topk"] = 1.0
-        if sublayer.chosen:
-            self.inner[f"{sublayer.router}:sum"] = float(number) * (1 + number * UNIT32)
+        summed = float(number) * (1 + number * UNIT32) if sublayer.chosen else 0.0
         if sublayer.scaling:
             self.inner[f"{sublayer.router}:mul"] = max(weight, together)
         if sublayer.correction:
             most = 1.0 + largest(self.read(sublayer.correction).double().abs())
-            self.inner |= {f"{sublayer.router}:{step}": 2 * most for step in ("add", "topk", "sum", "masked_fill")}
+            self.inner |= {f"{sublayer.router}:{step}": 2 * most for step in ("add", "topk", "masked_fill")}
+            summed = max(summed, 2 * most)  # of a group's two best, and of the weights of those that are chosen
+        if summed:
+            self.inner[f"{sublayer.router}:sum"] = summed
 
     def neurons(self, sublayer: FeedForward, source: NormOutput, square: Tensor) -> tuple[Projection, Tensor]:
         """Bound a feed-forward on a norm's output; return what its output projection gives, with its mean squares."""

@@ -162,3 +162,25 @@ def test_what_a_router_scales_with_must_be_a_number() -> None:
     edited = replace(layout, config={**layout.config, "routed_scaling_factor": "x"})
     with pytest.raises(UserError, match="'routed_scaling_factor' is 'x'"):
         bound(edited, lambda name: model.state_dict()[name])
+
+
+def test_the_sum_of_many_sigmoids_is_bounded_beside_that_of_a_group() -> None:
+    model = tiny.small("glm4_moe", num_experts_per_tok=4)
+    name, router = next((n, m) for n, m in model.named_modules() if n.endswith("mlp.gate") and hasattr(m, "top_k"))
+    entering: list[Tensor] = []
+    handle = router.register_forward_pre_hook(lambda module, args: entering.append(args[0][0, 0].clone()))
+    ids = torch.tensor([[5]])
+    with torch.no_grad():
+        model(input_ids=ids)
+        handle.remove()
+        router.weight.copy_((20 * entering[0] / entering[0].square().sum()).expand_as(router.weight))  # 4 sigmoids of 1
+        router.e_score_correction_bias.zero_()
+        certificate = bound(resolve(ModelTensors(model)), lambda name: model.state_dict()[name])
+        observer = SiteObserver(model)
+        with observer:
+            model(input_ids=ids)
+    sums = {site.name: site.amax for site in observer.sites() if site.name.startswith(f"{name}:sum")}
+    assert len(sums) == 2 and max(sums.values()) == pytest.approx(4)
+    for site, amax in sums.items():
+        top = certificate.at(site)
+        assert top is not None and amax <= top, site
