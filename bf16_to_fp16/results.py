@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
@@ -61,3 +62,25 @@ class Fidelity(ReportObject):
     def exact(self) -> bool:
         """Whether the output's weights in fp32 gave every bit of the source's outputs; a KL of 0 may be rounded."""
         return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
+
+
+MAX_ERROR_RATIO = 4.0  # to bf16's relative squared error; an edit may cost 1.75 of it
+MAX_ERROR_WITHOUT_DRIFT = 1 / 8  # a wrong factor of 2 gives a relative squared error of 1/4 at least
+BF16_NOISE = 2.0**-20  # the relative squared error of bf16 where it happens to be exact
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """Relative squared errors of an output in fp32, after division by its factor, and of the source in bf16; of the
+    worst layer."""
+
+    error: float
+    error_bf16: float
+
+    @property
+    def ratio(self) -> float:
+        return self.error / max(BF16_NOISE, self.error_bf16)
+
+    def fits(self, *, drifts: bool) -> bool:
+        """Return whether rounding explains the error; ``drifts``: or an edit or a drift of eps."""
+        return self.ratio <= MAX_ERROR_RATIO and (drifts or self.error <= MAX_ERROR_WITHOUT_DRIFT)

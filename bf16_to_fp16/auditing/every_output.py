@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,34 +16,15 @@ from torch import Tensor
 
 from ..rescaling.exponents import OfChannels
 from ..rescaling.outputs import LAST
+from ..results import OutputError
 from ..run.batch import Batch, run_batch
 
 EveryOutput = Mapping[str, tuple[Tensor, ...]]
 """The outputs of one batch by name, layer by layer."""
 
 RETURN_ALL: dict[str, Any] = {"output_hidden_states": True, "output_attentions": True}
-MAX_ERROR_RATIO = 4.0  # to bf16's relative squared error; an edit may cost 1.75 of it
-MAX_ERROR_WITHOUT_DRIFT = 1 / 8  # a wrong factor of 2 gives a relative squared error of 1/4 at least
-NOISE = 2.0**-20  # the relative squared error of bf16 where it happens to be exact
 INFINITE = 1e300  # JSON has no infinity
 SPAN = ("start_logits", "end_logits")  # share a factor of two channels, one for each
-
-
-@dataclass(frozen=True)
-class OutputError:
-    """Relative squared errors of an output in fp32, after division by its factor, and of the source in bf16; of the
-    worst layer."""
-
-    error: float
-    error_bf16: float
-
-    @property
-    def ratio(self) -> float:
-        return self.error / max(NOISE, self.error_bf16)
-
-    def fits(self, *, drifts: bool) -> bool:
-        """Return whether rounding explains the error; ``drifts``: or an edit or a drift of eps."""
-        return self.ratio <= MAX_ERROR_RATIO and (drifts or self.error <= MAX_ERROR_WITHOUT_DRIFT)
 
 
 def smallest_batches(batches: Sequence[Batch]) -> list[Batch]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..auditing.attack import GROUP, attacked
-from ..auditing.every_output import EveryOutput, OutputError, output_errors, smallest_batches
+from ..auditing.every_output import EveryOutput, output_errors, smallest_batches
 from ..auditing.fidelity import (
     Outputs,
     Reference,
@@ -37,7 +37,7 @@ from ..report.build import Decided, Measured
 from ..rescaling.edits import Edit, edits_of, listed_edits
 from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Drift, Plan, inverse
-from ..results import Fidelity
+from ..results import Fidelity, OutputError
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 
 from ..auditing.attack import Attack
-from ..auditing.every_output import OutputError
 from ..auditing.fidelity import Outputs, Reference
 from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.findings import Certificate, SourceBounds
@@ -40,11 +39,11 @@ from ..rescaling.centred import centred_tensors
 from ..rescaling.channels import ROUNDING
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, without_edits
 from ..rescaling.exponents import OfChannels, exponents_of, norm_exponents
-from ..rescaling.outputs import joined, output_factors
+from ..rescaling.outputs import joined, on_request, output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Fallback, Planned, Violation
 from ..rescaling.rounding_loss import STEP_NOISE
-from ..results import Fidelity
+from ..results import Fidelity, OutputError
 from . import remedies, schema
 from .card import front_matter
 from .regimes import regimes_of, tiers_of
@@ -216,12 +215,15 @@ def outputs_of(factors: Mapping[str, OfChannels], errors: Mapping[str, OutputErr
 
 
 def other_outputs(outputs: Mapping[str, schema.OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
-    """Return what is unsafe of outputs that were compared: those that are not the source's times their factor; drifts,
-    ran: as in ``remedies.other_output``."""
+    """Return what is unsafe of outputs that were compared: those that are not the source's times their factor. Of a
+    plan that drifts or edits, inner states are told instead, which the class gives on request alone. drifts, ran: as
+    in ``remedies.other_output``."""
     return [
         remedies.other_output(name, drifts=drifts, ran=ran)
         for name, entry in outputs.items()
-        if entry.error is not None and not OutputError(entry.error, entry.error_bf16 or 0.0).fits(drifts=drifts)
+        if entry.error is not None
+        and not OutputError(entry.error, entry.error_bf16 or 0.0).fits(drifts=drifts)
+        and not (drifts and on_request(name, outputs))
     ]
 
 

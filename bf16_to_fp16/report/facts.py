@@ -11,7 +11,8 @@ from ..bounds.kinds import SiteKind
 from ..checkpoint.contents import MODULES
 from ..families.known import named
 from ..families.types import MOST_MEAN
-from ..rescaling.outputs import LAST
+from ..rescaling.outputs import LAST, on_request
+from ..results import OutputError
 from ..run.batch import IMAGE
 from ..targets import TIERS, WHERE
 from ..wording import (
@@ -352,10 +353,11 @@ OF_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
 def scaled_outputs(report: schema.Report) -> str:
-    """Return how to get the source's outputs from the scaled ones; empty where none is scaled."""
+    """Return how to get the source's outputs from the scaled ones, and which not to read; empty for neither."""
     by_factor: dict[int, list[str]] = {}
+    others = unreadable(report)
     for name, entry in report.outputs.items():
-        if isinstance(entry.factor_log2, int) and entry.factor_log2:
+        if name not in others and isinstance(entry.factor_log2, int) and entry.factor_log2:
             shown = f"{name} (all but the last)" if name in OF_LAYERS else name
             by_factor.setdefault(entry.factor_log2, []).append(shown)
     steps = [
@@ -366,9 +368,23 @@ def scaled_outputs(report: schema.Report) -> str:
     if report.outputs.keys() & {LAST} and report.outputs[LAST].factor_log2 and (stock := giving_states(report)):
         said.append(f"or convert --as {stock}")
     per_channel = [name for name, entry in report.outputs.items() if isinstance(entry.factor_log2, list)]
-    return "; ".join(
-        [*said, *(f"{name} is scaled per channel: see outputs in {schema.REPORT}" for name in per_channel)]
-    )
+    said += [
+        f"{name} is scaled per channel: see outputs in {schema.REPORT}" for name in per_channel if name not in others
+    ]
+    return "; ".join([*said, *others.values()])
+
+
+def unreadable(report: schema.Report) -> dict[str, str]:
+    """Return what is said of each output that is given on request alone and that rounding does not explain."""
+    found = {}
+    for name, entry in report.outputs.items():
+        if entry.error is None or not on_request(name, report.outputs):
+            continue
+        error = OutputError(entry.error, entry.error_bf16 or 0.0)
+        if not error.fits(drifts=True):
+            beside = f"{scientific(error.error)} in relative squared error, bf16 {scientific(error.error_bf16)}"
+            found[name] = f"{name}: off by {beside}; do not read them"
+    return found
 
 
 def other_class(report: schema.Report) -> str:

@@ -7,7 +7,7 @@ serves as head needs where it is one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -41,6 +41,13 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
         factors["cross_attentions"] = 0
     brought = [projector.gives for projector in layout.projectors if projector.gives]
     return factors | dict.fromkeys(brought, plan.stream_exponent(layout.streams[0]))
+
+
+def on_request(name: str, outputs: Iterable[str]) -> bool:
+    """Return whether a class gives an output only where it is asked for: inner states, attentions, and the last states
+    where ``outputs`` has what a head gives."""
+    inner = name.endswith(("hidden_states", "attentions")) and not name.startswith("image_")
+    return inner or (name == LAST and any(each.endswith("logits") for each in outputs))
 
 
 def in_short(exponents: torch.Tensor) -> OfChannels:

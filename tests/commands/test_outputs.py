@@ -8,17 +8,19 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support import exhaustive, tiny
+from support import exhaustive, fakes, tiny
 from support.contract import layout_of
 
 from bf16_to_fp16 import UserError, cli, convert, make_fp16_safe, undo, verify
-from bf16_to_fp16.auditing.every_output import OutputError, output_errors, smallest_batches, unscaled
+from bf16_to_fp16.auditing.every_output import output_errors, smallest_batches, unscaled
 from bf16_to_fp16.families.types import LOGITS
+from bf16_to_fp16.report.build import other_outputs
 from bf16_to_fp16.report.card import render_card
 from bf16_to_fp16.report.facts import scaled_outputs
-from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.report.schema import OutputEntry, Report, read
 from bf16_to_fp16.rescaling import outputs
 from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.results import OutputError
 from bf16_to_fp16.run.interface import config_of
 from bf16_to_fp16.run.probe import few_rows, images
 
@@ -143,6 +145,32 @@ def test_an_output_of_another_factor_is_unsafe(tmp_path: Path, monkeypatch: pyte
     result = convert(source, tmp_path / "wrong")
     assert right.safe and not result.safe and [e["signal"] for e in result.report["unsafe"]] == ["hidden_states"]
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("name", "drifts", "unsafe"),
+    [
+        ("logits", True, True),
+        ("hidden_states", True, False),
+        ("encoder_attentions", True, False),
+        ("last_hidden_state", True, False),  # beside logits
+        ("hidden_states", False, True),  # of an exact plan it is a mistake of the program
+    ],
+)
+def test_inner_states_that_an_edit_changes_are_told_and_the_verdict_is_about_what_is_given(
+    name: str, drifts: bool, unsafe: bool
+) -> None:
+    right, off = OutputEntry(factor_log2=-2, error=1e-6, error_bf16=1e-5), OutputEntry(factor_log2=-2, error=0.02)
+    entries = {"logits": right, "hidden_states": right} | {name: off.model_copy(update={"error_bf16": 1e-5})}
+    assert [each.signal for each in other_outputs(entries, drifts=drifts, ran=True)] == [name] * unsafe
+    said = scaled_outputs(read(Report, fakes.conversion()).model_copy(update={"outputs": entries}))
+    told = f"{name}: off by 0.02 in relative squared error, bf16 1.00×10⁻⁵; do not read them"
+    assert (told in said) == (name != "logits")
+
+
+def test_last_states_that_are_all_that_a_class_gives_are_no_inner_ones() -> None:
+    off = OutputEntry(factor_log2=0, error=0.02, error_bf16=1e-5)
+    assert [each.signal for each in other_outputs({"last_hidden_state": off}, drifts=True, ran=True)]
 
 
 def test_a_layer_that_is_off_is_not_hidden_by_one_that_bf16_rounds_more() -> None:
