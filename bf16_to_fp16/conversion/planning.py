@@ -256,9 +256,6 @@ class Search:
         opened, options = self.opened, replace(self.options, target=target)
         if margin_bits is not None:
             options = replace(options, margin_bits=margin_bits)
-        acceptable = None
-        if self.reference is not None:
-            acceptable = drift_is_acceptable(opened, self.reference, self.progress)
         inputs = PlanInputs(
             opened=opened,
             options=options,
@@ -272,7 +269,7 @@ class Search:
                 opened.spectra,
                 opened.named,
             ),
-            acceptable=acceptable,
+            drift=None if self.reference is None else tried_drift(opened, self.reference, self.progress),
             tables=self.tables,
             start=self.start,
         )
@@ -341,9 +338,9 @@ Bounds = Callable[[Layout, Mapping[str, int]], SourceBounds]
 class PlanInputs:
     """Everything that a plan is chosen by.
 
-    ranges: observed; None plans by the bounds alone, without a margin. acceptable: runs a plan whose predicted drift is
-    too large, and says whether it may be taken. tables: of weights, from earlier plans. start: the streams' exponents
-    of the plain source's bounds.
+    ranges: observed; None plans by the bounds alone, without a margin. drift: runs the source with the eps that a plan
+    amounts to, and says how far that is from the source. tables: of weights, from earlier plans. start: the streams'
+    exponents of the plain source's bounds.
     """
 
     opened: Opened
@@ -351,7 +348,7 @@ class PlanInputs:
     progress: Progress
     ranges: Mapping[str, ModuleRange] | None
     bounds: Bounds
-    acceptable: Callable[[Layout, Plan], bool] | None = None
+    drift: Callable[[Layout, Plan], Fidelity] | None = None
     tables: Tables | None = None
     start: Mapping[str, int] = field(default_factory=dict)
 
@@ -473,7 +470,16 @@ def plan_for(layout: Layout, inputs: PlanInputs) -> tuple[Planned, SourceBounds]
             break
         exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
         planned, bounds = planned_within(exponents, f", with {powers(exponents)} at most", layout, inputs)
+    if inputs.drift is not None and planned.plan.gain_correction:
+        # The mean that a correction takes out is that of all tokens, and the outputs may depend on few.
+        of = inputs.drift
+        planned = min((uncorrected(planned), planned), key=lambda each: of(layout, each.plan).kl_fp16)
     return planned, bounds
+
+
+def uncorrected(planned: Planned) -> Planned:
+    """Return the same without corrections of gains, which are then carried over exactly."""
+    return replace(planned, plan=planned.plan.model_copy(update={"gain_correction": {}}))
 
 
 def planned_within(
@@ -489,11 +495,10 @@ def planned_within(
     with inputs.progress.step(f"Planning the exponents{place}{head}{again}") as advance:
         planned = planned_once(layout, inputs, bounds.ranges, advance=advance)
     held = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams and f.exponent is not None}
-    if inputs.acceptable is not None and layout.fixed_eps is not None and held:
-        trial = planned_once(layout, inputs, bounds.ranges, held)
-        # A corrected gain is no longer carried over exactly, so the plain plan goes first.
-        plain = replace(trial, plan=trial.plan.model_copy(update={"gain_correction": {}}))
-        planned = next((each for each in (plain, trial) if inputs.acceptable(layout, each.plan)), planned)
+    if inputs.drift is not None and layout.fixed_eps is not None and held:
+        trial, of = planned_once(layout, inputs, bounds.ranges, held), inputs.drift
+        choices = (uncorrected(trial), trial)
+        planned = next((each for each in choices if is_acceptable(of(layout, each.plan))), planned)
     return planned, bounds
 
 
@@ -525,12 +530,6 @@ def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
     """Return whether the divergence of a drift stays under a share of bf16's, by default half of what fp16's own
     rounding may take."""
     return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share
-
-
-def drift_is_acceptable(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], bool]:
-    """Return a function that tries the drift of a plan, and returns whether it is acceptable."""
-    drift = tried_drift(opened, reference, progress)
-    return lambda layout, plan: is_acceptable(drift(layout, plan))
 
 
 def tried_drift(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], Fidelity]:

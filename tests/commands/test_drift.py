@@ -23,9 +23,10 @@ from bf16_to_fp16.conversion.planning import (
     PlanInputs,
     best_plan,
     bound_source,
-    drift_is_acceptable,
     drifted_outputs,
+    is_acceptable,
     observe_source,
+    tried_drift,
 )
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
@@ -33,9 +34,10 @@ from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+from bf16_to_fp16.results import Fidelity
 from bf16_to_fp16.run.batch import Batch
 from bf16_to_fp16.run.probe import batches
-from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.run.stock import load, load_config
 
 
 @pytest.mark.usefixtures("first_batch")
@@ -194,10 +196,29 @@ def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(tmp
     ranges, reference = observe_source(checkpoint, inputs, progress, Device("cpu"))
     bounds = bound_source(functools.partial(source_weights, checkpoint), "half", 512, progress)
     opened, options = Opened(checkpoint, layout, inputs), Options(margin_bits=1.25)
-    _, refused, _ = best_plan(PlanInputs(opened, options, progress, ranges, bounds, lambda *_: False))
-    _, taken, _ = best_plan(PlanInputs(opened, options, progress, ranges, bounds, lambda *_: True))
+    far, near = (Fidelity(kl_fp16=kl, kl_bf16=1.0) for kl in (1.0, 0.0))
+    _, refused, _ = best_plan(PlanInputs(opened, options, progress, ranges, bounds, lambda *_: far))
+    _, taken, _ = best_plan(PlanInputs(opened, options, progress, ranges, bounds, lambda *_: near))
     assert [f.signal for f in refused.fallbacks] == ["residual"] and not taken.fallbacks
     assert taken.plan.residual_exponent < refused.plan.residual_exponent
-    acceptable = drift_is_acceptable(opened, reference, progress)
-    assert acceptable(layout, taken.plan)
-    assert not acceptable(layout, taken.plan.model_copy(update={"residual_exponent": -9}))
+    drift = tried_drift(opened, reference, progress)
+    assert is_acceptable(drift(layout, taken.plan))
+    assert not is_acceptable(drift(layout, taken.plan.model_copy(update={"residual_exponent": -9})))
+
+
+def test_a_correction_of_gains_is_kept_only_where_it_brings_the_outputs_nearer(tmp_path: Path) -> None:
+    """What takes out the mean of the drift over all tokens can move the few on which the logits depend."""
+    source = tiny.save(tiny.build("bigbird_pegasus", 1), tmp_path / "source")
+    checkpoint = open_checkpoint(source)
+    layout, inputs, progress = resolve(checkpoint), batches(load_config(source), None, None), Progress(quiet=True)
+    ranges, reference = observe_source(checkpoint, inputs, progress, Device("cpu"))
+    bounds = bound_source(functools.partial(source_weights, checkpoint), "half", 512, progress)
+    opened = Opened(checkpoint, layout, inputs)
+    drift = tried_drift(opened, reference, progress)
+    plans = {}
+    for name, of in (("unmeasured", None), ("measured", drift)):
+        asked = PlanInputs(opened, Options(margin_bits=1.25), progress, ranges, bounds, of)
+        plans[name] = best_plan(asked)[1].plan
+    assert plans["unmeasured"].gain_correction and not plans["measured"].gain_correction
+    with_it, without = (drift(layout, plan).kl_fp16 for plan in plans.values())
+    assert without < with_it / 4
