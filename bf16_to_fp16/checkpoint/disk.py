@@ -18,16 +18,23 @@ FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ERO
 FREE_SPACE_REMEDY = "free some space or choose another output path"
 
 
-def check_free_space(what: str, nbytes: int, folder: Path, *, of: str = "the cache", variable: str = "HF_HOME") -> None:
+def check_free_space(
+    what: str,
+    nbytes: int,
+    folder: Path,
+    *,
+    of: str = "the cache",
+    otherwise: str = "set HF_HOME to a folder on another",
+) -> None:
     """Raise UserError where the disk of a folder has no room for so many bytes. what: needs them. of: what the folder
-    is called; variable: of the environment, that chooses another one."""
+    is called; otherwise: what else to do, before "disk"."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise UserError(
             f"{what} needs {bytes_in_words(nbytes)} and the disk of {of} has {bytes_in_words(free)};"
-            f" free some space, or set {variable} to a folder on another disk"
+            f" free some space, or {otherwise} disk"
         )
 
 

@@ -152,7 +152,7 @@ def dequantised(
     by the tensor's name, one number or one for each row. Raises UserError for another, and for a full disk."""
     nbytes, widened = sum(2 * info.nbytes for info in narrow), {}
     what = f"{narrow[0].file}: the dequantised copy"
-    check_free_space(what, nbytes, target.parent, of="temporary files", variable="TMPDIR")
+    check_free_space(what, nbytes, target.parent, of="temporary files", otherwise="set TMPDIR to a folder on another")
     with writing(target.parent, SCRATCH_REMEDY), target.open("wb") as out:
         for info in narrow:
             values = formats.read_range(info, info.shape, 0).float()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.contents import WEIGHTS, is_converted
+from ..checkpoint.disk import check_free_space
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import converted_already, records, sha256_of
 from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
@@ -136,6 +137,10 @@ def convert_by(
     stored = None if options.plan is None else read_plan_and_target(Path(options.plan), asked)
     opened = open_source(source, options, place, endpoint, progress)
     check_unconverted(opened.checkpoint)
+    if not place.dry_run:  # said before anything is computed
+        nbytes = sum(2 * math.prod(tensor.shape) for tensor in opened.layout.tensors.values())
+        how = {"of": str(place.out.parent), "otherwise": "choose an output path on another"}
+        check_free_space(str(place.out), nbytes, place.out.absolute().parent, **how)
     decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
     opened = opened.under(decided)
     if options.exact and opened.edits is not None:

@@ -22,6 +22,8 @@ from ..checkpoint.disk import check_free_space
 from ..checkpoint.fetching import fetched, hub_files
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import is_weights, records
+from ..checkpoint.formats import SAFETENSORS_DTYPES
+from ..checkpoint.headers import FLOATING_DTYPES, read_whole_header
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
 from ..checkpoint.places import contained, leaves, own_name, written_folder
 from ..checkpoint.staging import check_out, staged
@@ -150,6 +152,7 @@ def convert_pipeline_by(
             linked=len(links),
             copied=len(pipeline.others) - len(links),
             nbytes=nbytes,
+            dtype=dtype_of_largest(work, pipeline.others),
         )
         write_json(work / PIPELINE, dump(report))
     moved = {}
@@ -199,6 +202,18 @@ def bring_others(
                 links[name] = file.nbytes
             advance(number, len(names))
     return nbytes, links
+
+
+def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
+    """Return the dtype of weights in the largest safetensors file, as torch calls it; None where there are none."""
+    files = [folder / name for name in names if name.endswith(".safetensors")]
+    if not files:
+        return None
+    try:
+        tensors = read_whole_header(max(files, key=lambda file: file.stat().st_size), any_dtype=True)[0]
+    except UserError:  # a file that is brought along as it is
+        return None
+    return next((str(SAFETENSORS_DTYPES[t.dtype]) for t in tensors.values() if t.dtype in FLOATING_DTYPES), None)
 
 
 def entry_of(

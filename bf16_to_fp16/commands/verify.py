@@ -287,7 +287,7 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
     for name, part in ((None, config), *((k, v) for k, v in config.items() if isinstance(v, Mapping))):
         for key in DTYPE_KEYS:
             at = f"{name}.{key}" if name else key
-            if part.get(key) not in (None, "float16") and at not in wanted:
+            if part.get(key) not in (None, "float16"):
                 yield "config.json", f"{at} is {part[key]}, which stock code loads the weights in"
 
 

@@ -72,8 +72,8 @@ class PipelineReport(Versioned):
     all of them, and what became of the other files.
 
     ``pipeline``: the class that ``model_index.json`` names. ``linked`` and ``copied``: how many of them, ``nbytes``:
-    their bytes. ``left_out``: what is not in the output. ``output``: all files of it but this one, links without their
-    SHA-256.
+    their bytes. ``dtype``: in which the largest of them is stored, as torch calls it. ``left_out``: what is not in the
+    output. ``output``: all files of it but this one, links without their SHA-256.
     """
 
     verdict: Literal["safe", "unsafe"]
@@ -83,6 +83,7 @@ class PipelineReport(Versioned):
     linked: Count
     copied: Count
     nbytes: Count
+    dtype: str | None = None
     left_out: list[str]
     command: str
     environment: Environment

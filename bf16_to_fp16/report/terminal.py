@@ -97,7 +97,11 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
         screen.print(bad("pipeline: unsafe", f"{wording.listed(unsafe)} is not safe in fp16, as said above"))
         return
     screen.print(good("pipeline: safe", f"{wording.listed(encoders)} in fp16; of other components nothing is claimed"))
-    screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype=torch.float16)')
+    dtype = "torch.float16"
+    if report.get("dtype") not in (None, dtype):  # of the others, which may overflow fp16
+        each = "".join(f'"{name}": {dtype}, ' for name in encoders)
+        dtype = f'{{{each}"default": {report["dtype"]}}}'
+    screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype={dtype})')
 
 
 def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> None:

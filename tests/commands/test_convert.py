@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from support import exhaustive, tiny
 from support.folders import compared
+from support.program import refused
 
 from bf16_to_fp16 import UserError, audit, cli, convert, undo
 from bf16_to_fp16.auditing.regimes import audit_folder
@@ -394,3 +395,14 @@ def test_steps_name_their_target_and_a_converted_source_is_called_one(
     verified = capsys.readouterr().out
     assert "proven for every input of up to 32,768 positions in PyTorch; nothing was run" in verified
     assert "with norms in fp16: not known, no value overflows" in verified
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    said = refused(capsys, "convert", source, tmp_path / "out")
+    assert " kB and the disk of " in said and "or choose an output path on another disk" in said
+    assert "Observing" not in said and not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from support import pipelines, tiny
 from support.hub_server import HubServer
 from support.pipelines import TRANSFORMER, contents
@@ -479,3 +480,15 @@ def test_the_last_states_of_an_encoder_that_sees_images_are_the_sources_or_it_is
     done = convert_pipeline(source, tmp_path / "out", run_model=False)
     outputs = done.encoders["text_encoder"].report["outputs"]
     assert done.safe and outputs["hidden_states"]["factor_log2"] < 0 == outputs["last_hidden_state"]["factor_log2"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_was_not_converted_is_loaded_in_its_own_dtype(
+    dtype: torch.dtype, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of other components nothing is claimed: a transformer can overflow fp16 as well."""
+    save_file({"weight": torch.randn(600, 900, dtype=dtype)}, small / TRANSFORMER)
+    assert main(["convert", str(small), str(tmp_path / "out"), "--no-audit"]) == 0
+    each = f'{{"text_encoder_2": torch.float16, "default": {dtype}}}'
+    shown = "torch.float16" if dtype is torch.float16 else each
+    assert f"torch_dtype={shown})" in " ".join(capsys.readouterr().out.split())

@@ -114,6 +114,13 @@ def of_config(key: str, value: object) -> Callable[[Path], None]:
     return lambda folder: edit(folder / "config.json", key, value)
 
 
+def bf16_as_listed(folder: Path) -> None:
+    """Let the config say bf16, and the report say that the conversion set that."""
+    edit(folder / "config.json", "dtype", "bfloat16")
+    changes = json.loads((folder / REPORT).read_text())["source"]["config_changes"]
+    edit(folder / REPORT, "source.config_changes", changes | {"dtype": {"before": "float32", "after": "bfloat16"}})
+
+
 def test_an_untouched_folder_passes_every_check(converted: Path, source: Path) -> None:
     result = verify(converted, original=source)
     assert result["verified"] and result["verdict"] == "safe" and set(result["checks"].values()) == {"passed"}
@@ -171,6 +178,7 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
         *(REPLAY, "refused", "", "tensor"),
     ),
     "bf16 as dtype": (of_config("dtype", "bfloat16"), BOUNDS, "plan", "config.json", "dtype is bfloat16"),
+    "bf16 as a dtype that is listed": (bf16_as_listed, BOUNDS, "plan", "config.json", "dtype is bfloat16"),
     "another eps": (
         of_config("layer_norm_epsilon", 1e-6),
         BOUNDS,
