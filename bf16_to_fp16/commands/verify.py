@@ -20,7 +20,7 @@ from ..bounds.arithmetic import MAX_LENGTH, SPLITS, Arithmetic
 from ..bounds.findings import Certificate
 from ..bounds.tiers import bounded
 from ..checkpoint.contents import MODULES
-from ..checkpoint.folder import carry_over, tokenizer_beside
+from ..checkpoint.folder import TOKENIZER_FILES, carry_over, tokenizer_beside
 from ..checkpoint.formats import bytes_of
 from ..checkpoint.packed import summary_of
 from ..checkpoint.places import local_source, own_name
@@ -77,7 +77,19 @@ from ..wording import counted
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "report")
 UNNAMED_KEYS = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")  # of a config, not of its model
-OBEYED = ("generation_config.json", MODULES)  # files that change what stock code computes
+OBEYED = (
+    *(
+        "generation_config.json",
+        MODULES,
+        *TOKENIZER_FILES,
+        "added_tokens.json",
+        "merges.txt",
+        "special_tokens_map.json",
+    ),
+    *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
+    "hf_quant_config.json",
+)
+"""Files that change what stock code computes, wherever they come from."""
 
 
 @dataclass

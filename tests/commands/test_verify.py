@@ -114,6 +114,10 @@ def of_config(key: str, value: object) -> Callable[[Path], None]:
     return lambda folder: edit(folder / "config.json", key, value)
 
 
+def added(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text("{}")
+
+
 def bf16_as_listed(folder: Path) -> None:
     """Let the config say bf16, and the report say that the conversion set that."""
     edit(folder / "config.json", "dtype", "bfloat16")
@@ -190,6 +194,10 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
         lambda f: (f / "generation_config.json").write_text('{"repetition_penalty": 50.0}'),
         *(REPLAY, "replay", "generation_config.json", "is not what the conversion carries over"),
     ),
+    **{
+        f"an added {name}": (added(name), REPLAY, "replay", name, "is not what the conversion carries over")
+        for name in ("chat_template.jinja", "special_tokens_map.json", "tokenizer.model", "hf_quant_config.json")
+    },
     "a signal of the plan": (
         of_report("plan.exponents", {"encoder.block.9.layer.0.SelfAttention.value": [1]}),
         *(BOUNDS, "plan", "plan", "which this checkpoint does not have"),
