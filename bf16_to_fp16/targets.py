@@ -31,7 +31,7 @@ TIERS = (
         "half",
         "PyTorch",
         "norms and softmax in fp32, sums in fp32 or in up to 8 parts",
-        ("PyTorch (transformers, diffusers)", "vLLM", "Text Embeddings Inference"),
+        ("PyTorch (transformers, diffusers)", "vLLM"),
     ),
     Tier(
         "norm-fp16",
