@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -78,11 +77,6 @@ class ModuleRange:
 
 
 Ranges = dict[str, ModuleRange]  # ranges by module path
-
-
-def norms_of(ranges: Mapping[str, ModuleRange] | None) -> dict[str, NormRange]:
-    """Return what entered norms, by module path; nothing where nothing was observed."""
-    return {path: seen.norm for path, seen in (ranges or {}).items() if seen.norm is not None}
 
 
 @dataclass(frozen=True)

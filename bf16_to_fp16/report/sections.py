@@ -147,7 +147,7 @@ UNPROVEN_COLUMNS = (
     names("site"),
     numbers("bound", "bound", bound_magnitude),
     numbers("limit", "limit", magnitude),
-    numbers("bits over", "excess_bits", excess, over=lambda site: True),
+    numbers("bits over", "excess_bits", excess),
     Column("reason", "reason"),
 )
 

@@ -10,13 +10,12 @@ from typing import Any
 @dataclass(frozen=True)
 class Column:
     """``of``: the value of a row, by its attribute or number, or computed. ``write``: its text. ``css``: "site" for
-    dotted names, "n" for numbers. ``over``: whether a row's value is past what it may be."""
+    dotted names, "n" for numbers."""
 
     title: str
     of: str | int | Callable[[Any], Any]
     write: Callable[[Any], str] = str
     css: str = ""
-    over: Callable[[Any], bool] = lambda row: False
 
     def text(self, row: Any) -> str:
         if callable(self.of):
@@ -33,22 +32,18 @@ def numbers(
     title: str,
     of: str | int | Callable[[Any], Any],
     write: Callable[[Any], str] = "{:,}".format,
-    over: Callable[[Any], bool] = lambda row: False,
 ) -> Column:
     """Return a column of numbers."""
-    return Column(title, of, write, "n", over)
+    return Column(title, of, write, "n")
 
 
 @dataclass(frozen=True)
 class Table:
-    """``rows``: whatever the columns read. ``title`` stands above it; ``id``: in a page, where ``cards`` says that each
-    row becomes a card on narrow screens."""
+    """``rows``: whatever the columns read. ``title`` stands above it."""
 
     columns: Sequence[Column]
     rows: Sequence[Any]
     title: str = ""
-    id: str = ""
-    cards: bool = True
 
     def lines(self) -> Iterator[list[str]]:
         for row in self.rows:
