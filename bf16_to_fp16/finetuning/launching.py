@@ -167,15 +167,13 @@ def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool =
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration and what a process then holds, in bytes by what it is for; ``totals`` of all that were tried,
-    ``flops`` of the student's forwards and backward in a pass."""
+    """A configuration and what a process then holds, in bytes by what it is for; ``totals`` of all that were tried."""
 
     kind: str
     place: Place
     held: Mapping[str, float]
     of_the_machine: float
     totals: Mapping[str, float]
-    flops: int
     blocks: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -225,7 +223,7 @@ def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
     chosen = name if place.holds(held[name]) else min(totals, key=lambda each: totals[each])
     blocks = () if needs.names_its_blocks else needs.block_classes
     machine = memory.of_the_machine(chosen, needs, recipe, place.processes)
-    return Choice(chosen, place, held[chosen], machine, totals, needs.flops, blocks, left_out)
+    return Choice(chosen, place, held[chosen], machine, totals, blocks, left_out)
 
 
 def config_of_source(recipe: Recipe) -> Any:
@@ -275,7 +273,6 @@ class Launch:
             "tried": dict(choice.totals),
             "left_out": dict(choice.left_out),
             "machine": choice.of_the_machine,
-            "flops": choice.flops,
             "files": [str(path) for path in self.files],
             "command": self.line,
         }

@@ -40,7 +40,7 @@ class Needs:
 
     ``parameters``, ``largest_block``, ``outside_blocks``: of the model, of its largest layer, of what is in no layer.
     ``block_classes``: the names of its layers' classes; ``names_its_blocks``: whether its own class says which they
-    are. ``flops``: floating-point operations of a pass's forwards and backward.
+    are.
     """
 
     def __init__(self, recipe: Recipe, config: Any, kind: Any) -> None:
@@ -62,32 +62,29 @@ class Needs:
         data = recipe.data
         self.shapes = [(data.batch_size, data.input_length, data.target_length)]
         self.shapes += [PROBE] if recipe.penalty.form != "none" else []
-        products = sum(self._kept(*shape)[1] for shape in self.shapes)
-        self.flops = (8 if recipe.gradient_checkpointing else 6) * products
 
     def activations(self, *, apart: bool, gathers: bool = False) -> float:
         """Return the most bytes that a step's pass of one process holds beside weights and their gradients.
 
         apart: batch and probe have a backward each. gathers: linears are ZeRO-3's, which keep no copies for autocast.
         """
-        each = [self._kept(*shape)[0] for shape in self.shapes]
+        each = [self._kept(*shape) for shape in self.shapes]
         copies = self.recipe.precision[-1] != "fp32" and not gathers and not self.recipe.gradient_checkpointing
         return (max(each) if apart else sum(each)) + 2.0 * self.parameters * copies
 
-    def _kept(self, rows: int, length: int, target: int) -> tuple[float, int]:
-        """Return the bytes that a forward keeps for its backward, and the products of its linears."""
+    def _kept(self, rows: int, length: int, target: int) -> float:
+        """Return the bytes that a forward keeps for its backward."""
         config, head = config_of(self.model), self.model.get_output_embeddings()
         if is_causal(config):
             length = length + target
         read = {*self.model.get_encoder().modules()} if takes_decoder_ids(config) else {*self.model.modules()}
-        scores, of_layers, products = 0, 0.0, 0
+        scores, of_layers = 0, 0.0
         for block in self.blocks:
             keys = length * length if block in read else target * target + length * target
             scores += rows * config.num_attention_heads * keys
         for module in self.model.modules():
             if isinstance(module, nn.Linear):
                 tokens = rows * (length if module in read else target)
-                products += tokens * module.in_features * module.out_features
                 of_layers += OF_LINEARS * tokens * (module.in_features + module.out_features) * (module is not head)
         biased = hasattr(config, "relative_attention_num_buckets")
         of_layers += scores * (OF_BIASED_SCORES if biased else OF_SCORES)
@@ -95,7 +92,7 @@ class Needs:
             inputs = sum(rows * (length if block in read else target) for block in self.blocks)
             of_layers = of_layers / max(1, len(self.blocks) // 2) + OF_INPUTS * inputs * config.hidden_size
         of_head = 0.0 if head is None else OF_LOGITS * rows * (target or length) * head.out_features
-        return of_layers + of_head, products
+        return of_layers + of_head
 
 
 def _says_tied(config: Any) -> bool:
