@@ -14,7 +14,13 @@ from .contents import SINGLE_OR_SHARDED
 from .files import read_json
 from .hub import reading_from
 
-SMALL_FILES = ("*.json", "*.txt", "*.model", "README.md")  # patterns of what a Hub repository has besides weights
+SMALL_FILES = (
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "README.md",
+)  # patterns of what a Hub repository has besides weights
 
 
 def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:

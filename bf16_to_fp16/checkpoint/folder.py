@@ -41,18 +41,21 @@ TOKENIZER_FILES = (
 """Files of which a tokenizer has one."""
 
 
+TEMPLATES = "additional_chat_templates"  # a tokenizer's folder
+
+
 def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
     """Copy the files that belong to a checkpoint besides its weights; return the names carried over and left out.
     ``tokenizer``: a folder beside the source that holds the tokenizer (diffusers layouts). A folder that
-    ``modules.json`` names is carried over whole. Code is left out. The source's model card becomes
-    ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind."""
+    ``modules.json`` names, and that of chat templates, is carried over whole. Code is left out. The source's model card
+    becomes ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind."""
     carried, left_out = [], []
-    modules = side_modules(source)
+    folders = {*side_modules(source), TEMPLATES}
     for entry in sorted(source.iterdir()):
         if entry.is_dir():
-            if entry.name in modules:
+            if entry.name in folders:
                 for path in sorted(p for p in entry.rglob("*") if not p.is_dir()):
                     if is_code(path.name):
                         left_out.append(path.relative_to(source).as_posix())

@@ -25,6 +25,8 @@ from .types import Family, Head, OutputScale, Part, StackEnds, StockClass, Tenso
 
 ROWS_AT_A_TIME = 4096
 
+COMPUTED = ("*.rotary_emb.inv_freq",)  # tensors that files of older versions have, and every stock class computes
+
 MOST_POSITIONS = 1 << 16  # positions that are made where a file lacks them; published Pegasus models have 512 and 1024
 
 
@@ -82,7 +84,7 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
     tensors = carried(checkpoint, family) | tensors
     used = {t.source for t in tensors.values()}
     for name in sorted(names - used - set(dropped)):
-        if any(fnmatchcase(name, pattern) for pattern in family.ignorable):
+        if any(fnmatchcase(name, pattern) for pattern in (*family.ignorable, *COMPUTED)):
             dropped[name] = "stock classes ignore it"
             continue
         raise UserError(

@@ -197,6 +197,8 @@ def test_weights_that_stock_code_would_not_read_are_not_fetched(hub: HubServer) 
         "2_Dense/model.safetensors": b"x",
         "README.md": b"card",
         "spiece.model": b"x",
+        "additional_chat_templates/tool_use.jinja": b"tools",
+        "chat_template.jinja": b"plain",
         "model.safetensors": save({"w": torch.ones(2)}),
     }
     others = dict.fromkeys(("model.fp16.safetensors", "pytorch_model.bin", "tf_model.h5"), b"x")

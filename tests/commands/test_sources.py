@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny
 from support.folders import compared
 
-from bf16_to_fp16 import UserError, cli, convert, rescale, undo
+from bf16_to_fp16 import UserError, cli, convert, rescale, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.writer import TensorStats, Written
 from bf16_to_fp16.conversion.planning import observe_source
@@ -253,3 +253,30 @@ def test_weights_that_no_exponent_holds_are_one_line(kind: str, exponent: int, t
     with pytest.raises(UserError, match=r"no exponent (brings|can)") as caught:
         convert(source, tmp_path / "out", run_model=False)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_frequencies_that_older_files_hold_are_dropped_as_stock_code_does(tmp_path: Path) -> None:
+    """Files of the first Llamas have one for each layer (transformers #35255)."""
+    source = tiny.save(tiny.small("llama"), tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file(weights | {name: torch.ones(4)}, source / "model.safetensors", {"format": "pt"})
+    done = convert(source, tmp_path / "out", run_model=False)
+    assert done.safe and done.report["source"]["dropped"] == {name: "stock classes ignore it"}
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == weights.keys()
+
+
+def test_further_chat_templates_are_carried_over(tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("llama"), tmp_path / "source")
+    for name, text in (("chat_template.jinja", "plain"), ("additional_chat_templates/tool_use.jinja", "tools")):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    (source / "onnx").mkdir()
+    done = convert(source, tmp_path / "out", run_model=False)
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+    assert (
+        done.report["source"]["left_out"] == ["model.safetensors", "onnx/"]
+        and verify(tmp_path / "out", run_model=False)["verified"]
+    )
+    undo(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
