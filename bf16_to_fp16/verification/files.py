@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.contents import INDEX, SINGLE_OR_SHARDED, side_modules
 from ..checkpoint.files import read_json
-from ..checkpoint.folder import is_code, is_weights, sha256_of
+from ..checkpoint.folder import TEMPLATES, is_code, is_weights, sha256_of
 from ..checkpoint.headers import read_whole_header
 from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packed import recorded_sha256
@@ -65,8 +65,8 @@ def check_hashes(
 
 def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:
     """Return what no conversion writes though it is listed: code, files in folders that are no module's of a sentence
-    encoder, names that differ from a known one by case alone, and tensors that the class does not read."""
-    folders, own = side_modules(checkpoint.folder), {name.casefold(): name for name in OWN_NAMES}
+    encoder and hold no chat templates, names that differ from a known one by case alone, and tensors that the class does not read."""
+    folders, own = {*side_modules(checkpoint.folder), TEMPLATES}, {name.casefold(): name for name in OWN_NAMES}
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")
         known = own.get(name.casefold(), name)
