@@ -65,7 +65,8 @@ def check_hashes(
 
 def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:
     """Return what no conversion writes though it is listed: code, files in folders that are no module's of a sentence
-    encoder and hold no chat templates, names that differ from a known one by case alone, and tensors that the class does not read."""
+    encoder and hold no chat templates, names that differ from a known one by case alone, and tensors that the class
+    does not read."""
     folders, own = {*side_modules(checkpoint.folder), TEMPLATES}, {name.casefold(): name for name in OWN_NAMES}
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")
