@@ -495,7 +495,7 @@ def planned_within(
     with inputs.progress.step(f"Planning the exponents{place}{head}{again}") as advance:
         planned = planned_once(layout, inputs, bounds.ranges, advance=advance)
     held = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams and f.exponent is not None}
-    if inputs.drift is not None and layout.fixed_eps is not None and held:
+    if inputs.drift is not None and layout.fixed_eps is not None and held and options.stream is None:
         trial, of = planned_once(layout, inputs, bounds.ranges, held), inputs.drift
         choices = (uncorrected(trial), trial)
         planned = next((each for each in choices if is_acceptable(of(layout, each.plan))), planned)

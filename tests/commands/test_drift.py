@@ -222,3 +222,9 @@ def test_a_correction_of_gains_is_kept_only_where_it_brings_the_outputs_nearer(t
     assert plans["unmeasured"].gain_correction and not plans["measured"].gain_correction
     with_it, without = (drift(layout, plan).kl_fp16 for plan in plans.values())
     assert without < with_it / 4
+
+
+@pytest.mark.parametrize("stream", [0, -1])
+def test_a_stream_that_is_asked_for_is_not_moved_for_a_drift_that_may_be_taken(stream: int, tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("pegasus"), tmp_path / "source")
+    assert convert(source, tmp_path / "out", stream=stream).plan.residual_exponent == stream
