@@ -28,7 +28,7 @@ from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pip
 from ..checkpoint.places import contained, leaves, own_name, written_folder
 from ..checkpoint.staging import check_out, staged
 from ..conversion.options import Destination, Options
-from ..conversion.pipelines import check_kept, options_of
+from ..conversion.pipelines import alone, check_kept, options_of
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known
@@ -159,8 +159,10 @@ def convert_pipeline_by(
     for name, one in done.items():
         # The finetune leaves a folder beside the pipeline.
         report_of, beside = schema.read(schema.Report, one.report), f"{place.out}-{name}"
-        then = next_of(replace(options, subfolder=name), report_of, pipeline.source, beside) if one.next else ""
-        moved[name] = replace(one, out=place.out / name, next=then)
+        then = next_of(replace(options, subfolder=name), report_of, pipeline.source, beside)
+        if asked[name].stream is not None and options.stream is None:
+            then = f"its stream is held; {alone(pipeline, name)}"
+        moved[name] = replace(one, out=place.out / name, next=then if one.next else "")
     return PipelineConversion(dump(report), place.out, moved)
 
 

@@ -37,7 +37,7 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     A file that ``convert --layout`` wrote is brought back as a file with the same names, or as a folder where ``out``
     does not end in ``.safetensors``. Bit for bit where the conversion was lossless, but for the sign of a 0 in a gain
     that is stored less 1 and moved; a sentence encoder's linears, in fp32, come back as fp16 holds them. Tensors that
-    the conversion made (positions, a separated head) are left out; those that it dropped as copies are not restored;
+    the conversion made (positions, a separated head) are left out; those that it dropped are not restored;
     those that it replaced come from the report. Nothing is claimed of what the weights compute, so whether stock code
     of the installed version agrees is not asked. Raises UserError where the folder has no plan.
     """

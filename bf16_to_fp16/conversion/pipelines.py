@@ -79,6 +79,11 @@ def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
         variant=name in pipeline.variants,
         as_class=None if architectures(config)[:1] == [kind] else kind,
     )
+    if held and options.stream not in (None, 0):
+        raise UserError(
+            f"{pipeline.kind} may read inner states of {name}, so that its stream stays; leave out --stream, or"
+            f" {alone(pipeline, name)}"
+        )
     return replace(asked, stream=0) if held else asked
 
 

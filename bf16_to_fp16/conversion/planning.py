@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -38,7 +39,7 @@ from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.channels import RESIDUAL_RANGE
 from ..rescaling.edits import changed_by, edited_weights, edits_of, with_edits, without_edits
 from ..rescaling.exponents import OfChannels, check_plan_fits, exponents_of, norm_exponents
-from ..rescaling.plan import Plan
+from ..rescaling.plan import Drift, Plan
 from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, TRAIN_MARGIN_BITS, Planned, make_plan
 from ..rescaling.rounding_loss import Tables
 from ..results import Fidelity
@@ -479,7 +480,11 @@ def plan_for(layout: Layout, inputs: PlanInputs) -> tuple[Planned, SourceBounds]
 
 def uncorrected(planned: Planned) -> Planned:
     """Return the same without corrections of gains, which are then carried over exactly."""
-    return replace(planned, plan=planned.plan.model_copy(update={"gain_correction": {}}))
+    plan = planned.plan
+    if plan.gain_correction and plan.drift is not None:
+        error = math.sqrt(plan.drift.relative_error**2 + planned.corrected)
+        plan = plan.model_copy(update={"gain_correction": {}, "drift": Drift(relative_error=error)})
+    return replace(planned, plan=plan)
 
 
 def planned_within(

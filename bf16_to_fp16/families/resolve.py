@@ -7,7 +7,7 @@ missing one with random numbers and drops one that it does not know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -25,7 +25,7 @@ from .types import Family, Head, OutputScale, Part, StackEnds, StockClass, Tenso
 
 ROWS_AT_A_TIME = 4096
 
-COMPUTED = ("*.rotary_emb.inv_freq",)  # tensors that files of older versions have, and every stock class computes
+COMPUTED = ".rotary_emb.inv_freq"  # of a layer or a model: older files have it, and every stock class computes it
 
 MOST_POSITIONS = 1 << 16  # positions that are made where a file lacks them; published Pegasus models have 512 and 1024
 
@@ -82,9 +82,9 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
                 tensors[copy] = replace(tensors[copy], source=copy)
 
     tensors = carried(checkpoint, family) | tensors
-    used = {t.source for t in tensors.values()}
+    used = {t.source for t in tensors.values() if t.source is not None}
     for name in sorted(names - used - set(dropped)):
-        if any(fnmatchcase(name, pattern) for pattern in (*family.ignorable, *COMPUTED)):
+        if computed(name, used) or any(fnmatchcase(name, pattern) for pattern in family.ignorable):
             dropped[name] = "stock classes ignore it"
             continue
         raise UserError(
@@ -100,6 +100,12 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
         head_scale=1.0 if separate and family.untie == "scaled" else scale,
         topology=tuple(part.topology for part in parts if part.topology is not None),
     )
+
+
+def computed(name: str, used: Iterable[str]) -> bool:
+    """Return whether a tensor is the frequencies of positions, of the model or of a part that has tensors in use."""
+    place, _, rest = f".{name}".rpartition(COMPUTED)
+    return not rest and any(f".{each}".startswith(f"{place}.") for each in used)
 
 
 def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClass) -> str:

@@ -109,7 +109,8 @@ class Planned:
 
     ``fallbacks``: the signals planned from their observed ranges alone. ``cost_of_proof``: how much of ``cost`` comes
     from holding the others for every input. ``for_proof``: the streams that a proof moves further than what was
-    observed, with the exponent that this would have.
+    observed, with the exponent that this would have. ``corrected``: the mean squared relative error of drift that
+    corrections of gains take out.
     """
 
     plan: Plan
@@ -119,6 +120,7 @@ class Planned:
     fallbacks: tuple[Fallback, ...] = ()
     cost_of_proof: float = 0.0
     for_proof: Mapping[str, int] = field(default_factory=dict)
+    corrected: float = 0.0
 
 
 def make_plan(
@@ -536,7 +538,7 @@ class _Costs:
         norm = ranges[module].norm
         return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
 
-    def drift(self, r: int) -> float:
+    def drift(self, r: int, corrected: bool = True) -> float:
         """Return the sum over the stream's norms of the mean squared relative change that a fixed eps makes, 0 where
         the config says the scaled one.
 
@@ -549,7 +551,7 @@ class _Costs:
         if not self.drifts(r):
             return total
         for path in self.norms():
-            (kept, shares), correction = self.kept(path, r), self.gain_correction(path, r)
+            (kept, shares), correction = self.kept(path, r), self.gain_correction(path, r) if corrected else 1.0
             total += float((shares * (correction * kept - 1).square()).sum()) + ROUNDING * (correction != 1.0)
         return total
 
@@ -624,7 +626,7 @@ class _PlanSearch(_Costs):
     def run(self, held: Mapping[str, int]) -> Planned:
         """Decide each residual stream with its channels, whose costs add up, move gains where needed, and collect what
         cannot be held; held: as in ``make_plan``."""
-        streams, drift = self.layout.streams, 0.0
+        streams, drift, without = self.layout.streams, 0.0, 0.0
         if self.moves_least and not held and self.holds_unmoved():
             held, self.spare = dict.fromkeys(streams, 0), math.inf
             self.solved.clear()  # whose channels were chosen with less to spare
@@ -634,6 +636,7 @@ class _PlanSearch(_Costs):
             totals = self.decide_stream([held[self.stream]] if self.stream in held else self.candidates())
             r = self.decided[self.stream]
             drift += self.drift(r) + self.rounded_gains(self.stream, torch.tensor(r))
+            without += self.drift(r, corrected=False) - self.drift(r)
             least_free += min(total.free for total in totals.values())
             if self.stream == streams[0]:
                 by_exponent = {e: total.cost for e, total in totals.items()}
@@ -686,6 +689,7 @@ class _PlanSearch(_Costs):
             tuple(self.fallbacks.values()),
             max(0.0, by_exponent[r] - price - least_free),
             self.for_proof,
+            without / len(self.layout.norms),
         )
 
     def holds_unmoved(self) -> bool:

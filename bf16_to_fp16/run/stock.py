@@ -219,7 +219,7 @@ def fill_in(model: Any, checkpoint: Checkpoint) -> None:
         if id(tensor) in stored:
             continue
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if name in checkpoint.tensors:
+        if name in checkpoint.tensors and attribute not in module._non_persistent_buffers_set:
             value.copy_(checkpoint.read(name))
         else:
             drawn[path] = module

@@ -20,7 +20,7 @@ from support.pipelines import TRANSFORMER, contents
 from support.program import refused
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from bf16_to_fp16 import UserError, convert_pipeline, undo_pipeline
+from bf16_to_fp16 import UserError, convert, convert_pipeline, undo_pipeline
 from bf16_to_fp16.checkpoint.pipeline import used, variant_name, variant_of
 from bf16_to_fp16.cli import main
 
@@ -416,6 +416,25 @@ def test_the_stream_of_an_encoder_is_held_unless_its_last_states_alone_are_read(
     outputs = done.encoders["text_encoder"].report["outputs"]
     assert outputs["last_hidden_state"]["factor_log2"] == 0
     assert (outputs["hidden_states"]["factor_log2"] == 0) == (kind != "SanaPipeline")
+    with_stream: dict[str, Any] = {"stream": -4, "run_model": False, "force": True}
+    if kind == "SanaPipeline":
+        assert (
+            convert_pipeline(folder, tmp_path / "out", **with_stream).encoders["text_encoder"].plan.residual_exponent
+            == -4
+        )
+    else:
+        with pytest.raises(UserError, match=r"so that its stream stays; leave out --stream, or convert it alone: .*"):
+            convert_pipeline(folder, tmp_path / "out", **with_stream)
+
+
+def test_a_held_stream_that_overflows_is_sent_to_a_conversion_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = pipelines.make(tmp_path / "one", {"text_encoder": pipelines.llama()}, _class_name="NewPipeline")
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--no-audit"]) == 1
+    command = f"bf16-to-fp16 convert {folder} OUT --subfolder text_encoder"
+    assert f"next: its stream is held; convert it alone: {command}" in " ".join(capsys.readouterr().out.split())
+    assert convert(folder, tmp_path / "alone", subfolder="text_encoder", run_model=False).safe
 
 
 @pytest.mark.parametrize("kind", ["NewPipeline", "LongCatAudioDiTPipeline"])

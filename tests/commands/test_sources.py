@@ -259,11 +259,15 @@ def test_frequencies_that_older_files_hold_are_dropped_as_stock_code_does(tmp_pa
     """Files of the first Llamas have one for each layer (transformers #35255)."""
     source = tiny.save(tiny.small("llama"), tmp_path / "source")
     weights = load_file(source / "model.safetensors")
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    save_file(weights | {name: torch.ones(4)}, source / "model.safetensors", {"format": "pt"})
+    names = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rotary_emb.inv_freq")
+    save_file(weights | {name: torch.ones(4) for name in names}, source / "model.safetensors", {"format": "pt"})
     done = convert(source, tmp_path / "out", run_model=False)
-    assert done.safe and done.report["source"]["dropped"] == {name: "stock classes ignore it"}
+    assert done.safe and done.report["source"]["dropped"] == dict.fromkeys(names, "stock classes ignore it")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == weights.keys()
+    for name in ("model.layers.99.self_attn.rotary_emb.inv_freq", "other.rotary_emb.inv_freq"):
+        save_file(weights | {name: torch.ones(4)}, source / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=f"tensor {name} is not part of"):
+            convert(source, tmp_path / "other", run_model=False)
 
 
 def test_further_chat_templates_are_carried_over(tmp_path: Path) -> None:

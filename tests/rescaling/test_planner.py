@@ -12,6 +12,7 @@ from support import exhaustive, tiny
 from torch import Tensor
 
 from bf16_to_fp16 import convert
+from bf16_to_fp16.conversion.planning import uncorrected
 from bf16_to_fp16.families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import (
@@ -188,6 +189,18 @@ def test_pegasus_drift_grows_fourfold_with_each_halving_and_weighs_in_the_choice
     assert corrected < drifts[2] ** 2
     assert drifts[1] / drifts[0] == pytest.approx((4**4 - 1) / (4**3 - 1), rel=0.05)
     assert drifts[2] / drifts[1] == pytest.approx((4**5 - 1) / (4**4 - 1), rel=0.05)
+
+
+def test_without_corrections_the_drift_is_what_it_would_be_if_none_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, source, layout, ranges = observed("pegasus")
+    found = make_plan(layout, source_weights(source, layout), ranges, held={"residual": -6})
+    assert found.plan.gain_correction and found.plan.drift is not None
+    monkeypatch.setattr(_PlanSearch, "gain_correction", lambda *_: 1.0)
+    wanted = make_plan(layout, source_weights(source, layout), ranges, held={"residual": -6}).plan.drift
+    plan = uncorrected(found).plan
+    assert wanted is not None and plan.drift is not None and not plan.gain_correction
+    assert plan.drift.relative_error == pytest.approx(wanted.relative_error)
+    assert plan.drift.relative_error > 1.01 * found.plan.drift.relative_error
 
 
 def test_a_corrected_gain_is_one_that_fp16_holds() -> None:
