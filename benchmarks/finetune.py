@@ -98,7 +98,7 @@ def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[
             "seed": seed,
             "data": data_of(demo) | short,
             "schedule": {"steps": steps},
-            # The penalty by itself: no bounds are held, and no inputs searched for.
+            # The penalty by itself: no bounds are held.
             "penalty": {"certify": False, **given},
             # What the tables were measured with: the text's own loss is one of their columns.
             "distillation": {"weight": 0.5},
@@ -115,9 +115,6 @@ class Comparing(Trainer):
         self.compared = compared
         super().__init__(*given, **options)
         self.watch.detector.z = 1e9  # what a penalty costs is what is measured
-
-    def _search_hard_inputs(self) -> None:
-        """Find none: the penalty by itself."""
 
     def _penalty(self, calls: int) -> ActivationPenalty:
         wanted = self.recipe.penalty

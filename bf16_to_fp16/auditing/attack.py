@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..devices import Device
 from ..families.known import spare_padding
-from ..families.layout import Layout, TensorReader
+from ..families.layout import Layout
 from ..families.walk import walk
 from ..numerics import FP16_MAX, headroom_bits
 from ..observe.observer import SiteObserver
@@ -157,7 +157,7 @@ class _Adversary:
     """A model under attack: its inputs, what they reach of every goal, and the searches, each of which goes uphill from
     a start and returns the best that every row has come by."""
 
-    def __init__(self, model: Any, layout: Layout, seed: int, length: int, read: TensorReader | None = None) -> None:
+    def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
         self.generator = torch.Generator().manual_seed(seed)
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -166,8 +166,7 @@ class _Adversary:
         # Embeddings that are given are not scaled by who looks them up: the table, or the stack (Pegasus's encoder; its
         # decoder scales both, as T5Gemma's stacks do).
         for stack in layout.stacks()[: 1 if layout.shares_table else None]:
-            table = named[stack.ends.table] if stack.ends.table else embedding
-            table = table.detach() if read is None else read(layout.table(stack.ends)).detach()
+            table = (named[stack.ends.table] if stack.ends.table else embedding).detach()
             tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scales_itself else table)
         self.tables = tables * 2 if layout.stock.decodes and len(tables) == 1 else tables
         """The rows that each side's inputs are made of."""
@@ -372,31 +371,6 @@ def attack(
             at_random, text, mixture = (amax.get(name, 0.0) for amax in (by_random, by_tokens, by_mixture))
             found.append(Found(name, at_random, text, mixture, rounded))
     return Attack(steps, seed, tuple(found), inputs)
-
-
-def worst_ids(
-    model: Any,
-    layout: Layout,
-    sites: Sequence[str],
-    *,
-    steps: int,
-    seed: int = 0,
-    length: int = LENGTH,
-    read: TensorReader | None = None,
-) -> list[tuple[list[int], list[int]]]:
-    """Return the encoder's and the decoder's ids (none for an encoder) that a search finds worst for each of ``sites``,
-    each input once, as further inputs of a training. A site that the search has no way to is left out; where it has one
-    to none, it goes after all that it knows. Other arguments are those of ``attack``.
-
-    read: gives whole weights of a model of which processes have parts; it is then searched as it is, in all of them
-    alike, and must be frozen.
-    """
-    searched = fixed(copy.deepcopy(model).float()) if read is None else model
-    adversary = _Adversary(searched, layout, seed, min(length, longest_sequence(model.config)), read)
-    search = search_by(adversary, sites)
-    search.run(steps)
-    different = {repr(ids): ids for ids in map(search.worst_ids, dict.fromkeys(search.sites))}
-    return list(different.values())
 
 
 def search_by(adversary: _Adversary, sites: Sequence[str] | None) -> _AttackSearch:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from ..report.build import FP16_RANGE_BITS
 from ..report.facts import Distance, distances
@@ -20,8 +18,6 @@ from ..report.schema import FinetuneEntry, Report, UnsafeEntry
 from ..wording import bits, counted, excess, in_bits, scientific
 from .recipe import CERTIFIABLE, Recipe
 
-PLATEAU_BITS = 0.05  # bits that half a run must bring for more steps to be worth their time
-LEAST_POINTS = 8  # of a curve from which a plateau can be told
 TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
 
@@ -53,14 +49,6 @@ class Command:
         return replace(self, is_public=True)
 
 
-def has_stopped(headroom: Sequence[float]) -> bool:
-    """Whether headroom, in bits at equal distances, no longer grew from the second quarter of a run to its last."""
-    quarter = len(headroom) // 4
-    if len(headroom) < LEAST_POINTS:
-        return False
-    return median(headroom[-quarter:]) - median(headroom[quarter : 2 * quarter]) < PLATEAU_BITS
-
-
 def how_to_go_on(
     recipe: Recipe,
     run: FinetuneEntry,
@@ -68,36 +56,24 @@ def how_to_go_on(
     command: Command,
     *,
     lost: bool,
-    unproven: bool,
     attacked: bool,
+    unproven: bool,
 ) -> str:
     """Return the remedy of a finetune that did not deliver: the command that goes on with the run or begins another.
 
     delivered: least headroom of the output in bits. lost: it lost too much of the original. unproven: it lacks the
     certificate. attacked: the attack broke it.
     """
-    another: dict[str, object] = {"checkpointing__folder": f"{recipe.checkpointing.folder or f'{recipe.out}.run'}-2"}
-    rate = recipe.schedule.learning_rate
-    slower = {"schedule__learning_rate": f"{rate / 2:g}", **another}
+    another = {"checkpointing__folder": f"{recipe.checkpointing.folder or f'{recipe.out}.run'}-2"}
+    slower = {"schedule__learning_rate": f"{recipe.schedule.learning_rate / 2:g}", **another}
     if attacked and recipe.penalty.certify is False and recipe.target in CERTIFIABLE:
         return f"begin another run, whose bounds are held too: {command.line(penalty__certify='true', **another)}"
-    if recipe.penalty.headroom_bits - delivered <= TOLERANCE_BITS:
-        if lost and recipe.distillation.weight == 1 and run.kept == run.steps:
-            return f"go on, it still comes nearer to the original: {command.line(schedule__steps=2 * run.steps)}"
-        if lost:
-            held: dict[str, object] = {} if recipe.distillation.weight == 1 else {"distillation__weight": 1.0}
-            return f"begin another run that holds on to the original: {command.line(**held, **slower)}"
-        if unproven:
-            # What training holds is held to its last step; the rest was held by the exponents of its start.
-            return f"begin another run that stays nearer to its start: {command.line(**slower)}"
-    curve = [bits for bits in run.curves.get("headroom_bits", ()) if bits is not None]
-    last = curve[-max(1, len(curve) // 4) :]
-    # Where the training keeps what was asked for and the audit does not, it has yet to meet such inputs.
-    kept_there = bool(last) and median(last) >= recipe.penalty.headroom_bits
-    if kept_there or not has_stopped(curve):
+    if recipe.penalty.headroom_bits - delivered > TOLERANCE_BITS or not (lost or unproven):
         return f"go on: {command.line(schedule__steps=2 * run.steps)}"
-    line = command.line(schedule__learning_rate=f"{rate * 2:g}", **another)
-    return f"more steps will not help, the headroom has stopped growing; begin another run: {line}"
+    if lost and recipe.distillation.weight < 1:
+        return f"begin another run that learns the original alone: {command.line(distillation__weight=1.0, **another)}"
+    # What training holds is held to its last step; the rest was held by the exponents of its start.
+    return f"begin another run that stays nearer to its start: {command.line(**slower)}"
 
 
 def goal(what: str, missing: float, reason: str) -> UnsafeEntry:

@@ -7,7 +7,6 @@ interrupted run is the log of one that never stopped.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,31 +87,6 @@ class RunLog:
         if self._run is not None:
             self._run.finish()
             self._run = None
-
-
-CURVES = ("task_loss", "distillation", "penalty", "learning_rate", "loss_scale", "bound_bits")
-"""Values of a step that a report keeps, besides the step itself and the least headroom."""
-
-MOST_POINTS = 400  # of the curves in a report; of a longer run every n-th line is kept, and the last
-
-
-def curves(path: Path) -> dict[str, list[float | None]]:
-    """Return the curves of a log (``step``, ``CURVES`` and ``headroom_bits``, the least of all layers): a value a
-    kept line, None where it has none; {} without a log."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            row = loads(line)
-        except ValueError:  # cut short by a crash
-            continue
-        if "task_loss" in row:
-            rows.append(row)
-    stride = max(1, math.ceil(len(rows) / MOST_POINTS))
-    rows = rows[::-stride][::-1]
-    if not rows:
-        return {}
-    values: dict[str, list[float | None]] = {name: [row.get(name) for row in rows] for name in ("step", *CURVES)}
-    return values | {"headroom_bits": [min((row.get("headroom") or {}).values(), default=None) for row in rows]}
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -63,14 +63,11 @@ class Needs:
         self.shapes = [(data.batch_size, data.input_length, data.target_length)]
         self.shapes += [PROBE] if recipe.penalty.form != "none" else []
 
-    def activations(self, *, apart: bool, gathers: bool = False) -> float:
-        """Return the most bytes that a step's pass of one process holds beside weights and their gradients.
-
-        apart: batch and probe have a backward each. gathers: linears are ZeRO-3's, which keep no copies for autocast.
-        """
-        each = [self._kept(*shape) for shape in self.shapes]
+    def activations(self, *, gathers: bool = False) -> float:
+        """Return the most bytes that a step's pass of one process holds beside weights and their gradients; batch and
+        probe have a backward each. gathers: linears are ZeRO-3's, which keep no copies for autocast."""
         copies = self.recipe.precision[-1] != "fp32" and not gathers and not self.recipe.gradient_checkpointing
-        return (max(each) if apart else sum(each)) + 2.0 * self.parameters * copies
+        return max(self._kept(*shape) for shape in self.shapes) + 2.0 * self.parameters * copies
 
     def _kept(self, rows: int, length: int, target: int) -> float:
         """Return the bytes that a forward keeps for its backward."""
@@ -135,7 +132,7 @@ def terms(kind: str, needs: Needs, recipe: Recipe, processes: int, teacher_bytes
     if kind == "fsdp":
         held["gathered layers"] = float((2 * needs.largest_block + needs.outside_blocks) * each)
     held["teacher"] = teacher / processes + needs.largest_block * teacher_bytes if in_parts else teacher
-    held["activations"] = needs.activations(apart=share > 1, gathers=kind.startswith("zero3"))
+    held["activations"] = needs.activations(gathers=kind.startswith("zero3"))
     return {name: size for name, size in held.items() if size}
 
 

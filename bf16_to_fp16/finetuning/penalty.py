@@ -9,8 +9,7 @@ a target weigh alike per doubling, and its weight raised by dual ascent until th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,9 +64,9 @@ class ActivationPenalty:
     nothing is over. model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: largest |x|
     wanted, by the audit's site names; by default fp16's limit times 2**-headroom_bits at every site that can grow.
     form: ``none`` only observes. dual_step: growth of a site's weight per step and bit of excess; weight: a fixed
-    weight of every site instead. accumulation: calls that make one optimizer step; the loop divides the loss by it, and
-    ``look_ahead`` makes them one large batch. process_group: ranks that agree on the largest values, by default the
-    default group. train_mode: hold what enters ``gelu_new`` to 147.8, beyond which its backward overflows.
+    weight of every site instead. accumulation: calls that make one optimizer step; the loop divides the loss by it.
+    process_group: ranks that agree on the largest values, by default the default group. train_mode: hold what enters
+    ``gelu_new`` to 147.8, beyond which its backward overflows.
 
     docs/finetuning.md has what is left out by default, ranks, and values that are not finite. Raises ``UserError`` for
     unusable arguments, fused attention whose scores cannot be seen, compiled models and reentrant checkpointing.
@@ -123,12 +122,8 @@ class ActivationPenalty:
         self._largest: dict[str, float] = {}
         self._calls = 0
         self._seen = False
-        self._looking_ahead = False
         self._reached: dict[str, float] = {}
         self._terms: dict[str, list[Tensor]] = {}
-        self._ahead: list[_Reached] = []
-        # log2 of the peaks that pull in a step that was looked ahead, of all its calls and ranks.
-        self._peaks: dict[str, float] | None = None
         self._world = 1
         self._waiting: list[_Waiting] = []
         # A device whose values cannot be read without waiting for it; a test sets it on the CPU.
@@ -169,22 +164,11 @@ class ActivationPenalty:
             raise UserError(
                 "the penalty saw no forward with gradients; attach() it, and call it after the same model's forward"
             )
-        if self._ahead:
-            raise UserError(
-                f"look_ahead() saw {len(self._ahead)} of the {self.accumulation} calls of a step; all of them come"
-                " before the first forward with gradients"
-            )
         self._read()
-        read = self._peaks is None and self._world > 1
-        together = self._gather(self._reached, self._bits() if read else {})
+        together = self._gather(self._reached, self._bits() if self._world > 1 else {})
         for site, largest in together.largest.items():
             self._largest[site] = max(largest, self._largest.get(site, 0.0))
-        if self._peaks is not None:
-            total = self._shared_total(self._peaks, self.accumulation)
-        elif self._world > 1:
-            total = self._shared_total(self._pulling(together), 1)
-        else:
-            total = self._total()
+        total = self._shared_total(self._pulling(together)) if self._world > 1 else self._total()
         self._forget()
         self._calls += 1
         if self._calls >= self.accumulation:
@@ -207,40 +191,9 @@ class ActivationPenalty:
         self._forget()
         self._largest.clear()
         self._calls = 0
-        self._ahead, self._peaks = [], None
-
-    @property
-    def pulls(self) -> bool:
-        """Whether any site has a weight, so that its largest value would pull."""
-        return self.form != "none" and (self.weight or max(self._weights.values(), default=0.0)) > 0
-
-    @contextmanager
-    def look_ahead(self) -> Iterator[None]:
-        """Note, without gradients, what the forwards inside reach: those of one call of the step that follows.
-
-        Once for each call of a step, in their order and before the first of them, on every rank; the calls then pull as
-        one large batch would. Raises ``UserError`` for one call too many, and where the step has begun.
-        """
-        if not self._attached or self._calls or self._peaks is not None or self._seen:
-            raise UserError(f"look_ahead() comes {self.accumulation} times before a step's first call, attached")
-        self._looking_ahead = self._tap.without_gradients = True
-        try:
-            with torch.no_grad():
-                yield
-            self._read()
-            self._ahead.append(_Reached(dict(self._reached), self._bits()))
-        finally:
-            self._looking_ahead = self._tap.without_gradients = False
-            self._forget()
-        if len(self._ahead) == self.accumulation:
-            ahead, self._ahead = _merged(self._ahead), []
-            self._peaks = self._pulling(self._gather(ahead.largest, ahead.bits))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit; raise ``UserError`` in a
-        step that was looked ahead, since what its calls share is not kept."""
-        if self._ahead or self._peaks is not None:
-            raise UserError("a step that was looked ahead is under way; take the state between two steps")
+        """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit."""
         return {
             "order": list(self._order),
             "weights": dict(self._weights),
@@ -259,7 +212,6 @@ class ActivationPenalty:
         self._weights = dict(state["weights"])
         self._largest = dict(state["largest"])
         self._calls = int(state["calls"])
-        self._ahead, self._peaks = [], None
         self.skipped = int(state["skipped"])
         self._last = {site: Observation(**seen) for site, seen in state["observations"].items()}
         self._agreed = False
@@ -311,26 +263,20 @@ class ActivationPenalty:
         """Note a largest value; whether it pulls."""
         unknown = math.isnan(amax)
         if unknown:
-            self.skipped += not self._looking_ahead
+            self.skipped += 1
             amax = math.inf
         self._reached[site] = max(self._reached.get(site, -1.0), amax)
         return not unknown and amax > self._floor(site)
 
     def _floor(self, site: str) -> float:
         """The largest value that pulls at nothing."""
-        if self._peaks is not None and site not in self._peaks:
-            return math.inf
-        # A token pulls as well where another run, call or rank passes the target.
+        # A token pulls as well where another run or rank passes the target.
         return self._target[site] / 2**MOST_SLACK_BITS
 
     def _may_pull(self, site: str) -> bool:
         """Whether a term must be made before its device has said how large it is."""
-        if self._weight(site) <= 0:
-            return False
-        if self._looking_ahead or self._peaks is not None:
-            return self._floor(site) < math.inf
         last = self._last.get(site)
-        return last is None or last.excess_bits > -MOST_SLACK_BITS
+        return self._weight(site) > 0 and (last is None or last.excess_bits > -MOST_SLACK_BITS)
 
     def _weight(self, site: str) -> float:
         if self.form == "none":
@@ -338,7 +284,7 @@ class ActivationPenalty:
         return self._weights.get(site, 0.0) if self.weight is None else self.weight
 
     def _take(self, site: str, x: Tensor) -> None:
-        if not x.requires_grad and not self._looking_ahead:
+        if not x.requires_grad:
             return
         term = self._term(site, x)
         if self._waits(x):
@@ -366,7 +312,7 @@ class ActivationPenalty:
         return (torch.stack(terms) * unit).logsumexp(0) / unit
 
     def _total(self) -> Tensor:
-        """The penalty of one process without a look ahead."""
+        """The penalty of one process."""
         over = [site for site in self._terms if self._reached[site] > self._target[site]]
         if not over:
             return torch.zeros((), device=_device(self.model))
@@ -376,16 +322,15 @@ class ActivationPenalty:
         targets, weights = torch.tensor(constants).to(device, non_blocking=True)
         return ((torch.stack([term.to(device) for term in terms]) - targets) * weights).sum()
 
-    def _shared_total(self, peaks: Mapping[str, float], calls: int) -> Tensor:
-        """The penalty of all ranks and of ``calls`` calls, the same in each, with this part's share of its gradient
-        times their number."""
+    def _shared_total(self, peaks: Mapping[str, float]) -> Tensor:
+        """The penalty of all ranks, the same in each, with this one's share of its gradient times their number."""
         total = torch.zeros((), device=_device(self.model))
         for site, peak in peaks.items():
             weight = self._weight(site)
             total = total + weight * (peak - math.log2(self._target[site]))
             if site in self._terms:
                 term = self._joined(site)
-                share = torch.exp2(SHARPNESS * (term.detach() - peak)) * (weight * calls * self._world)
+                share = torch.exp2(SHARPNESS * (term.detach() - peak)) * (weight * self._world)
                 total = total + ((term - term.detach()) * share).to(total.device)
         return total
 
@@ -412,7 +357,6 @@ class ActivationPenalty:
             self._last[site] = Observation(amax, target, excess, self._weight(site))
         self._largest.clear()
         self._calls = 0
-        self._peaks = None
 
     def _bits(self) -> dict[str, float]:
         """log2 of the peak of every site with a term, read from its device at once."""
@@ -462,7 +406,7 @@ class ActivationPenalty:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """What some calls or ranks have of sites: their largest values, and log2 of the peaks of their terms."""
+    """What some ranks have of sites: their largest values, and log2 of the peaks of their terms."""
 
     largest: Mapping[str, float]
     bits: Mapping[str, float]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..checkpoint.places import local_path
 from ..devices import DEVICE_NAMES, is_device_name
@@ -235,7 +235,6 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
     checkpointing: Checkpointing = Checkpointing()
-    _asked: Recipe | None = PrivateAttr(default=None)
 
     @field_validator("device")
     @classmethod
@@ -275,17 +274,6 @@ class Recipe(Section):
         return not learns and (
             "headroom_bits" not in self.penalty.model_fields_set or headroom_bits >= self.penalty.headroom_bits
         )
-
-    @property
-    def asked(self) -> Recipe:
-        """What was asked for, where ``taking`` has changed it."""
-        return self if self._asked is None else self._asked
-
-    def taking(self, **data: int) -> Recipe:
-        """Return it with other keys of ``data``, and with what was asked for in ``asked``."""
-        chosen = self.model_copy(update={"data": self.data.model_copy(update=data)})
-        chosen._asked = self.asked
-        return chosen
 
     def settled(self) -> Recipe:
         """Return it with ``penalty.certify`` decided where it is left open: for half and auto, with a penalty."""

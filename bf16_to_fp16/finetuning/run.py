@@ -57,12 +57,12 @@ from ..run.stock import attentions_of, load, load_config
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
-from .log import RunLog, curves
+from .log import RunLog
 from .mixed_precision import MixedPrecision
 from .processes import launched_with, launcher, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
 from .states import RunFolder, on_a_disk, read_state
-from .trainer import Outcome, Trainer, check_same_recipe, step_examples, with_shares
+from .trainer import Outcome, Trainer, check_same_recipe
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
 START_OUTPUTS = "start.json"
@@ -122,7 +122,7 @@ def finetune(
         return None
     provenance = Provenance(
         command.published().line(),
-        lineage_of(checkpoint, asked, run.recipe or recipe, run),
+        lineage_of(checkpoint, asked, recipe, run),
         checkpoint,
         judge=partial(judged, recipe=asked, command=command.published()),
         attack_steps=recipe.evaluation.attack_steps,
@@ -152,7 +152,7 @@ def options_of(recipe: Recipe, **others: Any) -> Options:
 @dataclass(frozen=True)
 class Run:
     """A run that has ended: what it did, on which data and devices, the trained fp32 weights (None on every process but
-    the first), the recipe as it ran, and the conversion of the start where that is all there is to do."""
+    the first), and the conversion of the start where that is all there is to do."""
 
     folder: Path
     outcome: Outcome
@@ -160,7 +160,6 @@ class Run:
     processes: int
     devices: Sequence[str]
     weights: Mapping[str, torch.Tensor] | None
-    recipe: Recipe | None = None
     unneeded: Conversion | None = None
 
 
@@ -221,20 +220,15 @@ def train(
     student = load(start, torch.float32, attention="eager")  # whose scores the penalty sees
     # Where stock code ties nothing the embedding is stored under several names; it is trained as the one that it was.
     student.set_input_embeddings(student.get_input_embeddings())
-    states = RunFolder(folder)
-    if steps := states.steps():
-        recipe = with_shares(recipe, step_examples(read_state(states.of(steps[-1]))), accelerator.num_processes)
-    corpus.data = recipe.data
-    accelerator.gradient_accumulation_steps = recipe.data.gradient_accumulation
     fits = False
-    if not steps:
+    if not RunFolder(folder).steps():
         rehearsed = rehearse(recipe, folder, corpus, progress) if main else None
         enough = may_stop and rehearsed is not None and is_enough(recipe, rehearsed.report)
         if broadcast_object_list([enough])[0]:
             if main:
                 shutil.rmtree(folder)
             accelerator.end_training()
-            return Run(folder, Outcome(0, 0, (), (), ()), {}, accelerator.num_processes, (), None, recipe, rehearsed)
+            return Run(folder, Outcome(0, 0, (), (), ()), {}, accelerator.num_processes, (), None, rehearsed)
         tried = student
         if weights_in_parts(accelerator):  # no card need hold it whole
             tried = deal_out(load(start, torch.float32, attention="eager").requires_grad_(False), accelerator.device)
@@ -249,7 +243,7 @@ def train(
     # All are done with each other: a process that ends with its group's threads running may be aborted.
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), weights if main else None, recipe)
+    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), weights if main else None)
 
 
 @quiet()
@@ -323,7 +317,7 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
     states = RunFolder(folder)
     if states.steps():
         last = states.of(states.steps()[-1])
-        check_same_recipe(read_state(last), recipe, last, int(os.environ.get("WORLD_SIZE", "1")))
+        check_same_recipe(read_state(last), recipe, last)
         return
     start, names = folder / START_FOLDER, {entry.name for entry in folder.iterdir()} - OF_A_RUN
     if any(not name.startswith(".") for name in names) or (start.exists() and not (start / "config.json").is_file()):
@@ -563,7 +557,6 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
             devices=list(run.devices),
             **run.outcome.to_json(),
             start_outputs=start_outputs(run.folder),
-            curves=curves(run.folder / "log.jsonl"),
         ),
     )
 

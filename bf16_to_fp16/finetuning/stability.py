@@ -39,8 +39,6 @@ class RunPosition:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     rewinds: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    hard: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """Ids of the encoder and the decoder that brought a site near its limit, the newest first."""
     pulled: int | None = None
     least_excess: float = math.inf
     least_excess_step: int = 0

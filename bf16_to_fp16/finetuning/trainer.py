@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..auditing.attack import worst_ids
 from ..errors import UserError
-from ..families.layout import Layout, TensorReader
+from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..families.roles import layer_of
 from ..numerics import FP16_MAX
@@ -30,7 +29,7 @@ from ..rescaling.weights import ModelTensors
 from ..run.batch import Batch, values_of
 from ..run.padding import spared
 from ..run.probe import batches as probe_batches
-from ..run.probe import random_rows, rows_of
+from ..run.probe import random_rows
 from ..wording import counted
 from . import distillation
 from .bound_constraint import BoundConstraint
@@ -44,18 +43,8 @@ from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
 from .stability import LEFT_OUT, RunPosition, Watch
 from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
-from .whole_weights import WholeWeights
 
 FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16
-SEARCH_EVERY = 50  # steps between searches for hard inputs: one costs as much as a few dozen steps
-SEARCH_STEPS = 32  # gradient steps of a search for hard inputs
-
-SEARCHED_SITES, SEARCHED_ROWS = 6, 8
-"""Sites furthest past their targets that a search goes after, and rows for each of them."""
-
-SEARCHED_LENGTHS = (16, 4, 1, 8, 2)  # positions of one search after the other
-HARD_INPUTS = 48  # inputs found that are kept
-
 BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the data
 
 CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "source")
@@ -122,8 +111,7 @@ class Trainer:
         self.precisions = precisions_of(recipe, accelerator)
         self.stock = student
         self.passes = recipe.data.gradient_accumulation
-        self._apart = self.processes.sharded and recipe.penalty.form != "none"
-        calls = self.passes * (2 if self._apart else 1)
+        calls = self.passes * (1 if recipe.penalty.form == "none" else 2)
         student.train()
         if recipe.gradient_checkpointing:
             student.config.use_cache = False
@@ -193,7 +181,6 @@ class Trainer:
                 self._save()
             while p.step < schedule.steps:
                 self._choose_precision(fits)
-                self._search_hard_inputs()
                 seen = self._step()
                 advance(p.step, schedule.steps)
                 if (undo := self.watch.spike(p, seen)) is not None:
@@ -307,10 +294,7 @@ class Trainer:
         the step was skipped, and the sums of task, divergence and penalty over all processes."""
         p, recipe = self.position, self.recipe
         # Dropout is a function of where the run stands, so no generator has a state to keep.
-        seed = hash((recipe.seed, p.step, len(p.rewinds), self.processes.rank)) & 0x7FFF_FFFF_FFFF
-        torch.manual_seed(seed)
-        if self._look_ahead(batches):
-            torch.manual_seed(seed)
+        torch.manual_seed(hash((recipe.seed, p.step, len(p.rewinds), self.processes.rank)) & 0x7FFF_FFFF_FFFF)
         if "fp16" in self.precisions:
             self.processes.tell_scale(self.mixed_precision.scale)
         if not self.processes.engine:
@@ -324,9 +308,8 @@ class Trainer:
                     anchor = self._reach_beyond_the_data(index)
                 # Processes and calls are averaged; the sum over all of them is what is wanted.
                 share = self.processes.world * len(calls)
-                total = loss * (share / max(1.0, positions))
                 penalty = self.penalty() if self.penalty is not None else torch.zeros((), device=self.device)
-                total = total + penalty if anchor is None else total + penalty + anchor * share
+                total = loss * (share / max(1.0, positions)) + penalty + anchor * share
                 sums += torch.stack([task, kl, penalty.detach().double() / len(calls)]).cpu()
                 if self.processes.engine and not self.processes.everywhere(bool(torch.isfinite(total))):
                     finite = False
@@ -339,14 +322,11 @@ class Trainer:
         return norm, self.processes.sum(sums)
 
     def _calls(self, batches: Sequence[TrainingBatch]) -> list[tuple[TrainingBatch | None, int | None]]:
-        """Return what goes through the model before each backward of a step: a pass's batch and the number of its share
-        of the probe.
-
-        Where processes have parts of a model these two have a backward each: in one the gradients of the probe's rows
-        would wait, all weights of them, for those of the batch.
-        """
-        if not self._apart:
-            return [(batch, index) for index, batch in enumerate(batches)]
+        """Return what goes through the model before each backward of a step: a pass's batch, and after it the number of
+        its share of the probe. In one backward both would have their activations, and of a model in parts the gradients
+        of one would wait for those of the other."""
+        if self.penalty is None:
+            return [(batch, None) for batch in batches]
         return [call for index, batch in enumerate(batches) for call in ((batch, None), (None, index))]
 
     def _losses(self, batch: TrainingBatch | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -371,105 +351,39 @@ class Trainer:
         loss = kl if mix.weight == 1 else task * (1 - mix.weight) + kl * mix.weight
         return loss, task.detach().double(), kl.detach().double()
 
-    def _look_ahead(self, batches: Sequence[TrainingBatch]) -> bool:
-        """Let the penalty see all calls of a step before the first of them pulls, so that its gradient is that of one
-        large batch; whether there was need to."""
-        calls = self._calls(batches)
-        if self.penalty is None or len(calls) == 1 or not self.penalty.pulls:
-            return False
-        for batch, index in calls:
-            with self.penalty.look_ahead(), self.mixed_precision.forward():
-                if batch is not None:
-                    self.model(**distillation.arguments(self.stock, batch, self.device))
-                self._reach_beyond_the_data(index)
-        return True
-
-    def _reach_beyond_the_data(self, index: int | None) -> Tensor | None:
+    def _reach_beyond_the_data(self, index: int | None) -> Tensor:
         """Run a pass's share of a batch of the built-in probe, for the penalty and to stay near the teacher there too:
-        the audit will run what no text contains. Return that part of the step's loss; None without a pass.
+        the audit will run what no text contains. Return that part of the step's loss.
 
-        A step's batch is a function of the step, dealt out to passes and processes, and padded as fp16 asks for. Where
-        processes have parts of a model the backward must go through this forward: all must gather the same weights, and
-        the penalty pulls in some of them only.
+        A step's batch is a function of the step, dealt out to passes and processes, and padded as fp16 asks for. The
+        backward goes through every forward, since processes that have parts of a model must gather the same weights.
         """
         if self.penalty is None or index is None:
-            return None
+            return torch.zeros((), device=self.device)
         whole, world = spared(self.stock.config, self._drawn()), self.processes.world
-        count = len(whole.input_ids)
-        if index * world >= count and not self.processes.sharded:
-            return None
-        first = index * world + self.processes.rank
+        count, first = len(whole.input_ids), index + self.passes * self.processes.rank
         part = whole.rows(slice(min(first, count - 1), None, self.passes * world))
         # A wrapped model's forwards are for all processes: one for which no row is left repeats the last, unseen.
         self.penalty.watches = first < count
         out = self.model(**distillation.arguments(self.stock, part, self.device))
         self.penalty.watches = True
-        # Of nothing, so that an infinity has no part in it.
-        nothing = values_of(out)[..., :0].sum() if self.processes.sharded else None
         share = BEYOND * self.recipe.distillation.weight
-        if not share or self.teacher is None or not torch.is_grad_enabled():
-            return nothing
-        if not bool(values_of(out).isfinite().all()):
-            return nothing
+        if not share or self.teacher is None or not bool(values_of(out).isfinite().all()):
+            return values_of(out)[..., :0].sum()  # of nothing, so that an infinity has no part in it
         with torch.autocast(self.device.type, enabled=False):
             far = self.teacher.damped_divergence(out, part) * (first < count)
         return far * (share / int(distillation.counted_positions(whole).sum()))
 
     def _drawn(self) -> Batch:
-        """The step's batch of the probe, or of what a search found. Random ids are other ones than the audit's and new
-        each time: what is held fixed would be learnt by heart."""
-        config, step, hard = self.stock.config, self.position.step, self.position.hard
+        """The step's batch of the probe. Random ids are other ones than the audit's and new each time: what is held
+        fixed would be learnt by heart."""
+        config, step = self.stock.config, self.position.step
         seed = self.recipe.seed + 1 + step
-        if hard and step % 2:
-            return rows_of(config, hard, "hard inputs")
-        if (place := step // 2 if hard else step) % 2 == 0:
+        if step % 2 == 0:
             # Of random ids there are most, and in short rows nothing is averaged.
-            return random_rows(config, seed=seed, left=place % 4 == 2)
+            return random_rows(config, seed=seed, left=step % 4 == 2)
         drawn = [b for b in probe_batches(config, None, None, seed=seed) if not b.generate]
-        return drawn[place // 2 % len(drawn)]
-
-    def _search_hard_inputs(self) -> None:
-        """Every so many steps, look for the inputs that bring the sites furthest past their targets, and keep them for
-        the penalty's batches.
-
-        The search is the audit's, over the weights in fp32, and every process finds the same; of parts of the weights
-        all search together. Where the bounds are held there is nothing to find.
-        """
-        p = self.position
-        if self.penalty is None or self.constraint is not None:
-            return
-        if p.step == 0 or p.step % SEARCH_EVERY or not (seen := self.penalty.observations()):
-            return
-        worst = sorted(seen, key=lambda site: -seen[site].excess_bits)
-        turn = p.step // SEARCH_EVERY
-        sites, length = worst[:SEARCHED_SITES] * SEARCHED_ROWS, SEARCHED_LENGTHS[turn % len(SEARCHED_LENGTHS)]
-        with self._unobserved(), self._searchable() as read:
-            seed = self.recipe.seed + turn
-            hard = worst_ids(self.stock, self.layout, sites, steps=SEARCH_STEPS, seed=seed, length=length, read=read)
-        p.hard = [*self.processes.agreed(hard), *p.hard][:HARD_INPUTS]
-        if self.log is not None:
-            # A part of the step that follows: a run that goes on from this one searches again.
-            self.log.write(p.step + 1, {"hard_inputs": len(p.hard)})
-
-    @contextmanager
-    def _searchable(self) -> Iterator[TensorReader | None]:
-        """Keep a model in parts as a search needs it, frozen and in fp32, and yield what reads its weights whole; None
-        where the search has its own copy."""
-        if not self.processes.sharded:
-            yield None
-            return
-        trained = [p for p in self.stock.parameters() if p.requires_grad]
-        mixed_precision, self.mixed_precision = self.mixed_precision, MixedPrecision("fp32", self.device)
-        self.model.eval()
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        try:
-            yield WholeWeights(self.stock, engine=self.processes.engine).read
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
-            self.model.train()
-            self.mixed_precision = mixed_precision
+        return drawn[step // 2 % len(drawn)]
 
     def _mixed(self, task: float, kl: float) -> float:
         share = self.recipe.distillation.weight if self.corpus.objective != "text" else 1.0
@@ -577,7 +491,7 @@ class Trainer:
         if steps:
             last = self.states.of(steps[-1])
             state = read_state(last)
-            check_same_recipe(state, self.recipe, last, self.processes.world)
+            check_same_recipe(state, self.recipe, last)
             self._check_parts(state, last)
             self._load(steps[-1])
             self.progress.say(f"Continuing from step {steps[-1]}")
@@ -604,7 +518,7 @@ class Trainer:
                 "penalty": None if self.penalty is None else self.penalty.state_dict(),
                 "constraint": None if self.constraint is None else self.constraint.state_dict(),
                 "detector": self.watch.detector.state_dict(),
-                "recipe": self.recipe.asked.describe(),
+                "recipe": self.recipe.describe(),
                 "parts": processes.parts,
             }
             if processes.sharded:
@@ -660,42 +574,19 @@ class Trainer:
         return read_tensors(self.states.best(self.kept)) if self.kept and self.processes.main else {}
 
 
-def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path, processes: int = 1) -> None:
+def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
     """Raise UserError where a state was written under a recipe that would have given other bits; a run that has come
-    to its end may go on to more steps, and one that keeps its step may share it otherwise."""
-    before, now = state["recipe"], recipe.asked.describe()
+    to its end may go on to more steps."""
+    before, now = state["recipe"], recipe.describe()
     ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
     if ended and steps > before["schedule"]["steps"]:
         before = {**before, "schedule": {**before["schedule"], "steps": steps}}
-    data = recipe.asked.data
-    if processes * data.batch_size * data.gradient_accumulation == step_examples(state):
-        shares = {key: now["data"][key] for key in SHARES}
-        before = {**before, "data": before["data"] | shares}
     changed = [key for key in now if key not in CHANGEABLE and before.get(key) != now[key]]
     if changed:
         raise UserError(
             f"{folder.parent}: holds a run with another {changed[0]}; restore the recipe, give another"
             " checkpointing.folder, or remove that one to start anew"
         )
-
-
-SHARES = ("batch_size", "gradient_accumulation")  # keys of a recipe's data by which a step is shared out
-
-
-def step_examples(state: Mapping[str, Any]) -> int:
-    """Return how many examples a step of a run's state has."""
-    count: int = state["stream"]["settings"]["step_examples"]
-    return count
-
-
-def with_shares(recipe: Recipe, wanted: int, processes: int) -> Recipe:
-    """Return ``recipe`` with the batch size and accumulation by which so many processes take steps of ``wanted``
-    examples; raise UserError where they cannot share it."""
-    part, rest = divmod(wanted, processes)
-    if rest or not part:
-        raise UserError(f"a step of this run has {wanted} examples; launch a number of processes that divides it")
-    size = next(size for size in range(min(recipe.data.batch_size, part), 0, -1) if part % size == 0)
-    return recipe.taking(batch_size=size, gradient_accumulation=part // size)
 
 
 def headroom_by_layer(penalty: ActivationPenalty) -> dict[str, float]:

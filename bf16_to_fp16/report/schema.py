@@ -443,11 +443,11 @@ class FinetuneEntry(ReportObject):
 
     ``kept``: the step whose weights it returned. ``devices``: it ran on, one after the other. ``skipped``: steps whose
     gradient was not finite. ``rewinds``: after a spike of the loss. ``evaluations``: by step, losses on held-out data,
-    distances from the original on inputs of several kinds, and headroom. ``curves``: by name, a value for each of
-    ``step``. ``fidelity``: of the output to the original. ``next``: how to go on where it did not deliver what the
-    recipe asks for. ``recipe``: as it was written, defaults included; ``settled``: what became of the keys that it left
-    open, by their dotted names. ``start_outputs``: by output, the log2 of the factor by which the rescaled weights that
-    were trained began with another than the original's.
+    distances from the original on inputs of several kinds, and headroom. ``fidelity``: of the output to the original.
+    ``next``: how to go on where it did not deliver what the recipe asks for. ``recipe``: as it was written, defaults
+    included; ``settled``: what became of the keys that it left open, by their dotted names. ``start_outputs``: by
+    output, the log2 of the factor by which the rescaled weights that were trained began with another than the
+    original's.
     """
 
     start_outputs: dict[str, int | list[int]] = {}
@@ -462,7 +462,6 @@ class FinetuneEntry(ReportObject):
     skipped: list[dict[str, Any]] = []
     rewinds: list[dict[str, Any]] = []
     evaluations: list[dict[str, Any]] = []
-    curves: dict[str, list[Count | Real | None]] = {}
     fidelity: Fidelity | None = None
     next: str = ""
 

@@ -65,7 +65,7 @@ def in_a_loop(made: Any, order: list[list[dict[str, Any]]], *, divided: bool) ->
             ((loss + penalty()) / 2 if divided else loss + penalty() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert penalty.pulls
+    assert max(seen.weight for seen in penalty.observations().values()) > 0
     penalty.detach()
     return {name: tensor.detach().clone() for name, tensor in made.state_dict().items()}
 

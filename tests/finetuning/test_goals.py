@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 from support import fakes
 
-from bf16_to_fp16.finetuning.goals import Command, has_stopped, judged, lost_quality
-from bf16_to_fp16.finetuning.log import MOST_POINTS, curves
+from bf16_to_fp16.finetuning.goals import Command, judged, lost_quality
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
 from bf16_to_fp16.report.card import notice
 from bf16_to_fp16.report.facts import verdict_sentence
@@ -36,13 +34,13 @@ def evaluated(*found: tuple[float | None, float | None]) -> list[dict[str, Any]]
     return [{"step": i, "held_out_loss": loss, "held_out_divergence": kl} for i, (loss, kl) in enumerate(found)]
 
 
-def finetuned(headroom: float, *, curve: list[float] | None = None, kl: float = 0.01, steps: int = 100) -> Report:
+def finetuned(headroom: float, *, kl: float = 0.01) -> Report:
     report = fakes.conversion()
     report["verdict"], report["unsafe"] = "safe", []
     for regime in report["regimes"].values():
         regime["headroom_bits"] = headroom + 1
     next(iter(report["regimes"].values()))["headroom_bits"] = headroom
-    run = {"steps": steps, "evaluations": evaluated((2.0, 0.0), (2.01, kl)), "curves": {"headroom_bits": curve or []}}
+    run = {"steps": 100, "evaluations": evaluated((2.0, 0.0), (2.01, kl))}
     return read(Report, report | {"finetune": run})
 
 
@@ -105,7 +103,7 @@ def test_the_next_command_of_a_finetune_stands_once_on_page_card_and_terminal(
 
 
 def test_what_a_search_breaks_is_unsafe_and_goes_on_however_much_headroom_the_audit_saw() -> None:
-    report = finetuned(2.0, curve=[2.0] * 20)
+    report = finetuned(2.0)
     entry = UnsafeEntry(signal="a.wi_0", kind="found", excess_bits=0.5, reason="90,000 on an input", remedy=PENALTY)
     search = AttackEntry(steps=64, seed=0, worst_headroom_bits=-0.5, median_gain=None, sites=[])
     report = report.model_copy(update={"verdict": "unsafe", "unsafe": [entry], "attack": search})
@@ -117,31 +115,14 @@ def test_what_a_search_breaks_is_unsafe_and_goes_on_however_much_headroom_the_au
     assert after(report, penalty={"certify": False}, target="norm-safe")[1].startswith("go on: ")
 
 
-def test_headroom_that_no_longer_grows_is_a_plateau() -> None:
-    rising = [0.01 * i for i in range(100)]
-    flat = [min(0.3, x) for x in rising]
-    assert not has_stopped([0.0, 1.0]) and not has_stopped(rising) and has_stopped(flat)
-    result, said = after(finetuned(0.3, curve=flat))
-    assert said.startswith("more steps will not help, the headroom has stopped growing; begin another run: ")
-    assert said.endswith("--set schedule.learning_rate=0.008 --set checkpointing.folder=folder/b.run-2 --force")
-    assert result.verdict == "unsafe" and "--set schedule.steps=100 " in said
-    # The training keeps it, and only the audit found inputs that pass it.
-    assert "schedule.steps=200" in after(finetuned(0.9, curve=[min(1.1, 5 * x) for x in rising]))[1]
-
-
 def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
     result, said = after(finetuned(3.0, kl=1060.0))
     assert (
         result.verdict == "unsafe"
         and "1.06×10³ nats per token from the original on held-out data" in verdict_sentence(result)
     )
-    assert said.startswith("begin another run that holds on to the original: bf16-to-fp16 finetune r.yaml")
-    assert "distillation.weight" not in said
+    assert said.startswith("begin another run that stays nearer to its start: bf16-to-fp16 finetune r.yaml")
     assert "distillation.weight=1.0" in after(finetuned(3.0, kl=1060.0), distillation={"weight": 0.5})[1]
-    nearer = dump(finetuned(3.0, kl=1060.0))
-    nearer["finetune"] |= {"kept": 100, "evaluations": evaluated((2.0, 0.0), (2.0, 3.0))}
-    said = after(read(Report, nearer))[1]
-    assert said.startswith("go on, it still comes nearer to the original: ") and "schedule.steps=200" in said
     assert after(finetuned(3.0, kl=1060.0), quality={"max_kl": None})[0].verdict == "safe"
 
 
@@ -233,20 +214,3 @@ def test_a_certificate_that_was_asked_for_and_does_not_hold_is_unsafe_with_the_w
     assert result.unsafe[-1].signal == "certificate" and result.unsafe[-1].excess_bits == 3.25
     assert said.startswith("begin another run that stays nearer to its start: bf16-to-fp16 finetune r.yaml")
     assert "schedule.learning_rate=0.002" in said
-
-
-def test_curves_come_from_the_log_and_are_thinned(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    assert curves(log) == {}
-    rows: list[dict[str, Any]] = [{"step": 0, "evaluation": {"step": 0, "held_out_loss": 1.0}}]
-    for step in range(1, 1001):
-        rows.append({"step": step, "task_loss": 1 / step, "penalty": 0.0, "loss_scale": None})
-        if step % 2 == 0:
-            rows[-1] |= {"headroom": {"encoder": 2.0, "decoder": step / 1000}}
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1001, "task_lo')
-    found = curves(log)
-    assert found["step"][-1] == 1000 and 0 < len(found["step"]) <= MOST_POINTS
-    assert {len(v) for v in found.values()} == {len(found["step"])}
-    for k, at in enumerate(found["step"]):
-        assert at is not None and found["task_loss"][k] == 1 / at
-        assert found["headroom_bits"][k] == (at / 1000 if at % 2 == 0 else None)

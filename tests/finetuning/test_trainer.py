@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import exhaustive
 from support.learner import (
     Fix,
     Killed,
@@ -39,7 +38,7 @@ from bf16_to_fp16.finetuning.penalty import Observation
 from bf16_to_fp16.finetuning.processes import Processes
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
 from bf16_to_fp16.finetuning.states import RunFolder, read_state
-from bf16_to_fp16.finetuning.trainer import SEARCHED_LENGTHS, Trainer, with_shares
+from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.optim.adamw import AdamW
 
 BAD = ord("Z") + 3  # ByT5's id of a letter that no text here has
@@ -256,9 +255,8 @@ def test_the_loss_scale_rises_and_the_oldest_states_go(make: Make, fix: Fix, tmp
     assert trainer.mixed_precision.scale == 256.0
 
 
-@pytest.mark.parametrize("form", exhaustive.beyond(["smooth-max"], ["none", "smooth-max"]))
-def test_accumulated_passes_make_the_step_of_one_large_batch(make: Make, fix: Fix, tmp_path: Path, form: str) -> None:
-    """With a penalty as well, and what the probe's rows reach; rows of one length, since padding has values too."""
+def test_accumulated_passes_make_the_step_of_one_large_batch(make: Make, fix: Fix, tmp_path: Path) -> None:
+    """But for the penalty, which each call has for itself."""
     # Else a gradient's last bit decides about the sign of what Adam does to a weight that has none.
     fix("optimizers", EPSILON=0.1)
     rows = [{"input": f"{i:03d} quick brown foxes", "target": f"{7 * i % 120:03d} jumps"} for i in range(120)]
@@ -272,38 +270,16 @@ def test_accumulated_passes_make_the_step_of_one_large_batch(make: Make, fix: Fi
             precision="fp32",
             schedule={"steps": 3},
             data={"path": str(pairs), "batch_size": size, "gradient_accumulation": passes},
-            penalty={"form": form, "headroom_bits": 15.0, "certify": False},
+            penalty={"form": "none"},
         )
         trainer.train()
         runs.append((steps_of(tmp_path / f"{size}.run"), trainer.weights()))
     (steps, weights), *others = runs
-    assert form == "none" or min(row["penalty"] for row in steps[1:]) > 0.1
     for other_steps, other_weights in others:
-        for key in ("loss", "penalty", "gradient_norm"):
+        for key in ("loss", "gradient_norm"):
             assert [row[key] for row in other_steps] == pytest.approx([row[key] for row in steps], rel=1e-5), key
         for name, tensor in weights.items():
             assert torch.allclose(tensor, other_weights[name], atol=1e-6), name
-
-
-def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(
-    make: Make, fix: Fix, tmp_path: Path
-) -> None:
-    # Where they come in is tested here, not how hard they are.
-    fix("trainer", SEARCH_STEPS=2, SEARCH_EVERY=2)
-    trainer = make(schedule={"steps": 7}, penalty={"form": "smooth-max", "headroom_bits": 20.0})
-    ran: list[list[list[int]]] = []
-    trainer.stock.register_forward_pre_hook(
-        # The search's own copy of the model takes embeddings.
-        lambda module, args, kwargs: ran.append(kwargs["input_ids"].tolist()) if "input_ids" in kwargs else None,
-        with_kwargs=True,
-    )
-    trainer.train()
-    hard = [encoder for encoder, _ in trainer.position.hard]
-    assert {len(row) for row in hard} == set(SEARCHED_LENGTHS[1:4])
-    assert rows_of(tmp_path / "run", "hard_inputs")[-1]["hard_inputs"] == len(hard)
-    # After the last search, at step 6, no step runs them; those of the first two were run.
-    oldest = {tuple(row) for row in hard if len(row) == SEARCHED_LENGTHS[1]}
-    assert any(oldest <= {tuple(row[: SEARCHED_LENGTHS[1]]) for row in batch} for batch in ran)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +295,6 @@ def test_inputs_that_a_search_finds_join_the_penaltys_batches_at_other_lengths(
 def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
     make: Make, fix: Fix, tmp_path: Path, penalty: str, optimizer: dict[str, Any]
 ) -> None:
-    fix("trainer", SEARCH_STEPS=2, SEARCH_EVERY=3)
     settings: dict[str, Any] = {
         "schedule": {"steps": 8},
         "penalty": {"form": penalty, "headroom_bits": 14.0},
@@ -478,21 +453,6 @@ def test_arguments_shift_the_labels_as_the_model_does(folder: Path, tmp_path: Pa
     assert torch.equal(stock.logits, mine.logits)
     count = int((batch.labels != -100).sum())
     assert float(task_loss(mine.logits, batch.labels)) / count == pytest.approx(float(stock.loss), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("processes", "shares"), [(1, (4, 6)), (2, (4, 3)), (3, (4, 2)), (8, (3, 1)), (24, (1, 1)), (5, None), (48, None)]
-)
-def test_a_step_is_shared_by_as_many_processes_as_divide_it(
-    folder: Path, tmp_path: Path, processes: int, shares: tuple[int, int] | None
-) -> None:
-    recipe = recipe_for(folder, tmp_path, data={"batch_size": 4})
-    if shares is None:
-        with pytest.raises(UserError, match="24 examples; launch a number of processes that divides it"):
-            with_shares(recipe, 24, processes)
-        return
-    data = (taken := with_shares(recipe, 24, processes)).data
-    assert (data.batch_size, data.gradient_accumulation) == shares and taken.asked == recipe
 
 
 def evaluation(step: int, *divergences: float | None, over: int | None = 0, bits: float | None = 2.0) -> dict[str, Any]:

@@ -144,6 +144,26 @@ def test_reentrant_checkpointing_is_refused() -> None:
         checkpoint(feed_forward, x, use_reentrant=True)
 
 
+class Unwatched(torch.nn.Module):
+    """A block that measures its input without gradients before it scales it, as routers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            (5.0 - x) * 1000.0
+        return x * 3.0
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_forward_without_gradients_has_the_sites_of_one_with_them(gradients: bool) -> None:
+    """What a model runs without gradients of its own is no site, and does not number those behind it anew."""
+    values: dict[str, torch.Tensor] = {}
+    tap = Tap(model := Unwatched(), values.__setitem__)
+    tap.without_gradients = not gradients
+    with tap, torch.set_grad_enabled(gradients):
+        model(torch.ones(2, requires_grad=True))
+    assert {site: float(x.max()) for site, x in values.items()} == {"model:mul": 3.0}
+
+
 def test_forwards_without_gradients_are_not_tapped() -> None:
     model = built("t5")
     with torch.no_grad():

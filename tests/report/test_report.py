@@ -31,7 +31,6 @@ from bf16_to_fp16.report.build import descended, replaced_by, signals_of
 from bf16_to_fp16.report.remedies import going_on
 from bf16_to_fp16.report.schema import (
     REPORT,
-    FinetuneEntry,
     Inputs,
     Lineage,
     RegimeEntry,
@@ -232,11 +231,6 @@ def test_nan_is_null_in_json_and_nan_again_when_read() -> None:
     assert data["signals"][0]["before"] is None
     report = read(Report, data)
     assert report.signals[0].before != report.signals[0].before and as_text(dump(report)) == as_text(data)
-
-
-def test_a_whole_number_of_a_curve_stays_one() -> None:
-    run = {"steps": 20, "curves": {"step": [10, 20], "task_loss": [2.5, None], "penalty": [0, 0.5]}}
-    assert as_text(dump(read(FinetuneEntry, run))) == as_text(run)
 
 
 def test_a_finetunes_report_has_the_keys_of_a_conversion_and_its_own(written: dict[str, ReportObject]) -> None:

@@ -81,11 +81,6 @@ class One:
         given: dict[str, Any] = {"targets": {self.SITE: 1.0}, "weight": 1.0, **options}
         self.penalty = ActivationPenalty(self.model, **given).attach()
 
-    def ahead(self, *sizes: float) -> None:
-        for size in sizes:
-            with self.penalty.look_ahead():
-                self.model(torch.tensor(size))
-
     def call(self, *sizes: float) -> list[float]:
         """The totals of a call for each size."""
         return [total.item() for total in self.called(*sizes)]
