@@ -49,42 +49,40 @@ LOWEST = -200  # exponent of the first bin of a histogram
 class Layer:
     """Elements of a tensor by the learning rate from which they move.
 
-    ``moves``: their number by that rate. ``still``: elements that no rate moves. ``lost``: elements that do not move at
-    the rate that was asked for. ``overflow``: elements that are not finite in the format.
+    ``moves``: their number by that rate. ``lost``: elements that do not move at the rate that was asked for.
+    ``overflow``: elements that are not finite in the format.
     """
 
     name: str
     elements: int = 0
-    still: int = 0
     lost: int = 0
     overflow: int = 0
     moves: dict[float, int] = field(default_factory=dict)
 
     def join(self, other: Layer) -> None:
-        for name in ("elements", "still", "lost", "overflow"):
+        for name in ("elements", "lost", "overflow"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for rate, count in other.moves.items():
             self.moves[rate] = self.moves.get(rate, 0) + count
 
-    def rate_for(self, share: float) -> float | None:
-        """Return the least learning rate at which ``share`` of the elements with updates move, None where none has."""
-        wanted, reached = share * sum(self.moves.values()) * (1 - 1e-12), 0
+    def rate_for_half(self) -> float | None:
+        """Return the least learning rate at which half of the finite elements move, None where there are none."""
+        reached = 0
         for rate in sorted(self.moves):
             reached += self.moves[rate]
-            if reached >= wanted:
+            if 2 * reached >= sum(self.moves.values()):
                 return rate
         return None
 
-    def to_json(self, share: float) -> dict[str, Any]:
-        live = self.elements - self.still
+    def to_json(self) -> dict[str, Any]:
+        finite = self.elements - self.overflow
         return {
             "name": self.name,
             "elements": self.elements,
-            "no_update": self.still,
             "stalled": self.lost,
-            "stalled_fraction": self.lost / live if live else 0.0,
+            "stalled_fraction": self.lost / finite if finite else 0.0,
             "overflow": self.overflow,
-            "rate_for_share": self.rate_for(share),
+            "rate_for_half": self.rate_for_half(),
         }
 
 
@@ -95,32 +93,26 @@ def advise_updates(
     rate: float = 1e-4,
     optimizer: str = "adamw",
     dtype: str = "bf16",
-    relative_update: float | None = None,
     batch_size: int | None = None,
-    share: float = 0.5,
     tensors: Sequence[str] = (),
     subfolder: str | None = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Return which share of a checkpoint's weights an optimizer's update would not move, and what to do about it.
 
-    rate: the learning rate. optimizer: one of ``OPTIMIZERS``. dtype: of the weights, "bf16" or "fp16". relative_update:
-    root mean square of a tensor's update over that of the tensor, instead of the optimizer's own. share: of the
-    elements, that should move. tensors: names with wildcards. As many parameters as the command has options.
+    rate: the learning rate. optimizer: one of ``OPTIMIZERS``. dtype: of the weights, "bf16" or "fp16". tensors: names
+    with wildcards.
 
-    The result has ``layers`` and ``tensors`` (name, elements, ``no_update`` for those whose update is 0, ``stalled``
-    ones of the others and their fraction, ``rate_for_share``), the same for all as ``total``, and ``advice``. Raises
-    UserError for settings or a source that cannot be used.
+    The result has ``layers`` and ``tensors`` (name, elements, ``stalled`` ones and their fraction, ``overflow`` for
+    those that the format does not hold, ``rate_for_half``, at which half of them move), the same for all as ``total``,
+    and ``advice``. Raises UserError for settings or a source that cannot be used.
     """
     if optimizer not in OPTIMIZERS:
         raise UserError(f"optimizer {optimizer!r} is not known; choose from {', '.join(OPTIMIZERS)}")
     if dtype not in FORMATS:
         raise UserError(f"dtype {dtype!r} is not a 16-bit format; choose from {', '.join(FORMATS)}")
-    for what, given in (("learning rate", rate), ("relative update", relative_update)):
-        if given is not None and not 0 < given < math.inf:
-            raise UserError(f"the {what} is {given:g}; give a positive number")
-    if not 0 < share <= 1:
-        raise UserError(f"the share is {share:g}; give one above 0, up to 1")
+    if not 0 < rate < math.inf:
+        raise UserError(f"the learning rate is {rate:g}; give a positive number")
     if batch_size is not None and batch_size < 1:
         raise UserError(f"the batch size is {batch_size}; give at least 1")
     checkpoint = open_weights(source, subfolder)
@@ -128,7 +120,7 @@ def advise_updates(
     rows: list[Layer] = []
     with shown_by(progress).step("Looking at the weights") as advance:
         for place, name in enumerate(names):
-            rows.append(_moving(checkpoint, name, dtype, rate, optimizer, relative_update))
+            rows.append(_moving(checkpoint, name, dtype, rate, optimizer))
             advance(place + 1, len(names))
     total = Layer("all")
     layers: dict[str, Layer] = {}
@@ -142,19 +134,15 @@ def advise_updates(
         "optimizer": optimizer,
         "dtype": dtype,
         "learning_rate": rate,
-        "relative_update": relative_update,
-        "share": share,
         "batch_size": batch_size,
-        "total": total.to_json(share),
-        "layers": [layer.to_json(share) for layer in layers.values()],
-        "tensors": [row.to_json(share) for row in rows],
+        "total": total.to_json(),
+        "layers": [layer.to_json() for layer in layers.values()],
+        "tensors": [row.to_json() for row in rows],
     }
     return result | {"advice": _advice(result)}
 
 
-def _moving(
-    checkpoint: Checkpoint, name: str, dtype: str, rate: float, optimizer: str, relative_update: float | None
-) -> Layer:
+def _moving(checkpoint: Checkpoint, name: str, dtype: str, rate: float, optimizer: str) -> Layer:
     row = Layer(name)
     exponents = torch.zeros(512, dtype=torch.int64)
     square = 0.0
@@ -165,23 +153,14 @@ def _moving(
         square += float(finite.double().square().sum())
         exponents += torch.bincount(half_gap_exponents(finite, dtype) - LOWEST, minlength=512)
     elements = int(exponents.sum())
-    rms = math.sqrt(square / elements) if elements else 0.0
     size = 1.0  # of an update, in units of the learning rate
-    if relative_update is not None:
-        size = relative_update * rms / rate
-    elif optimizer == "adafactor":
-        size = max(SMALLEST_SCALE, rms)
+    if optimizer == "adafactor":
+        size = max(SMALLEST_SCALE, math.sqrt(square / elements) if elements else 0.0)
     row.elements = row.overflow + elements
-    row.still = row.overflow
     for exponent in exponents.nonzero().flatten().tolist():
-        count = int(exponents[exponent])
-        # Where updates are 0, as in a tensor of zeros with a relative update, nothing moves.
-        if not size:
-            row.still += count
-            continue
         moves_from = math.ldexp(1.0, exponent + LOWEST) / size
-        row.moves[moves_from] = count
-        row.lost += count * (moves_from > rate)
+        row.moves[moves_from] = int(exponents[exponent])
+        row.lost += row.moves[moves_from] * (moves_from > rate)
     return row
 
 
@@ -193,9 +172,9 @@ def half_gap_exponents(x: Tensor, dtype: str) -> Tensor:
 
 
 def _advice(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the remedies, cheapest first; none where at least the share that was asked for moves already."""
-    total, share = result["total"], result["share"]
-    if 1 - total["stalled_fraction"] >= share:
+    """Return the remedies, cheapest first; none where at least half of the weights move already."""
+    total = result["total"]
+    if total["stalled_fraction"] <= 0.5:
         return []
     dtype = result["dtype"]
     stochastic = 'bf16_to_fp16.AdamW(..., rounding="stochastic") moves every weight as far as it should on average'
@@ -206,7 +185,7 @@ def _advice(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             "why": f"an fp32 copy of the weights keeps what {dtype} loses, for 4 bytes more a weight",
         },
     ]
-    needed = total["rate_for_share"]
+    needed = total["rate_for_half"]
     if needed is not None:
         needed = rounded_up(needed, 3)
         factor = needed / result["learning_rate"]
@@ -218,7 +197,7 @@ def _advice(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "learning_rate": needed,
                 "factor": factor,
                 "batch_size": batch,
-                "why": f"a learning rate of {needed:.3g} ({factor:.3g} times as much) moves {share:.0%} of the weights;"
+                "why": f"a learning rate of {needed:.3g} ({factor:.3g} times as much) moves half of the weights;"
                 f" scale {bigger}; it may still be too high to train with",
             }
         )
@@ -228,32 +207,25 @@ def _advice(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 def print_updates(result: Mapping[str, Any]) -> None:
     screen = console()
     size = "every update of that size"
-    if result["relative_update"] is not None:
-        size = f"updates of {result['relative_update']:g} of each tensor's root mean square"
-    elif result["optimizer"] == "adafactor":
+    if result["optimizer"] == "adafactor":
         size += " times each tensor's root mean square"
     whose = f"{result['optimizer']} at learning rate {result['learning_rate']:g}, {size}"
     screen.print(f"{result['dtype']} weights rounded to nearest, {whose}", markup=False)
-    rows = Table("layer", "weights", "no update", "would not move", f"{result['share']:.0%} move from lr")
+    rows = Table("layer", "weights", "would not move", "half move from lr")
     for column in rows.columns[1:]:
         column.justify = "right"
     for row in (*result["layers"], result["total"]):
-        rate = row["rate_for_share"]
+        rate = row["rate_for_half"]
         if row is result["total"]:
             rows.add_section()
-        rows.add_row(
-            row["name"],
-            f"{row['elements']:,}",
-            percent(row["no_update"] / max(1, row["elements"])),
-            percent(row["stalled_fraction"]),
-            "-" if rate is None else f"{rounded_up(rate, 3):.3g}",
-        )
+        shown = "-" if rate is None else f"{rounded_up(rate, 3):.3g}"
+        rows.add_row(row["name"], f"{row['elements']:,}", percent(row["stalled_fraction"]), shown)
     screen.print(rows)
     if overflow := result["total"]["overflow"]:
-        screen.print(f"{counted(overflow, 'weight')} not finite in {result['dtype']}, counted as without update")
+        screen.print(f"{counted(overflow, 'weight')} not finite in {result['dtype']}, left out")
     if not result["advice"]:
         moving = percent(1 - result["total"]["stalled_fraction"])
-        screen.print(f"{moving} of the weights move, at least the {result['share']:.0%} asked for: nothing to do")
+        screen.print(f"{moving} of the weights move: nothing to do")
         return
     screen.print("What helps, best first:")
     for number, item in enumerate(result["advice"], 1):

@@ -41,13 +41,6 @@ tensors = click.option("--tensor", "tensors", multiple=True, metavar="NAME", hel
     "--dtype", type=click.Choice(["bf16", "fp16"]), default="bf16", show_default=True, help="Format of the weights."
 )
 @click.option("--batch-size", type=int, metavar="N", help="Examples of a step, to advise on with the rate.")
-@click.option("--share", type=float, default=0.5, show_default=True, help="Share of the weights to move.")
-@click.option(
-    "--relative-update",
-    type=float,
-    metavar="R",
-    help="Root mean square of a tensor's update over that of the tensor, instead of the optimizer's own.",
-)
 @tensors
 @subfolder
 @json_file
@@ -65,7 +58,7 @@ def updates_command(source: str, json_file: str | None, **options: Any) -> int:
 @subfolder
 @json_file
 def init_command(source: str, tensors: tuple[str, ...], subfolder: str | None, json_file: str | None) -> int:
-    """Say how large weights should begin; SOURCE is a checkpoint, a config or a hidden size."""
+    """Say how large weights should begin; SOURCE is a checkpoint or a hidden size."""
     if not source.isdigit():
         check_there(source, or_file=True)
     from ..advise.initialisation import advise_init, print_init

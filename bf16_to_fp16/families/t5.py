@@ -245,8 +245,6 @@ T5 = Family(
             "o": Deviation(("inner",)),
             "wo": Deviation(("ff",)),
         },
-        shown=("shared", "q", "k", "v", "o", "wi", "wo"),
-        alike=("udop", "pop2piano"),
     ),
     untie="scaled",
     older_scales_tied=True,

@@ -555,20 +555,12 @@ class Initialisation:
 
     ``factor``: config key of the number that multiplies deviations, ``default`` where the config has none. ``modules``:
     by the last part of a module's name, or by all of it, which may have wildcards, of which the first that fits counts;
-    None for what is not drawn. ``shown``: the modules that stand for the rule in a list of rules; none where every
-    matrix has the same. ``alike``: model types of no family that draw in the same way.
+    None for what is not drawn.
     """
 
     factor: str
     default: float
     modules: Mapping[str, Deviation | None]
-    shown: tuple[str, ...] = ()
-    alike: tuple[str, ...] = ()
-
-    @property
-    def goes_with_width(self) -> bool:
-        """Whether the factor multiplies rules that fall with the width, as T5's does, and is no deviation itself."""
-        return any(drawn is not None and drawn.over for drawn in self.modules.values())
 
 
 DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
