@@ -188,10 +188,7 @@ def publish(
         "create_pr": create_pr,
     }
     with explained(repo_id, endpoint=api.endpoint, revision=revision, token=token, writing=True), transfers(api):
-        # Once the connection broke, nobody knows whether there is a pull request, and a second would be accepted.
-        return Result(
-            done | with_retries(lambda: send(api, repo_id, upload, progress, force=force, **how), cut=not create_pr)
-        )
+        return Result(done | with_retries(lambda: send(api, repo_id, upload, progress, force=force, **how)))
 
 
 def send(
@@ -220,11 +217,7 @@ def send(
     if not create_pr:
         check_other_content(repo, held, names, missing, force)
     additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=upload.files[name]) for name in missing]
-    with progress.step(f"Uploading {len(missing)} files") as advance:
-        for count, addition in enumerate(additions, 1):
-            api.preupload_lfs_files(repo, [addition], revision=revision or "main", create_pr=create_pr, num_threads=1)
-            advance(count, len(missing))
-    with progress.step("Committing"):
+    with progress.step(f"Uploading {len(missing)} files"):
         commit = api.create_commit(
             repo,
             additions,
