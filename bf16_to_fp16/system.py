@@ -6,7 +6,6 @@ Each function does the same everywhere with what the system has, so that nothing
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -31,17 +30,6 @@ def write_all(descriptor: int, data: memoryview) -> None:
     """Write all bytes of ``data`` where a file's position is; raises OSError."""
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def reserve(descriptor: int, size: int) -> None:
-    """Reserve space for a file; do nothing on a file system or an operating system that cannot."""
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
 
 
 def sync_file(file: Path) -> None:

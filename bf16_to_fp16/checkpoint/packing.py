@@ -69,7 +69,7 @@ def pack(weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str
     header = headers.header_of(entries)
     if len(header) > files.LONGEST_HEADER:
         raise UserError(f"{target.name}: its header would have {len(header):,} bytes; leave out --layout")
-    with created(target, len(header) + end) as out, files.reading(weights) as source, writing(target):
+    with created(target) as out, files.reading(weights) as source, writing(target):
         write_all(out, memoryview(header))
         for part in hashing(source, tensors, running, naming):
             write_all(out, part)

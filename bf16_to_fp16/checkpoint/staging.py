@@ -19,11 +19,10 @@ from typing import Any
 import psutil
 
 from .. import system
-from ..errors import UserError, shortened
+from ..errors import UserError
 from .disk import FREE_SPACE_REMEDY, FULL_OR_FAILING, writing
 from .ownership import files_of, is_made_from, is_report, is_whole, listed_files, strange_file
 
-MOST_FOLDERS = 200  # folders in each other that an output may lie in; Python makes some 1,000
 ELSEWHERE = "choose another output path"
 MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
 
@@ -33,8 +32,6 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
     program wrote and that holds nothing else), writable, and apart from the ``sources`` that are here and from what
     they were made from. Tried by making a folder beside it, as a file system may refuse what permissions promise."""
     with writing(out, ELSEWHERE):
-        if len(out.parts) > MOST_FOLDERS:
-            raise UserError(f"{shortened(out)} lies in more than {MOST_FOLDERS} folders; {ELSEWHERE}")
         there = out.is_dir() and not out.is_symlink()
         if not there and (out.exists() or out.is_symlink()):
             what = "is a link" if out.is_symlink() else "exists and is not a folder"
@@ -247,13 +244,11 @@ def sync_tree(folder: Path) -> None:
 
 
 @contextmanager
-def created(path: Path, size: int) -> Iterator[int]:
-    """Yield a descriptor of a new file, its space reserved where possible; the file is removed if the block fails."""
+def created(path: Path) -> Iterator[int]:
+    """Yield a descriptor of a new file, which is removed if the block fails."""
     with writing(path):
         descriptor = system.open_new(path)
     try:
-        with writing(path):
-            system.reserve(descriptor, size)
         yield descriptor
     except BaseException:
         os.close(descriptor)  # first: Windows removes no open file

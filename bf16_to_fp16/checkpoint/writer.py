@@ -89,8 +89,8 @@ def write_fp16(
     """Write tensors as safetensors into ``folder``: ``model.safetensors``, or shards and their index, under the names
     that the source's files have for them. max_shard_size: bytes of tensors in a shard, else a tensor goes to the shard
     that its source came from and one without source to the last. advance: called with bytes done and in all. Nothing is
-    clamped: what is beyond fp16 becomes inf and is counted. Raises UserError for a full disk (before any work where the
-    file system can reserve space) and errors of a disk; what was written is then removed."""
+    clamped: what is beyond fp16 becomes inf and is counted. Raises UserError for a full disk and errors of a disk;
+    what was written is then removed."""
     files = lay_out(shards(checkpoint, writes, max_shard_size), folder, checkpoint.stored_names)
     stats = {write.name: NOTHING for write in writes}
     records: list[FileRecord] = []
@@ -103,7 +103,7 @@ def write_fp16(
         hashed = checkpoint.weight_files if hashes else ()
         sources = {path: stack.enter_context(reading(path)) for path in sorted(read)}
         source_hashes = {path: RunningHash(stack.enter_context(reading(path))) for path in hashed}
-        outputs = [stack.enter_context(created(file.path, file.size)) for file in files]
+        outputs = [stack.enter_context(created(file.path)) for file in files]
         # Hashing takes as long as all else, and so does the disk.
         hasher, flusher = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
         waiting: deque[Future[object]] = deque()

@@ -294,34 +294,6 @@ def assert_nothing_left(out: Path) -> None:
     assert list(out.iterdir()) == []
 
 
-def test_a_full_disk_is_known_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = mixed(tmp_path / "in")
-    (tmp_path / "out").mkdir()
-
-    def full(descriptor: int, offset: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    seen: list[int] = []
-    with pytest.raises(UserError, match="No space left on device; free some space"):
-        write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out", advance=lambda done, total: seen.append(done))
-    assert seen == []
-    assert_nothing_left(tmp_path / "out")
-
-
-def test_a_file_system_without_reservation_is_written_to_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = mixed(tmp_path / "in")
-
-    def unsupported(descriptor: int, offset: int, size: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(os, "posix_fallocate", unsupported)
-    stored, _ = written(checkpoint, as_is(checkpoint), tmp_path / "out")
-    assert torch.equal(stored["z"], checkpoint.read("z").half())
-
-
 @pytest.mark.parametrize("call", ["write", "fsync"])
 def test_a_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     checkpoint = mixed(tmp_path / "in")

@@ -32,7 +32,7 @@ FUNCTIONS = (
     *("sysconf", "fork", "sendfile", "copy_file_range", "sync"),
     *("O_CLOEXEC", "O_NONBLOCK", "O_DIRECTORY", "O_NOFOLLOW", "O_SYNC", "O_DSYNC"),
 )
-LINUX_ONLY = ("posix_fallocate", "fdatasync", "sched_getaffinity", "sched_setaffinity", "O_DIRECT")
+LINUX_ONLY = ("fdatasync", "sched_getaffinity", "sched_setaffinity", "O_DIRECT")
 SIGNALS = ("SIGKILL", "SIGPIPE", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGQUIT")
 BINARY, TEMPORARY = 1 << 28, 1 << 29
 
