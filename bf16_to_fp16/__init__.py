@@ -67,7 +67,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from the module that has it."""
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f".{home}", __name__), name)
@@ -75,5 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, which are there before they are imported."""
     return sorted([*__all__, "__version__"])

@@ -14,7 +14,6 @@ from typing import Any, TextIO, cast
 
 
 def main() -> int:
-    """Run the command line on the program's arguments and return its exit status."""
     # At the end of each operation a thread waits for the others. It would keep its core busy with that, and where
     # another program runs on the core of one that is late, all of them would wait a long time. So it sleeps after some
     # microseconds (GNU's OpenMP counts them in turns of a loop), in which most operations end.
@@ -90,7 +89,6 @@ class _Talk(_Data):
     """Standard error, without which the work goes on."""
 
     def refused(self, error: OSError) -> None:
-        """Do nothing, but for a reader that went away."""
         if isinstance(error, BrokenPipeError):
             raise error
 

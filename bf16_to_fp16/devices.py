@@ -30,12 +30,10 @@ DEVICE_NAMES = "auto, cpu, cuda, cuda:N or mps"
 
 
 def is_device_name(name: str) -> bool:
-    """Return whether a device may be asked for by this name."""
     return re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?|mps", name, flags=re.ASCII) is not None
 
 
 def checked_name(name: str) -> str:
-    """Return the name of a device; raise UserError for one of no known form."""
     if not is_device_name(name):
         raise UserError(f"device {name!r} is unknown; choose {DEVICE_NAMES}")
     return name
@@ -81,7 +79,6 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def without_kernels(device: torch.device) -> str:
-    """Return in words that torch has no kernels for a CUDA card, and how to install one that has."""
     import torch
 
     mend = how_to_mend(torch.cuda.get_device_capability(device))
@@ -117,7 +114,6 @@ class Device:
     """
 
     def __init__(self, name: str | torch.device = "auto", progress: Progress | None = None) -> None:
-        """Find the device, which is said when it is first used; raises UserError as ``find_device`` does."""
         self.progress = progress or Progress(quiet=True)
         self.asked = find_device(name)
         self.name = shown(self.asked)
@@ -154,13 +150,11 @@ class Device:
         return work(on_cpu)
 
     def note(self, part: str, place: torch.device) -> None:
-        """Note on which device a part of the work runs."""
         ran = self.used.setdefault(part, [])
         if shown(place) not in ran[-1:]:
             ran.append(shown(place))
 
     def environment(self) -> dict[str, Any]:
-        """Return the ``environment`` entry of a report on the work."""
         return environment(self.name, self.used)
 
 
@@ -169,7 +163,6 @@ _products: ContextVar[tuple[Device, str] | None] = ContextVar("products", defaul
 
 @contextmanager
 def products_on(device: Device, part: str) -> Iterator[None]:
-    """Run the functions that are marked with ``on_device`` on a device, as a part of its work."""
     token = _products.set((device, part))
     try:
         yield

@@ -27,7 +27,6 @@ def environment(device: str, used: Mapping[str, Sequence[str]]) -> dict[str, Any
 
 
 def installed(package: str) -> str | None:
-    """Return a package's version, None where it is not installed as a distribution."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -46,5 +45,4 @@ def project_url() -> str | None:
 
 
 def how_to_install(extra: str) -> str:
-    """Return how an extra of this package is installed, as the README does: from a clone, until there is a release."""
     return f"in a clone of the repository pip install '.[{extra}]'"

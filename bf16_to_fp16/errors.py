@@ -16,7 +16,6 @@ LONGEST_SHOWN = 120  # characters of a value that nobody meant which an error re
 
 
 def shortened(value: object) -> str:
-    """Return a value as an error may repeat it: cut where it is long."""
     try:
         text = str(value)
     except ValueError:  # an integer of more digits than Python writes
@@ -25,6 +24,5 @@ def shortened(value: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says, else its kind."""
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__

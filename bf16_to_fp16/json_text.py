@@ -32,13 +32,11 @@ def loads(text: str | bytes) -> Any:
 
 
 def write_json(path: Path, data: Mapping[str, object]) -> None:
-    """Write ``data`` as ``as_json`` gives it, UTF-8."""
     # Half a character, as a file's name may hold, becomes the escape that JSON has for it.
     path.write_text(as_json(data), encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def as_json(data: Mapping[str, object]) -> str:
-    """Return ``data`` as JSON with two spaces of indent and a final newline, numbers as ``finite`` makes them."""
     return json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 

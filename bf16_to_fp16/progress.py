@@ -21,10 +21,7 @@ Advance = Callable[[int, int], None]  # called with (done, total) as work procee
 
 
 class VisibleConsole(Console):
-    """A console of rich's that lets no control character of what it is given through, only its own."""
-
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield what is to be printed."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
@@ -34,12 +31,10 @@ class Progress:
     do by default."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        """Open the console."""
         self.console = VisibleConsole(stderr=True, quiet=quiet, highlight=False)
         self.said: set[str] = set()
 
     def say(self, text: str, *, once: bool = False) -> None:
-        """Print one line; ``once``: unless this was said before."""
         if once and text in self.said:
             return
         self.said.add(text)
@@ -70,14 +65,11 @@ def shown_by(progress: Progress | bool | None) -> Progress:
 
 
 class _Count(MofNCompleteColumn):
-    """How much of how much is done, once that is known."""
-
     def render(self, task: Task) -> Text:
         return Text() if task.total is None else super().render(task)
 
 
 def roughly(seconds: float) -> str:
-    """Return a time as an estimate is said: "about 40 s", "about 4 min", "about 3 h"."""
     if seconds < 90:
         return f"about {max(10, round(seconds, -1)):.0f} s"
     return f"about {seconds / 60:.0f} min" if seconds < 90 * 60 else f"about {seconds / 3600:.0f} h"

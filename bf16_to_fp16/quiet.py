@@ -46,7 +46,6 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def quiet_downloads() -> Iterator[None]:
-    """Keep the bars and warnings of the Hub's client off the screen, without the seconds that transformers takes."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     restore = disable_progress_bars if are_progress_bars_disabled() else enable_progress_bars

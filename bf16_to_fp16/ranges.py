@@ -59,7 +59,6 @@ class ScoreRange:
 
     @property
     def largest(self) -> float:
-        """The larger of the two."""
         return max(self.product, self.biased)
 
 

@@ -22,18 +22,15 @@ M_ARENA_MAX = -8  # glibc's mallopt option: how many arenas threads allocate in,
 
 
 def open_new(file: Path) -> int:
-    """Return a descriptor of a new file, to read and write; raise OSError where there is one."""
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
 
 
 def write_all(descriptor: int, data: memoryview) -> None:
-    """Write all bytes of ``data`` where a file's position is; raises OSError."""
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 def sync_file(file: Path) -> None:
-    """Flush a file that is not open to the disk."""
     # Windows flushes only what is open for writing.
     _sync(os.open(file, BINARY | (os.O_RDONLY if hasattr(os, "O_DIRECTORY") else os.O_RDWR)))
 
@@ -52,7 +49,6 @@ def _sync(descriptor: int) -> None:
 
 
 def link_file(old: Path, new: Path) -> None:
-    """Give a file a second name; raise OSError where that cannot be."""
     os.link(old, new)
 
 

@@ -25,5 +25,4 @@ def visible(text: str, *, as_json: bool = False) -> str:
 
 
 def show(text: str, *, aside: bool = False) -> None:
-    """Print a line on standard output; ``aside``: on standard error."""
     print(visible(text), file=sys.stderr if aside else sys.stdout)

@@ -190,12 +190,10 @@ def scientific(value: float | None) -> str:
 
 
 def power(exponent: int) -> str:
-    """Return 2 with a superscript exponent."""
     return "2" + superscript(exponent)
 
 
 def superscript(exponent: int) -> str:
-    """Return an integer in superscript."""
     return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
@@ -210,7 +208,6 @@ def listed(names: Sequence[str], last: str = "and") -> str:
 
 
 def bytes_in_words(nbytes: int) -> str:
-    """Return a number of bytes in decimal units."""
     power = min(len(UNITS) - 1, (len(str(max(1, nbytes))) - 1) // 3)
     return f"{nbytes:,} B" if power == 0 else f"{nbytes / 1000**power:.1f} {UNITS[power]}"
 

@@ -73,7 +73,6 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Return what a text holds; raise UserError of one line that begins with ``name`` for one that is not YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

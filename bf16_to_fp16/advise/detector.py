@@ -54,8 +54,6 @@ class Event:
 
 @dataclass
 class _Excursion:
-    """A rise that is still going on."""
-
     place: int  # of its event in the list
     first: int  # count of losses at its start
     level: float
@@ -127,7 +125,6 @@ class Detector:
             self._drift = self._plateau = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the detector knows as JSON types; floats may be infinite."""
         state = {name: [*value] if isinstance(value, deque) else value for name, value in vars(self).items()}
         state["_found"] = [vars(event) for event in self._found]
         if self._excursion is not None:

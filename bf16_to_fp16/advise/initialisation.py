@@ -95,7 +95,6 @@ def advise_init(
 
 
 def beside_rule(checkpoint: Checkpoint, family: Family, name: str) -> dict[str, Any]:
-    """Return a tensor's root mean square, of its finite values, beside the family's rule."""
     from .weights import tensor_pieces
 
     square, elements, broken = 0.0, 0, 0

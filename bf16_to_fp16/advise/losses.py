@@ -53,7 +53,6 @@ def read_log(path: str | Path) -> list[tuple[int, float]]:
 
 
 def rows_of(text: str, suffix: str) -> list[Any]:
-    """Return the rows of a log: of a CSV, a Trainer's state, a list of objects, or one object on each line."""
     if suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
     if suffix not in (".json", ".jsonl"):

@@ -66,7 +66,6 @@ class Layer:
             self.moves[rate] = self.moves.get(rate, 0) + count
 
     def rate_for_half(self) -> float | None:
-        """Return the least learning rate at which half of the finite elements move, None where there are none."""
         reached = 0
         for rate in sorted(self.moves):
             reached += self.moves[rate]
@@ -172,7 +171,6 @@ def half_gap_exponents(x: Tensor, dtype: str) -> Tensor:
 
 
 def _advice(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the remedies, cheapest first; none where at least half of the weights move already."""
     total = result["total"]
     if total["stalled_fraction"] <= 0.5:
         return []
@@ -233,7 +231,6 @@ def print_updates(result: Mapping[str, Any]) -> None:
 
 
 def percent(fraction: float) -> str:
-    """Return a share in percent with one decimal; 0 and 100 only where it is exactly that."""
     if 0 < fraction < 0.001:
         return "under 0.1%"
     if 0.999 < fraction < 1:

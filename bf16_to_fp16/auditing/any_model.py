@@ -98,8 +98,6 @@ def audit_any(
     advance: Advance | None = None,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
-    """Return what each regime shows on ``inputs``, as ``audit_folder`` does, with every regime on all of them. Raises
-    UserError where stock code cannot load or run the model."""
     check_names(regimes, model.attention)
     place = device or torch.device("cpu")
     lost: dict[str, list[SiteResult]] = {}
@@ -124,7 +122,6 @@ def audit_any(
 
 
 def lost_weights(model: Any) -> list[SiteResult]:
-    """Return a site for every weight that is not finite in the dtypes of ``model``."""
     return [
         SiteResult(_site_of(name), math.inf, FP16_MAX, -math.inf, count, 0, None, str(p.dtype).removeprefix("torch."))
         for name, p in model.named_parameters()
@@ -148,6 +145,5 @@ def with_lost_weights(result: RegimeResult, weights: Sequence[SiteResult]) -> Re
 
 
 def _site_of(parameter: str) -> str:
-    """The name of a weight as a site: its module's path, and its own name behind a colon."""
     path, _, name = parameter.rpartition(".")
     return f"{path}:{name}"

@@ -63,12 +63,10 @@ class Found:
 
     @property
     def worst(self) -> float:
-        """The largest value found in the hull of the vocabulary, in fp32 or fp16."""
         return max(self.random, self.tokens, self.embeddings, self.half)
 
     @property
     def gain(self) -> float:
-        """How many times more than random inputs the search reached."""
         return self.worst / self.random if self.random else math.inf
 
 
@@ -84,7 +82,6 @@ class Attack:
 
     @property
     def worst_headroom_bits(self) -> float:
-        """log2(limit / worst) at the tightest site."""
         return min((headroom_bits(f.worst, f.limit) for f in self.found), default=math.inf)
 
     @property
@@ -92,7 +89,6 @@ class Attack:
         return {f.name: f.worst for f in self.found}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``attack`` entry of the report; ``gain`` is over as many random inputs, ``ids`` replay it."""
         gains = [f.gain for f in self.found if f.name in self.inputs and f.random > 0]
         return {
             "steps": self.steps,
@@ -109,7 +105,6 @@ class Attack:
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
-    """Return the rows of several batches as one."""
     return tuple(torch.cat(side) for side in zip(*parts, strict=True))
 
 
@@ -190,7 +185,6 @@ class _Adversary:
         return tuple(table[side] for table, side in zip(self.tables, ids, strict=True))
 
     def run(self, x: Inputs, model: Any = None, mask: Tensor | None = None) -> None:
-        """Run a model, by default the searched one, on ids or embeddings; mask: the encoder's attention mask."""
         model, kind = model or self.model, "input_ids"
         if x[0].is_floating_point():
             dtype, kind = next(model.parameters()).dtype, "inputs_embeds"
@@ -211,12 +205,10 @@ class _Adversary:
         return values
 
     def reached(self, x: Inputs, goals: Sequence[str]) -> Tensor:
-        """Return the largest |value| of each row's own goal, differentiable: [rows]."""
         values = self.values(x)
         return torch.stack([values[name][row].abs().max() for row, name in enumerate(goals)])
 
     def survey(self, x: Inputs) -> dict[str, Tensor]:
-        """Return the largest |value| of every goal on every row: [rows] each."""
         with torch.no_grad():
             return {name: value.abs().flatten(1).amax(1) for name, value in self.values(x).items()}
 
@@ -258,7 +250,6 @@ class _Adversary:
         }
 
     def in_hull(self, climb: _Climb) -> Inputs:
-        """Climb over convex combinations of table rows from embeddings; return each row's best."""
         count = min(self.vocabulary, WORDS)
         words = torch.randperm(self.vocabulary, generator=self.generator)[:count].to(self.device)
         tables = [table[words] for table in self.tables]
@@ -295,7 +286,6 @@ class _Adversary:
         return kept
 
     def by_tokens(self, climb: _Climb) -> Inputs:
-        """Change one token at a time of ids to what the gradient prefers; return each row's best."""
         ids, goals = climb.start, climb.goals
         with torch.no_grad():
             best = self.reached(self.embed(ids), goals)
@@ -312,7 +302,6 @@ class _Adversary:
         return ids
 
     def flips(self, ids: Inputs, x: Inputs, step: int) -> list[Inputs]:
-        """Return changed ids: per row the most promising tokens by first order, at its most promising positions."""
         trials: list[Inputs] = []
         for i, (side, given) in enumerate(zip(x, ids, strict=True)):
             if side.grad is None:
@@ -329,7 +318,6 @@ class _Adversary:
 
 
 def choose(better: Tensor, new: Inputs, old: Inputs) -> Inputs:
-    """Return row by row the new input where it is better, else the old."""
     pairs = zip(new, old, strict=True)
     return tuple(torch.where(better.view(-1, *[1] * (a.dim() - 1)), a.detach(), b) for a, b in pairs)
 
@@ -374,7 +362,6 @@ def attack(
 
 
 def search_by(adversary: _Adversary, sites: Sequence[str] | None) -> _AttackSearch:
-    """Return a search that has not begun."""
     known = list(adversary.survey(adversary.embed(adversary.draw(1))))
     goals = known if sites is None else [goal for goal in (way_to(site, known) for site in sites) if goal]
     return _AttackSearch(adversary, goals or known)
@@ -387,14 +374,11 @@ def way_to(site: str, known: Sequence[str]) -> str:
 
 
 def fixed(model: Any) -> Any:
-    """Return a model that only computes, with eager attention, whose scores can be seen."""
     set_attention(model, "eager")
     return model.eval().requires_grad_(False)
 
 
 class _AttackSearch:
-    """The rounds of a search, and what each goal has reached so far."""
-
     def __init__(self, adversary: _Adversary, sites: list[str]) -> None:
         self.adversary, self.sites = adversary, sites
         self.tokens, self.mixtures = _Elite(), _Elite()
@@ -432,7 +416,6 @@ class _AttackSearch:
         self.mixtures.offer(embedded, reached)
 
     def worst_ids(self, site: str) -> tuple[list[int], list[int]]:
-        """Return the best ids found for a site: the encoder's, and the decoder's or none."""
         ids = self.tokens.kept[site][0][1]
         return ids[0][0].tolist(), ids[1][0].tolist() if len(ids) > 1 else []
 
@@ -450,7 +433,6 @@ def attacked(
     *,
     sites: Sequence[str] | None = None,
 ) -> Attack:
-    """Return what ``attack`` finds at ``sites`` of a checkpoint in fp16, on the device."""
     with progress.step("Searching for the worst inputs") as advance:
         model = load(folder, torch.float16, half=True)
         return device.run(

@@ -28,14 +28,12 @@ SPAN = ("start_logits", "end_logits")  # share a factor of two channels, one for
 
 
 def smallest_batches(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the smallest batch and the smallest with images, on which every output is compared."""
     images = [batch for batch in batches if batch.has_image]
     smallest = [min(some, key=lambda batch: batch.size) for some in (batches, images) if some]
     return [batch for batch in batches if any(batch is each for each in smallest)]
 
 
 def run_recording(model: Any, batch: Batch, recorded: Sequence[Batch], outputs: list[EveryOutput]) -> Any:
-    """Run a batch; if it is one of ``recorded``, store all its outputs at the same index of ``outputs``."""
     index = next((i for i, each in enumerate(recorded) if batch is each), None)
     if index is None:
         return run_batch(model, batch)
@@ -65,7 +63,6 @@ def output_errors(
     bf16: Sequence[EveryOutput],
     written: Sequence[EveryOutput],
 ) -> dict[str, OutputError]:
-    """Return the error of each output that the class gives; factors: log2, for all channels or for each."""
     worst: dict[str, OutputError] = {}
     for name, factor in factors.items():
         errors = [
@@ -79,7 +76,6 @@ def output_errors(
 
 
 def unscaled(output: Tensor, factor: OfChannels, name: str) -> Tensor:
-    """Return an output divided by its factor, in float64."""
     exponents = torch.as_tensor(factor, dtype=torch.float64)
     if exponents.dim() and name in SPAN:
         exponents = exponents[SPAN.index(name)]

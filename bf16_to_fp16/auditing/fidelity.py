@@ -77,7 +77,6 @@ def add_outputs(
 
 
 def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) -> list[Tensor]:
-    """Return the outputs on some of several batches; known: those on all that are compared."""
     chosen = {id(batch) for batch in some}
     return [output for batch, output in zip(compared(batches), known, strict=True) if id(batch) in chosen]
 
@@ -98,7 +97,6 @@ def add_differences(
 
 
 def reference_of(checkpoint: Checkpoint, inputs: Sequence[Batch], advance: Advance | None = None) -> Reference:
-    """Return the outputs of a source in fp32 and in bf16."""
     walk, every_fp32, every_bf16 = Walk(checkpoint), list[EveryOutput](), list[EveryOutput]()
     fp32 = add_outputs(walk, inputs, torch.float32, every_fp32)
     bf16 = add_outputs(walk, inputs, torch.bfloat16, every_bf16)
@@ -107,8 +105,6 @@ def reference_of(checkpoint: Checkpoint, inputs: Sequence[Batch], advance: Advan
 
 
 class Difference:
-    """Running differences of one model from the reference."""
-
     def __init__(self) -> None:
         self.divergence = self.error = self.agreeing = self.scale = 0.0
         self.positions = 0
@@ -147,7 +143,6 @@ def parts_of(expected: Tensor, *, probabilities: bool) -> Iterator[tuple[slice, 
 
 @torch.no_grad()
 def difference(expected: Tensor, found: Tensor, *, probabilities: bool) -> Difference:
-    """Return how far one output is from another, [positions, channels] both."""
     made = Difference()
     for part, a, p in parts_of(expected, probabilities=probabilities):
         made.add(a, p, found[part])
@@ -155,7 +150,6 @@ def difference(expected: Tensor, found: Tensor, *, probabilities: bool) -> Diffe
 
 
 def mean_divergence(differences: Sequence[Difference]) -> float:
-    """Return the mean divergence over several outputs."""
     total = Difference()
     # Of what is all but the same, the sum may be rounded to less than nothing.
     total.divergence = max(0.0, sum(each.divergence for each in differences))

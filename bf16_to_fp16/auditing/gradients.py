@@ -50,7 +50,6 @@ class Gradients:
     sites: tuple[GradientSite, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``gradients`` of a regime in a report, with the sites that lose most."""
         return asdict(self) | {"sites": [asdict(site) for site in self.sites[:SHOWN] if site.flushed]}
 
 
@@ -67,7 +66,6 @@ def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]
 
 
 def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int = 0) -> Gradients:
-    """Return the range of a model's gradients on batches, each a step of its own; model: in fp32 and training."""
     inputs = [batch for batch in batches if not batch.generate]
     fits, fails, sites, broken = LAST_EXPONENT - 1, FIRST_EXPONENT + 1, dict[str, _Sum](), dict[str, _Sum]()
     tried = FIRST_EXPONENT
@@ -87,8 +85,6 @@ def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int =
 
 @dataclass
 class _Sum:
-    """The gradients of one operation over all batches: the largest, the zeros, and how many there are."""
-
     amax: float = 0.0
     zeros: int = 0
     elements: int = 0
@@ -124,7 +120,6 @@ def _backward(
 
 
 def _range(scale: float, sites: dict[str, _Sum], exact: dict[str, _Sum]) -> Gradients:
-    """Return what fp16's gradients are, beside those in fp32."""
     lost = {name: max(0.0, site.share - exact.get(name, _Sum()).share) for name, site in sites.items()}
     every = [GradientSite(name, site.amax, lost[name]) for name, site in sites.items()]
     elements = sum(site.elements for site in sites.values())

@@ -87,8 +87,6 @@ class SiteResult:
         return cls(site.name, *measured, site.reason, str(site.dtype).removeprefix("torch."))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the site as plain JSON values, without what is not known in fp32; see ``RegimeResult.to_json`` for
-        infinities."""
         bits = None if self.headroom_bits is None else _plain_bits(self.headroom_bits, self.limit or FP16_MAX)
         plain = asdict(self) | {"amax": _plain_amax(self.amax), "headroom_bits": bits}
         return {key: value for key, value in plain.items() if key != "fp32" or value is not None}
@@ -96,8 +94,6 @@ class SiteResult:
 
 @dataclass(frozen=True)
 class Run:
-    """What a regime ran on under one attention: the number of batches, and their kinds in order."""
-
     attention: str
     batches: int
     kinds: tuple[str, ...]
@@ -208,7 +204,6 @@ def audit_each(
     advance: Advance | None = None,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
-    """Return what each regime shows on all ``inputs``, with the model that ``load`` gives for it, one at a time."""
     share = sum(len(seen_padding(inputs, name)) for name in attention)
     results: dict[str, RegimeResult] = {}
     scale, fits, first = LOSS_SCALE, train_mode, "amp" if train_mode else None
@@ -234,7 +229,6 @@ def audit_each(
 
 
 def _breaks_backwards_alone(result: RegimeResult) -> bool:
-    """Return whether gradients pass their limits, and nothing else."""
     return not result.safe and all(":grad" in site.name for site in result.sites if site.broken)
 
 
@@ -313,7 +307,6 @@ def _weights(regime: str) -> tuple[torch.dtype, bool]:
 
 
 def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
-    """Raise UserError for a regime or an attention that there is not."""
     unknown = [regime for regime in regimes if regime not in REGIMES]
     if unknown:
         raise UserError(f"{unknown[0]}: no such regime; choose from {', '.join(REGIMES)}")
@@ -390,23 +383,18 @@ class _Seen:
         return behind.sites()
 
     def results(self) -> list[_Ran]:
-        """What each lane showed, once the walk is over."""
         return results_of(self.lanes)
 
     def sites(self) -> list[Site]:
-        """The sites of all lanes, once the walk is over."""
         return sites_of_all(shown.sites for shown in self.results())
 
     def norms(self) -> dict[str, NormRange]:
-        """What entered each norm, once the walk is over."""
         return norms_seen([shown.norms for shown in self.results()])
 
 
 def _beside_fp32(
     checkpoint: Checkpoint, inputs: Sequence[Batch], results: dict[str, RegimeResult], device: torch.device | str
 ) -> dict[str, RegimeResult]:
-    """``beside_fp32`` by a walk over the files."""
-
     def run() -> dict[str, float]:
         walk, seen = Walk(checkpoint, device), _Seen("fp32", "eager")
         seen.add(walk, inputs)
@@ -498,7 +486,6 @@ def _autocast(model: nn.Module, regime: str) -> AbstractContextManager[Any]:
 
 
 def _step(model: nn.Module, batch: Batch, regime: str, loss_scale: float | None) -> int:
-    """Run one batch and return how many of its logits (or last hidden states) are not finite."""
     if loss_scale is None or batch.generate:
         output = _forward(model, batch, regime)
     else:

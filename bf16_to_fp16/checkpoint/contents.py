@@ -66,7 +66,6 @@ def check_lone(source: str | Path, config: object) -> None:
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """Return the files of a folder that are named as weights are, whoever reads them."""
     endings = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".ckpt", ".pt", ".ot")
     return sorted(file for file in folder.iterdir() if file.name.endswith(endings))
 
@@ -134,11 +133,9 @@ def listed_modules(source: Path) -> list[Mapping[str, Any]]:
 
 
 def side_modules(source: Path) -> set[str]:
-    """Return the sub-folders that a sentence encoder's ``modules.json`` names; raises as ``listed_modules`` does."""
     # Also of ./1_Pooling and 1_Pooling/.
     return {Path(str(entry["path"])).name for entry in listed_modules(source) if entry["path"]}
 
 
 def is_converted(folder: Path) -> bool:
-    """Return whether this program wrote the checkpoint in ``folder``."""
     return (Path(folder) / "fp16_report.json").is_file()

@@ -40,7 +40,6 @@ def check_free_space(
 
 @contextmanager
 def writing(path: Path, remedy: str = FREE_SPACE_REMEDY) -> Iterator[None]:
-    """Turn an error of the disk into a UserError that names the output file."""
     try:
         yield
     except OSError as error:

@@ -37,7 +37,6 @@ def reading(file: Path) -> Iterator[FileIO]:
 
 
 def size_of(source: FileIO) -> int:
-    """Return the size of an open file in bytes."""
     return os.fstat(source.fileno()).st_size
 
 
@@ -55,14 +54,12 @@ def read_exactly(source: FileIO, buffer: memoryview, offset: int) -> None:
 
 
 def read_bytes(source: FileIO, count: int, offset: int = 0) -> bytes:
-    """Return so many bytes of an open file from ``offset`` on; raises as ``read_exactly`` does."""
     buffer = bytearray(count)
     read_exactly(source, memoryview(buffer), offset)
     return bytes(buffer)
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object as a dict; raise ValueError for a key that comes twice."""
     for key, times in Counter(key for key, _ in pairs).items():
         if times > 1:
             raise ValueError(f"key {shown(key)} comes twice")
@@ -70,7 +67,6 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def no_constant(name: str) -> float:
-    """Raise ValueError: NaN and Infinity are not JSON."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -89,7 +85,6 @@ def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
 
 
 def read_json(file: Path, what: str, limit: int = LONGEST_HEADER) -> dict[str, Any]:
-    """Return the JSON object in a file of at most ``limit`` bytes, read as ``parse_json`` does."""
     with reading(file) as source:
         size = size_of(source)
         if size > limit:
@@ -98,7 +93,6 @@ def read_json(file: Path, what: str, limit: int = LONGEST_HEADER) -> dict[str, A
 
 
 def nested_value(data: object, *keys: str) -> Any:
-    """Return what lies behind keys of nested JSON objects, None where one of them is not there."""
     for key in keys:
         data = data.get(key) if isinstance(data, Mapping) else None
     return data

@@ -88,13 +88,11 @@ def carry_over(
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file holds weights in any format, or is an index of them, of a variant or not."""
     name = name.casefold()
     return name.endswith(OTHER_WEIGHTS) or (".index." in name and name.endswith(".json"))
 
 
 def is_code(name: str) -> bool:
-    """Return whether a file runs, or runs something when it is read."""
     return name.casefold().endswith(CODE)
 
 
@@ -114,8 +112,6 @@ def copy(file: Path, place: Path, folder: Path) -> None:
 
 
 def records(folder: Path, known: Collection[str] = ()) -> list[dict[str, object]]:
-    """Return name, size in bytes (``nbytes``) and SHA-256 of every file below ``folder`` whose name is not ``known``,
-    by name."""
     entries: list[dict[str, object]] = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -125,7 +121,6 @@ def records(folder: Path, known: Collection[str] = ()) -> list[dict[str, object]
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -138,12 +133,10 @@ def tokenizer_beside(folder: Path, subfolder: str | None) -> Path | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has any file of a tokenizer."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def check_tokenizer(*folders: Path | None) -> None:
-    """Raise UserError where none of some folders has a tokenizer."""
     if not any(folder is not None and has_tokenizer(folder) for folder in folders):
         # Stock code then makes an empty tokenizer, which turns every text into unknown tokens.
         raise UserError(f"{folders[0]}: no tokenizer files, and text needs them; put the original's tokenizer there")

@@ -47,7 +47,6 @@ FileState = tuple[int, int, int, int, int]
 
 
 def state_of(file: Path) -> FileState:
-    """Return what a change to a file alters; raise UserError where the file is gone."""
     try:
         status = file.stat()
     except OSError as error:
@@ -65,7 +64,6 @@ class RunningHash:
         self.digest, self.position, self.source = hashlib.sha256(), 0, source
 
     def feed(self, data: memoryview, offset: int) -> None:
-        """Take the bytes of the file from ``offset`` on, unless they lie behind the position and are known already."""
         if offset >= self.position:
             self.catch_up(offset)
             self.digest.update(data)
@@ -76,7 +74,6 @@ class RunningHash:
         return self.digest.hexdigest()
 
     def catch_up(self, end: int) -> None:
-        """Read and take what lies between the position and ``end``."""
         buffer = memoryview(bytearray(max(0, min(READ_BYTES, end - self.position))))
         while self.position < end:
             part = buffer[: end - self.position]
@@ -86,14 +83,12 @@ class RunningHash:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor as a flat view."""
     if not tensor.numel():
         return memoryview(bytearray())
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Tensor:
-    """Return a tensor of ``shape`` from the bytes that begin ``skip`` bytes into a stored tensor."""
     tensor = torch.empty(shape, dtype=(SAFETENSORS_DTYPES | FP8_DTYPES)[info.dtype])
     with reading(info.file) as source:
         read_exactly(source, bytes_of(tensor), info.offset + skip)

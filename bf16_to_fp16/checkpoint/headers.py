@@ -46,7 +46,6 @@ class TensorInfo:
 
 
 def check_not_quantised(dtype: str, name: str, file: Path) -> None:
-    """Raise UserError for a dtype in which weights are only codes."""
     if dtype.startswith(QUANTISED):
         raise UserError(
             f"{file}: tensor {shown(name)} is {shortened(dtype)}, quantised; give the checkpoint it was quantised from"
@@ -105,8 +104,6 @@ def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str,
 
 
 def tensor_info(name: str, entry: object, file: Path, start: int, any_dtype: bool = False) -> TensorInfo:
-    """Return a header's entry as a TensorInfo, the data beginning at ``start``; raise UserError where it is wrong."""
-
     def invalid(problem: str) -> UserError:
         return UserError(f"{file}: tensor {shown(name)} {problem}; {RESTORE}")
 
@@ -132,17 +129,14 @@ def tensor_info(name: str, entry: object, file: Path, start: int, any_dtype: boo
 
 
 def is_sizes(value: object) -> bool:
-    """Return whether a JSON value is a list of integers from 0 to 2⁴⁸."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
 
 
 def entry_of(dtype: str, shape: tuple[int, ...], begin: int, nbytes: int) -> dict[str, object]:
-    """Return a tensor's entry in a header."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + nbytes]}
 
 
 def header_of(entries: Mapping[str, object]) -> bytes:
-    """Return the header of a safetensors file with its length before it."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

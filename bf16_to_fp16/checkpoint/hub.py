@@ -25,7 +25,6 @@ LOG_IN = "log in with `hf auth login`, or put a token into HF_TOKEN"
 
 
 def with_retries(work: Callable[[], T]) -> T:
-    """Return what ``work`` returns, tried again where the server is busy or fails."""
     for wait in WAITS:
         try:
             return work()
@@ -37,7 +36,6 @@ def with_retries(work: Callable[[], T]) -> T:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that led to it."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -47,7 +45,6 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that an exception, or one that led to it, carries."""
     statuses = (getattr(getattr(each, "response", None), "status_code", None) for each in chain(error))
     return next((status for status in statuses if isinstance(status, int)), None)
 
@@ -71,7 +68,6 @@ def explained(repo: str, *, endpoint: str | None = None, revision: str | None = 
 def explain(
     error: BaseException, repo: str, endpoint: str | None, revision: str | None, token: str | None, *, writing: bool
 ) -> str:
-    """Return what went wrong and how to mend it, in one line."""
     from huggingface_hub import constants
 
     def line(text: object) -> str:
@@ -114,7 +110,6 @@ def explain(
 
 
 def reading_from(repo: str, revision: str | None, work: Callable[[], T], endpoint: str | None = None) -> T:
-    """Return what ``work`` fetches from the Hub; raise UserError where it cannot."""
     from huggingface_hub import get_token
 
     with explained(repo, endpoint=endpoint, revision=revision, token=get_token()):
@@ -122,7 +117,6 @@ def reading_from(repo: str, revision: str | None, work: Callable[[], T], endpoin
 
 
 def check_name(repo: str) -> None:
-    """Raise UserError for what cannot be the name of a repository."""
     from huggingface_hub.utils import validate_repo_id
 
     with explained(repo):
@@ -130,7 +124,6 @@ def check_name(repo: str) -> None:
 
 
 def token_of(token: str | None, endpoint: str | None) -> str:
-    """Return the token that is given, or that of the environment or the log-in; raise UserError without any."""
     from huggingface_hub import constants, get_token
 
     known = token or get_token()

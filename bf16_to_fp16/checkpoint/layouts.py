@@ -30,7 +30,6 @@ class FileLayout:
     activation: str = ""
 
     def check_model(self, model_type: object, where: str) -> None:
-        """Raise UserError for a model of a type that the tool has no class for."""
         if self.model_type not in (None, model_type):
             raise UserError(
                 f"{where}: {self.readers} read the encoder of {self.model_type}, and this is {model_type!r}; leave out"

@@ -43,11 +43,9 @@ class Naming:
     pairs: tuple[tuple[str, str], ...] = ()
 
     def to_stock(self, name: str) -> str:
-        """Return the stock name of a tensor, and the name as it is where it is in no table."""
         return translated(name, tuple((own, stock) for stock, own in self.pairs))
 
     def from_stock(self, name: str) -> str:
-        """Return what a tensor of this stock name is called; raise UserError where there is no such tensor."""
         own = translated(name, self.pairs)
         if self.pairs and own == name:
             raise UserError(f"{self.title} has no tensor for {name}; choose --layout single")
@@ -99,12 +97,10 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
 
 @cache
 def pattern(template: str) -> re.Pattern[str]:
-    """Return what matches the names of a template, with the block's number as its group."""
     return re.compile(re.escape(template).replace(r"\{i\}", r"(?P<i>\d+)"))
 
 
 def translated(name: str, table: Iterable[tuple[str, str]]) -> str:
-    """Return the name that a table of templates gives for another, the first that fits; else the name itself."""
     for one, other in table:
         if match := pattern(one).fullmatch(name):
             return other.format(**match.groupdict())

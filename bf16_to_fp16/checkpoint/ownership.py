@@ -29,7 +29,6 @@ def strange_file(folder: Path) -> str | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, a pipeline or an adapter that this program wrote."""
     return all(any((folder / name).is_file() for name in names) for names in (RECORDS, BELONGING))
 
 
@@ -47,7 +46,6 @@ def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
 
 
 def files_of(folder: Path) -> Iterator[str]:
-    """Yield the name of every file below a folder, links to folders included."""
     for here, folders, names in os.walk(folder, onerror=_raise):
         links = [name for name in folders if (Path(here) / name).is_symlink()]
         folders.sort()

@@ -23,12 +23,10 @@ LONGEST_WAY_BACK = 64_000_000  # bytes of the plan and config that a file may ho
 
 
 def metadata_in(file: Path) -> dict[str, str]:
-    """Return a file's own metadata, none where it is no safetensors file; raise UserError where it is damaged."""
     return headers.read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
 
 
 def recorded_sha256(file: Path) -> str | None:
-    """Return the hash of its tensors that a file records, None where it has none."""
     return metadata_in(file).get(TENSORS)
 
 
@@ -46,7 +44,6 @@ def summary_of(file: Path) -> dict[str, Any] | None:
 
 
 def packed_data(file: Path) -> dict[str, Any]:
-    """Return what ``undo`` needs of a file that ``convert --layout`` wrote; raise UserError for any other file."""
     if (data := way_back_of(file)) is None:
         raise UserError(f"{file}: convert --layout did not write it; give a file that it wrote, or a converted folder")
     return data

@@ -47,7 +47,6 @@ def check_out_file(out: Path, source: Path | None, *, force: bool) -> None:
 
 
 def check_our_file(out: Path) -> None:
-    """Raise UserError unless ``convert --layout`` wrote the file ``out``."""
     try:
         ours = not out.is_symlink() and summary_of(out) is not None
     except UserError:
@@ -57,8 +56,6 @@ def check_our_file(out: Path) -> None:
 
 
 def pack(weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str]) -> None:
-    """Write the tensors of a safetensors file to a new one under the names of ``naming``, a few MB at a time. Raises
-    UserError where a tensor has no name there, and for a full disk."""
     tensors = sorted(headers.read_whole_header(weights)[0].values(), key=lambda info: info.offset)
     running = hashlib.sha256()
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata, TENSORS: running.hexdigest()}}
@@ -96,12 +93,10 @@ def hashing(
 
 
 def described(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return a tensor's name, dtype and shape as they are hashed."""
     return json.dumps([name, dtype, list(shape)], ensure_ascii=False).encode()
 
 
 def tensors_sha256(file: Path) -> str:
-    """Return the SHA-256 of a file's tensors, as ``TENSORS`` records it; raise UserError where it cannot be read."""
     running = hashlib.sha256()
     tensors = sorted(headers.read_whole_header(file, any_dtype=True)[0].values(), key=lambda info: info.offset)
     with files.reading(file) as source:
@@ -111,7 +106,6 @@ def tensors_sha256(file: Path) -> str:
 
 
 def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
-    """Move a finished file to ``out``; raise UserError where something has appeared there meanwhile."""
     with writing(out, ELSEWHERE):
         file.chmod(0o666 & ~umask())
         if force and out.exists():
@@ -124,6 +118,5 @@ def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
 
 
 def metadata_of(summary: Mapping[str, Any], way_back: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of a file: what it is, and what ``undo`` needs."""
     packed = zlib.compress(json.dumps(way_back, ensure_ascii=False).encode(), 9)
     return {SUMMARY: json.dumps(summary, ensure_ascii=False), WAY_BACK: base64.b64encode(packed).decode()}

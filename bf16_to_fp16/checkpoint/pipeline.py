@@ -53,7 +53,6 @@ class Pipeline:
 
 
 def is_pipeline(folder: Path) -> bool:
-    """Return whether a folder is a pipeline of several models."""
     return (folder / MODEL_INDEX).is_file()
 
 
@@ -99,7 +98,6 @@ def open_pipeline(
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return a pipeline's index."""
     return read_json(contained(folder, MODEL_INDEX), "index of the pipeline")
 
 
@@ -125,7 +123,6 @@ def components(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def config_of(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return a component's config.json, None where it has none."""
     path = f"{name}/config.json"
     return read_json(contained(folder, path), "config") if (folder / path).exists() else None
 
@@ -150,13 +147,11 @@ def files_below(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def variant_of(name: str) -> str | None:
-    """Return the variant that a file of weights or an index is of, such as fp16; None for the default one."""
     pieces = re.sub(r"-\d+-of-\d+", "", name).split(".")[1:]
     return next((piece for piece in pieces if piece not in ("safetensors", "bin", "index", "json")), None)
 
 
 def variant_name(name: str) -> str:
-    """Return what a file of weights or an index is called as the variant fp16, as stock code spells it."""
     if name == INDEX:
         return f"{INDEX.removesuffix('.json')}.{VARIANT}.json"
     stem, shard = re.match(r"([^.-]+)(-\d+-of-\d+)?", name).groups("")  # type: ignore[union-attr]
@@ -164,7 +159,6 @@ def variant_name(name: str) -> str:
 
 
 def has_variant(names: Iterable[str], folder: str = "") -> bool:
-    """Return whether a folder has weights of the variant fp16 in safetensors among the files of these names."""
     own = (name.removeprefix(f"{folder}/") for name in names if not folder or name.startswith(f"{folder}/"))
     return any(variant_of(n) == VARIANT for n in own if n.startswith("model") and n.endswith(".safetensors"))
 
@@ -194,8 +188,6 @@ def used(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Brought:
-    """How a file came into an output: its size in bytes, and whether it is a link."""
-
     nbytes: int
     linked: bool
 
@@ -214,7 +206,6 @@ def bring(folder: Path, names: Iterable[str], target: Path, *, link: bool = True
 
 
 def linked_to(file: Path, place: Path) -> bool:
-    """Make ``place`` a hard link to a file, or to what that is a link to; return whether it could be made."""
     try:
         system.link_file(file.resolve(), place)
     except OSError as error:

@@ -26,7 +26,6 @@ CONVERTED = "a converted folder or a Hub id like org/name"
 
 
 def own_name(path: str | Path) -> str:
-    """Return the last part of a local path, which says nothing of the machine that it lies on."""
     return os.path.basename(os.path.abspath(os.path.expanduser(path))) or "checkpoint"
 
 
@@ -58,7 +57,6 @@ def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool 
 
 
 def local_source(source: str | Path) -> Path | None:
-    """Return the folder or the file of weights that a source names, None for a Hub id; raise UserError for others."""
     file = local_path(source)
     if file.name.endswith(SINGLE_FILES) and file.is_file():
         check_not_gguf([file])
@@ -67,7 +65,6 @@ def local_source(source: str | Path) -> Path | None:
 
 
 def check_not_gguf(files: Sequence[Path]) -> None:
-    """Raise UserError where all files of weights that there are are GGUF."""
     if files and all(file.suffix == ".gguf" for file in files):
         raise UserError(
             f"{files[0]}: GGUF holds quantised weights; give the file in bf16 or fp32 that it was made from"
@@ -75,7 +72,6 @@ def check_not_gguf(files: Sequence[Path]) -> None:
 
 
 def written_folder(folder: str | Path) -> Path:
-    """Return a folder that exists, as one that convert wrote does; raise UserError for anything else."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder that convert wrote")
@@ -83,13 +79,11 @@ def written_folder(folder: str | Path) -> Path:
 
 
 def leaves(name: str) -> bool:
-    """Return whether a name leads out of the folder that it is a path in."""
     path = Path(name)
     return bool(path.anchor) or ".." in path.parts
 
 
 def subfolder_of(folder: Path, name: str) -> Path:
-    """Return a folder's sub-folder; raise UserError where it is missing or the name leaves the folder."""
     if leaves(name):
         raise UserError(f"subfolder {name!r} leaves {folder}; name a folder inside it")
     if not (folder / name).is_dir():
@@ -117,7 +111,6 @@ def contained(folder: Path, name: str) -> Path:
 
 
 def shown(value: object) -> str:
-    """Return a name or value from a stranger's file as an error message may repeat it, cut where it is long."""
     return repr(shortened(value)) if isinstance(value, str) else shortened(repr(value))
 
 

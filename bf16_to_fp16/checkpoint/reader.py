@@ -63,17 +63,13 @@ class Checkpoint:
         return "/".join(filter(None, (own_name(self.source), self.subfolder)))
 
     def file_name(self, file: Path) -> str:
-        """Return what a report calls a file of weights: its path in the folder, or of a single file its own name."""
         return file.relative_to(self.home).as_posix() if file.is_relative_to(self.home) else file.name
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a whole tensor in its own dtype; raise UserError where the file cannot be read or became shorter."""
         info = self.tensors[name]
         return formats.read_range(info, info.shape, 0)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows ``start`` to ``stop`` (exclusive) of a tensor, reading only their bytes; raise IndexError for
-        rows that it does not have."""
         info = self.tensors[name]
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
             raise IndexError(f"{name} has shape {info.shape}, not rows {start} to {stop}")
@@ -81,7 +77,6 @@ class Checkpoint:
         return formats.read_range(info, (stop - start, *info.shape[1:]), start * row)
 
     def read_some_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
-        """Return the rows of these numbers of a tensor, reading only their bytes; raises as ``read_rows`` does."""
         info = self.tensors[name]
         if not info.shape or not all(0 <= row < info.shape[0] for row in rows):
             raise IndexError(f"{name} has shape {info.shape}, and not all of the rows {min(rows)} to {max(rows)}")
@@ -144,7 +139,6 @@ def open_checkpoint(
 
 
 def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Path) -> dict[str, headers.TensorInfo]:
-    """Return where every tensor of ``files`` lies, sorted by name; raise UserError where files and index disagree."""
     tensors: dict[str, headers.TensorInfo] = {}
     for file in files:
         for name, info in (headers.read_header if file.suffix == ".safetensors" else formats.read_pickle)(file).items():

@@ -45,8 +45,6 @@ def report_data(path: Path, needed: Mapping[str, str], version: int | None = Non
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """Return the report of a converted folder; raise UserError where there is none, or none of this version with what
-    is ``NEEDED``."""
     if not (folder / REPORT).is_file():
         check_below(folder, map(str, folder.glob(f"*/{REPORT}")))
         if saved_again(folder):
@@ -65,7 +63,6 @@ def saved_again(folder: Path) -> bool:
 
 
 def check_below(source: str | Path, reports: Iterable[str]) -> None:
-    """Raise UserError for a source without a report that has some in folders below it."""
     if names := " or ".join(sorted(name.removesuffix(f"/{REPORT}") for name in reports)):
         raise UserError(f"{source} has no {REPORT} of its own; give {names}")
 

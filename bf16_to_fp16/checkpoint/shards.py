@@ -42,14 +42,11 @@ class Write:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def as_dtype(self, name: str) -> Write:
-        """Return the same write with another dtype, spelled as in safetensors ("BF16")."""
         return replace(self, dtype=SAFETENSORS_DTYPES[name])
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file written: its name in the folder, its size in bytes, its SHA-256 in hexadecimal (None without hashing)."""
-
     name: str
     nbytes: int
     sha256: str | None
@@ -57,8 +54,6 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class OutFile:
-    """A file to be written: what it begins with, the tensors that follow, and its size in bytes."""
-
     path: Path
     header: bytes
     writes: tuple[Write, ...]
@@ -66,7 +61,6 @@ class OutFile:
 
 
 def reach_of(write: Write) -> int:
-    """Return the largest magnitude that the exponents of a tensor's values can have, step by step."""
     axes = [e for e in (write.row_exponents, write.column_exponents) if e is not None and e.numel()]
     return abs(write.exponent) + sum(int(exponents.abs().max()) for exponents in axes)
 
@@ -117,7 +111,6 @@ def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str,
 
 
 def index_of(files: Sequence[OutFile], names: Mapping[str, str]) -> bytes:
-    """Return the index of shards as transformers spells it; names: as in ``lay_out``."""
     writes = [write for file in files for write in file.writes]
     index = {
         "metadata": {

@@ -81,8 +81,6 @@ def check_sentence_encoder(folder: Path) -> None:
 
 
 def encoder_config(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the config with which sentence-transformers loads a folder's encoder, and its file; an empty one where
-    there is none."""
     for name in ENCODER_CONFIGS:
         config = read_json(folder / name, "config") if (folder / name).is_file() else {}
         if config:
@@ -91,8 +89,6 @@ def encoder_config(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def check_encoder_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError where a config of sentence-transformers changes the model or reads anything but its last
-    states."""
     text = nested_value(config, "modality_config", "text")
     chosen = [*config.items(), *(text.items() if isinstance(text, Mapping) else ())]
     for key, value in chosen:

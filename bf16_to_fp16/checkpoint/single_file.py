@@ -95,8 +95,6 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
 
 
 def read_any(file: Path) -> dict[str, headers.TensorInfo]:
-    """Return where every tensor of a file lies, in safetensors or as torch.save writes it; raise UserError for other
-    formats, and where it holds nothing."""
     safetensors = file.suffix in (".safetensors", ".sft")
     tensors = headers.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
     if not tensors:
@@ -105,7 +103,6 @@ def read_any(file: Path) -> dict[str, headers.TensorInfo]:
 
 
 def the_encoder(file: Path, tensors: Mapping[str, headers.TensorInfo], prefix: str | None) -> tuple[str, Naming]:
-    """Return the prefix of the T5 in a file and how it is named; raise UserError where there is none or several."""
     encoders = found_in(tensors)
     if prefix is not None:
         wanted = f"{prefix.rstrip('.')}." if prefix else ""
@@ -126,7 +123,6 @@ def the_encoder(file: Path, tensors: Mapping[str, headers.TensorInfo], prefix: s
 def settled_config(
     file: Path, tensors: Mapping[str, headers.TensorInfo], config: Path | Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config of a file's tensors, given or inferred, and what is said of it."""
     if config is not None:
         return given_config(config, tensors), []
     if (inside := way_back_of(file)) is not None:
@@ -138,7 +134,6 @@ def settled_config(
 
 
 def scale_of(name: str, tensors: Mapping[str, headers.TensorInfo]) -> headers.TensorInfo | None:
-    """Return the scale that lies beside a matrix, None where there is none."""
     if not name.endswith(".weight"):
         return None
     stem = name.removesuffix(".weight")
@@ -164,7 +159,6 @@ def dequantised(
 
 
 def scale_values(scale: headers.TensorInfo, weight: headers.TensorInfo) -> torch.Tensor:
-    """Return a scale in fp32, so shaped that it multiplies a matrix; raise UserError for one by blocks."""
     if scale.dtype in ("F32", "F16", "BF16"):
         values = formats.read_range(scale, scale.shape, 0).float()
         if values.numel() == 1:
@@ -252,7 +246,6 @@ def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> di
 
 
 def number_of_blocks(tensors: Mapping[str, headers.TensorInfo], stack: str, where: str) -> int:
-    """Return the number of blocks of a stack; raise UserError where one of them is missing."""
     blocks = {int(m[1]) for name in tensors if (m := re.match(rf"{stack}\.block\.(\d{{1,6}})\.", name))}
     if blocks and max(blocks) != len(blocks) - 1:
         missing = min(set(range(len(blocks))) - blocks)
@@ -261,7 +254,6 @@ def number_of_blocks(tensors: Mapping[str, headers.TensorInfo], stack: str, wher
 
 
 def type_of(tensors: Mapping[str, headers.TensorInfo], vocabulary: int, layers: int, where: str) -> str:
-    """Return the model type, by which blocks have a bias table, and by the vocabulary where that leaves it open."""
     ending = "SelfAttention.relative_attention_bias.weight"
     tables = sum(name.startswith("encoder.block.") and name.endswith(ending) for name in tensors)
     known = VOCABULARIES.get(vocabulary, "t5")
@@ -293,7 +285,6 @@ def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, headers
 
 
 def described(config: Mapping[str, Any]) -> str:
-    """Return a config in a few words."""
     title = TITLES.get(str(config.get("model_type")), shortened(str(config.get("model_type"))))
     whole = "" if config["is_encoder_decoder"] else " encoder"
     return (

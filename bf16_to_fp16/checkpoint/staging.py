@@ -82,7 +82,6 @@ def overlap(one: Path, other: Path) -> bool:
 
 
 def check_ours(out: Path) -> None:
-    """Raise UserError unless this program wrote the folder ``out`` and it holds nothing else."""
     if (strange := strange_file(out)) is not None:
         where = "OUT comes after SOURCE; " if (out / "config.json").is_file() and not listed_files(out) else ""
         raise UserError(f"{out} exists and holds {strange}, which this program did not write; {where}{ELSEWHERE}")
@@ -125,14 +124,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _try_out(path: Path) -> None:
-    """Make a folder and remove it again; raise OSError where it cannot be made."""
     with undisturbed():
         os.mkdir(path, 0o700)
         os.rmdir(path)
 
 
 def nearest_parent(path: Path) -> Path:
-    """Return the closest ancestor of ``path`` that exists, if only as a link to nowhere."""
     return next(parent for parent in path.absolute().parents if os.path.lexists(parent))
 
 
@@ -172,7 +169,6 @@ def undisturbed() -> Iterator[None]:
 
 
 def _beside(out: Path) -> Path:
-    """Return a path beside ``out`` that nobody else has, which names this process."""
     return out.parent / f".{out.absolute().name}.partial-{MACHINE}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -203,7 +199,6 @@ def staged(out: Path, *, force: bool = False) -> Iterator[Path]:
 
 
 def umask() -> int:
-    """Return the permissions that new files do not get."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -236,7 +231,6 @@ def put_in_place(work: Path, out: Path, *, force: bool) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file and folder below ``folder`` to the disk."""
     for root, _, files in os.walk(folder):
         for name in files:
             system.sync_file(Path(root) / name)
@@ -245,7 +239,6 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def created(path: Path) -> Iterator[int]:
-    """Yield a descriptor of a new file, which is removed if the block fails."""
     with writing(path):
         descriptor = system.open_new(path)
     try:

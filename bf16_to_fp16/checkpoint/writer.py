@@ -70,8 +70,6 @@ NOTHING = TensorStats(0, 0, 0, 0, 0, 0.0, 0)
 
 @dataclass(frozen=True)
 class Written:
-    """What ``write_fp16`` wrote. ``source_sha256``: of every source weight file by name, empty without hashing."""
-
     stats: dict[str, TensorStats]
     files: tuple[FileRecord, ...]
     source_sha256: dict[str, str]
@@ -168,7 +166,6 @@ def converted(
 
 
 def chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
-    """Yield the stretches of a tensor, contiguous in its file: whole rows of the first axis, or part of one row."""
     rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
     height, width = max(1, ELEMENTS // max(1, columns)), min(columns, ELEMENTS)
     for row in range(0, rows if columns else 0, height):
@@ -203,8 +200,6 @@ def powers_of_two(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def count(wanted: Array, written: Array, zero: Array, tiny: float) -> TensorStats:
-    """Return what became of values; ``zero``: those that were, which all stay so; ``tiny``: the output's smallest
-    normal number."""
     lossless, magnitude = np.equal(wanted, written), np.abs(written)
     normal, none = np.greater_equal(magnitude, tiny), np.equal(magnitude, 0)
     amax, zeros, nonfinite = float(magnitude.max()), int(np.count_nonzero(zero)), 0

@@ -80,7 +80,6 @@ def losses_command(log: str, window: int, z: float, json_file: str | None) -> in
 
 
 def answer(json_file: str | None, result: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None]) -> int:
-    """Write an advice, print it by ``show``, and return the exit status."""
     write_result(json_file, result)
     if json_file != "-":
         show(result)

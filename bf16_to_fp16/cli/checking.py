@@ -135,7 +135,6 @@ def certify_command(
 
 
 def runnable(lone: object, folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a folder's config of a known family that cannot be used, and for that of a lone file."""
     from ..families.declared import check_config
     from ..families.known import is_known
 
@@ -145,7 +144,6 @@ def runnable(lone: object, folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def provable(lone: object, folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a folder's config of which no bound can come, and for that of a lone file."""
     from ..bounds.activations import check_bounded
     from ..families.declared import check_config
 

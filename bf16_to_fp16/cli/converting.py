@@ -149,7 +149,6 @@ def convert_command(
 
 
 def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, json_file: str | None) -> int:
-    """Write an adapter for the other side of a conversion: ``convert`` for what was converted, ``undo`` back."""
     context = click.get_current_context()
     for name, flag in shared.given_options(context):
         if name not in ("source", "folder", "out", "adapter", "force", "json_file"):
@@ -185,7 +184,6 @@ def convert_whole(
     verbose: bool,
     json_file: str | None,
 ) -> int:
-    """Convert a whole pipeline, write and print what was done, and return the exit status."""
     from ..commands.pipeline import convert_pipeline_by
     from ..report import terminal
 
@@ -202,7 +200,6 @@ def convert_whole(
 
 
 def check_convertible(options: Options, folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a folder and its config that cannot be converted by these options."""
     from ..families.known import family_of, naming_class
 
     if options.layout in LAYOUTS:
@@ -216,7 +213,6 @@ def check_convertible(options: Options, folder: Path, config: Mapping[str, Any])
 
 
 def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:
-    """Print what was done, or for a dry run what would be."""
     from ..progress import roughly
     from ..report import terminal
     from ..report.schema import Report, read
@@ -275,7 +271,6 @@ def undo_command(
 
 
 def undo_whole(folder: Path, out: Path, *, force: bool, json_file: str | None) -> int:
-    """Bring the source of a converted pipeline back, print what came through, and return the exit status."""
     from ..commands.pipeline import read_pipeline, undo_pipeline
     from ..report import terminal
 

@@ -89,7 +89,6 @@ def launch_command(
 
 @contextmanager
 def aside(wanted: bool) -> Iterator[None]:
-    """Let what this process and those that it starts print go to standard error, where that is wanted."""
     if not wanted:
         yield
         return

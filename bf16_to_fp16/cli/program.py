@@ -36,7 +36,6 @@ class _Commands(Ordered):
     """The commands; of a reader that has gone click itself would make status 1, which here says "unsafe"."""
 
     def invoke(self, context: click.Context) -> Any:
-        """Run a command."""
         try:
             return super().invoke(context)
         except BrokenPipeError as error:
@@ -103,7 +102,6 @@ for command in COMMANDS:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
     signal.signal(signal.SIGTERM, terminate)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn in every process that is forked
     interrupts: list[int] = []
@@ -150,7 +148,6 @@ def terminate(*_: object) -> NoReturn:
 
 
 def interrupted() -> int:
-    """Say that the work was stopped and return the status for it."""
     print("interrupted", file=sys.stderr)
     return INTERRUPTED
 
@@ -170,7 +167,6 @@ def unread() -> int:
 
 
 def complain(message: str) -> int:
-    """Print one error line and return the status for bad input."""
     if int(os.environ.get("RANK", "0")) > 0:
         # Under a launcher the first process says the same, and the launcher then ends this one, in this sleep; what is
         # wrong with this one alone is still said.

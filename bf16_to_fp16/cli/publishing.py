@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def check_publishable(repo_id: str, *, dry_run: bool = False) -> None:
-    """Raise UserError for what stands in the way of an upload, which is better known before the work than after it."""
     if dry_run:
         raise UserError("a dry run writes nothing to publish; leave out either --dry-run or --push-to")
     check_name(repo_id)
@@ -29,8 +28,6 @@ def check_publishable(repo_id: str, *, dry_run: bool = False) -> None:
 
 
 def push(out: Path, repo_id: str | None, result: Conversion) -> dict[str, Any] | None:
-    """Publish what has just been converted and audited, where that is asked for and it is safe, and return what was
-    done; where that fails, say how to go on."""
     if repo_id is None:
         return None
     go_on = f"bf16-to-fp16 publish {out} {repo_id}"

@@ -29,10 +29,7 @@ SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 
 
 class Location(click.Path):
-    """A path that a file may have; anything longer, and what may not be looked at, is refused here, in one place."""
-
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        """Return the path; raise UserError for one that the system refuses, but for one that is not there."""
         try:
             os.stat(os.path.expanduser(value))
         except (OSError, ValueError) as error:
@@ -52,7 +49,6 @@ source = click.argument("source", type=PATH)  # or a Hub id; what a shell comple
 
 
 def field_option(name: str) -> Callable[[Any], Any]:
-    """Return the option of the command line for a field of ``Options``, as a decorator."""
     flag, more = FLAGS[name], dict[str, Any]()
     if flag.path is not None:
         more["type"] = FOLDER if flag.path is Path else PATH
@@ -86,14 +82,10 @@ endpoint = click.option(
 
 
 class Ordered(click.Group):
-    """Commands in the order in which they were added, each with its whole first sentence."""
-
     def list_commands(self, context: click.Context) -> list[str]:
-        """Return the names of the commands, which click itself would sort."""
         return list(self.commands)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each command with its sentence, which click itself would cut."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.get_short_help_str(500)) for name, command in self.commands.items()])
 
@@ -130,7 +122,6 @@ def check_given(
 
 
 def check_text(data: str | None) -> None:
-    """Raise UserError for a text that was given and is not there, or of no known kind."""
     if data is not None:
         from ..run.texts import local_files
 
@@ -138,8 +129,6 @@ def check_text(data: str | None) -> None:
 
 
 def check_written(place: Path, subfolder: str | None = None, data: str | None = None) -> None:
-    """Raise UserError for a folder or a file here that ``convert`` did not write, and for a text that was given with it
-    and cannot be read, before the seconds that the work takes to import."""
     if place.is_file():
         packed_data(place)
     else:
@@ -163,14 +152,11 @@ def check_there(
 
 
 def asked(source: str, patterns: Sequence[str], endpoint: str | None = None) -> Path:
-    """Return a folder with those files of a repository on the Hub that ``patterns`` describe; raise UserError where
-    there is none."""
     with quiet_downloads():
         return fetched(source, patterns, endpoint)[0]
 
 
 def make_progress() -> Any:
-    """Return what shows the progress of a command."""
     from ..progress import Progress
 
     return Progress()
@@ -189,15 +175,12 @@ def checked_target(target: Any, option: str) -> Any:
 
 
 def given_options(context: click.Context) -> Iterator[tuple[str, str]]:
-    """Yield the name and the flag of every parameter that was given on the command line."""
     for parameter in context.command.params:
         if context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE:
             yield str(parameter.name), parameter.opts[0]
 
 
 def write_result(target: str | None, data: Mapping[str, Any], *, published: Mapping[str, Any] | None = None) -> None:
-    """Write ``data``, the version of its keys and what was ``published`` of it as JSON to a file, or to standard output
-    for ``-``."""
     if target is None:
         return
     from ..environment import SCHEMA

@@ -13,7 +13,6 @@ from .shared import SAFE, UNSAFE
 
 
 def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> None:
-    """Print every key of a recipe with its default and meaning, one a line, and end."""
     if not wanted or context.resilient_parsing:
         return
     from ..finetuning.recipe import keys

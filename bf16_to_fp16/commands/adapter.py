@@ -46,7 +46,6 @@ class ConvertedAdapter:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be known of the tensors, a sentence each."""
         found: tuple[tuple[str, list[str]], ...] = (
             ("in fp32, since their dtype would lose bits", [n for n, t in self.tensors.items() if t.widened]),
             ("rounded, by a factor that is no power of two", [n for n, t in self.tensors.items() if not t.exact]),
@@ -66,12 +65,10 @@ class ConvertedAdapter:
         return tuple(notes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same for scripts."""
         return {"out": str(self.out), "base": self.base, "tensors": len(self.tensors), "notes": list(self.notes)}
 
 
 def shortened(names: list[str]) -> str:
-    """Return one name and how many more there are."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
@@ -128,7 +125,6 @@ def check_tying(adapter: Path, config: Mapping[str, Any], plan: Plan) -> None:
 
 
 def head_gain(layout: Layout, plan: Plan, checkpoint: Checkpoint, origin: Source) -> float:
-    """Return the factor that was folded into a head when the conversion separated it, 1 where it did not."""
     if not plan.untied_head or layout.family.untie != "scaled":
         return 1.0
     return head_scale(layout.family, config_before(checkpoint.config, origin), True)

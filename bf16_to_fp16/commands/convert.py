@@ -87,12 +87,10 @@ class Conversion:
         return self.report.get("verdict") == "safe"
 
     def __repr__(self) -> str:
-        """Return the verdict and the folder; the report alone would fill screens."""
         verdict, proof = self.report.get("verdict", "planned"), self.report.get("proof", "nothing written")
         return f"<Conversion: {verdict}, {proof}, out={str(self.out)!r}>"
 
     def _repr_html_(self) -> str:
-        """Return the verdict and its figures, as a notebook shows them."""
         return f"<p>{escape(repr(self))}</p>" if self.out is None else summary(read(Report, self.report))
 
 
@@ -129,7 +127,6 @@ def convert_by(
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    """Convert as ``convert`` does, by ``options``; one step after the other, each from what the last one found."""
     progress, begun = shown_by(progress), time.monotonic()
     options.check()
     place.check(source)
@@ -188,7 +185,6 @@ def convert_by(
 
 
 def next_of(options: Options, report: Report, source: str, out: str) -> str:
-    """Return how to go on where a conversion of ``source`` to ``out`` ended unsafe, with both named so."""
     broken = report.broken_regimes
     if options.exact and options.plan is None:
         return WITHOUT_EXACT if options.run_model else WITHOUT_EITHER
@@ -250,7 +246,6 @@ def convert_to_file(
 
 
 def check_unconverted(checkpoint: Checkpoint) -> None:
-    """Raise UserError for a checkpoint, a folder or one file, that this program has converted."""
     file = None if checkpoint.weight_files[0].is_relative_to(checkpoint.home) else checkpoint.weight_files[0]
     if file is None and is_converted(checkpoint.home):
         raise converted_already(checkpoint.home)
@@ -259,7 +254,6 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
 
 
 def eps_notes(report: Report, layout: FileLayout) -> tuple[str, ...]:
-    """Return what the reader of a file needs to know of eps."""
     assert report.plan is not None  # of a conversion
     eps, drift, close = report.plan.eps, report.plan.drift, report.fidelity
     if layout.eps is None:

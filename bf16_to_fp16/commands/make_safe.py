@@ -81,7 +81,6 @@ class MadeSafe:
         return self.plan.moves or bool(self.plan.centred_keys)
 
     def __str__(self) -> str:
-        """Return what was done, and what is proven of it."""
         exponents = self.plan.residual_exponents
         streams, signals = " and ".join(f"2^{r}" for r in exponents), len(self.plan.exponents) - len(exponents) + 1
         if self.again:
@@ -114,12 +113,10 @@ class MadeSafe:
         return f"{done}. {proof[0].upper()}{proof[1:]}."
 
     def __repr__(self) -> str:
-        """Return what is proven, and the least headroom; the plan alone would fill screens."""
         proof = f"{'' if self.certified else 'not '}certified {WHERE[self.target]}"
         return f"<MadeSafe: {proof}, {self.headroom_bits:.2f} bits at {self.tightest}>"
 
     def _repr_html_(self) -> str:
-        """Return what was done and what is proven, as a notebook shows it."""
         return f"<p>{escape(str(self))}</p>"
 
     def undo(self, model: Any) -> Any:
@@ -273,7 +270,6 @@ def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> T
 
 
 def layout_under(layout: Layout, plan: Plan) -> Layout:
-    """Return the layout of a model in memory after ``plan``, whose norms of the residual stream have the scaled eps."""
     eps = {path: layout.eps * 4.0**exponent for path, exponent in norm_exponents(layout, plan).items()}
     config = layout.config
     for key in layout.family.eps_keys:
@@ -282,7 +278,6 @@ def layout_under(layout: Layout, plan: Plan) -> Layout:
 
 
 def set_eps(model: Any, layout: Layout, eps: float) -> None:
-    """Give every norm of the residual stream an eps, and every config of a model that has a key for it."""
     for path in layout.norms:
         norm = model.get_submodule(path)
         setattr(norm, eps_attribute(norm), eps)
@@ -290,7 +285,6 @@ def set_eps(model: Any, layout: Layout, eps: float) -> None:
 
 
 def set_eps_of_configs(model: Any, layout: Layout, eps: float) -> None:
-    """Give every config of a model that has a key for it an eps."""
     for key in layout.family.eps_keys:
         *inside, last = key.split(".")
         for module in model.modules():
@@ -302,14 +296,12 @@ def set_eps_of_configs(model: Any, layout: Layout, eps: float) -> None:
 
 
 def check_plain(model: Any, remedy: str) -> None:
-    """Raise UserError for a model with adapters, whether PEFT has wrapped it or put them into it."""
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     if hasattr(model, "peft_config") or any(name.rpartition(".")[2] == "base_layer" for name, _ in modules):
         raise UserError(f"{type(model).__name__} has an adapter in it; {remedy}")
 
 
 def check_known(model: Any) -> None:
-    """Raise UserError for a model of no known family, with what serves in its place."""
     if not isinstance(model, nn.Module):
         raise UserError(
             f"{type(model).__name__} is no model; load it with from_pretrained first (convert takes folders and files)"

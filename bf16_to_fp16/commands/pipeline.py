@@ -60,12 +60,10 @@ class PipelineConversion:
         return all(done.safe for done in self.encoders.values())
 
     def __repr__(self) -> str:
-        """Return the verdicts and the folder; the reports would fill screens."""
         said = ", ".join(f"{name}: {done.report.get('verdict', 'planned')}" for name, done in self.encoders.items())
         return f"<PipelineConversion: {said}, out={str(self.out)!r}>"
 
     def _repr_html_(self) -> str:
-        """Return each encoder's verdict and figures, as a notebook shows them."""
         return "".join(f"<h4>{escape(name)}</h4>{done._repr_html_()}" for name, done in self.encoders.items())
 
 
@@ -105,8 +103,6 @@ def convert_pipeline_by(
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> PipelineConversion:
-    """Convert as ``convert_pipeline`` does, by ``options``: the other files first, which costs least, then each
-    encoder."""
     progress = shown_by(progress)
     options.check()
     if options.plan is not None and len(pipeline.encoders) > 1:
@@ -169,7 +165,6 @@ def convert_pipeline_by(
 def converted(
     options: Options, pipeline: Pipeline, name: str, place: Destination, endpoint: str | None, progress: Progress
 ) -> Conversion:
-    """Return what the conversion of one encoder did by its own options; an error names its sub-folder."""
     done = convert_by(options, pipeline.source, place, endpoint=endpoint, progress=progress)
     if not place.dry_run:
         if done.report["source"].get("revision") != pipeline.revision:
@@ -179,7 +174,6 @@ def converted(
 
 
 def fetch_others(pipeline: Pipeline, endpoint: str | None, progress: Progress) -> None:
-    """Download the files of a pipeline that are not converted; raise UserError where the disk has no room for them."""
     from huggingface_hub import constants
 
     sizes = hub_files(pipeline.source, pipeline.folder, endpoint)
@@ -192,8 +186,6 @@ def fetch_others(pipeline: Pipeline, endpoint: str | None, progress: Progress) -
 def bring_others(
     folder: Path, names: Sequence[str], work: Path, *, link: bool, progress: Progress
 ) -> tuple[int, dict[str, int]]:
-    """Bring the files that are not converted, and return their bytes in all, and the bytes of each that was linked, by
-    name."""
     links: dict[str, int] = {}
     nbytes = 0
     with progress.step(f"Bringing {counted(len(names), 'file')} besides the encoders") as advance:
@@ -207,7 +199,6 @@ def bring_others(
 
 
 def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
-    """Return the dtype of weights in the largest safetensors file, as torch calls it; None where there are none."""
     files = [folder / name for name in names if name.endswith(".safetensors")]
     if not files:
         return None
@@ -221,7 +212,6 @@ def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
 def entry_of(
     pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: str | None = None
 ) -> answers.PipelineEntry:
-    """Return what is recorded of a converted sub-folder."""
     folder = pipeline.folder / name
     texts = {n: (folder / n).read_text(encoding="utf-8") for n in REWRITTEN if (folder / n).is_file()}
     return answers.PipelineEntry(
@@ -247,7 +237,6 @@ class Undone:
 
 
 def read_pipeline(folder: Path) -> answers.PipelineReport:
-    """Return what a converted pipeline says of itself; raise UserError where it does not."""
     file = folder / PIPELINE
     if not file.is_file():
         raise UserError(f"{folder} is a pipeline that convert did not write; give a converted one, or --subfolder NAME")
@@ -305,7 +294,6 @@ def as_it_was(back: Path, entry: answers.PipelineEntry, converted: Path) -> list
 
 
 def check_no_pipeline(folder: Path) -> None:
-    """Raise UserError for the folder of a whole pipeline, with the folders in it that can be given instead."""
     if is_pipeline(folder):
         names = [shlex.quote(str(folder / entry.subfolder)) for entry in read_pipeline(folder).encoders]
         raise UserError(

@@ -51,11 +51,9 @@ class Upload:
 
     @property
     def card(self) -> str:
-        """The model card as it will be uploaded."""
         return contents(self.files[CARD]).decode("utf-8")
 
     def items(self) -> list[FileEntry]:
-        """Return the files to upload, by name."""
         entries = [*self.report.output.files, entry_of(REPORT, self.files[REPORT])]
         return sorted(entries, key=lambda entry: entry.name)
 
@@ -123,7 +121,6 @@ def check_allowed(folder: Path, report: Report, why: str, allowed: bool) -> None
 
 
 def now_unsafe(report: Report, found: Verified, name: str) -> Report:
-    """Return a report of a safe checkpoint with what does not hold any more."""
     unsafe = [
         UnsafeEntry(signal=each.name, kind="broke", reason=each.reason, remedy=each.remedy) for each in found.problems
     ]
@@ -195,8 +192,7 @@ def send(
     api: Any, repo: str, upload: Upload, progress: Progress, *,
     revision: str | None, message: str, public: bool, create_pr: bool, force: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Upload what the repository does not have in one commit and compare hashes. Its many parameters are those of
-    ``publish``."""
+    """Its many parameters are those of ``publish``."""
     from huggingface_hub import CommitOperationAdd
 
     repo = repo if "/" in repo else f"{api.whoami()['name']}/{repo}"
@@ -252,7 +248,6 @@ def check_other_content(repo: str, held: dict[str, Any], names: list[str], missi
 
 
 def listed(api: Any, repo: str, revision: str | None) -> dict[str, Any]:
-    """Return a repository's files by name."""
     from huggingface_hub.hf_api import RepoFile
 
     try:
@@ -265,8 +260,6 @@ def listed(api: Any, repo: str, revision: str | None) -> dict[str, Any]:
 
 
 def missing_from(held: dict[str, Any], upload: Upload) -> list[str]:
-    """Return the names of the files that a repository does not hold with the same content."""
-
     def same(item: FileEntry) -> bool:
         entry = held.get(item.name)
         if entry is None or entry.size != item.nbytes:

@@ -51,15 +51,12 @@ def rescale(
 
 
 def check_asked(target: str, margin_bits: float) -> None:
-    """Raise UserError for a target that is not known, or a margin that cannot be kept."""
     if target not in TARGETS:
         raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
     check_margin(margin_bits)
 
 
 def opened(model: Any) -> tuple[ModelTensors, Layout]:
-    """Return the tensors of a stock fp32 model and what each of them is; raise UserError for what cannot be
-    rescaled."""
     source = ModelTensors(model)
     layout = resolve(source)
     check_modules(layout, model, source.source)
@@ -85,7 +82,6 @@ def check_tied(model: Any, layout: Layout, where: str) -> None:
 def observed(
     model: Any, source: ModelTensors, layout: Layout, inputs: list[Batch] | None = None
 ) -> Mapping[str, ModuleRange]:
-    """Return what the modules of a model in memory reach in fp32, on the built-in probe where nothing is given."""
     if inputs is None:
         config = config_of(model)
         inputs = batches(config, None, None, chosen=chosen_ids(config, source, layout))
@@ -113,7 +109,6 @@ def observed_plan(
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put a model and all in it into eval mode for the block, with eager attention, whose scores can be seen."""
     training = [module for module in model.modules() if module.training]
     attention = str(config_of(model)._attn_implementation)
     set_attention(model.eval(), "eager")

@@ -73,7 +73,6 @@ def class_before(origin: Source) -> str | None:
 def write_weights(
     checkpoint: Checkpoint, plan: Plan, origin: Source, work: Path, progress: Progress, **how: Any
 ) -> Written:
-    """Write the tensors of a converted checkpoint's source again; how: as ``write_fp16`` takes it."""
     assert origin.dtype is not None  # as read
     stored = {"F64": "F32"}  # which holds all that came through fp16
     layout = resolve(checkpoint)
@@ -92,13 +91,11 @@ def write_weights(
 
 
 def write_beside(checkpoint: Checkpoint, origin: Source, work: Path) -> None:
-    """Write the config of a converted checkpoint's source, and bring the files beside its weights."""
     write_json(work / "config.json", config_before(checkpoint.config, origin))
     carry_over(checkpoint.folder, work, back=True)
 
 
 def config_before(config: Mapping[str, Any], origin: Source) -> dict[str, Any]:
-    """Return the config that a conversion made another one of."""
     before = dict(config)
     for key, sides in origin.config_changes.items():
         if key == "architectures" and class_before(origin) is None:  # whose head was left out
@@ -108,7 +105,6 @@ def config_before(config: Mapping[str, Any], origin: Source) -> dict[str, Any]:
 
 
 def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path:
-    """Write the source's weights back from one file that ``convert --layout`` wrote."""
     inside, as_file = read_packed(file), out.suffix == ".safetensors"
     (check_out_file if as_file else check_out)(out, file, force=force)
     # Before anything is written, so that damaged tensors are never unpacked.

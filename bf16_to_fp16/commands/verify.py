@@ -94,15 +94,12 @@ OBEYED = (
 
 @dataclass
 class Verified:
-    """The state of a verification: every problem, the outcome of each check, and what was computed again."""
-
     problems: list[answers.ProblemEntry] = field(default_factory=list)
     checks: dict[str, str] = field(default_factory=lambda: dict.fromkeys(CHECKS, "not run"))
     notes: list[str] = field(default_factory=list)
     sections: dict[str, Any] = field(default_factory=dict)
 
     def add(self, check: str, problems: Iterable[tuple[str, ...]]) -> None:
-        """Record a check's problems, (name, reason) or (name, reason, remedy); it passed where there are none."""
         found = [
             answers.ProblemEntry(check=check, name=name, reason=reason, remedy=next(iter(remedy), CONVERT_AGAIN))
             for name, reason, *remedy in problems
@@ -173,7 +170,6 @@ def verify(
 
 
 def packed_report(file: Path) -> schema.Report:
-    """Read the metadata of one converted file as a report without hashes, bounds and figures."""
     inside, said = read_packed(file), summary_of(file) or {}
     try:
         known = {key: said[key] for key in ("verdict", "proof", "target", "tiers")}
@@ -205,7 +201,6 @@ def check_contents(
     device: Device,
     progress: Progress,
 ) -> None:
-    """Run every check behind the hashes."""
     checkpoint = open_checkpoint(place)
     layout = agreed_layout(checkpoint)
     if place.is_file():
@@ -266,7 +261,6 @@ def plan_of(report: schema.Report) -> Plan:
 
 
 def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) -> Iterator[tuple[str, str]]:
-    """Yield where plan, config and checkpoint contradict each other."""
     plan, config = plan_of(report), checkpoint.config
     try:
         check_plan_fits(layout, plan)
@@ -345,7 +339,6 @@ def different_tensors(again: Checkpoint, checkpoint: Checkpoint) -> Iterator[tup
 
 
 def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys that differ; of ``architectures`` only the class behind the name counts."""
     keys = ["architectures"] if stock_class(wanted) != stock_class(config) else []
     for key in ("architectures", *UNNAMED_KEYS):
         wanted, config = without_value(wanted, key), without_value(config, key)
@@ -376,7 +369,6 @@ def certify_again(
 
 
 def check_certificate(certificate: Certificate, report: schema.Report) -> Iterator[tuple[str, str]]:
-    """Yield every bound that differs, and a proof that the new bounds do not give."""
     assert report.certificate is not None
     if report.certificate.sites or report.output.files:  # one file records no bounds
         again = dump(schema.CertificateEntry.model_validate(certificate.to_json()))
@@ -418,7 +410,6 @@ def run_again(
     device: Device,
     progress: Progress,
 ) -> Rerun:
-    """Audit on the recorded seed and token ids; before: the original's layout, whose outputs are to be compared."""
     said, config = report.inputs or schema.Inputs(), load_config(checkpoint.folder)
     seed, sweep = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
     with torch.random.fork_rng(devices=[]):
@@ -461,7 +452,6 @@ def check_fidelity(
     device: Device,
     progress: Progress,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the figures beside the original that are not the recorded ones."""
     plan, said = plan_of(report), dump(report)
     ranges, reference = observe_source(original, again.inputs, progress, device)
     close, drifted = compare(original, before, plan, reference, again.ran, again.inputs, again.in_fp32)
@@ -490,8 +480,6 @@ def check_fidelity(
 def check_tiers(
     report: schema.Report, tiers: Mapping[str, schema.TierEntry], certified: Mapping[str, bool], *, ran: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield the tiers that the report promises and the files do not give; without a run nothing contradicts an
-    observation."""
     for name, claim in report.tiers.items():
         now = tiers.get(name)
         if now is None:

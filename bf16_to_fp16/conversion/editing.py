@@ -118,7 +118,6 @@ class Known:
 
     @classmethod
     def of(cls, layout: Layout, inputs: Sequence[Batch], reference: Reference, most: float = 1.0) -> Known:
-        """Return what a source gives on inputs, of which ``reference`` has the outputs."""
         own = fidelity(reference.fp32, None, reference.bf16, probabilities=layout.gives_probabilities)
         return cls(inputs, reference.fp32, own.kl_fp16, most)
 
@@ -190,8 +189,6 @@ class Trial:
 
 
 def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
-    """Return what so many edits are tried on, one by one: all that outputs are compared on, or where there are many
-    the two batches with the fewest ids."""
     batches = compared(inputs)
     few = batches if trials <= MANY else sorted(batches, key=lambda batch: batch.size)[:2]
     return [batch for batch in batches if any(batch is one for one in few)]
@@ -243,12 +240,10 @@ def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str
 
 
 def scales_logits(layout: Layout) -> bool:
-    """Return whether exponents of logits scale what a language model gives, and nothing stands between."""
     return layout.stock.is_language_model and layout.head is not None and layout.cap(layout.head) is None
 
 
 def scaled_by(logits: Tensor, exponents: OfChannels) -> Tensor:
-    """Return logits times 2 to the exponents: [positions, choices]."""
     return logits * 2.0 ** torch.as_tensor(exponents, dtype=logits.dtype)
 
 

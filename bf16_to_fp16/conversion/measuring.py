@@ -49,8 +49,6 @@ from .planning import Opened, drifted_outputs
 
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
-    """Bound what was written, audit it, and compare it with the source; where nothing is to be audited, compare a few
-    short rows alone."""
     device, written = opened.device, open_checkpoint(work)
     layout, arithmetic = agreed_layout(written), Arithmetic(options.max_length)
     # Eigenvalues of the source's products are taken over as far as the written weights are proved to be near enough.
@@ -84,15 +82,12 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
 
 
 def errors_of(layout: Layout, plan: Plan, reference: Reference, ran: Audited) -> dict[str, OutputError]:
-    """Return how far each output of what was written is from the source's times its factor, in fp32; none where it was
-    not run so."""
     if not ran.every:
         return {}
     return output_errors(output_factors(layout, plan), reference.every_fp32, reference.every_bf16, ran.every)
 
 
 def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -> tuple[Edit, ...]:
-    """Return the edits of a plan, each with the divergence that it alone makes of what was written, in fp32."""
     layout, exponents = decided.layout, edits_of(decided.layout, decided.plan).exponents
     edits = listed_edits(layout, decided.plan, decided.predicted)
     if not edits:
@@ -123,7 +118,6 @@ def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
 
 
 def outputs_of_few(written: Checkpoint, rows: list[Batch], progress: Progress) -> Audited:
-    """Return what a written checkpoint gives on one batch in fp16 and in fp32, block by block, and no regime."""
     with progress.step("Running a few short rows of the output") as advance:
         return outputs_of(Walk(written), rows, rows, {}, advance)
 
@@ -135,7 +129,6 @@ def outputs_of(
     regimes: dict[str, RegimeResult],
     advance: Advance | None = None,
 ) -> Audited:
-    """Run a walk for the outputs in fp16 and in fp32, and return them beside what regimes show."""
     every: list[EveryOutput] = []
     half = add_outputs(walk, inputs, torch.float16, half=True)
     fp32 = add_outputs(walk, in_fp32, torch.float32, every)
@@ -186,7 +179,6 @@ def audited(
     train: bool,
     seed: int,
 ) -> Audited:
-    """Run a checkpoint in every regime, as in training or block by block, and on some batches in fp32."""
     with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
         if not train:
             return device.run(
@@ -200,8 +192,6 @@ def audited(
 
 
 def attack_unproven(work: Path, measured: Measured, steps: int, opened: Opened, progress: Progress) -> Measured:
-    """Return what was measured with a search for inputs that break what the certificate does not prove, where there is
-    anything and ``steps`` are not 0."""
     unproven = [site.name for site in measured.certificate.sites if not site.holds]
     if not unproven or not steps:
         return measured
@@ -212,8 +202,6 @@ def attack_unproven(work: Path, measured: Measured, steps: int, opened: Opened, 
 
 
 def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> Fidelity:
-    """Return how far the written fp16 model, whose outputs are given, and the original in bf16 are from the original
-    in fp32."""
     reference = reference_of(original, inputs)
     probabilities = resolve(original).gives_probabilities
     close = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)

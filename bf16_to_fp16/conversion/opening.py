@@ -23,7 +23,6 @@ def opened_with_notes(
     progress: Progress,
     endpoint: str | None = None,
 ) -> Checkpoint:
-    """Open a source and say what there is to say of how it was read."""
     path = None if config is None else Path(config)
     checkpoint = open_checkpoint(source, subfolder, config=path, endpoint=endpoint)
     for note in checkpoint.notes:
@@ -62,8 +61,6 @@ def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | Non
 
 
 def own_length(folder: Path, config: Mapping[str, object]) -> int | None:
-    """Return the most positions that a config, one inside it or that of a sentence encoder names; None where none
-    does."""
     configs = (config, *(part for part in config.values() if isinstance(part, Mapping)))
     named = [part.get(key) for part in configs for key in ("max_position_embeddings", "n_positions")]
     if (folder / MODULES).is_file():

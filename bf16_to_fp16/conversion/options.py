@@ -54,7 +54,6 @@ class Flag:
 
     @property
     def switch(self) -> bool:
-        """Whether it has no value."""
         return bool(self.click.get("is_flag"))
 
 
@@ -68,13 +67,10 @@ def option(
     written: Callable[[Any], str] = str,
     **more: Any,
 ) -> Any:
-    """Return a field that stands on the command line; more: arguments of ``click.option``."""
     return field(default=default, metadata={"flag": Flag(name, help, more, path, read, written)})
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as ``5GB`` or ``500MB`` (decimal units), as stock ``max_shard_size`` reads
-    them."""
     units = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
     upper = text.strip().upper()
     unit = next((unit for unit in units if upper.endswith(unit)), "")
@@ -88,7 +84,6 @@ def parse_size(text: str) -> int:
 
 
 def checked_device(name: str) -> str:
-    """Return the name of a device; raise UserError at once for one of no known form, or that is not here."""
     from ..devices import checked_name, find_device
 
     if checked_name(name) not in ("auto", "cpu"):  # of which torch need not be asked
@@ -97,13 +92,11 @@ def checked_device(name: str) -> str:
 
 
 def check_margin(bits: object) -> None:
-    """Raise UserError for what is no number of bits that a signal can keep to its limit."""
     if not isinstance(bits, int | float) or not 0 <= bits <= MOST_MARGIN:
         raise UserError(f"a margin of {shortened(bits)} bits cannot be kept; give 0 to {MOST_MARGIN}")
 
 
 def check_data(data: object, *, run_model: bool) -> None:
-    """Raise UserError for a text where nothing is run."""
     if data is not None and not run_model:
         raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
 
@@ -224,7 +217,6 @@ class Options:
     variant: bool = False
 
     def check(self) -> None:
-        """Raise UserError for a value that cannot be used, or for two that do not go together."""
         choices = (self.target, (AUTO, *TARGETS)), (self.layout, LAYOUT_NAMES), (self.eps, EPS)
         for name, (value, known) in zip(("target", "layout", "eps"), choices, strict=True):
             if value not in known:
@@ -252,7 +244,6 @@ class Options:
             raise UserError(f"--max-kl accepts what edits cost, and {other} makes none; leave out one of the two")
 
     def check_layout(self, layout: Layout, where: str) -> None:
-        """Raise UserError for a model that the tool of the layout has no class for."""
         chosen = LAYOUTS.get(self.layout)
         if chosen is None or chosen.model_type is None:
             return
@@ -278,8 +269,6 @@ class Options:
         return layout.eps if own is None and self.eps == FIXED else own
 
     def command(self, source: str | Path, out: Path) -> str:
-        """Return the command line that does the same again; of local paths only the last part, since it is
-        published."""
         shown = shown_in_a_command(source)
         words = ["bf16-to-fp16", "convert", shown, out.name if out.name != shown else f"{shown}-fp16"]
         for name in PUBLISHED:
@@ -298,14 +287,11 @@ PUBLISHED = tuple(name for name in FLAGS if name != "device")
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the output goes, whether it may replace what is there, and whether it is written at all."""
-
     out: Path
     force: bool = False
     dry_run: bool = False
 
     def check(self, *sources: str | Path | None) -> None:
-        """Raise UserError unless the folder can be made, apart from the ``sources`` that are here."""
         if not self.dry_run:
             check_out(self.out, *sources, force=self.force)
 

@@ -21,7 +21,6 @@ from .options import Options
 
 
 def classes(names: str) -> frozenset[str]:
-    """Return the classes of these names, each without its ``Pipeline``."""
     return frozenset(f"{name}Pipeline" for name in names.split())
 
 
@@ -39,12 +38,10 @@ READ_INSIDE = classes("LongCatAudioDiT")
 
 
 def alone(pipeline: Pipeline, name: str) -> str:
-    """Return the words of an error that tell to convert one encoder by itself."""
     return f"convert it alone: bf16-to-fp16 convert {pipeline.source} OUT --subfolder {name}"
 
 
 def class_that_loads(pipeline: Pipeline, name: str, config: Mapping[str, Any]) -> str:
-    """Return the stock class, of the family of an encoder's config, that a pipeline's index names for it."""
     library, kind = pipeline.loaded[name]
     known = names_of(family_of(config))
     fitting = next((each for each in same_code(kind) if each in known), None)
@@ -88,7 +85,6 @@ def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
 
 
 def check_kept(pipeline: Pipeline, name: str, report: Report) -> None:
-    """Raise UserError where the last states of a converted encoder are not the source's."""
     factor = report.outputs[LAST].factor_log2
     if factor == 0:
         return

@@ -84,7 +84,6 @@ class Opened:
     before: Opened | None = None
 
     def weights(self, layout: Layout) -> TensorReader:
-        """Return a function from a layout's tensor name to its unscaled values."""
         return edited_weights(self.checkpoint, layout, self.edits)
 
     def under(self, decided: Decided) -> Opened:
@@ -95,17 +94,14 @@ class Opened:
         return replace(self, layout=decided.layout, edits=edits, before=self)
 
     def named(self, layout: Layout) -> str:
-        """Return what the source under a layout of it is called where progress is shown."""
         what = "source" if self.edits is None else "edited source"
         return what if layout.tied == self.layout.tied else f"{what} with its head apart"
 
     def apart(self) -> Layout:
-        """Return the layout with the head apart from the embedding."""
         return replace(resolve(self.checkpoint, untie=True), held_eps=self.layout.held_eps)
 
     @cached_property
     def spectra(self) -> Spectra:
-        """The eigenvalues of the source's products, as far as they have been computed."""
         read = self.weights(self.layout)
         if self.before is None or self.edits is None:
             return Spectra(read)
@@ -116,7 +112,6 @@ class Opened:
 def open_source(
     source: str | Path, options: Options, place: Destination, endpoint: str | None, progress: Progress
 ) -> Opened:
-    """Open a source (folder or Hub id), classify its tensors, and gather what to run it on."""
     device = Device(options.device, progress)
     checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
     place.check(checkpoint.folder)
@@ -151,7 +146,6 @@ def as_it_is_loaded(checkpoint: Checkpoint, name: str | None, progress: Progress
 
 
 def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
-    """Return a stored plan, made for ``target``, for this source; raise UserError where it does not fit."""
     layout, eps = opened.apart() if plan.untied_head else opened.layout, opened.layout.held_eps
     check_plan_fits(layout, plan)
     if eps is not None and eps != plan.eps:
@@ -162,8 +156,6 @@ def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
 
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
-    """Bound the source's sites, observe them unless nothing is to be run, and choose the plan, with edits of the source
-    where no exact plan is enough."""
     checkpoint, device = opened.checkpoint, opened.device
     tables = Tables(MANY_TABLES if opened.layout.family.centred_norm else FEW_TABLES)
     predicted: Mapping[str, float] = {}
@@ -253,7 +245,6 @@ class Search:
     tables: Tables = field(default_factory=Tables)
 
     def decided(self, target: str, margin_bits: float | None = None) -> Decided:
-        """Return the plan for a target; margin_bits: in place of the option's."""
         opened, options = self.opened, replace(self.options, target=target)
         if margin_bits is not None:
             options = replace(options, margin_bits=margin_bits)
@@ -297,7 +288,6 @@ class Search:
 
 
 def edited_search(search: Search, edits: Edits, exponents: Mapping[str, int]) -> Search:
-    """Observe the edited source and return its search; exponents: of the streams in the plain source's bounds."""
     opened, reference = search.opened, search.reference
     assert reference is not None
     layout = opened.apart() if edits.apart else opened.layout
@@ -314,19 +304,16 @@ def edited_search(search: Search, edits: Edits, exponents: Mapping[str, int]) ->
 def with_scaled_output(
     ranges: Mapping[str, ModuleRange], path: str, exponents: OfChannels
 ) -> Mapping[str, ModuleRange]:
-    """Return ranges in which what one module gives is multiplied by 2 to the exponents."""
     factor, seen = scaled_by(torch.ones(()), exponents), ranges[path].output
     scaled = replace(seen, amax=seen.amax * factor, mean_square=seen.mean_square * factor.square())
     return {**ranges, path: replace(ranges[path], output=scaled)}
 
 
 def stream_exponents(layout: Layout, plan: Plan) -> dict[str, int]:
-    """Return a plan's exponents of the residual streams."""
     return {stream: plan.stream_exponent(stream) for stream in layout.streams}
 
 
 def powers(exponents: Mapping[str, int]) -> str:
-    """Return in words what residual streams are multiplied with."""
     streams = "the stream" if len(exponents) == 1 else "the streams"
     return f"{streams} at {' and '.join(f'2^{e}' for e in exponents.values())}"
 
@@ -421,7 +408,6 @@ def observe_source(
 
 
 def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> None:
-    """Raise UserError for a source that gives inf or NaN in fp32."""
     for path, seen in ranges.items():
         if not bool(torch.isfinite(seen.output.amax).all()):
             bad = [n for n in sorted(checkpoint.tensors) if not all_finite(checkpoint, n)]
@@ -433,7 +419,6 @@ def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> N
 
 
 def all_finite(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a tensor of a checkpoint has neither inf nor NaN."""
     return bool(torch.isfinite(checkpoint.read(name)).all())
 
 
@@ -479,7 +464,6 @@ def plan_for(layout: Layout, inputs: PlanInputs) -> tuple[Planned, SourceBounds]
 
 
 def uncorrected(planned: Planned) -> Planned:
-    """Return the same without corrections of gains, which are then carried over exactly."""
     plan = planned.plan
     if plan.gain_correction and plan.drift is not None:
         error = math.sqrt(plan.drift.relative_error**2 + planned.corrected)
@@ -514,7 +498,6 @@ def planned_once(
     held: Mapping[str, int] | None = None,
     advance: Advance | None = None,
 ) -> Planned:
-    """Plan for what was observed under the bounds ``possible``, or for these alone; held: as in ``make_plan``."""
     weights, options, ranges = inputs.opened.weights(layout), inputs.options, inputs.ranges
     how: dict[str, Any] = {"target": options.target, "known": inputs.tables, "advance": advance}
     # Bounds do not tell how small a norm's input is, and so what an eps that stays would change.
@@ -538,9 +521,6 @@ def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
 
 
 def tried_drift(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], Fidelity]:
-    """Return a function that runs the source with the eps that a plan amounts to, and returns how far that is from the
-    source."""
-
     def of(layout: Layout, plan: Plan) -> Fidelity:
         tried = powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
         with progress.step(f"Trying the drift of eps with {tried}") as advance:

@@ -23,7 +23,6 @@ from .planning import Opened
 
 
 def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Rewritten:
-    """Write the rescaled weights in a stream, the config, and the files that belong to them."""
     checkpoint, layout = opened.checkpoint, decided.layout
     with progress.step(f"Writing {len(layout.tensors)} tensors") as advance:
         written = write_fp16(
@@ -49,8 +48,6 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
 
 
 def check_finite(written: Written, checkpoint: Checkpoint, layout: Layout) -> None:
-    """Raise UserError for a weight that is inf or NaN in the source, beyond fp16 at every exponent, or taken there by
-    a plan that was given."""
     for name, stats in written.stats.items():
         if not stats.nonfinite:
             continue

@@ -24,13 +24,11 @@ BLOCKS = (
 
 
 def style(config: Mapping[str, object]) -> Style:
-    """Return how attentions are stored: with biases, or without."""
     names = ("query", "key", "value", "output", *pegasus.LINEARS)
     return replace(pegasus.STYLE, biased=names if config["use_bias"] else ())
 
 
 def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of encoder layer ``i``."""
     at = f"encoder.layers.{i}"
     m = f"{at}.self_attn.self"
     attention = Attention(
@@ -50,7 +48,6 @@ def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
 
 
 def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of decoder layer ``i``."""
     return pegasus.decoder_block(config, i, style(config))
 
 

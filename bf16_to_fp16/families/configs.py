@@ -23,14 +23,12 @@ def looked_up(config: Mapping[str, object], key: str, default: object = None) ->
 
 
 def with_value(config: Mapping[str, object], key: str, value: object) -> dict[str, object]:
-    """Return a config with another value for a key, which with dots is one of a config inside it."""
     first, _, rest = key.partition(".")
     inner = config.get(first)
     return {**config, first: with_value(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
 
 
 def without_value(config: Mapping[str, object], key: str) -> dict[str, object]:
-    """Return a config without a key, which with dots is one of a config inside it."""
     first, _, rest = key.partition(".")
     inner = config.get(first)
     if rest and isinstance(inner, Mapping):
@@ -73,7 +71,6 @@ def config_value(family: Family, config: Mapping[str, object], key: str) -> obje
 
 
 def full_config(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Return a config with what the stock class takes for every key that it leaves out."""
     defaults = {key: config_value(family, config, key) for key in family.defaults}
     return defaults | {key: value for key, value in config.items() if value is not None}
 
@@ -110,16 +107,13 @@ def positive(key: str, value: object, what: str, *, zero: bool = False) -> float
 
 
 def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
-    """Return the number of elements along the axis called ``name``."""
     factors = family.sizes[name]
     return math.prod(of if isinstance(of, int) else number_of(family, config, of, "a size") for of in factors)
 
 
 def is_nested(rotation: Mapping[str, object]) -> bool:
-    """Return whether rotary positions are given by kind of layer."""
     return any(isinstance(value, Mapping) for value in rotation.values())
 
 
 def kind_of(rotation: Mapping[str, object]) -> object:
-    """Return the kind of rotary positions, such as "default" or "linear"."""
     return rotation.get("rope_type", rotation.get("type", "default"))

@@ -39,7 +39,6 @@ IDS = ("decoder_start_token_id", "pad_token_id")
 
 @contextmanager
 def in_folder(folder: str | Path) -> Iterator[None]:
-    """Say in which folder the config.json lies of which an error tells, as what raises it knows the config alone."""
     try:
         yield
     except UserError as error:
@@ -75,15 +74,12 @@ def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[
 
 
 def check_config(config: Mapping[str, object]) -> Layout:
-    """Return the layout that a config declares; raise UserError as ``declared`` and ``check_ids`` do."""
     layout, _ = declared(config)
     check_ids(lambda key: looked_up(config, key), axis_size(layout.family, config, "vocab"))
     return layout
 
 
 def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: int | None) -> list[Part]:
-    """Return the parts of every block of a stack, in order; raise UserError for more blocks than the checkpoint has
-    tensors. tensors: as in ``declared``."""
     full = full_config(family, config)
     count = whole_number(stack.layers, config_value(family, config, stack.layers), "a number of layers")
     if tensors is not None and count > tensors:
@@ -127,8 +123,6 @@ def check_kinds(family: Family, config: Mapping[str, object]) -> None:
 
 
 def check_numbers(layout: Layout, rows: Mapping[str, int]) -> None:
-    """Raise UserError for an eps, a number of heads or of experts, a soft cap, or position buckets that cannot be;
-    rows: of each tensor."""
     assert layout.eps
     for part in layout.topology:
         if isinstance(part, Attention | Head):
@@ -154,7 +148,6 @@ def check_numbers(layout: Layout, rows: Mapping[str, int]) -> None:
 
 
 def check_ids(said: Callable[[str], object], size: int) -> None:
-    """Raise UserError where a config says an id that is not one of a vocabulary of this size; said: by its key."""
     for key in IDS:
         token = said(key)
         if token is not None and not (isinstance(token, int) and 0 <= token < size):

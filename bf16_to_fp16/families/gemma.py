@@ -20,7 +20,6 @@ ACTIVATIONS = {"gelu": "gelu_pytorch_tanh"}
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``."""
     at, named = f"layers.{i}", str(config["hidden_act"])
     gated = wired_feed_forward(at, ACTIVATIONS.get(named, named))
     return attention(wired_attention(config, at), STYLE, shared_values(config)), feed_forward(gated, STYLE)

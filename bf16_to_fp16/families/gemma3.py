@@ -59,7 +59,6 @@ def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str
 
 
 def gate_norms(at: str) -> dict[str, str]:
-    """Return where the norms on both sides of a layer's feed-forward stand."""
     return {"norm": f"{at}.pre_feedforward_layernorm", "post_norm": f"{at}.post_feedforward_layernorm"}
 
 

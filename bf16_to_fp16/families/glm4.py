@@ -27,7 +27,6 @@ from .types import Part, Rotary
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``."""
     at, count = f"layers.{i}", number(config, "intermediate_size")
     style = Style(biased=QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     wiring = wired_attention(

@@ -49,7 +49,6 @@ def runs_of(config: Mapping[str, object]) -> int:
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``, sparse or dense."""
     at, style = f"layers.{i}", Style(biased=QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     normed = {"norms_by_position": True, **head_norms(at)} if config["use_qk_norm"] else {}
     wiring = wired_attention(

@@ -95,7 +95,6 @@ would."""
 
 
 def names_of(family: Family) -> tuple[str, ...]:
-    """Return the names of a family's stock classes."""
     return tuple(name for stock in family.classes for name in stock.names)
 
 
@@ -123,7 +122,6 @@ def family_of(config: Mapping[str, object]) -> Family:
 
 
 def naming_class(config: Mapping[str, object], name: str) -> dict[str, object]:
-    """Return a config that names another stock class of its family; raise UserError where there is no such class."""
     family = family_of(config)
     if name not in names_of(family):
         raise UserError(
@@ -134,7 +132,6 @@ def naming_class(config: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 def class_named(name: str) -> StockClass | None:
-    """Return the stock class of this name, None where no family has it."""
     return next((stock for family in FAMILIES for stock in family.classes if name in stock.names), None)
 
 
@@ -150,7 +147,6 @@ def same_code(name: str) -> tuple[str, ...]:
 
 
 def loading_class(name: str) -> str:
-    """Return under which name a user of transformers loads the stock class of this name."""
     stock = class_named(name)
     if stock is not None and (stock.auto or not stock.is_language_model):
         return stock.auto or stock.names[0]
@@ -207,12 +203,10 @@ def is_known(config: Mapping[str, object]) -> bool:
 
 
 def named(name: object) -> Family | None:
-    """Return the family of this name, None where there is none; a report has a family's name and no layout."""
     return next((family for family in FAMILIES if family.name == name), None)
 
 
 def model_type_of(config: Mapping[str, object]) -> str | None:
-    """Return a config's ``model_type``, None where it has none; raise UserError for anything but a name."""
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise UserError(
@@ -222,7 +216,6 @@ def model_type_of(config: Mapping[str, object]) -> str | None:
 
 
 def of_model_type(model_type: object) -> Family | None:
-    """Return the family of a stock model's ``config.model_type``, None where there is none."""
     return next((family for family in FAMILIES if family.model_type == model_type), None)
 
 
@@ -251,7 +244,6 @@ def padding_entry(config: Mapping[str, object]) -> int | None:
 
 
 def roles_of(family: Family | None) -> Roles:
-    """Return what the modules of a family are called by their roles; of an unknown family nothing."""
     return Roles() if family is None else roles(family)
 
 
@@ -270,7 +262,6 @@ def stock_class(config: Mapping[str, object]) -> str:
 
 
 def architectures(config: Mapping[str, object]) -> list[str]:
-    """Return the class names of a config, empty where it names none."""
     names = config.get("architectures") or []
     if not isinstance(names, list):
         raise UserError(

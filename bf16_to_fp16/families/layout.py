@@ -94,14 +94,11 @@ class ResolvedTensor:
 
     @property
     def carries(self) -> tuple[Axis, ...]:
-        """What its axes carry, one after another."""
         return tuple(each for axis in self.axes for each in carried_by(axis))
 
 
 @dataclass(frozen=True)
 class ResolvedSignal:
-    """A signal of one checkpoint with its number of channels; ``beside`` as in ``Signal``."""
-
     name: str
     kind: Kind
     size: int
@@ -178,7 +175,6 @@ class Layout:
         return tuple(part for part in self.topology if isinstance(part, Projector))
 
     def stacks(self) -> tuple[ResolvedStack, ...]:
-        """Return the encoder and, unless there is none, the decoder."""
         ends_and_sublayers: list[tuple[StackEnds, list[Sublayer]]] = []
         for topology in self.topology:
             if isinstance(topology, StackEnds):
@@ -192,15 +188,12 @@ class Layout:
         )
 
     def heads(self, attention: Attention) -> int:
-        """Return the number of heads of an attention."""
         return number_of(self.family, self.config, attention.heads, "a number of heads")
 
     def kv_heads(self, attention: Attention) -> int:
-        """Return the number of heads of an attention's keys and values."""
         return number_of(self.family, self.config, attention.kv_heads or attention.heads, "a number of heads")
 
     def score_scale(self, attention: Attention) -> float:
-        """Return what an attention multiplies its scores with."""
         if not attention.scaled:
             return 1.0
         if attention.scale:
@@ -208,7 +201,6 @@ class Layout:
         return float(self.head_size(attention) ** -0.5)
 
     def head_size(self, attention: Attention) -> int:
-        """Return the number of channels of each head of queries."""
         rows = attention.fused[0] if attention.fused else self.tensors[f"{attention.query}.weight"].shape[0]
         return rows // self.heads(attention)
 
@@ -257,12 +249,10 @@ class Layout:
         return math.sqrt(self.tensors[self.table(ends)].shape[1]) if switch else 1.0
 
     def stream(self, ends: StackEnds) -> str:
-        """Return the site at which a stack's residual stream begins, as the audit names it."""
         return f"{ends.first_norm}:{self.family.norm_site}" if ends.first_norm else ends.embedded
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
-        """Names of the residual signals: one, or one for each stack."""
         return tuple(name for name, signal in self.signals.items() if signal.kind is Kind.RESIDUAL)
 
     @property
@@ -288,12 +278,10 @@ class Layout:
         return tuple(self.streams_read)
 
     def eps_of(self, norm: str) -> float:
-        """Return the eps of the norm at a path."""
         return self.eps_in_memory.get(norm, self.eps)
 
     @property
     def feed_forwards(self) -> tuple[FeedForward, ...]:
-        """Its feed-forwards in order, each expert among them."""
         return tuple(
             each for part in self.topology if isinstance(part, FeedForward | Experts) for each in feed_forwards_of(part)
         )
@@ -326,10 +314,8 @@ class Layout:
         return self.eps if self.family.eps_key is None else self.held_eps
 
     def table(self, ends: StackEnds) -> str:
-        """Return the tensor of a stack's embedding."""
         return ends.table or self.family.embedding
 
     @property
     def shares_table(self) -> bool:
-        """Whether all stacks begin with one embedding."""
         return len({self.table(stack.ends) for stack in self.stacks()}) == 1

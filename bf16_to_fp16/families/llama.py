@@ -59,7 +59,6 @@ def check_window(config: Mapping[str, object], key: str = "sliding_window") -> N
 
 
 def number(config: Mapping[str, object], key: str) -> int:
-    """Return the config's number for a key; raise UserError where it is none."""
     return whole_number(key, config[key], "a number")
 
 
@@ -130,7 +129,6 @@ def stated_factor(config: Mapping[str, object], key: str, rotation: Mapping[str,
 
 
 def wired_attention(config: Mapping[str, object], at: str, **own: Any) -> Attention:
-    """Return how the attention of a layer is wired, by the config too; own: what is another than Llama's."""
     m = f"{at}.self_attn"
     wiring = Attention(
         m,
@@ -145,7 +143,6 @@ def wired_attention(config: Mapping[str, object], at: str, **own: Any) -> Attent
 
 
 def wired_feed_forward(at: str, activation: object, **own: Any) -> FeedForward:
-    """Return how the gated feed-forward of a layer is wired; own: what is another than Llama's."""
     m = f"{at}.mlp"
     wiring = FeedForward(
         at=m,
@@ -161,7 +158,6 @@ def wired_feed_forward(at: str, activation: object, **own: Any) -> FeedForward:
 
 
 def placed(wiring: FeedForward, path: str, names: StoredExperts = STORED) -> FeedForward:
-    """Return a gated feed-forward in another module, with linears of these names."""
     gate, linear, output = (f"{path}.{name}" for name in (names.gate, names.linear, names.output))
     return replace(wiring, at=path, act=f"{path}.act_fn", gate=gate, linear=linear, output=output)
 
@@ -201,7 +197,6 @@ def sparse(
 
 
 def head_norms(at: str) -> dict[str, str]:
-    """Return where the norms of queries and of keys stand in a layer."""
     return {"query_norm": f"{at}.self_attn.q_norm", "key_norm": f"{at}.self_attn.k_norm"}
 
 
@@ -223,19 +218,15 @@ def block(
 
 
 def layers(parts_of: Any, **own: Any) -> Stack:
-    """Return a stack of so many layers as the config says; own: further arguments of the function that makes one."""
     return Stack("num_hidden_layers", partial(parts_of, **own))
 
 
 def heads(style: Style = PLAIN, *, body: str = BODY, cap: str = "") -> dict[str, Any]:
-    """Return both kinds of head, the embedding and one of its own, for a stack at ``body``; cap: config key of a soft
-    cap on logits, "" for none."""
     norm, tied, own = f"{body}.norm", head(f"{body}.embed_tokens.weight", cap=cap), head("lm_head.weight", cap=cap)
     return {"tied_head": tied_head(norm, tied, style), "untied_head": untied_head(norm, own, style)}
 
 
 def classes(causal: str, bare: str, style: Style = PLAIN) -> tuple[StockClass, ...]:
-    """Return the stock classes of a causal family: with a language-modelling head, and without one."""
     return (
         StockClass((causal,), body=BODY),
         StockClass((bare,), end=states("norm", style), gives=("last_hidden_state",)),
@@ -243,7 +234,6 @@ def classes(causal: str, bare: str, style: Style = PLAIN) -> tuple[StockClass, .
 
 
 def image_classes(conditional: str, bare: str, style: Style = PLAIN) -> tuple[StockClass, ...]:
-    """Return the stock classes of a causal family that sees images: with a language-modelling head, and without one."""
     return (
         StockClass((conditional,), body=INSIDE, auto="AutoModelForImageTextToText"),
         StockClass((bare,), end=states(f"{STACK}.norm", style), gives=("last_hidden_state",), body=STACK),

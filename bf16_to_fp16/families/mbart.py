@@ -31,7 +31,6 @@ from .types import (
 
 
 def stack_ends(at: str, *tensors: Tensor) -> Part:
-    """Return the records of both ends of a stack."""
     norm, positions = f"{at}.layernorm_embedding", f"{at}.embed_positions"
     return Part(
         signals=(
@@ -52,12 +51,10 @@ DECODER_RESIDUAL = "decoder.residual"
 
 
 def of_decoder(part: Part) -> Part:
-    """Return a part of the decoder with its own residual signal."""
     return renamed_signals(part, lambda name: DECODER_RESIDUAL if name == RESIDUAL else name)
 
 
 def decoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of decoder layer ``i``."""
     return [of_decoder(part) for part in pegasus.decoder_block(config, i)]
 
 

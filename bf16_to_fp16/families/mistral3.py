@@ -34,7 +34,6 @@ ACROSS = "spatial_merge_size"  # config key of how many patches make a token eac
 
 
 def projector(config: Mapping[str, object]) -> Sequence[Part]:
-    """Return what brings the tower's outputs into the stream."""
     at, across = "multi_modal_projector", looked_up(config, ACROSS, 2)
     norm, merging, add = f"{at}.norm", f"{at}.patch_merger.merging_layer", ":masked_scatter"
     style = Style(biased=("linear_1", "linear_2") if looked_up(config, "multimodal_projector_bias") else ())
@@ -98,7 +97,6 @@ def growth(config: Mapping[str, object]) -> tuple[float, float]:
 
 
 def growing(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i`` of Ministral 3."""
     attention, feed_forward = block(config, i, biases={})
     wiring = attention.topology
     assert isinstance(wiring, Attention) and wiring.rotary is not None
@@ -107,7 +105,6 @@ def growing(config: Mapping[str, object], i: int) -> Sequence[Part]:
 
 
 def of_either(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i`` of the text model that the config inside names."""
     kind = config.get("model_type")
     if kind not in TEXT_MODELS:
         raise UserError(

@@ -36,7 +36,6 @@ ROUTER = ("output_router_logits", "router_aux_loss_coef")
 
 
 def mixtral_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i`` of Mixtral."""
     check_window(config)
     at, block = f"layers.{i}", TWO_LINEARS.inside
     attending = attention(wired_attention(config, at), Style(), shared_values(config))
@@ -45,7 +44,6 @@ def mixtral_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
 
 
 def qwen3_moe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i`` of Qwen3-MoE, sparse or dense."""
     check_window(config)
     at, style = f"layers.{i}", Style(biased=ATTENTION if config["attention_bias"] else ())
     wiring = wired_attention(config, at, norms_by_position=True, **head_norms(at))

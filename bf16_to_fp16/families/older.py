@@ -48,14 +48,11 @@ def with_older_keys(family: Family, config: Mapping[str, object]) -> dict[str, o
 
 
 def is_older_key(family: Family, key: str) -> bool:
-    """Return whether a config has a key, with dots one of a config inside, for transformers 4.57 alone."""
     keys = {*family.aliases, *(name for names in family.older_rotary.values() for name in names), APART[1]}
     return key.rpartition(".")[2] in keys
 
 
 def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
-    """Return in sentences what transformers 4.57 computes otherwise than 5 from a written config; none where both give
-    the same."""
     family = layout.family
     told = set(family.older_rotary)
     lost = []

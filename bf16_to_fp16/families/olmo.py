@@ -27,7 +27,6 @@ from .types import Part
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``."""
     check_window(config)
     at, behind = f"layers.{i}", "post_attention_layernorm"
     style = Style(biased=ATTENTION if config["attention_bias"] else ())

@@ -49,8 +49,6 @@ def read_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def names_under(config: Mapping[str, object], tensors: Collection[str], name: str) -> dict[str, str]:
-    """Return by the name of each tensor that which it has under the stock class of this name, of the config's
-    family."""
     config = {**config, "architectures": [name]}
     family, stock, other = family_of(config), class_of(config), named_as(config, tensors)
     if other is None:

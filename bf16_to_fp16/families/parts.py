@@ -52,12 +52,10 @@ class Style:
     memory: str = ""
 
     def norm(self, path: str, axis: Axis | None, size: str = "") -> tuple[Tensor, ...]:
-        """Return the gain of a norm, and its bias where norms have one."""
         names = ("weight", "bias") if self.shifts else ("weight",)
         return tuple(Tensor(f"{path}.{name}", (size or self.model,), (axis,), offset=self.offset) for name in names)
 
     def linear(self, path: str, rows: str, columns: str, *axes: Axis | None) -> tuple[Tensor, ...]:
-        """Return the weight of a linear, and its bias where it has one."""
         written, read = axes
         if written is not None and written.signal == RESIDUAL and read == divided_by(RESIDUAL):
             # The stream's factor goes through and leaves the weight alone.
@@ -88,7 +86,6 @@ class Style:
         return (Signal(before(norm), Kind.BEFORE_NORM, size or self.model, (), beside=seen),)
 
     def behind(self, wiring: Sublayer) -> tuple[Tensor, ...]:
-        """Return the gains between a sublayer and the stream, none where nothing is there."""
         return self.norm(wiring.post_norm, multiplied_by(RESIDUAL)) if wiring.post_norm else ()
 
 
@@ -265,12 +262,10 @@ def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool
 
 
 def table(name: str, model: str = "model") -> Tensor:
-    """Return an embedding with which a residual stream begins."""
     return Tensor(name, ("vocab", model), (None, multiplied_by(RESIDUAL)))
 
 
 def ends(wiring: StackEnds, *tensors: Tensor, model: str = "model") -> Part:
-    """Return where a stack begins and ends, with the tensors that its stream begins with."""
     positions = [output_of(wiring.positions.removesuffix(".weight"))] if wiring.positions else []
     seen = (output_of(wiring.embedding), *positions, input_of(wiring.norm))
     return Part((Signal(RESIDUAL, Kind.RESIDUAL, model, seen),), tensors, wiring)
@@ -282,12 +277,10 @@ def states(norm: str, style: Style = PLAIN) -> Part:
 
 
 def head(weight: str, at: str = "lm_head", cap: str = "") -> Head:
-    """Return a language-modelling head; at: the module of its linear. cap: as in ``Head``."""
     return Head("lm_head", (HeadLinear(at, weight),), cap=cap)
 
 
 def logits(of: Head) -> Signal:
-    """Return the signal of a language-modelling head."""
     return Signal(LOGITS, Kind.LOGITS, "vocab", (output_of(of.linears[0].at),))
 
 
@@ -302,7 +295,6 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
 
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
-    """Return a final norm and a head of its own that reads it."""
     normed, gains = style.normalised(norm)
     if style.offset:
         normed, gains = states(norm, style).signals, states(norm, style).tensors

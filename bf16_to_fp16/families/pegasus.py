@@ -51,7 +51,6 @@ STYLE = Style(biased=(*LINEARS, "fc1", "fc2"), shifts=True, inner="model", kv_in
 
 
 def attention(at: str, module: str, *, memory: bool = False, style: Style = STYLE) -> Part:
-    """Return the records of one attention sublayer; with ``memory`` keys and values read the encoder's output."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,
@@ -81,26 +80,22 @@ def neurons(at: str, config: Mapping[str, object]) -> Part:
 
 
 def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of encoder layer ``i``."""
     at = f"encoder.layers.{i}"
     return attention(at, "self_attn"), neurons(at, config)
 
 
 def decoder_block(config: Mapping[str, object], i: int, style: Style = STYLE) -> Sequence[Part]:
-    """Return the parts of decoder layer ``i``; style: of its attentions."""
     at = f"decoder.layers.{i}"
     reading = attention(at, "encoder_attn", memory=True, style=style)
     return attention(at, "self_attn", style=style), reading, neurons(at, config)
 
 
 def stack_ends(at: str, *, norm: str = "layer_norm", **own: Any) -> StackEnds:
-    """Return how a stack begins and ends."""
     positions = f"{at}.embed_positions.weight"
     return StackEnds(at, f"{at}.embed_tokens", f"{at}.{norm}", positions=positions, scale="scale_embedding", **own)
 
 
 def stack_records(stack: StackEnds, *tensors: Tensor, **own: Any) -> Part:
-    """Return the records of both ends of a stack whose positions carry its factor; own: of the positions' tensor."""
     carried = Tensor(stack.positions, ("positions", "model"), (None, multiplied_by(RESIDUAL)), **own)
     return ends(stack, *tensors, carried)
 
@@ -174,6 +169,5 @@ PEGASUS = Family(
 
 
 def learned_positions() -> Initialisation:
-    """Return how a family whose positions are learned draws its weights."""
     rules = {name: rule for name, rule in PEGASUS.initialisation.modules.items() if rule is not None}
     return replace(PEGASUS.initialisation, modules=rules)

@@ -34,7 +34,6 @@ class Place:
     role: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known of it."""
         return {key: value for key, value in vars(self).items() if value is not None}
 
 
@@ -42,7 +41,6 @@ NOWHERE = Place()
 
 
 def places(layout: Layout) -> Callable[[str], Place]:
-    """Return a function that finds the place of a module of the layout, or of one of its sites."""
     roles: dict[str, str] = {}
     for reader in walk(layout):
         if reader.sublayer is not None:

@@ -44,7 +44,6 @@ IMAGE = ImageInput(
 
 
 def merger(at: str, linears: tuple[str, str], norm: str, size: str = "vision", **own: Any) -> Part:
-    """Return what makes tokens of the tower's outputs; norm: its last name, size: of what it reads."""
     normed, (first, last), style = f"{at}.{norm}", linears, Style(biased=("0", "2", "linear_fc1", "linear_fc2"))
     if own["layer_norm_eps"] is not None:
         style = replace(style, shifts=True)
@@ -74,20 +73,17 @@ def merger(at: str, linears: tuple[str, str], norm: str, size: str = "vision", *
 
 
 def patches(config: Mapping[str, object]) -> int:
-    """Return how many outputs of the tower make a token."""
     across = looked_up(config, "vision_config.spatial_merge_size", 2)
     return across * across if isinstance(across, int) else 1
 
 
 def of_qwen2_5(config: Mapping[str, object]) -> Sequence[Part]:
-    """Return the only merger: an RMSNorm, then two linears."""
     add = ":masked_scatter"
     own: dict[str, Any] = {"layer_norm_eps": None, "joined": patches(config), "add": add}
     return (merger(f"{TOWER}.merger", ("mlp.0", "mlp.2"), "ln_q", **own),)
 
 
 def of_qwen3(config: Mapping[str, object]) -> Sequence[Part]:
-    """Return the merger of the tower's last outputs, and those whose outputs are added behind the first layers."""
     linears, joined = ("linear_fc1", "linear_fc2"), patches(config)
     parts = [
         merger(
@@ -107,7 +103,6 @@ def of_qwen3(config: Mapping[str, object]) -> Sequence[Part]:
 
 
 def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[str, object], eps: float) -> Family:
-    """Return a text model without a head, which stock code has by itself."""
     stock = StockClass((kind,), end=states("norm", PLAIN), gives=("last_hidden_state",))
     return replace(
         family,
@@ -121,8 +116,6 @@ def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[st
 
 
 def with_images(text: Family, name: str, title: str, kinds: tuple[str, str], width: int, **own: Any) -> Family:
-    """Return a text model whose config stands in one with images; kinds: its classes with a head and without one,
-    width: the tower's default."""
     across = "vision_config.spatial_merge_size"
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
     return replace(

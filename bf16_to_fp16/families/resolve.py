@@ -42,7 +42,6 @@ def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
 
 
 def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
-    """Return what ``resolve`` does; an error of the config begins with the name of its file alone."""
     config, names = checkpoint.config, set(checkpoint.tensors)
     bare, parts = declared(config, len(names))
     family, stock = bare.family, bare.stock
@@ -103,7 +102,6 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
 
 
 def computed(name: str, used: Iterable[str]) -> bool:
-    """Return whether a tensor is the frequencies of positions, of the model or of a part that has tensors in use."""
     place, _, rest = f".{name}".rpartition(COMPUTED)
     return not rest and any(f".{each}".startswith(f"{place}.") for each in used)
 
@@ -131,7 +129,6 @@ def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClas
 
 
 def carried(checkpoint: TensorSource, family: Family) -> dict[str, ResolvedTensor]:
-    """Return the tensors of the model that a projector reads, which carry nothing."""
     projector = family.projector
     if projector is None:
         return {}
@@ -142,13 +139,11 @@ def carried(checkpoint: TensorSource, family: Family) -> dict[str, ResolvedTenso
 
 
 def check_floating(checkpoint: TensorSource, name: str) -> None:
-    """Raise UserError for a tensor that is not of floating point."""
     if (dtype := checkpoint.tensors[name].dtype) not in FLOATING_DTYPES:
         raise UserError(f"{checkpoint.source}: tensor {name} is {dtype}; use the checkpoint from before quantisation")
 
 
 def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock: StockClass) -> dict[str, str]:
-    """Return the tensors that are not carried over, each with the reason."""
     dropped = {}
     of_logits = () if stock.is_language_model else (family.head, family.logits_bias)
     others = (each.end for each in family.classes if each.end is not None and each is not stock)
@@ -170,7 +165,6 @@ def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock
 
 
 def unread(family: Family, stock: StockClass) -> tuple[str, ...]:
-    """Return what the names of tensors begin with that belong to a stack which a stock class does not have."""
     others = [ends.topology for ends in family.ends[1:]] if not stock.decodes else []
     return tuple(f"{ends.at}." for ends in others if isinstance(ends, StackEnds))
 
@@ -197,7 +191,6 @@ def unsaid(family: Family, config: Mapping[str, object]) -> str:
 
 
 def says_untied(family: Family, config: Mapping[str, object]) -> bool:
-    """Return whether a config says in so many words that the embedding does not serve as head."""
     return any(looked_up(config, key) is False for key in family.tie_keys)
 
 
@@ -210,7 +203,6 @@ def head_scale(family: Family, config: Mapping[str, object], tied: bool | None) 
 
 
 def same_values(checkpoint: TensorSource, one: str, other: str) -> bool:
-    """Return whether two tensors of a checkpoint are equal in every bit, reading a few thousand rows at a time."""
     a, b = checkpoint.tensors[one], checkpoint.tensors[other]
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -225,7 +217,6 @@ def same_values(checkpoint: TensorSource, one: str, other: str) -> bool:
 def resolve_tensor(
     checkpoint: TensorSource, family: Family, record: Tensor, source: str, gain: float
 ) -> ResolvedTensor | None:
-    """Check one declared tensor against the checkpoint; None where it may be absent and is."""
     rows, *columns = (axis_size(family, checkpoint.config, name) for name in record.shape)
     shape = (rows + record.ahead, *columns)
     info = checkpoint.tensors.get(source)
@@ -256,8 +247,6 @@ def resolve_tensor(
 def merge_signals(
     family: Family, config: Mapping[str, object], parts: list[Part], tensors: Mapping[str, ResolvedTensor]
 ) -> dict[str, ResolvedSignal]:
-    """Return the signals of all parts, those of one name joined, and check that every axis names one of the right
-    size."""
     merged: dict[str, ResolvedSignal] = {}
     for record in (s for part in parts for s in part.signals):
         old = merged.get(record.name)

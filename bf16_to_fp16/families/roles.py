@@ -35,7 +35,6 @@ class Roles:
 
 
 def roles(family: Family) -> Roles:
-    """Return a family's roles."""
     first = {stack.layers: 1 for stack in family.stacks}
     configs = [full_config(family, {**first, **variant}) for variant in ({}, *family.variants)]
     every = [sublayer for stack in family.stacks for config in configs for sublayer in sublayers(stack, config)]
@@ -53,18 +52,15 @@ def roles(family: Family) -> Roles:
 
 
 def sublayers(stack: Stack, config: Mapping[str, object]) -> list[Sublayer]:
-    """Return how the sublayers of a stack's first block are wired, with a config of every key."""
     topology = [part.topology for part in stack.block(config, 0)]
     return [sublayer for sublayer in topology if isinstance(sublayer, Attention | FeedForward | Experts)]
 
 
 def last(path: str) -> str:
-    """Return the last part of a module's path."""
     return path.rpartition(".")[2]
 
 
 def stack_of(path: str) -> str | None:
-    """Return the stack, "encoder" or "decoder", that a module or one of its sites belongs to, None for a head."""
     match = _STACK.search(path)
     return match[1] if match else None
 
@@ -76,7 +72,6 @@ def stack_in(path: str, family: Family | None) -> str | None:
 
 
 def block_of(path: str) -> int | None:
-    """Return the number of the block that a module or one of its sites belongs to, None for ends and head."""
     match = _BLOCK.search(path)
     return int(match[1]) if match else None
 

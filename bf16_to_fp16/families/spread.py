@@ -23,12 +23,10 @@ def without_ends(spread: Spread) -> tuple[int, Spread, int]:
 
 
 def all_carry(spread: Spread) -> bool:
-    """Return whether every element of an axis carries a channel."""
     return all(factor > 0 for factor in spread)
 
 
 def channels_along(length: int, spread: Spread) -> int:
-    """Return how many channels the elements of an axis of this length have."""
     if not spread:
         return length
     before, factors, after = without_ends(spread)

@@ -75,7 +75,6 @@ def check_capacity(config: Mapping[str, object]) -> None:
 
 
 def activation(config: Mapping[str, object]) -> str:
-    """Return the activation of every feed-forward; raise UserError for a gate, which no stock class has."""
     name = str(config[ACTIVATION])
     if name.startswith("gated-"):
         raise UserError(f"config.json: {ACTIVATION!r} is {name!r}, and stock Switch Transformers has no gates")
@@ -83,7 +82,6 @@ def activation(config: Mapping[str, object]) -> str:
 
 
 def block(config: Mapping[str, object], i: int, *, stack: str, dense: Stack) -> Sequence[Part]:
-    """Return the parts of block ``i`` of a stack, whose last sublayer is sparse or dense; dense: T5's stack."""
     check_capacity(config)
     *attending, _ = dense.block(DENSE, i)
     at = f"{stack}.block.{i}.layer.{len(attending)}"

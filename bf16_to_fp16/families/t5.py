@@ -63,12 +63,10 @@ def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared:
 
 
 def with_table(part: Part, name: str) -> Part:
-    """Return an attention with a table of position biases of its own."""
     return replace(part, tensors=(*part.tensors, Tensor(name, ("buckets", "heads"), (None, None))))
 
 
 def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
-    """Return the records of a feed-forward, gated or plain as ``projection`` says, whose linears are in ``module``."""
     m, gated = f"{at}.{module}", projection.startswith("gated-")
     return feed_forward(
         FeedForward(
@@ -114,7 +112,6 @@ ENCODER_NORM, DECODER_NORM = "encoder.final_layer_norm", "decoder.final_layer_no
 
 
 def stack_ends(stack: str, *tensors: Tensor) -> Part:
-    """Return how a stack begins and ends."""
     wiring = StackEnds(stack, f"{stack}.embed_tokens", f"{stack}.final_layer_norm", dropouts=(f"{stack}.dropout",))
     return ends(wiring, *tensors)
 
@@ -138,7 +135,6 @@ def head_of(norm: str, topology: Head, *sizes: str) -> Part:
 
 
 def head_linear(at: str, tanh: str = "") -> HeadLinear:
-    """Return a linear of a head with a bias."""
     return HeadLinear(at, f"{at}.weight", f"{at}.bias", tanh)
 
 
@@ -167,8 +163,6 @@ STATES = ("last_hidden_state",)
 
 
 def classes(prefix: str, *older: str) -> tuple[StockClass, ...]:
-    """Return the stock classes whose names begin with ``prefix``; older: other names of the language model."""
-
     def named(name: str, end: Part | None, **own: Any) -> StockClass:
         return StockClass((f"{prefix}{name}",), end=end, **own)
 

@@ -20,13 +20,11 @@ from .types import Part, Rotary, SameAs, Stack, StackEnds, StockClass
 
 
 def style(stack: str) -> Style:
-    """Return how a stack's weights are stored, and the names of its sizes."""
     sizes: dict[str, Any] = {name: f"{stack}_{name}" for name in ("model", "inner", "kv_inner", "ff")}
     return replace(STYLE, memory="encoder_model", **sizes)
 
 
 def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
-    """Return the parts of layer ``i`` of a stack; raise UserError for a config with a part that no record states."""
     check_window(config, f"{stack}.sliding_window")
     at = f"{stack}.layers.{i}"
     dropout, own, share = f"{at}.dropout", style(stack), shared_values(config, f"{stack}.")
@@ -73,7 +71,6 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
 
 
 def stack_ends(stack: str) -> Part:
-    """Return where a stack begins and ends, with an embedding of its own."""
     path, dropout = f"{stack}.embed_tokens", f"{stack}.dropout"
     wiring = StackEnds(stack, path, f"{stack}.norm", dropouts=(dropout, dropout), scales=True, table=f"{path}.weight")
     return ends(wiring, table(wiring.table, f"{stack}_model"), model=f"{stack}_model")
@@ -88,7 +85,6 @@ STACKS = ("encoder", "decoder")
 
 
 def in_both(key: str) -> tuple[str, str]:
-    """Return a config key inside the configs of both stacks."""
     return f"encoder.{key}", f"decoder.{key}"
 
 

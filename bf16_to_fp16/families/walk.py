@@ -42,7 +42,6 @@ def walk(layout: Layout) -> Iterator[Reader]:
 
 
 def norms_inside(sublayer: Sublayer | None) -> list[str]:
-    """Return the norms of a sublayer that read something else than the stream."""
     if sublayer is None:
         return []
     norms = [sublayer.post_norm]

@@ -69,7 +69,6 @@ class BoundConstraint:
         self._last: dict[str, Observation] = {}
 
     def begin(self, step: int) -> None:
-        """Put the lid on: over the residual stream as well where the certificate does not hold it as it is."""
         self.bounds.stream = any(
             s.kind in (SiteKind.RESIDUAL, SiteKind.OUTPUT) and not s.holds for s in self.certificate().sites
         )
@@ -153,15 +152,12 @@ class BoundConstraint:
         return kept
 
     def observations(self) -> dict[str, Observation]:
-        """Return the largest bound of every site after the last ``hold``, as ``amax``."""
         return dict(self._last)
 
     def over(self) -> list[Bound]:
-        """Return what of these sites the certificate of the weights as they are does not hold."""
         return [site for site in self.certificate().sites if site.name in self._owners and not site.holds]
 
     def certificate(self) -> Certificate:
-        """Return the certificate of the weights as they are, rounded to fp16, before what rescaling may still do."""
         tensors = self.layout.tensors
         return bound(self.layout, lambda name: effective(tensors[name], self.weights.read(name).detach().cpu().half()))
 
@@ -193,5 +189,4 @@ def groups_of(layout: Layout) -> dict[str, str]:
 
 
 def norms(rows: Tensor) -> Tensor:
-    """Return the length of every row in fp32."""
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)

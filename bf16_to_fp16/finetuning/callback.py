@@ -52,7 +52,6 @@ class Fp16Callback(TrainerCallback):
         force: bool = False,
         **options: Any,
     ) -> None:
-        """Rescale the trainer's model, and attach the penalty to it."""
         self.trainer, self.out, self.force, self.options = trainer, out, force, options
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.n_gpu > 1:
             raise UserError(
@@ -71,7 +70,6 @@ class Fp16Callback(TrainerCallback):
         trainer.compute_loss, trainer.log = self._penalised, self._with_headroom
 
     def _penalised(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
-        """Stand for the trainer's ``compute_loss``: its loss, in training with the penalty."""
         items = given.get("num_items_in_batch")
         loss, outputs = self._compute_loss(model, inputs, return_outputs=True, **given)
         if model.training and torch.is_grad_enabled():
@@ -92,7 +90,6 @@ class Fp16Callback(TrainerCallback):
         return bool(by_items or trainer.compute_loss_func is not None)
 
     def _with_headroom(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
-        """Stand for the trainer's ``log``: with the headroom, where it logs a training's loss."""
         if "loss" in logs and self._calls:
             logs |= {"penalty": self._sum / self._calls}
             logs |= {"headroom_bits": self._least} if self._least < math.inf else {}
@@ -100,18 +97,15 @@ class Fp16Callback(TrainerCallback):
         self._log(logs, *rest, **more)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Look at the model's forwards."""
         self.penalty.attach()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Note the step's headroom."""
         if self.penalty.observations():
             _, seen = self.penalty.worst()
             bits = math.log2(FP16_MAX / seen.target) - seen.excess_bits
             self._least = min(self._least, bits)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Convert what was trained, in the first process."""
         self.penalty.detach()
         if self.out is None or not state.is_world_process_zero:
             return
@@ -121,7 +115,6 @@ class Fp16Callback(TrainerCallback):
         Progress().say(f"{self.out}: {self.result.report['verdict']}, {self.result.report['proof']}")
 
     def _save(self, folder: Path) -> None:
-        """Write a copy of the model, at the original's scale, with what the trainer processes texts by."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         model.zero_grad(set_to_none=True)  # room for the copy
         copied = copy.deepcopy(model).cpu()

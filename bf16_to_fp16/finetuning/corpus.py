@@ -66,8 +66,6 @@ Row = tuple[str, str | None]  # text and target of a row; a row whose text is bl
 
 
 class _Rows:
-    """Rows of text in an Arrow table on the disk or in memory: those to train on, and those that are held out."""
-
     def __init__(self, data: Data, seed: int, *, whole: bool = False) -> None:
         self.dataset, self.columns = open_texts(
             data.path,
@@ -88,7 +86,6 @@ class _Rows:
         self.training = np.sort(mixed[count:])
 
     def _sizes(self) -> np.ndarray:
-        """Characters of every row, 0 where the text is blank."""
         import pyarrow.compute as compute
 
         sizes = [np.zeros(0, np.int64)]
@@ -318,7 +315,6 @@ class Corpus:
         return objectives.gap_sentences(sentences, mask=mask, end=end, target_length=self.target_length, rng=rng)
 
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
-        """Return the batch of (epoch, row, content) of at least one example."""
         pairs = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]
         if self.causal:
             pairs = [in_one_row(source, target) for source, target in pairs]
@@ -333,11 +329,9 @@ class Corpus:
         return TrainingBatch(ids, mask, labels, examples, row_wise=self.reads_end_token, causal=self.causal)
 
     def training_batches(self, rank: int = 0, world: int = 1) -> TrainingBatches:
-        """Return the endless training batches of one of ``world`` processes, from the beginning."""
         return TrainingBatches(self, rank, world)
 
     def check_processes(self, count: int) -> None:
-        """Raise UserError for more processes than there are examples, of which some would only repeat the others'."""
         examples = len(self.rows.training)
         if examples < count:
             raise UserError(
@@ -374,7 +368,6 @@ class Corpus:
         return [self.batch(rows[first : first + size], held_out=True) for first in range(0, len(rows), size)]
 
     def describe(self) -> dict[str, Any]:
-        """Return the data and the objective as JSON types, for a report and to tell whether a checkpoint fits."""
         described = self.rows.describe() | {
             "path": self.data.path,
             "objective": self.objective,
@@ -425,7 +418,6 @@ class TrainingBatches(Iterator[TrainingBatch]):
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     def _example(self, place: int) -> tuple[int, int]:
-        """The epoch and the row of an example of the endless sequence."""
         rows = self.corpus.rows
         epoch, index = divmod(place, len(rows.training))
         if epoch != self._epoch:

@@ -54,7 +54,6 @@ def counted_positions(batch: TrainingBatch | Batch) -> Tensor:
 
 
 def counted_values(out: Any, batch: TrainingBatch | Batch) -> Tensor:
-    """Return what a stock output gives at the positions that count: [positions, channels]."""
     values, counted = values_of(out), counted_positions(batch)
     of_rows = values.dim() == 2
     return values[(counted.any(1) if of_rows else counted).to(values.device)]
@@ -99,7 +98,6 @@ class Teacher:
         return counted_values(out, batch).float()
 
     def divergence(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return how far a student's output is from this one's, summed over the positions that count."""
         return self._distances(counted_values(out, batch), self.outputs(batch)).sum()
 
     def damped_divergence(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:

@@ -33,9 +33,6 @@ ROWS_OF_A_CLASS, MOST_DRAWN = 4, 32  # rows for each class, and batches of rando
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures ``model``, which is ``stock`` as ``processes`` run it: on a corpus's held-out data, and how far it is
-    from the teacher on inputs of every kind."""
-
     recipe: Recipe
     corpus: Corpus
     stock: Any
@@ -63,7 +60,6 @@ class Evaluator:
 
     @cached_property
     def _others(self) -> dict[str, Sequence[TrainingBatch | Batch]]:
-        """What no text of the recipe is like, the same in every process."""
         if self.teacher is None:
             return {}
         probe = compared(batches(self.stock.config, None, None, seed=self.recipe.seed))
@@ -126,5 +122,4 @@ def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | N
 
 
 def in_rows(ids: Tensor, mask: Tensor) -> TrainingBatch:
-    """Return rows of ids of which each gives one answer."""
     return TrainingBatch(ids, mask, None, tuple((0, row) for row in range(len(ids))), row_wise=True)

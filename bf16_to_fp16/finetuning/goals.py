@@ -32,7 +32,6 @@ class Command:
     is_public: bool = False
 
     def line(self, **settings: object) -> str:
-        """Return the command line, which with other settings (``schedule__steps``) replaces the output."""
         changed = tuple(f"{key.replace('__', '.')}={value}" for key, value in settings.items())
         names = {part.partition("=")[0] for part in changed}
         kept = tuple(part for part in self.overrides if part.partition("=")[0].strip() not in names)
@@ -77,12 +76,10 @@ def how_to_go_on(
 
 
 def goal(what: str, missing: float, reason: str) -> UnsafeEntry:
-    """Return something that was asked for and missed by so many bits, without a remedy yet."""
     return UnsafeEntry(signal=what, kind="goal", excess_bits=missing, reason=reason, remedy="")
 
 
 def lost_quality(recipe: Recipe, run: FinetuneEntry) -> list[UnsafeEntry]:
-    """Return what was lost beyond what ``quality`` allows: of each measure the worst kind of input."""
     wanted, lost = recipe.quality, list[UnsafeEntry]()
 
     def missed(signal: str, reason: str, over: float) -> None:
@@ -107,13 +104,11 @@ def lost_quality(recipe: Recipe, run: FinetuneEntry) -> list[UnsafeEntry]:
 
 
 def times_over(distance: Distance, most: float) -> float:
-    """Return how many times what is allowed a divergence is: ``most``, or that of the original in bf16."""
     value = distance.value
     return value / max(most, distance.bf16) if value is not None and value < math.inf else math.inf
 
 
 def uncertified(report: Report) -> list[UnsafeEntry]:
-    """Return the bound that is furthest over its limit where no certificate holds, without a remedy yet."""
     if report.proven or not report.uncertified:
         return []
     worst = max(report.uncertified, key=lambda site: site.excess_bits)
@@ -123,7 +118,6 @@ def uncertified(report: Report) -> list[UnsafeEntry]:
 
 
 def judged(report: Report, recipe: Recipe, command: Command) -> Report:
-    """Return the report of a finetune with what was not delivered among what is unsafe, and how to go on as remedy."""
     run = report.finetune
     assert run is not None and report.regimes  # convert audits what was finetuned
     tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits)

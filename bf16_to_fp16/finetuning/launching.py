@@ -88,7 +88,6 @@ IN_WORDS = {
 
 
 def accelerate_config(kind: str, processes: int, deepspeed: str | None = None) -> dict[str, Any]:
-    """Return what the YAML for ``accelerate launch`` says; deepspeed: the path of its JSON, for ZeRO."""
     given = _EVERY | CONFIGS[kind] | {"num_processes": processes}
     if kind.startswith("zero"):
         given["deepspeed_config"] = {
@@ -100,7 +99,6 @@ def accelerate_config(kind: str, processes: int, deepspeed: str | None = None) -
 
 
 def deepspeed_config(kind: str, precision: str = "fp16") -> dict[str, Any]:
-    """Return what DeepSpeed's JSON for a kind of ZeRO says, in which the engine computes in a precision."""
     zero: dict[str, Any] = {
         "stage": int(kind[4]),
         "overlap_comm": True,
@@ -167,8 +165,6 @@ def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool =
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration and what a process then holds, in bytes by what it is for; ``totals`` of all that were tried."""
-
     kind: str
     place: Place
     held: Mapping[str, float]
@@ -187,7 +183,6 @@ class Choice:
 
 
 def excluded(kind: str, place: Place) -> str | None:
-    """Return why a run cannot have a configuration, None where it can."""
     if (kind == "single") != (place.processes == 1) and not kind.endswith("offload"):
         return "is for another number of processes"
     if kind.startswith("zero") and find_spec("deepspeed") is None:
@@ -227,8 +222,6 @@ def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
 
 
 def config_of_source(recipe: Recipe) -> Any:
-    """Return the transformers configuration of a recipe's source, without its weights; of the checkpoints that shipped
-    recipes name the package knows it. Raises UserError as ``open_checkpoint`` does."""
     import transformers
 
     folder = local_source(recipe.source)
@@ -250,8 +243,6 @@ def config_of_source(recipe: Recipe) -> Any:
 
 @dataclass(frozen=True)
 class Launch:
-    """What was written for a launch, and the words of its command line."""
-
     choice: Choice
     config: Path
     files: tuple[Path, ...]
@@ -262,7 +253,6 @@ class Launch:
         return shlex.join(self.words)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON types; sizes in bytes."""
         choice = self.choice
         return {
             "kind": choice.kind,
@@ -362,7 +352,6 @@ def _sum(held: Mapping[str, float], place: Place) -> str:
 
 
 def explained(choice: Choice) -> list[str]:
-    """Return in lines why a configuration was chosen: the sum of what a process holds, and what others would hold."""
     place, name = choice.place, IN_WORDS[choice.kind]
     lines = [
         place.said,

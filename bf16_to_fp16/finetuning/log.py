@@ -19,8 +19,6 @@ from .states import on_a_disk
 
 
 class RunLog:
-    """Writes lines of ``{"step": …, …}`` to ``path``; ``wandb`` off, offline or online says how to report."""
-
     def __init__(
         self, path: Path, wandb: str = "off", name: str = "", settings: Mapping[str, Any] | None = None
     ) -> None:

@@ -70,7 +70,6 @@ class Needs:
         return max(self._kept(*shape) for shape in self.shapes) + 2.0 * self.parameters * copies
 
     def _kept(self, rows: int, length: int, target: int) -> float:
-        """Return the bytes that a forward keeps for its backward."""
         config, head = config_of(self.model), self.model.get_output_embeddings()
         if is_causal(config):
             length = length + target
@@ -99,7 +98,6 @@ def _says_tied(config: Any) -> bool:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model: what its outermost lists of modules hold."""
     lists: list[str] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in lists):
@@ -146,5 +144,4 @@ def of_the_machine(kind: str, needs: Needs, recipe: Recipe, processes: int) -> f
 
 
 def total(held: Mapping[str, float], *, on_gpu: bool) -> float:
-    """Return the sum of terms, with what CUDA takes."""
     return sum(held.values()) + (CONTEXT if on_gpu else 0)

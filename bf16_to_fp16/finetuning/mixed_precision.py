@@ -71,8 +71,6 @@ _POWER_FUNCTIONS = {torch.pow, Tensor.pow, Tensor.__pow__, torch.square, Tensor.
 
 
 class MixedPrecision:
-    """The precision of a run: ``fp16`` (autocast and loss scale), ``bf16`` (autocast) or ``fp32``."""
-
     def __init__(self, precision: str, device: torch.device) -> None:
         self.precision, self.device = precision, device
         self.dtype = PRECISION_DTYPES[precision]
@@ -94,7 +92,6 @@ class MixedPrecision:
 
     @property
     def scale(self) -> float:
-        """The factor on the loss, 1 where there is none."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def finish(self, parameters: Iterable[nn.Parameter], units: Sequence[float] | None = None) -> float:
@@ -136,7 +133,6 @@ def recomputation(device: torch.device) -> dict[str, Any]:
 
 
 def each_norm(tensors: list[Tensor]) -> Tensor:
-    """Return the Euclidean norm of each tensor, fp32 [tensors]; of a DTensor that of the whole one."""
     if not tensors:
         return torch.zeros(0)
     norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float32)

@@ -205,7 +205,6 @@ def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = No
 
 
 def around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that ``tokenizer`` puts before and after those of a text."""
     text, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     start = next((k for k in range(len(whole)) if whole[k : k + len(text)] == text), 0)
     return tuple(whole[:start]), tuple(whole[start + len(text) :])

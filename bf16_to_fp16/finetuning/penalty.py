@@ -229,7 +229,6 @@ class ActivationPenalty:
         return target is not None
 
     def _limit(self, site: str) -> float | None:
-        """fp16's limit of a site of the audit, or None where it needs no watching."""
         path, _, operation = site.partition(":")
         operation = operation.partition("#")[0]
         module = self._modules.get(path)
@@ -298,7 +297,6 @@ class ActivationPenalty:
     # -- after the forward --------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Read what devices measured, at once, and keep the terms that are over."""
         for entry, amax in zip(self._waiting, _read_amax(self._waiting), strict=True):
             if self._note(entry.site, amax) and entry.term is not None:
                 self._terms.setdefault(entry.site, []).append(entry.term)
@@ -312,7 +310,6 @@ class ActivationPenalty:
         return (torch.stack(terms) * unit).logsumexp(0) / unit
 
     def _total(self) -> Tensor:
-        """The penalty of one process."""
         over = [site for site in self._terms if self._reached[site] > self._target[site]]
         if not over:
             return torch.zeros((), device=_device(self.model))
@@ -341,7 +338,6 @@ class ActivationPenalty:
         self._seen = False
 
     def _close_step(self) -> None:
-        """Let the weights follow the largest values, on which the ranks have agreed."""
         unseen = sorted(set(self.targets or ()) - set(self._order))
         if unseen:
             raise UserError(f"no site of this model is named {', '.join(unseen[:3])}; the audit's report has the names")
@@ -365,7 +361,6 @@ class ActivationPenalty:
         return dict(zip(self._terms, together, strict=True))
 
     def _gather(self, largest: Mapping[str, float], bits: Mapping[str, float]) -> _Reached:
-        """What all ranks reached; they then know the same sites, in the same order."""
         known = set(self._order)
         new = [site for site in largest if site not in known]
         if self._world == 1:
@@ -406,8 +401,6 @@ class ActivationPenalty:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """What some ranks have of sites: their largest values, and log2 of the peaks of their terms."""
-
     largest: Mapping[str, float]
     bits: Mapping[str, float]
 
@@ -443,7 +436,6 @@ def _amax(low: float, high: float) -> float:
 
 
 def _read_amax(waiting: list[_Waiting]) -> list[float]:
-    """Read all extremes with one copy per device."""
     largest = [0.0] * len(waiting)
     for device in {entry.low.device for entry in waiting}:
         places = [i for i, entry in enumerate(waiting) if entry.low.device == device]

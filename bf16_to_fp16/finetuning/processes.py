@@ -55,7 +55,6 @@ class Processes:
 
     @property
     def offloads(self) -> bool:
-        """Whether the engine keeps the optimizer in the machine's memory and takes its steps there."""
         if not self.engine:
             return False
         zero = self._config.get("zero_optimization", {})
@@ -63,12 +62,9 @@ class Processes:
 
     @property
     def in_16_bits(self) -> bool:
-        """Whether the engine computes with weights of 16 bits, without autocast."""
         return self.engine and self._config.get("bf16", {}).get("enabled") is True
 
     def prepare(self, model: Any, optimizer: Any, recipe: Recipe, calls: int) -> tuple[Any, Any]:
-        """Return model and optimizer as the processes run them, with so many backwards a step; raise UserError for an
-        optimizer that they cannot."""
         replaces = self.offloads and self._config.get("zero_force_ds_cpu_optimizer", True)
         if replaces and not isinstance(optimizer, torch.optim.Adam):  # which torch's AdamW is as well
             raise UserError(
@@ -99,7 +95,6 @@ class Processes:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values`` over all processes, on the CPU."""
         if self.world == 1:
             return values
         moved = values.to(self.device, torch.float32 if self.device.type == "mps" else values.dtype)
@@ -107,7 +102,6 @@ class Processes:
         return moved.cpu()
 
     def everywhere(self, condition: bool) -> bool:
-        """Return whether ``condition`` holds in every process."""
         return float(self.sum(torch.tensor(float(condition)))) == self.world
 
     def gather(self, items: list[Any]) -> list[Any]:
@@ -118,7 +112,6 @@ class Processes:
         return list(gather_object(items))
 
     def agreed(self, value: Any) -> Any:
-        """Return what the first process has."""
         if self.world == 1:
             return value
         from accelerate.utils import broadcast_object_list
@@ -196,12 +189,10 @@ class Processes:
 
 
 def launched_with(engine: str) -> bool:
-    """Return whether the launcher asks accelerate for DEEPSPEED or FSDP."""
     return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() in ("1", "true")
 
 
 def launcher() -> tuple[str, ...]:
-    """Return the words of this process's command line before ``finetune``, the launcher's where one began it."""
     if (said := os.environ.get("BF16_TO_FP16_LAUNCHER")) is not None:
         return tuple(shlex.split(said))
     words: list[str] = []
@@ -215,7 +206,6 @@ def launcher() -> tuple[str, ...]:
 
 
 def in_parts() -> bool:
-    """Return whether the launcher has DeepSpeed or FSDP give each process a part of the weights."""
     return launched_with("DEEPSPEED") or launched_with("FSDP")
 
 

@@ -139,7 +139,6 @@ class Schedule(Section):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the linear rise: ``WARMUP``, or a tenth of a shorter run."""
         return WARMUP if self.steps >= 2 * WARMUP else max(1, self.steps // 10)
 
 
@@ -290,11 +289,9 @@ class Recipe(Section):
 
     @property
     def planned_target(self) -> str:
-        """Return what plans aim at: with ``penalty.certify`` the arithmetic whose bounds are trained."""
         return "half" if self.penalty.certify else self.target
 
     def describe(self) -> dict[str, Any]:
-        """Return every setting, defaults included, as JSON types; ``parse_recipe`` of it gives an equal recipe."""
         return self.model_dump(mode="json")
 
 
@@ -322,8 +319,6 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 def read_recipe_for(
     path: str | Path, source: str | Path, out: Path, target: str, subfolder: str | None
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe in a YAML file with these in the place of its own, and the overrides that put them there; raise
-    UserError as ``read_recipe`` does."""
     given = {"source": str(source), "out": str(out), "target": target, "subfolder": subfolder}
     # A JSON string is a YAML string, whatever is in it.
     overrides = tuple(f"{key}={json.dumps(value)}" for key, value in given.items())
@@ -342,7 +337,6 @@ def _check_places(recipe: Recipe, path: Path) -> None:
 
 
 def parse_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
-    """Return the recipe in a mapping of JSON types; raises UserError that begins with ``name`` and the key."""
     try:
         return Recipe.model_validate(dict(tree))
     except ValidationError as error:
@@ -373,7 +367,6 @@ def _override(tree: dict[Any, Any], override: str, name: str) -> None:
 
 
 def _problem(error: Any) -> str:
-    """Return what is wrong with which key and how to mend it."""
     place = [part for part in error["loc"] if isinstance(part, str)]
     key, kind = ".".join(place) or "recipe", error["type"]
     if kind == "extra_forbidden":
@@ -397,7 +390,6 @@ _SYNONYMS = {"lr": "learning_rate", "epochs": "steps", "model": "source", "outpu
 
 
 def nearest_key(place: Sequence[str]) -> str:
-    """Return the dotted key whose name is most like that of the one at ``place``, rather in the same section."""
     *section, name = place
     name = _SYNONYMS.get(name, name)
 
@@ -416,7 +408,6 @@ def _key_paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[
 
 
 def keys() -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted key, default as YAML, meaning) of every setting, in the order of a recipe."""
     for place in _key_paths(Recipe):
         field = _field(place)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):

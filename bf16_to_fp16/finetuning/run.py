@@ -136,7 +136,6 @@ def finetune(
 
 
 def options_of(recipe: Recipe, **others: Any) -> Options:
-    """Return the options of every conversion in a finetune: what rescaling can keep, it keeps as well."""
     # A quarter of a bit more, since the audit's values are rounded otherwise than those that are observed.
     asked = 0.0 if recipe.penalty.form == "none" else recipe.penalty.headroom_bits + 0.25
     margin = max(MARGIN_BITS, asked)
@@ -164,7 +163,6 @@ class Run:
 
 
 def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress, *, may_stop: bool = False) -> Run:
-    """Train on the recipe's device as ``train`` does; raise UserError where that runs out of memory."""
     first = int(os.environ.get("RANK", "0")) == 0
     device = Device(recipe.device, progress if first else None)
     try:
@@ -288,7 +286,6 @@ def convert_or_finetune(
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise UserError for settings that are each valid but exclude one another."""
     check_all_is_used(recipe.device)
     device = find_device(recipe.device)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -299,13 +296,11 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def run_folder(recipe: Recipe) -> Path:
-    """Return the folder of the run's states: as asked, else beside the output."""
     out = Path(recipe.out)
     return Path(recipe.checkpointing.folder) if recipe.checkpointing.folder else out.with_name(f"{out.name}.run")
 
 
 def check_run_folder(folder: Path, recipe: Recipe) -> None:
-    """Raise UserError where ``folder`` holds something else than a run of this recipe, or overlaps source or output."""
     for other, what in ((recipe.out, "output"), (recipe.source, "source")):
         path = Path(other).expanduser()
         if (what == "output" or path.exists()) and overlap(folder, path):
@@ -372,8 +367,6 @@ def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
 
 
 def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Teacher | None:
-    """Return the frozen original in its own precision, on a card without that in fp32; None where nothing is
-    distilled."""
     device = accelerator.device
     if recipe.distillation.weight == 0 and class_of(checkpoint.config).is_language_model:
         return None
@@ -388,7 +381,6 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Te
 
 
 def without_bf16(recipe: Recipe, device: torch.device) -> str:
-    """Return what a card without bf16 changes in a run, in a sentence."""
     name, _ = architecture(torch.cuda.get_device_capability(device))
     said = (
         f"{shown(device)} is {'a ' if name in ('Volta', 'Turing') else ''}{name} and has no bf16: the teacher is fp32"
@@ -397,7 +389,6 @@ def without_bf16(recipe: Recipe, device: torch.device) -> str:
 
 
 def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: Progress) -> None:
-    """Write the checkpoint that training begins with: the source in fp32, rescaled as far as that goes."""
     layout = resolve(checkpoint)
     plan = Plan(family=layout.family.name)
     if recipe.rescale:
@@ -494,7 +485,6 @@ def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -
 
 
 def is_enough(recipe: Recipe, report: Mapping[str, Any]) -> bool:
-    """Return whether the conversion of a start has all that a recipe asks for, by the report on it."""
     return report["proof"] == "certified" and recipe.is_met_by(report["certificate"]["headroom_bits"])
 
 
@@ -562,6 +552,5 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
 
 
 def start_outputs(folder: Path) -> dict[str, OfChannels]:
-    """Return by output the log2 of the factor by which the start of a run multiplies it, without those at 0."""
     file = folder / START_OUTPUTS
     return read_json(file, "factors of the start's outputs") if file.is_file() else {}

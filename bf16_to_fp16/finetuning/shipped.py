@@ -10,12 +10,10 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 
 
 def names() -> list[str]:
-    """Return the names of the shipped recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def recipe_text(name: str | None) -> str:
-    """Return the YAML of a shipped recipe; raise UserError, with the names that there are, for any other name."""
     if name not in names():
         said = "no recipe is named" if name is None else f"there is no recipe {shortened(name)!r}"
         raise UserError(f"{said}; choose {', '.join(names())}")

@@ -30,8 +30,6 @@ STUCK_STOP = 1000  # steps without progress after which the penalty will not com
 
 @dataclass
 class RunPosition:
-    """Where a run stands besides weights, optimizer and data: all of it is in every state."""
-
     step: int = 0
     tokens: int = 0
     phase: int = 0
@@ -45,8 +43,6 @@ class RunPosition:
 
 
 class Watch:
-    """Says where a run must go back and when it must end; its memory is ``detector`` and ``RunPosition``."""
-
     def __init__(
         self, recipe: Recipe, penalty: ActivationPenalty | None, states: RunFolder, progress: Progress
     ) -> None:
@@ -110,7 +106,6 @@ class Watch:
             )
 
     def _way_out(self) -> str:
-        """Say what of the recipe would keep the activations or gradients of fp16 steps finite, and is not set yet."""
         if not self.recipe.rescale:
             return "set rescale: true"
         if self.recipe.precision == ("fp16",):
@@ -118,7 +113,6 @@ class Watch:
         return "set precision: fp32"
 
     def _worst(self) -> str:
-        """Say which site is furthest past its target, if one is."""
         if self.penalty is None or not self.penalty.observations():
             return ""
         name, seen = self.penalty.worst()

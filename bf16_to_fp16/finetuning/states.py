@@ -40,7 +40,6 @@ class RunFolder:
         self.path = path
 
     def steps(self) -> list[int]:
-        """Return the steps of the whole states, in order."""
         if not self.path.is_dir():
             return []
         matches = (_NAME.match(entry.name) for entry in self.path.iterdir() if (entry / STATE).is_file())
@@ -94,7 +93,6 @@ class RunFolder:
             os.replace(work, place)
 
     def keep_only(self, steps: Collection[int]) -> None:
-        """Remove the weights of ``keep`` but those of some steps."""
         for place in set(self.path.glob("best-*")) - {self.best(step) for step in steps}:
             shutil.rmtree(place, ignore_errors=True)
 
@@ -116,7 +114,6 @@ class RunFolder:
 
 @contextmanager
 def on_a_disk(path: Path) -> Iterator[None]:
-    """Raise UserError where the block, which writes at ``path``, finds the disk full or failing."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -134,12 +131,10 @@ def on_a_disk(path: Path) -> Iterator[None]:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the weights of a state."""
     save_file(dict(tensors), folder / TENSORS)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return what ``write_tensors`` wrote; raises UserError for a file that is damaged."""
     try:
         return load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:
@@ -147,17 +142,14 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def damaged(file: Path) -> UserError:
-    """Return the error for a file of a state that cannot be read."""
     return UserError(f"{file}: cannot be read; remove {file.parent} to go on from the state before it")
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write tensors, numbers, texts, lists and dictionaries to the folder's state file."""
     torch.save(dict(state), folder / STATE)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return what ``write_state`` wrote; raises UserError for a file that is damaged or holds anything else."""
     try:
         state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise many kinds

@@ -53,9 +53,6 @@ CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "sourc
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run did: steps taken, input and target tokens seen, steps skipped, rewinds, evaluations in order, and the
-    step whose weights it returns."""
-
     steps: int
     tokens: int
     skipped: tuple[Mapping[str, Any], ...]
@@ -103,7 +100,6 @@ class Trainer:
         progress: Progress | None = None,
         log: RunLog | None = None,
     ) -> None:
-        """Prepare model, optimizer and penalties."""
         self.recipe, self.teacher, self.corpus = recipe, teacher, corpus
         self.progress, self.log = progress or Progress(quiet=True), log
         self.processes = Processes(accelerator)
@@ -210,7 +206,6 @@ class Trainer:
                 self.penalty.attach()
 
     def _step(self) -> dict[str, Any]:
-        """Take one optimizer step and return what was seen."""
         p, recipe = self.position, self.recipe
         batches = [next(self.training_batches) for _ in range(self.passes)]
         positions = self._total(sum(int(distillation.counted_positions(b).sum()) for b in batches))
@@ -390,7 +385,6 @@ class Trainer:
         return (task * (1 - share) if share < 1 else 0.0) + (kl * share if share > 0 else 0.0)
 
     def _finish_step(self, finite: bool) -> float:
-        """Step the optimizer where the gradient allows, and return its norm as ``_attempt`` does."""
         if self.processes.engine:
             norm = math.inf
             if finite:
@@ -435,7 +429,6 @@ class Trainer:
         self._save()
 
     def _choose_precision(self, fits: bool) -> None:
-        """Turn from bf16 to fp16 when it is time."""
         p, recipe = self.position, self.recipe
         if len(self.precisions) == 1 or p.phase == 1:
             return
@@ -499,7 +492,6 @@ class Trainer:
             self.log.rewind(steps[-1] if steps else -1)
 
     def _check_parts(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Raise UserError for a state of which other processes than these have the parts."""
         parts, here = state["parts"], self.processes.parts
         if parts != here:
             said = {n: "whole" if n is None else f"in {counted(n, 'part')} (ZeRO or FSDP)" for n in (parts, here)}

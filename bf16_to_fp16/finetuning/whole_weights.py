@@ -22,7 +22,6 @@ class WholeWeights:
     """
 
     def __init__(self, model: nn.Module, *, engine: bool = False) -> None:
-        """Look at ``model``; engine: DeepSpeed has its weights."""
         self.engine = engine
         self._named: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         self._named |= dict(model.named_buffers(remove_duplicate=False))
@@ -33,7 +32,6 @@ class WholeWeights:
         return bool(self._named[name].requires_grad)
 
     def read(self, name: str) -> Tensor:
-        """Return a weight whole, or the leaf that ``leaves`` has made of it."""
         weight = self._named[name]
         return self._leaves[id(weight)] if id(weight) in self._leaves else self._gathered(weight)
 
@@ -56,7 +54,6 @@ class WholeWeights:
                     self._put(weight, leaves[id(weight)].detach())
 
     def agreed(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the first process has, by which all then decide alike."""
         if not self.in_parts or not values:
             return dict(values)
         joined = torch.cat([x.flatten() for x in values.values()])

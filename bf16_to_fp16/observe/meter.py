@@ -58,7 +58,6 @@ class RangeObserver:
                     self.meters[path].take(meter)
 
     def ranges(self, others: Sequence[RangeObserver] = ()) -> Ranges:
-        """Return what it has seen together with others."""
         self.take(others)
         every = [_scores(observer.observer) for observer in (self, *others)]
         scores = {path: [each[path] for each in every if path in each] for path in self.attentions}
@@ -71,7 +70,6 @@ NormMeters = Mapping[str, "NormMeter"]
 
 @contextmanager
 def metering_norms(model: nn.Module) -> Iterator[NormMeters]:
-    """Meter what enters every norm of a ``model``, of any format, token by token."""
     meters = {path: NormMeter(module) for path, module in model.named_modules() if is_norm(module)}
     with ExitStack() as hooks:
         for path, meter in meters.items():
@@ -89,7 +87,6 @@ def norms_seen(runs: Sequence[NormMeters]) -> dict[str, NormRange]:
 
 
 def observe_ranges(model: nn.Module, batches: Sequence[Batch]) -> Ranges:
-    """Return what a ``RangeObserver`` sees of an fp32 ``model`` on ``batches``."""
     with torch.no_grad(), RangeObserver(model) as observer:
         for batch in batches:
             run_batch(model, batch)
@@ -127,7 +124,6 @@ class Scratch:
         self.used = Lock()
 
     def sum_of_squares(self, x: Tensor) -> Tensor:
-        """Return the sum of squares of each channel of an fp32 tensor [rows, channels]."""
         with self.used:
             if self.memory.numel() < x.numel():
                 self.memory = x.new_empty(x.numel())
@@ -154,8 +150,6 @@ class _Totals:
 
 
 class _Channels:
-    """Running per-channel maximum and sum of squares, the latter in float64 once there are two."""
-
     def __init__(self) -> None:
         self.rows = 0
         self.amax = self.squares = torch.zeros(0)
@@ -174,8 +168,6 @@ class _Channels:
 
 
 class NormMeter:
-    """What entered one norm: its forward pre-hook."""
-
     def __init__(self, module: nn.Module) -> None:
         self.centred = isinstance(module, nn.LayerNorm)
         self.rows = 0
@@ -200,7 +192,6 @@ class NormMeter:
             self.binades[step] += count
 
     def take(self, other: NormMeter) -> None:
-        """Take over what another meter of such a norm has seen."""
         self.rows += other.rows
         self.norm_max = max(self.norm_max, other.norm_max)
         self.binades.update(other.binades)
@@ -217,8 +208,6 @@ def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Meter:
-    """What one module took in and gave out: its forward hook."""
-
     def __init__(self, module: nn.Module, totals: _Totals) -> None:
         self.totals = totals
         self.input = _Channels()
@@ -238,7 +227,6 @@ class _Meter:
             self.output.add(self.totals.of(y))
 
     def take(self, other: _Meter) -> None:
-        """Take over what another meter of such a module has seen."""
         self.input.add(other.input)
         self.output.add(other.output)
         other.input, other.output = _Channels(), _Channels()

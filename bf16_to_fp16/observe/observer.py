@@ -30,8 +30,6 @@ _CUBED = {"pow", "mul", "add", "tanh"}  # operations of which a cube and its way
 
 @dataclass(slots=True)
 class _Operator:
-    """What the observer needs to know of one ATen operator, looked up once."""
-
     name: str
     view: bool
     inplace: bool
@@ -46,8 +44,6 @@ class _Operator:
 
 @dataclass(slots=True)
 class _Frame(Call):
-    """One call of one module, with the sites of its path."""
-
     sites: dict[tuple[str, int, torch.dtype], Site] = field(default_factory=dict)
     measured: bool = True
     unseen: bool = False  # whether a row of its weights sees no position and is NaN
@@ -55,7 +51,6 @@ class _Frame(Call):
     """Sites with so many NaN of such rows, and at which output."""
 
     def site(self, name: str, count: int, dtype: torch.dtype, order: int) -> Site:
-        """Return the site of an operation's run of this number; order: of its first output."""
         site = self.sites.get((name, count, dtype))
         if site is None:
             limit = FP16_MAX if dtype == torch.float16 else None
@@ -150,7 +145,6 @@ class SiteObserver(TorchDispatchMode):
             site.pending_nonfinite = site.pending_saturated = 0
 
     def sites(self) -> list[Site]:
-        """Return the sites in the order of their modules."""
         return [site for sites in self._sites.values() for site in sites.values()]
 
     def from_scores_on(self) -> dict[str, dict[str, float]]:
@@ -212,7 +206,6 @@ class SiteObserver(TorchDispatchMode):
             self._by_sequence[number] = name
 
     def _see(self, operator: _Operator, args: Any, kwargs: dict[str, Any] | None, out: Tensor, index: int) -> None:
-        """Measure an operation's output number ``index``."""
         constant = operator.factory or origins.only_constants(args)
         if constant:
             origins.set_origin(out, origins.of_constants((*args, *(kwargs or {}).values())))
@@ -346,7 +339,6 @@ def _describe(func: Any) -> _Operator:
 
 
 def _name(operator: _Operator, args: Any, frame: _Frame, index: int, *, constant: bool, backward: bool) -> str:
-    """Name an operation's output number ``index``, for the site of its module."""
     frame.after_softmax |= operator.softmax
     if constant:
         # Kept apart, so that a layer that builds a mask numbers its other operations like one that does not.
@@ -368,7 +360,6 @@ def _extremes(x: Tensor) -> tuple[float, float]:
 
 
 def _note(site: Site, out: Tensor, low: float, high: float, pending: bool = False) -> None:
-    """Count what is not finite or saturated in an output that holds something large."""
     amax = max(high, -low)
     half = out.dtype == torch.float16
     if math.isfinite(amax) and not (half and amax >= SATURATED_FROM):

@@ -59,13 +59,11 @@ class Origin:
 
 
 def origin_of(tensor: Any) -> Origin | None:
-    """Return what is known of where a tensor (or another operand) comes from."""
     origin: Origin | None = getattr(tensor, _ORIGIN, None)
     return origin
 
 
 def set_origin(tensor: Tensor, origin: Origin | None) -> None:
-    """Note on a tensor where it comes from."""
     setattr(tensor, _ORIGIN, origin)
 
 
@@ -83,7 +81,6 @@ def only_constants(args: Iterable[Any]) -> bool:
 
 
 def of_constants(operands: Iterable[Any]) -> Origin:
-    """Return the origin of what is made of numbers and constants."""
     return Origin(constant=True, least=_least(operands))
 
 

@@ -32,7 +32,6 @@ class _Point:
 
 
 def points_of(sublayer: FeedForward) -> list[_Point]:
-    """Return the sites of a feed-forward: its linears, and the product that its gate makes."""
     points = [_Point(sublayer.linear, sublayer.linear, False, sublayer.linear)]
     if sublayer.gate:
         points += [
@@ -129,7 +128,6 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -
 
 
 def _scores(values: dict[str, Tensor], layout: Layout, sublayer: Attention) -> Any:
-    """A hook that makes an attention's scores again of the queries and keys that were found."""
     heads = layout.heads(sublayer), layout.kv_heads(sublayer)
 
     def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -179,8 +177,6 @@ def _handed_out(values: dict[str, Tensor], layout: Layout, sublayer: Experts, ta
 
 
 def _further(values: dict[str, Tensor], name: str) -> Any:
-    """A hook of what a module gives when it runs for more positions of one forward."""
-
     def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Tensor) -> None:
         values[name] = torch.cat([values[name], output], 1) if name in values else output
 
@@ -188,8 +184,6 @@ def _further(values: dict[str, Tensor], name: str) -> Any:
 
 
 def _forgetting(values: dict[str, Tensor], *names: str) -> Any:
-    """A hook before a module that forgets what an earlier forward gave."""
-
     def hook(module: nn.Module, inputs: Any) -> None:
         for name in names:
             values.pop(name, None)

@@ -40,7 +40,6 @@ class Site:
     pending_saturated: int = 0
 
     def take(self, later: Site) -> None:
-        """Take over what the same site of a later run has seen."""
         if later.nonfinite and not self.nonfinite:
             self.order = later.order
         self.amax = max(self.amax, later.amax)
@@ -54,7 +53,6 @@ class Site:
 
     @property
     def headroom_bits(self) -> float | None:
-        """log2(limit / amax), None where there is no limit."""
         return None if self.limit is None else headroom_bits(self.amax, self.limit)
 
 
@@ -76,15 +74,12 @@ def sites_of_all(runs: Iterable[Iterable[Site]]) -> list[Site]:
 
 @dataclass(slots=True)
 class Call:
-    """One call of one module: its path, whether it is a linear, and how often each operation has run in it."""
-
     path: str
     linear: bool
     counts: dict[str, int] = field(default_factory=dict)
     after_softmax: bool = False
 
     def count(self, name: str) -> int:
-        """Count an operation, and return how often it has run."""
         self.counts[name] = self.counts.get(name, 0) + 1
         return self.counts[name]
 

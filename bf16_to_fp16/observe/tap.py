@@ -51,8 +51,6 @@ _COMPILED = "a compiled model hides its operations; use the model without torch.
 
 @dataclass(slots=True)
 class _Function:
-    """What the tap needs to know of one Python-level function, looked up once."""
-
     name: str
     moving: bool
     keeping_shape: bool
@@ -76,8 +74,6 @@ class _Call(Call):
 
 
 class _TapMode(TorchFunctionMode):
-    """Passes every call of a Python-level torch function to its tap."""
-
     def __init__(self, tap: Tap) -> None:
         super().__init__()
         self.tap = tap
@@ -282,7 +278,6 @@ class Tap:
                 self._hand_over(full, args[0], _itself)
 
     def _see_masked(self, call: _Call, function: _Function, args: tuple[Any, ...], masked: Tensor) -> None:
-        """Hand over what the mask that is added to scores must add at least."""
         scores = None if function.inplace else origins.scores_of_mask(args)
         if scores is None:
             call.hidden = masked

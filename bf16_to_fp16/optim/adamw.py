@@ -56,7 +56,6 @@ def _sizes(device: torch.device, compiled: bool) -> _Sizes:
 
 
 def _coefficients(group: dict[str, Any], step: int, unscale: float, device: torch.device) -> Tensor:
-    """Return the scalars of a step in fp32, in the order in which ``_update`` takes them."""
     lr, (beta1, beta2), weight_decay = float(group["lr"]), group["betas"], group["weight_decay"]
     root = math.sqrt(1 - beta2**step)
     rate = lr * root / (1 - beta1**step)
@@ -127,8 +126,6 @@ def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[
 
 
 class _Piece(NamedTuple):
-    """Views of consecutive elements, and the key of the first one's random bits."""
-
     tensors: _Tensors
     key: tuple[int, int, int]
 
@@ -182,7 +179,6 @@ def _pieces(
 
 
 def _packs(pieces: Iterable[_Piece], sizes: _Sizes) -> Iterator[list[_Piece]]:
-    """Put short pieces of one kind together, up to a pack's size."""
     packs: dict[Any, list[_Piece]] = {}
     filled: dict[Any, int] = {}
     for piece in pieces:
@@ -226,7 +222,6 @@ def _kernel(tensors: _Tensors, group: dict[str, Any], compiles: bool) -> Callabl
 
 
 def _advance(pieces: Sequence[_Piece], group: dict[str, Any], step: int, unscale: float, compiles: bool) -> None:
-    """Step pieces that are on one device and whose step has one number."""
     if not pieces:
         return
     device = pieces[0].tensors[0].device
@@ -283,7 +278,6 @@ class AdamW(Optimizer):
             raise UserError(f"AdamW: {str(error).splitlines()[0]}") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, whose random bits follow from its place after the others."""
         super().add_param_group(param_group)
         try:
             _check(self.param_groups[-1])
@@ -384,12 +378,10 @@ def _restored(name: str, saved: Tensor, parameter: Tensor, group: dict[str, Any]
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the tensor, or this rank's part of a DTensor, outside autograd."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return ``local`` distributed as the parameter is."""
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -403,7 +395,6 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Return the local gradient of a parameter that has one."""
     grad = parameter.grad
     assert grad is not None
     if grad.layout != torch.strided:

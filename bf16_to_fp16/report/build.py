@@ -81,14 +81,11 @@ class Decided:
 
     @property
     def signals(self) -> list[schema.SignalEntry]:
-        """What signals reached in the source and reach after the plan, none where nothing was observed."""
         return [] if self.of_source is None else signals_of(self.layout, self.plan, self.of_source, self.ranges)
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What was written: the weights, and the names of the other files of the source, carried over or left out."""
-
     written: Written
     carried: list[str]
     left_out: list[str]
@@ -183,8 +180,6 @@ def build(
 
 
 def moved_by(layout: Layout, plan: Plan) -> schema.MovedEntry:
-    """Return which weights ``plan`` multiplies by one power of two as a whole, by names that have the same
-    everywhere."""
     linears = {
         path
         for each in layout.topology
@@ -209,7 +204,6 @@ def moved_by(layout: Layout, plan: Plan) -> schema.MovedEntry:
 
 
 def outputs_of(factors: Mapping[str, OfChannels], errors: Mapping[str, OutputError]) -> dict[str, schema.OutputEntry]:
-    """Return the entries of a report on every output; errors: of those that were compared."""
     seen = {name: asdict(error) for name, error in errors.items()}
     return {name: schema.OutputEntry(factor_log2=factor, **seen.get(name, {})) for name, factor in factors.items()}
 
@@ -228,13 +222,11 @@ def other_outputs(outputs: Mapping[str, schema.OutputEntry], *, drifts: bool, ra
 
 
 def inexact_of(edits: Sequence[Edit]) -> dict[str, Any]:
-    """Return the key of a report that lists edits; a report without any has none."""
     entries = [{key: value for key, value in asdict(edit).items() if key != "signal"} for edit in edits]
     return {"inexact": [schema.InexactEntry(**entry) for entry in entries]} if entries else {}
 
 
 def descended(report: schema.Report, lineage: schema.Lineage, kept: Fidelity | None) -> schema.Report:
-    """Return the report of a checkpoint that was trained, with where it comes from and what the output keeps of it."""
     given = {name: getattr(lineage.source, name) for name in lineage.source.model_fields_set}
     source = report.source.model_copy(update=given)
     run = lineage.finetune if kept is None else lineage.finetune.model_copy(update={"fidelity": kept})
@@ -246,7 +238,6 @@ def descended(report: schema.Report, lineage: schema.Lineage, kept: Fidelity | N
 
 
 def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> schema.Report:
-    """Return the report with further files in its list, as ``checkpoint.folder.records`` returns them."""
     files = [*report.output.files, *(schema.FileEntry(**record) for record in records)]
     return report.model_copy(update={"output": schema.Output(files=files)})
 
@@ -283,7 +274,6 @@ def bits_lost(planned: Planned, layout: Layout) -> float:
 
 
 def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned | None) -> list[schema.UnprovenEntry]:
-    """Return the sites whose bound passes its limit, the worst first, each with the reason and the remedy."""
     fallbacks = {f.signal: f for f in planned.fallbacks} if planned else {}
     # A site is what its module gives.
     points = [(point, signal.name) for signal in layout.signals.values() for point in signal.seen]
@@ -338,7 +328,6 @@ def is_exact(
 
 
 def cost_of(edits: Sequence[Edit | schema.InexactEntry]) -> float:
-    """Return the divergence that edits make, as measured one by one."""
     return sum(edit.measured or 0.0 for edit in edits)
 
 
@@ -377,7 +366,6 @@ def bits_between(error: float, other: float) -> float:
 
 
 def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rewritten) -> schema.Source:
-    """Return where the weights came from and what ``undo`` needs to bring them back."""
     dtypes = {t.name: checkpoint.tensors[t.source].dtype for t in layout.tensors.values() if t.source is not None}
     main = max(sorted(set(dtypes.values())), key=list(dtypes.values()).count)
     created = made_of(layout)
@@ -401,12 +389,10 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
 
 
 def config_of_source(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the config that lies beside the weights, whichever class they are read as."""
     return checkpoint.config if checkpoint.own_folder is None else read_config(checkpoint.own_folder)
 
 
 def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[str, str]:
-    """Return the SHA-256 of the source's files besides its weights: config, index, and what was carried over."""
     names = {"config.json", INDEX, *carried}
     hashes = {}
     for name in sorted(names):
@@ -419,7 +405,6 @@ def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[st
 
 
 def replaced_by(layout: Layout, plan: Plan, checkpoint: Checkpoint) -> dict[str, schema.Original]:
-    """Return the tensors of the source, by name, in place of which a plan writes others."""
     originals = {}
     for name in centred_tensors(layout, plan.centred_keys):
         values = bytes_of(checkpoint.read(str(layout.tensors[name].source)))
@@ -429,12 +414,10 @@ def replaced_by(layout: Layout, plan: Plan, checkpoint: Checkpoint) -> dict[str,
 
 
 def made_of(layout: Layout) -> list[str]:
-    """Return the tensors of a layout that its source does not store, made from others or generated."""
     return [t.name for t in layout.tensors.values() if t.source not in (t.name, *layout.family.copies)]
 
 
 def weight_counts(layout: Layout, plan: Plan, written: Written) -> schema.WeightsEntry:
-    """Return how the weights came through, counted over the tensors that the source stores and the plan keeps."""
     left_out = {*made_of(layout), *centred_tensors(layout, plan.centred_keys)}
     stats = [s for name, s in written.stats.items() if name not in left_out]
     elements, nonzero = sum(s.elements for s in stats), sum(s.nonzero for s in stats)
@@ -499,7 +482,6 @@ def signals_of(
 
 
 def passed_limit(violation: Violation) -> schema.UnsafeEntry:
-    """Return a limit that the plan cannot hold as an entry of the report."""
     return schema.UnsafeEntry(
         signal=violation.signal,
         kind="limit",
@@ -510,7 +492,6 @@ def passed_limit(violation: Violation) -> schema.UnsafeEntry:
 
 
 def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
-    """Return why a kind of site is not proven after rescaling, and the remedy; ``fallback``: of its signal."""
     if not traits(kind).movable:
         return remedies.UNMOVED, remedies.PENALTY
     if fallback is not None and not fallback.impossible:

@@ -40,7 +40,6 @@ OTHER_FORMATS = frozenset(
 
 
 def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
-    """Write the model card of a conversion to ``path``, UTF-8."""
     path.write_text(render_card(report, config), encoding="utf-8", newline="\n")
 
 
@@ -73,7 +72,6 @@ def warned(card: str, report: Report) -> str:
 
 
 def task_of(stock: StockClass | None) -> str:
-    """Return the Hub's name for what models of a class do."""
     if stock is not None and stock.auto == "AutoModelForImageTextToText":
         return "image-text-to-text"
     if stock is None or stock.is_language_model:
@@ -118,8 +116,6 @@ def eval_results(report: Report, stock: StockClass | None, task: str | None) -> 
 
 
 def plan_in_full(plan: Plan) -> str:
-    """Return a plan as YAML, channels by their exponents, without those at 0; empty where too long for a card."""
-
     def shown(exponent: int | Sequence[int]) -> object:
         if isinstance(exponent, int):
             return exponent
@@ -177,7 +173,6 @@ def front_matter(folder: Path) -> dict[str, Any]:
 
 
 def card_text(report: Report, architecture: str, *, licensed: bool, languages: bool = True) -> str:
-    """Return the Markdown of the card of a checkpoint of the class ``architecture``."""
     run, plan, carried = report.finetune, report.plan, report.source.carried_over
     assert plan is not None  # a card is of a conversion
     return (

@@ -41,12 +41,10 @@ REGIME_MEANINGS = {
 
 
 def for_target(report: schema.Report | answers.Verification) -> str:
-    """Return in which arithmetic its bounds are, " with norms in fp16"; empty where it does not say."""
     return f" {where(report.target)}" if report.target else ""
 
 
 def where(target: str) -> str:
-    """Return the arithmetic of a target in words, empty for none; a report may name one that is not known."""
     return WHERE.get(target, f"for {target}") if target else ""
 
 
@@ -72,7 +70,6 @@ def by_proof(report: schema.Report) -> list[tuple[str, float]]:
 
 
 def any_input(report: schema.Report) -> str:
-    """Return how far below the limit any input stays by a certificate that holds, for each arithmetic, in words."""
     return "; ".join(f"{place} {below_limit(bits)}" for place, bits in by_proof(report))
 
 
@@ -80,7 +77,6 @@ PROVEN = "proven; a proof needs no margin"
 
 
 def measured_on(report: schema.Report) -> str:
-    """Return on which devices and inputs a report's figures were measured; empty where nothing was run."""
     ran = report.environment.devices
     devices = list(dict.fromkeys(name for names in ran.values() for name in names)) or [report.environment.device or ""]
     if not report.regimes or report.inputs is None or not any(devices):
@@ -112,13 +108,11 @@ def closeness(report: schema.Report) -> tuple[str, str]:
 
 
 def measure_of(report: schema.Report) -> str:
-    """Return what distances from the source are measured by: "KL", of states "relative squared error"."""
     close = report.fidelity
     return "KL" if close is None or close.measure == "kl" else close.measure
 
 
 def drift_of(report: schema.Report) -> str:
-    """Return what distances from the source beside a plan's drift are of, in words; empty without a plan."""
     plan = report.plan
     if plan is None:
         return ""
@@ -126,7 +120,6 @@ def drift_of(report: schema.Report) -> str:
 
 
 def held_eps(report: schema.Report) -> str:
-    """Return what it costs that norms keep the source's eps, in words; empty where they do not."""
     plan, close = report.plan, report.fidelity
     if plan is None or not plan.eps_held:
         return ""
@@ -143,7 +136,6 @@ def distinct(signals: Sequence[schema.SignalEntry]) -> list[schema.SignalEntry]:
 
 
 def by_design(site: schema.SiteEntry) -> str:
-    """Return why what is inf or masked at a site is harmless; empty where something broke there."""
     return "" if site.broken else site.benign or ""
 
 
@@ -168,7 +160,6 @@ KINDS = {
 
 
 def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[Distance]]:
-    """Return how the distance of a finetune's result from the original is measured, its unit, and the distances."""
     close = run.fidelity
     kl = close is None or close.measure == "kl"
     what, unit = ("KL", " nats per token") if close is None or kl else (close.measure, "")
@@ -202,7 +193,6 @@ def furthest(run: schema.FinetuneEntry) -> str:
 
 
 def moved_by(run: schema.FinetuneEntry) -> str:
-    """Return in a sentence how far a finetune moved the function from the original's."""
     what, unit, measured = distances(run)
     if not measured:
         return "how far the result is from the original was not measured"
@@ -212,13 +202,11 @@ def moved_by(run: schema.FinetuneEntry) -> str:
 
 
 def carried_over(weights: schema.WeightsEntry, dtype: str | None) -> str:
-    """Return which share of the weights kept every bit; dtype: of the source, F32 having digits beyond fp16's."""
     share = percent(weights.lossless_fraction)
     return f"{share}; the others are rounded to fp16's 11 significant bits, of fp32's 24" if dtype == "F32" else share
 
 
 def found_by(report: schema.Report) -> str:
-    """Return what the worst values were found by, in words; empty where nothing was run."""
     attack, half = report.attack, "half" in report.regimes
     if attack is not None:
         return f"{counted(attack.steps, 'step')} of gradient search" + (" and the probe" if half else "")
@@ -247,13 +235,11 @@ def every_input(report: schema.Report, *, length: bool = False) -> str:
 
 
 def tower_of(family: str | None) -> str:
-    """Return in words what brings its outputs into models of the family of this name, "" for nothing."""
     known = named(family)
     return "" if known is None or known.projector is None else "vision tower"
 
 
 def tower_advice(report: schema.Report) -> tuple[str, str]:
-    """Return what the bounds say of a model inside a model, and what they do not; both empty where there is none."""
     if not (tower := tower_of(report.family)):
         return "", ""
     seen = report.regimes and report.inputs and any(entry.kind == IMAGE for entry in report.inputs.batches)
@@ -268,13 +254,11 @@ def tower_advice(report: schema.Report) -> tuple[str, str]:
 
 
 def has_blind_padding(family: str | None) -> bool:
-    """Return whether padding may see no position in models of the family of this name."""
     known_family = named(family)
     return known_family is not None and known_family.blind_padding
 
 
 def padding_advice(report: schema.Report) -> str:
-    """Return what stock code does to padded rows in fp16, and what to do; empty where nothing."""
     title = "the stock class" if (family := named(report.family)) is None else f"stock {family.title}"
     if report.padding == 0:
         if not has_blind_padding(report.family):
@@ -337,12 +321,10 @@ STANDINGS = {"safe": "safe", "short": "safe, but short", "unsafe": "unsafe"}
 
 
 def standing(report: schema.Report) -> str:
-    """Return the key of ``STANDINGS`` that a report has."""
     return "safe" if report.safe else "short" if report.short else "unsafe"
 
 
 def verdict_sentence(report: schema.Report) -> str:
-    """Return the verdict in one sentence, with what it rests on, and a second on padding where it depends on that."""
     asides = (unmet_target(report) if report.safe else "", inexactness(report), padding_advice(report))
     further = [f"{said[:1].upper()}{said[1:]}." for said in asides if said]
     return " ".join([_verdict(report), *further])
@@ -353,7 +335,6 @@ OF_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
 def scaled_outputs(report: schema.Report) -> str:
-    """Return how to get the source's outputs from the scaled ones, and which not to read; empty for neither."""
     by_factor: dict[int, list[str]] = {}
     others = unreadable(report)
     for name, entry in report.outputs.items():
@@ -375,7 +356,6 @@ def scaled_outputs(report: schema.Report) -> str:
 
 
 def unreadable(report: schema.Report) -> dict[str, str]:
-    """Return what is said of each output that is given on request alone and that rounding does not explain."""
     found = {}
     for name, entry in report.outputs.items():
         if entry.error is None or not on_request(name, report.outputs):
@@ -388,8 +368,6 @@ def unreadable(report: schema.Report) -> dict[str, str]:
 
 
 def other_class(report: schema.Report) -> str:
-    """Return what a checkpoint that was converted for another class than its source's must not be loaded as, in words;
-    empty for others."""
     before, after = report.source.class_in("before"), report.source.class_in("after")
     factor = report.outputs[LAST].factor_log2 if LAST in report.outputs else 0
     if not before or not after or factor:
@@ -404,7 +382,6 @@ def giving_states(report: schema.Report) -> str:
 
 
 def inexactness(report: schema.Report) -> str:
-    """Return how far edits take the function from the source's, in words; empty where there are none."""
     close = report.fidelity
     if not report.inexact or close is None or close.kl_fp16 is None:
         return ""
@@ -415,14 +392,12 @@ def inexactness(report: schema.Report) -> str:
 
 
 def centred_rows(report: schema.Report) -> list[tuple[str, str]]:
-    """Return what a plan centres, as a pair of what and how; nothing where it centres nothing."""
     number = 0 if report.plan is None else len(report.plan.centred_keys)
     said = f"key or position biases of {counted(number, 'attention')}, less what a softmax ignores"
     return [("centred", said)] if number else []
 
 
 def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
-    """Return the edits of a plan, ``most`` of them, as pairs of what and how, the dearest first."""
     dearest = sorted(report.inexact, key=lambda edit: -(edit.measured or edit.predicted or 0.0))
     rows = []
     for edit in dearest[:most]:
@@ -463,12 +438,10 @@ def _verdict(report: schema.Report) -> str:
 
 
 def missed(report: schema.Report) -> str:
-    """Return what was asked of a finetune and not delivered, in words; empty where nothing was."""
     return "; ".join(entry.reason for entry in report.unsafe if entry.kind == "goal")
 
 
 def passed(report: schema.Report) -> str:
-    """Return what makes a report unsafe in which nothing overflowed, in words."""
     kinds = {entry.kind: entry for entry in reversed(report.unsafe)}
     if (inexact := kinds.get("inexact")) is not None:
         return inexact.reason
@@ -480,7 +453,6 @@ def passed(report: schema.Report) -> str:
 
 
 def broken_by_search(report: schema.Report) -> str:
-    """Return what a gradient search drove past its limit, in words; empty where it found nothing."""
     if report.attack is None or (site := attack_breaks(report)) is None:
         return ""
     overflowing = [entry for entry in report.unsafe if entry.kind == "found"]
@@ -494,7 +466,6 @@ def broken_by_search(report: schema.Report) -> str:
 
 
 def first_broken(regime: schema.RegimeEntry) -> str | None:
-    """Return the name of the site where a regime breaks first, None where it does not."""
     return next((site.name for site in regime.broken_sites), None)
 
 
@@ -516,8 +487,6 @@ def unmet_target(report: schema.Report | answers.Verification) -> str:
 
 
 def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
-    """Return of every class of runtimes its title, its arithmetic, whether the checkpoint is safe there, and which they
-    are."""
     rows, proven = [], f"for {every_input(report)}"
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
@@ -528,13 +497,11 @@ def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
 
 
 def least_precise(report: schema.Report) -> schema.PrecisionEntry | None:
-    """Return the norm at which the residual stream keeps the fewest bits, None where the report has none."""
     rows = [row for row in report.precision if not math.isnan(row.bits)]
     return min(rows, key=lambda row: row.bits, default=None)
 
 
 def gradients_in_words(report: schema.Report) -> str:
-    """Return what the backward pass showed under fp16 AMP; empty where none ran."""
     amp = report.regimes.get("amp")
     if amp is None or (seen := amp.gradients) is None:
         return ""
@@ -554,7 +521,6 @@ def gradients_in_words(report: schema.Report) -> str:
 
 
 def attack_breaks(report: schema.Report) -> schema.AttackedSite | None:
-    """Return the site that an attack drove furthest past its limit, None where it passed none or none ran."""
     sites = report.attack.sites if report.attack is not None else ()
     worst = min(sites, key=lambda site: site.headroom_bits, default=None)
     return worst if worst is not None and (worst.headroom_bits < 0 or infinite(worst.worst)) else None

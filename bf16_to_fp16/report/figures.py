@@ -28,8 +28,6 @@ from .schema import BoundEntry, CertificateEntry, SignalEntry, SiteEntry
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a picture: its name, its CSS class, and how it is drawn where colours fail."""
-
     name: str
     css: str
     marker: str
@@ -37,7 +35,6 @@ class Series:
 
 
 def _called(names: str) -> str:
-    """Return what all families call an output, each name once."""
     return ", ".join(dict.fromkeys(name for family in FAMILIES for name in getattr(roles_of(family), names)))
 
 
@@ -72,8 +69,6 @@ class Point:
 
 @dataclass(frozen=True)
 class Picture:
-    """The picture of one stack: its name, the SVG, what it shows in words, and whether it takes the page's width."""
-
     stack: str
     svg: Markup
     words: str
@@ -81,12 +76,10 @@ class Picture:
 
 
 def axis(values: Sequence[float]) -> tuple[int, int]:
-    """Return the ends of an axis that holds positive values and fp16's limit, as powers of two."""
     return min(0, math.floor(math.log2(min(values)))), max(18, math.ceil(math.log2(max(values))) + 1)
 
 
 def pictures(signals: Sequence[SignalEntry]) -> list[Picture]:
-    """Return a picture of each stack that has signals: max |x| before and after on a log2 axis against 65504."""
     stacks = {name: points(signals, name) for name in STACKS}
     shown = [v for ps in stacks.values() for p in ps for v in (p.before, p.after)]
     result: list[Picture] = []
@@ -131,7 +124,6 @@ def points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
 
 
 def signal_series(s: SignalEntry) -> Series | None:
-    """Return the line that a signal belongs to, None for one that the picture leaves out."""
     if s.kind == "logits":
         return SCORES
     if s.block is None:
@@ -146,7 +138,6 @@ def signal_series(s: SignalEntry) -> Series | None:
 
 
 def before_after_in_words(shown: Iterable[Point], stack: str, signals: Iterable[SignalEntry]) -> str:
-    """Return what a picture shows in a sentence, and which signal of its stack was larger than all that are drawn."""
     before, after = (max(getattr(p, side) for p in shown) for side in ("before", "after"))
     words = (
         f"{stack}: the largest value is {magnitude(before)} before and {magnitude(after)} after; the limit is 65,504"
@@ -196,7 +187,6 @@ def drawn(into: list[Picture], stack: str, ends: tuple[int, int], words: str, *,
 
 
 def themed(svg: str, words: str) -> Markup:
-    """Return an SVG of matplotlib for use inside HTML: colours as CSS variables, sized by the page, described."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     for placeholder, variable in _VARIABLES.items():
@@ -253,7 +243,6 @@ class Bracket:
 
 
 def brackets(sites: Sequence[BoundEntry], stack: str) -> list[Bracket]:
-    """Return the brackets of one stack from a certificate's sites, by kind and block."""
     gated = any(site.kind == SiteKind.PRODUCT for site in sites)
     merged: dict[tuple[Series, int | None], Bracket] = {}
     for site in sites:
@@ -275,7 +264,6 @@ def brackets(sites: Sequence[BoundEntry], stack: str) -> list[Bracket]:
 
 
 def bracket_series(site: BoundEntry, gated: bool) -> Series | None:
-    """Return the line of a site, None for one that is left out; gated, the product stands for what is activated."""
     line = traits(site.kind).line
     if gated and site.kind == SiteKind.ACTIVATION:
         return None
@@ -285,7 +273,6 @@ def bracket_series(site: BoundEntry, gated: bool) -> Series | None:
 
 
 def bracket_pictures(certificate: CertificateEntry) -> list[Picture]:
-    """Return a picture of each stack that the certificate bounds: per block and kind of signal a bracket."""
     stacks = {name: brackets(certificate.sites, name) for name in STACKS}
     shown = [v for bs in stacks.values() for b in bs for v in (b.found, b.bound, b.partial) if v and known(v)]
     if not shown:
@@ -300,7 +287,6 @@ def bracket_pictures(certificate: CertificateEntry) -> list[Picture]:
 
 
 def bracket_in_words(shown: Sequence[Bracket], stack: str, sites: Sequence[BoundEntry]) -> str:
-    """Return what a picture of brackets shows in a sentence, and which larger bound of its stack is not drawn."""
     top, worst = max(b.bound for b in shown), max((b.found for b in shown if b.found is not None), default=None)
     reached = "" if worst is None else "overflows" if math.isinf(worst) else f"is {magnitude(worst)}"
     said = f"the largest value found {reached}, " if reached else ""
@@ -346,5 +332,4 @@ def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, end
 
 
 def across(rows: Iterable[Sequence[float]], width: int = 2) -> list[list[float]]:
-    """Return rows as the ``width`` lists that a plot takes."""
     return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(width)]

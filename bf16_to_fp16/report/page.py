@@ -21,12 +21,10 @@ from .text import changes_text, results_text
 
 
 def write_page(path: Path, report: Report) -> None:
-    """Write the report of a conversion or an audit to ``path`` as one self-contained HTML file, UTF-8, under 2 MB."""
     path.write_text(render(report), encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def render(report: Report) -> str:
-    """Return the page; parts that the report lacks (an audit has no plan, a replayed plan no signals) are left out."""
     # Where the most is fp16.
     widest = "half" if "half" in report.regimes else next(iter(report.regimes), "")
     alone = bool(widest) and not report.signals and report.certificate is None
@@ -51,7 +49,6 @@ def render(report: Report) -> str:
 
 
 def provenance(report: Report) -> list[tuple[str, str]]:
-    """Return what a report was made from and with, as pairs of what and how."""
     source, made_with = report.source, report.environment
     rows = [
         ("source", source.path),
@@ -67,7 +64,6 @@ def provenance(report: Report) -> list[tuple[str, str]]:
 
 @cache
 def environment() -> Environment:
-    """Return the environment of the page: everything escaped, an unknown name is an error."""
     loader = PackageLoader("bf16_to_fp16.report")
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {"breakable": breakable, "with_command": with_command, "as_html": as_html}
@@ -86,6 +82,5 @@ def breakable(name: object) -> Markup:
 
 
 def with_command(said: str) -> Markup:
-    """Return a sentence, escaped, in which a command behind its last words, "…: ", stands as code."""
     words, colon, command = said.partition(": ")
     return Markup("{}: <code>{}</code>").format(words, command) if colon else escape(said)

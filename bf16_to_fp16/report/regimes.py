@@ -12,14 +12,12 @@ from .tiers import judged_tiers
 
 
 def regimes_of(results: Mapping[str, RegimeResult]) -> dict[str, schema.RegimeEntry]:
-    """Return what an audit showed as entries of a report."""
     return {name: schema.RegimeEntry.model_validate(result.to_json()) for name, result in results.items()}
 
 
 def tiers_of(
     layout: Layout, certified: Mapping[str, bool], regimes: Mapping[str, RegimeResult]
 ) -> dict[str, schema.TierEntry]:
-    """Return the tiers of a checkpoint that was bounded and, where there are ``regimes``, run."""
     if "half" not in regimes:
         return judged_tiers(certified)
     half = regimes["half"]

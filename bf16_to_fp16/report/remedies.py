@@ -58,12 +58,10 @@ UNSAFE_BY_REPORT = f"finetune it, or {STAY}"
 
 
 def sinks(least: float) -> str:
-    """Return why a tier that squares the stream in fp16 does not hold where a token's mean square is so small."""
     return f"{SINKING}{least:.2g}, where fp16 squares vanish"
 
 
 def swells(most: float) -> str:
-    """Return why a tier that squares the stream in fp16 does not hold where a token's squares are so large."""
     return f"{SWELLING}{most:.2g}, which fp16 cannot hold"
 
 
@@ -99,8 +97,6 @@ def inexact(
 
 
 def other_output(name: str, *, drifts: bool, ran: bool) -> UnsafeEntry:
-    """Return an output that is not the source's times its factor as an entry of the report; drifts: whether a drift or
-    edits may be why. ran: as in ``inexact``."""
     remedy = A_BUG if not drifts else INEXACT if ran else INEXACT_BY_BOUNDS
     return UnsafeEntry(signal=name, kind="inexact", reason=OTHER_OUTPUT, remedy=remedy)
 
@@ -163,8 +159,6 @@ def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEn
 
 
 def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> list[UnprovenEntry]:
-    """Return the sites whose bound passes its limit, the worst first; converted: as in ``unsafe_sites``."""
-
     why = {
         Remedy.RESCALE: (OVER, PENALTY if converted else CONVERT),
         Remedy.EDIT: (NOTHING_MOVES, PENALTY if converted else EDITED_BY_CONVERT),
@@ -174,7 +168,6 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
 
 
 def unproven(site: BoundEntry | Bound, reason: str, remedy: str) -> UnprovenEntry:
-    """Return a site whose bound passes its limit as an entry of the report."""
     return UnprovenEntry(
         name=site.name,
         bound=site.largest,
@@ -186,8 +179,6 @@ def unproven(site: BoundEntry | Bound, reason: str, remedy: str) -> UnprovenEntr
 
 
 def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Report:
-    """Return the report of a finetune that ended unsafe or ``missed`` goals, with ``remedy`` for another finetune."""
-
     def helped(told: str) -> str:
         return remedy if FINETUNE in told else told
 
@@ -208,8 +199,6 @@ def going_on_from(
     subfolder: str | None = None,
     target: str | None = None,
 ) -> str:
-    """Return how to go on with a checkpoint that was found unsafe, in ``regimes`` or, where nothing was run, by its
-    bounds; ``source``, ``subfolder``, ``target``: as the command takes them."""
     below = {"subfolder": subfolder, "target": None if target == TIERS[0].target else target}
     if converted:
         clean = [name for name, regime in regimes.items() if not regime.broken]

@@ -21,6 +21,5 @@ class Result(dict[str, Any]):
 
 
 def fragment(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
-    """Return a line and a table of three columns as a piece of HTML, all text escaped."""
     cells = Markup("").join(Markup("<tr><td>{}</td><td><b>{}</b></td><td>{}</td></tr>").format(*row) for row in rows)
     return str(Markup("<p><b>{}</b></p><table>{}</table>").format(title, cells))

@@ -72,7 +72,6 @@ class Source(ReportObject):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        """Return path, revision and the hashes of the weight files."""
         hashes = {file.name: checkpoint.sha256(file) for file in checkpoint.weight_files}
         return cls(**cls.place_of(checkpoint), sha256=hashes)
 
@@ -84,7 +83,6 @@ class Source(ReportObject):
 
     @staticmethod
     def place_of(checkpoint: Checkpoint) -> dict[str, Any]:
-        """Return what says where a checkpoint is: path, sub-folder if there is one, and revision."""
         below = {"subfolder": checkpoint.subfolder} if checkpoint.subfolder else {}
         return {"path": checkpoint.name, **below, "revision": checkpoint.revision}
 
@@ -191,7 +189,6 @@ class SiteEntry(PlacedEntry, CountedEntry):
 
     @property
     def reached(self) -> float:
-        """The largest |x|, of a site that broke that in fp32 where it is known."""
         return self.amax if self.fp32 is None else self.fp32
 
 
@@ -255,12 +252,10 @@ class RegimeEntry(CountedEntry):
 
     @property
     def broken_sites(self) -> list[SiteEntry]:
-        """The sites that are not finite or saturated, those that overflow first."""
         return sorted((site for site in self.sites if site.broken), key=lambda site: not site.nonfinite)
 
     @property
     def tightest(self) -> str | None:
-        """The name of the site with the least headroom, None where no site has a limit."""
         return next((site.name for site in self.sites if site.headroom_bits is not None), None)
 
 
@@ -301,7 +296,6 @@ class CertificateEntry(ReportObject):
 
     @property
     def over(self) -> list[BoundEntry]:
-        """The sites whose bound passes its limit, the worst first."""
         return sorted((site for site in self.sites if not site.holds), key=lambda site: site.headroom_bits)
 
 
@@ -467,7 +461,6 @@ class FinetuneEntry(ReportObject):
 
     @property
     def last(self) -> dict[str, Any]:
-        """The evaluation of the step that was kept, else the last one; empty where there is none."""
         of_kept = (each for each in reversed(self.evaluations) if each.get("step") == self.kept)
         return next(of_kept, self.evaluations[-1] if self.evaluations else {})
 
@@ -565,7 +558,6 @@ class Report(Versioned):
 
     @property
     def proven(self) -> bool:
-        """Whether it holds a certificate that no input can pass."""
         return self.certificate is not None and self.certificate.holds
 
     @property
@@ -585,8 +577,6 @@ def read(model: type[Model], data: Mapping[str, Any]) -> Model:
 
 
 def read_report(path: Path, needed: Mapping[str, str], otherwise: str, *, also: Collection[str] = ()) -> Report:
-    """Return the keys ``needed`` and ``also`` of a report from its file. Raises UserError as ``report_data`` and
-    ``typed`` do."""
     data = report_data(path, needed)
     wanted = {*also, *(key.partition(".")[0] for key in needed)}
     return typed({key: value for key, value in data.items() if key in wanted}, path, needed, otherwise)
@@ -615,7 +605,6 @@ def typed(
 
 
 def recorded_target(folder: Path) -> str | None:
-    """Return the target that a converted folder was made for, None where no report in it says so."""
     path = folder / REPORT
     if not path.is_file():
         return None
@@ -626,7 +615,6 @@ def recorded_target(folder: Path) -> str | None:
 
 
 def json_schema() -> str:
-    """Return the JSON schema of a report as text."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Report.model_json_schema()
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 

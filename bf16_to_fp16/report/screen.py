@@ -19,8 +19,6 @@ PLAIN_WIDTH = 1000  # more than any row needs, so that none is folded
 
 
 class Name:
-    """The dotted name of a site, folded after its dots and colons where its column is narrow."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.parts = re.findall(r"[^.:]*[.:]?", name)[:-1] or [""]
@@ -35,13 +33,10 @@ class Name:
         yield Text(line, overflow="fold")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """Return the length of the longest part and of the whole name."""
         return Measurement(max(map(len, self.parts)), len(self.name)).with_maximum(options.max_width)
 
 
 class Output(VisibleConsole):
-    """A console that prints lines and tables."""
-
     def say(self, text: str) -> None:
         """Print a line unfolded, so that what is in it can be copied."""
         self.print(Text(text), soft_wrap=True)
@@ -103,35 +98,29 @@ class Plain(Output):
 
 
 def drop_empty_columns(table: Table) -> None:
-    """Leave out the columns in which no row has anything."""
     table.columns = [column for column in table.columns if any(cell != "" for cell in column.cells)]
 
 
 def console(*, stderr: bool = False) -> Output:
-    """Return a console on standard output or error, as wide as the terminal, and plain where there is none."""
     # What is printed has names of other people's files in it, which are not markup.
     screen = Screen(stderr=stderr, highlight=False, markup=False)
     return screen if screen.is_terminal else Plain(stderr=stderr, highlight=False, markup=False, width=PLAIN_WIDTH)
 
 
 def good(word: str, rest: str) -> Text:
-    """Return a line that begins with good news."""
     return Text.assemble((word, "bold green"), ": ", rest)
 
 
 def bad(word: str, rest: str) -> Text:
-    """Return a line that begins with bad news."""
     return Text.assemble((word, "bold red"), ": ", rest)
 
 
 def print_families(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Print the supported families."""
     keys = {"family": "name", "model_type": "model_type", "architectures": "architectures", "covers": "title"}
     columns = [tables.Column(title, itemgetter(key)) for title, key in keys.items()]
     console().table(tables.Table(columns, [{**row, "architectures": "\n".join(row["architectures"])} for row in rows]))
 
 
 def print_refused(refused: Mapping[str, str]) -> None:
-    """Print what cannot be converted; refused: reasons by model type."""
     columns = (tables.Column("not convertible", 0), tables.Column("because", 1))
     console().table(tables.Table(columns, list(refused.items())))

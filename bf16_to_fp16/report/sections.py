@@ -56,8 +56,6 @@ _over2 = partial(excess, decimals=2)
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the headline: what it is, its value, and what it was measured on."""
-
     name: str
     value: str
     note: str
@@ -80,13 +78,11 @@ class Result(Shown):
 
 
 def summary(report: Report) -> str:
-    """Return the verdict of a report and the figures of its headline as a piece of HTML."""
     rows = [(figure.name, figure.value, figure.note) for figure in headline(report)]
     return fragment(facts.verdict_sentence(report), rows)
 
 
 def source_name(report: Report) -> str:
-    """Return the last part of the source's path or Hub id, without the revision, and the sub-folder if there is one."""
     path, inside = report.source.path or report.family or "checkpoint", report.source.subfolder
     whole = path.removesuffix(f"/{inside}") if inside else path
     name = whole.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1].partition("@")[0] or path
@@ -94,7 +90,6 @@ def source_name(report: Report) -> str:
 
 
 def headline(report: Report) -> list[Figure]:
-    """Return the figures of the headline, fewer where the report lacks them."""
     regimes: Mapping[str, RegimeEntry] = report.regimes
     result: list[Figure] = []
     if regimes:
@@ -162,7 +157,6 @@ REGIME_COLUMNS = (
 
 
 def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
-    """Return a row for each regime: counts, largest value, headroom, tightest site."""
     return [
         {
             "name": name,
@@ -179,7 +173,6 @@ def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
 
 
 def unsafe_tables(report: Report) -> list[Table]:
-    """Return what is unsafe, short of what was asked, or close to its limit."""
     broken = unsafe_sites(report.regimes)
     kinds = {kind: [entry for entry in report.unsafe if entry.kind == kind] for kind in ("found", "limit")}
     in_fp32 = {site.name: site.fp32 for site in (report.attack.sites if report.attack else ())}
@@ -218,7 +211,6 @@ def is_exact(report: Report) -> bool:
 
 
 def plan_rows(report: Report) -> list[tuple[str, str]]:
-    """Return what the plan does besides channels, as pairs of what and how; nothing without a plan."""
     plan = report.plan
     if plan is None:
         return []
@@ -265,7 +257,6 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[str, str]]:
-    """Return for each kind of signal that a plan moves how many channels it moves, by what, and which signals whole."""
     kinds: dict[str, list[int | Sequence[int]]] = {}
     for name, exponent in exponents.items():
         kinds.setdefault(_KINDS.get(name.rsplit(".", 1)[-1], "norm outputs"), []).append(exponent)
@@ -286,7 +277,6 @@ def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[st
 
 
 def exponent_table(exponents: Mapping[str, int | Sequence[int]]) -> Table:
-    """Return the table of the signals that a plan moves."""
     rows = []
     for name, exponent in exponents.items():
         if isinstance(exponent, int):
@@ -299,7 +289,6 @@ def exponent_table(exponents: Mapping[str, int | Sequence[int]]) -> Table:
 
 
 def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
-    """Return what a finetune did, as pairs of what and how much."""
     recipe, data = run.recipe, run.data
     schedule, penalty = recipe.get("schedule") or {}, recipe.get("penalty") or {}
     rows = [("optimizer steps", f"{run.steps:,}")]
@@ -324,7 +313,6 @@ def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
 
 
 def closeness_table(report: Report, fp16: str = "output in fp16") -> Table | None:
-    """Return the table of fidelity to what was converted; None where nothing was compared. fp16: its last heading."""
     close, run = report.fidelity, report.finetune
     if close is None:
         return None
@@ -347,7 +335,6 @@ def closeness_table(report: Report, fp16: str = "output in fp16") -> Table | Non
 
 
 def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str | None = None) -> list[tuple[str, str]]:
-    """Return how the weights came through, as pairs of what and how much; ``dtype`` as for ``carried_over``."""
     if weights is None:
         return []
     return [

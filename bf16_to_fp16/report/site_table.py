@@ -51,7 +51,6 @@ class SiteRow:
 
     @property
     def headroom(self) -> str:
-        """The headroom: by the largest |x| that was run, by the bound where nothing was run."""
         site = self.site
         if site.headroom_bits is None or site.limit is None:
             return headroom(site.headroom_bits)
@@ -62,15 +61,12 @@ class SiteRow:
 
 @dataclass(frozen=True)
 class SiteColumn:
-    """A column of the table: its title, what it is sorted by (text or numbers) and how that is written."""
-
     title: str
     key: Callable[[SiteRow], Any]
     write: Callable[[SiteRow], str]
     is_number: bool = True
 
     def sorted_by(self, row: SiteRow) -> str:
-        """Return the number that the page's script sorts by; empty for none."""
         value = self.key(row)
         if value is None or math.isnan(value):
             return ""
@@ -98,7 +94,6 @@ _BENIGN = SiteColumn("by design", lambda row: row.benign, lambda row: row.benign
 
 
 def site_rows(report: Report) -> list[SiteRow]:
-    """Return a row for each site that was run, else for each that is bounded; the least headroom first."""
     bounds = {site.name: site for site in (report.certificate.sites if report.certificate else ())}
     least: dict[str, SiteRow] = {}
     for name, regime in report.regimes.items():
@@ -120,7 +115,6 @@ def site_rows(report: Report) -> list[SiteRow]:
 
 
 def site_columns(report: Report) -> list[SiteColumn]:
-    """Return the columns of the table, without those of what was not run or not bounded."""
     if not report.regimes:
         return [_NAME, _HEADROOM, _BOUND]
     bounds = [_BOUND, _TIGHTNESS] if report.certificate is not None else []

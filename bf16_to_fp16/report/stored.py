@@ -27,13 +27,10 @@ STORED = {"F64", "F32", "F16", "BF16"}  # dtypes that ``undo`` can write back, i
 
 
 def read_plan(path: Path) -> Plan:
-    """Return the plan that a report holds; raise UserError as ``read_plan_and_target``."""
     return read_plan_and_target(path)[0]
 
 
 def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, str]:
-    """Return the plan that a report holds, and the target that it was made for. Raises UserError for a file without
-    one, or with one that was made for another ``target``."""
     file, data = recorded_plan(path, target)
     report = typed({key: data[key] for key in ("plan", "target") if key in data}, file, {}, NO_PLAN)
     assert report.plan is not None  # asked for
@@ -42,8 +39,6 @@ def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, s
 
 @dataclass(frozen=True)
 class Packed:
-    """What one file that ``convert --layout`` wrote says of itself, as far as ``undo`` needs it."""
-
     layout: str
     plan: Plan
     source: Source
@@ -51,7 +46,6 @@ class Packed:
 
 
 def read_packed(file: Path) -> Packed:
-    """Return what a file of weights says of how it was made; raise UserError where it does not, or is damaged."""
     way_back = packed_data(file)
     try:
         plan, source = Plan.model_validate(way_back["plan"]), Source.model_validate(way_back["source"])
@@ -64,7 +58,6 @@ def read_packed(file: Path) -> Packed:
 
 
 def check_written_files(folder: Path, sha256: Mapping[str, str]) -> None:
-    """Raise UserError unless the weight files that were read are those that the report in ``folder`` lists."""
     listed = listed_files(folder)
     for name, digest in sha256.items():
         if (listed.get(name) or {}).get("sha256") != digest:
@@ -72,7 +65,6 @@ def check_written_files(folder: Path, sha256: Mapping[str, str]) -> None:
 
 
 def read_origin(path: Path) -> Source:
-    """Return what the report in a converted folder says of its source; raise UserError where it does not."""
     words = "does not say what the source was; take the one that convert wrote"
     origin = typed({"source": recorded(path)["source"]}, path / REPORT, {}, words).source
     if not {origin.dtype, *origin.dtypes.values()} <= STORED:

@@ -24,7 +24,6 @@ class Column:
 
 
 def names(title: str, of: str | int | Callable[[Any], Any] = "name") -> Column:
-    """Return a column of the dotted names of sites, signals or modules."""
     return Column(title, of, css="site")
 
 
@@ -33,14 +32,11 @@ def numbers(
     of: str | int | Callable[[Any], Any],
     write: Callable[[Any], str] = "{:,}".format,
 ) -> Column:
-    """Return a column of numbers."""
     return Column(title, of, write, "n")
 
 
 @dataclass(frozen=True)
 class Table:
-    """``rows``: whatever the columns read. ``title`` stands above it."""
-
     columns: Sequence[Column]
     rows: Sequence[Any]
     title: str = ""

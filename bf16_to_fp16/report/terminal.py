@@ -56,8 +56,6 @@ CHECK_NAMES = {
 
 
 def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbose: bool = False) -> None:
-    """Print what the source did in fp16, whether the output is safe, and how to load it or go on. then: how to go on
-    with paths as they were given, instead of the report's ``next``. verbose: tables first."""
     screen = console()
     if verbose:
         print_certified(screen, report)
@@ -82,7 +80,6 @@ def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbos
 
 
 def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
-    """Print of a whole pipeline what became of the files that were not converted, its verdict, and how to load it."""
     screen, encoders = console(), [entry["subfolder"] for entry in report["encoders"]]
     print_title(out.name)
     rest, how = report["linked"] + report["copied"], [f"{report[kind]:,} {kind}" for kind in ("linked", "copied")]
@@ -105,8 +102,6 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
 
 
 def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> None:
-    """Print the demonstration's checkpoints beside one another: each by its name, as trained and converted."""
-
     def proven(report: schema.Report) -> str:
         if report.certificate is None or not report.certificate.holds:
             return "not proven"
@@ -137,7 +132,6 @@ def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> Non
 
 
 def print_file(report: schema.Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
-    """Print of a conversion to one file what ``print_conversion`` does of a folder, and ``notes``."""
     screen = console()
     print_outcome(screen, report)
     for line in (runtimes_line(report), *notes):
@@ -147,7 +141,6 @@ def print_file(report: schema.Report, out: Path, notes: Sequence[str], *, then: 
 
 
 def print_outcome(screen: Output, report: schema.Report) -> None:
-    """Print what the source did in fp16, whether the output is safe, and what is to be known of it."""
     if report.signals:
         screen.print(source_line(report))
     screen.print(output_line(report))
@@ -155,7 +148,6 @@ def print_outcome(screen: Output, report: schema.Report) -> None:
 
 
 def print_advice(screen: Output, report: schema.Report) -> None:
-    """Print what an older transformers makes of it, what padding does in fp16, and what is not covered."""
     _, inside = facts.tower_advice(report)
     older = "; ".join(report.older)
     for what, advice in (
@@ -178,7 +170,6 @@ def print_advice(screen: Output, report: schema.Report) -> None:
 
 
 def accuracy(report: schema.Report) -> str:
-    """Return how much closer the output is to fp32 than bf16, in words; empty where nothing was compared."""
     if report.fidelity is None:
         return ""
     how, note = facts.closeness(report)
@@ -186,7 +177,6 @@ def accuracy(report: schema.Report) -> str:
 
 
 def source_line(report: schema.Report) -> Text:
-    """Return what the source, or what was trained from it, reached in fp32 on what was run, against fp16's limit."""
     signals, run, name = facts.distinct(report.signals), report.finetune, "source"
     if run is not None:
         whose = "untrained weights (step 0 is kept)" if run.kept == 0 < run.steps else "trained weights"
@@ -204,7 +194,6 @@ def source_line(report: schema.Report) -> Text:
 
 
 def runtimes_line(report: schema.Report) -> str:
-    """Return in which classes of runtimes a checkpoint is safe, and why not where it was made for one."""
     said = []
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
@@ -214,7 +203,6 @@ def runtimes_line(report: schema.Report) -> str:
 
 
 def output_line(report: schema.Report) -> Text:
-    """Return whether an output is safe, what that rests on, and how near the limit it came."""
     certificate, regimes = report.certificate, report.regimes
     if not report.safe and not report.short:
         first = next((site for regime in regimes.values() for site in regime.broken_sites), None)
@@ -244,19 +232,16 @@ def output_line(report: schema.Report) -> Text:
 
 
 def print_next(screen: Output, then: str) -> None:
-    """Print how to go on, unfolded, so that the command can be copied."""
     if then:
         screen.say(f"next: {then}")
 
 
 def check_next(report: schema.Report, out: Path) -> str:
-    """Return how to check a safe output where it will run."""
     how = f"verify it on the target machine, if possible with your own text (--data): {verify_command(out)}"
     return how if report.safe else ""
 
 
 def load_line(out: Path) -> str:
-    """Return how a safe output is loaded in fp16."""
     try:
         architecture = json.loads((out / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError):
@@ -270,17 +255,14 @@ def load_line(out: Path) -> str:
 
 
 def verify_command(out: Path) -> str:
-    """Return the command that checks a converted folder or file."""
     return shlex.join(["bf16-to-fp16", "verify", str(out)])
 
 
 def print_title(title: str) -> None:
-    """Print the name of what follows."""
     console().print(Text(f"\n{title}", "bold"))
 
 
 def print_audit(report: schema.Report, then: str = "", page: Path | None = None) -> None:
-    """Print an audit's verdict, its regimes and the tightest sites of each; page: where it was written as one."""
     screen = console()
     print_verdict(screen, report)
     print_advice(screen, report)
@@ -317,13 +299,11 @@ def print_underflow(screen: Output, regimes: Mapping[str, schema.RegimeEntry]) -
 
 
 def print_gradients(screen: Output, report: schema.Report) -> None:
-    """Print the loss scale that gradients allow, and what is lost at it, where a backward pass ran."""
     if words := facts.gradients_in_words(report):
         screen.print(words)
 
 
 def print_attack(screen: Output, attack: schema.AttackEntry, certificate: schema.CertificateEntry) -> None:
-    """Print how near the adversary came to each limit, between random inputs and the bound."""
     bounds = {site.name: site.bound for site in certificate.sites}
     screen.print(
         f"the worst input that {wording.counted(attack.steps, 'gradient step')} found is"
@@ -355,7 +335,6 @@ def print_attack(screen: Output, attack: schema.AttackEntry, certificate: schema
 
 
 def print_certificate(report: schema.Report, then: str = "") -> None:
-    """Print whether a certificate holds, and its tightest bounds, with the reason for those over their limit."""
     screen, certificate = console(), report.certificate
     assert certificate is not None  # what certify is for
     over = certificate.over
@@ -394,13 +373,11 @@ def plain(value: float) -> str:
 
 
 def certificate_sentence(report: schema.Report, certificate: schema.CertificateEntry) -> str:
-    """Return what a certificate that holds says, and for which target."""
     inputs = facts.every_input(report, length=True).removeprefix("every ")
     return f"no {inputs} can overflow it, by bounds at {wording.counted(len(certificate.sites), 'site')}"
 
 
 def print_certified(screen: Output, report: schema.Report) -> None:
-    """Print whether a conversion is certified, and what that cost."""
     certificate = report.certificate
     if certificate is None:
         return
@@ -416,13 +393,11 @@ def print_certified(screen: Output, report: schema.Report) -> None:
 
 
 def print_tiers(screen: Output, report: schema.Report) -> None:
-    """Print in which arithmetics a checkpoint holds, and the runtimes that each stands for."""
     if rows := facts.tier_rows(report):
         screen.table(Table(TIER_COLUMNS, rows))
 
 
 def brought_back(folder: Path) -> str:
-    """Return whose weights ``undo`` brings back from a converted folder or file, and how many bit for bit, in words."""
     if folder.is_file():
         return came_through("the source's weights", read_packed(folder).weights)
     words = "does not say how the weights came through; take the one that convert wrote"
@@ -443,7 +418,6 @@ def came_through(whose: str, weights: schema.WeightsEntry) -> str:
 
 
 def print_uncertified(screen: Output, report: schema.Report) -> None:
-    """Print the sites that are not proven with the reasons, and what helps, unless the whole has a next step."""
     unproven = report.uncertified
     for site in unproven[:WORST_SITES]:
         screen.print(f"not certified: {site.name}, bound {bound_of(site.bound)}; {site.reason}")
@@ -454,7 +428,6 @@ def print_uncertified(screen: Output, report: schema.Report) -> None:
 
 
 def print_verdict(screen: Output, report: schema.Report) -> None:
-    """Print the verdict in one sentence."""
     if report.safe and not report.regimes:
         screen.print(good("safe", "by its certificate; nothing was run"))
     elif report.safe:
@@ -488,7 +461,6 @@ PAIRS = (Column("what", 0), Column("value", 1))
 
 
 def figures_of(report: schema.Report) -> list[Table]:
-    """Return the tables of how faithful a conversion is, and of what it changed."""
     close, run = closeness_table(report), report.finetune
     rows = [] if run is None else run_rows(run)
     rows += weight_rows(report.weights, "source" if run is None else "finetuned", report.source.dtype)
@@ -505,7 +477,6 @@ _UNSAFE = {"broke": "unsafe", "found": "unsafe", "limit": "over their limit with
 
 
 def print_unsafe(screen: Output, report: schema.Report, kinds: Iterable[str] = tuple(_UNSAFE)) -> None:
-    """Print what broke, what a search found, what no exponent can hold and what keeps less than the margin."""
     said: dict[str, list[str]] = {}
     for kind in kinds:
         for entry in report.unsafe:
@@ -521,13 +492,11 @@ def print_unsafe(screen: Output, report: schema.Report, kinds: Iterable[str] = t
 
 
 def print_more(screen: Output, count: int, what: str, shown: int = WORST_SITES) -> None:
-    """Print how many sites are not among those shown, if any."""
     if count > shown:
         screen.print(f"and {count - shown:,} more {what}; --json FILE lists all")
 
 
 def print_planned(report: schema.Report, planned: Planned | None) -> None:
-    """Print what a plan that was not carried out promises: what the source reaches, and what it would reach after."""
     screen = console()
     if report.signals:
         screen.print(source_line(report))
@@ -554,7 +523,6 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
 
 
 def print_plan(plan: Plan, planned: Planned | None) -> None:
-    """Print a plan: the exponents, and what each residual exponent would cost."""
     screen = console()
     exponents = exponent_table({"residual": plan.residual_exponent, **plan.exponents})
     screen.table(replace(exponents, title=f"plan for {plan.family}"))
@@ -595,7 +563,6 @@ def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, a
 
 
 def folded(lines: Sequence[str]) -> list[str]:
-    """Return a card's lines with those inside a <details>, such as the plan's exponents, cut after the first few."""
     result: list[str] = []
     opened: int | None = None
     for line in lines:
@@ -611,7 +578,6 @@ def folded(lines: Sequence[str]) -> list[str]:
 
 
 def print_published(result: Mapping[str, Any]) -> None:
-    """Print what was uploaded, and where it lies."""
     screen = console()
     if result["dry_run"]:
         screen.print("dry run: nothing was sent")
@@ -628,7 +594,6 @@ def print_published(result: Mapping[str, Any]) -> None:
 
 
 def print_verification(result: answers.Verification) -> None:
-    """Print where a checkpoint was checked, check by check whether it is what its report says, and every problem."""
     screen, environment = console(), result.environment
     ran = list(dict.fromkeys(name for names in environment.devices.values() for name in names))
     screen.say(f"device: {wording.listed(ran) if ran else environment.device}")

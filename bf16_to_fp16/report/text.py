@@ -40,7 +40,6 @@ def results_text(report: Report, *, on_page: bool = False) -> str:
 
 
 def changes_text(report: Report) -> str:
-    """Return what a conversion or a finetune changed as Markdown; empty for neither."""
     run = report.finetune
     evaluated = (each.get("held_out_loss") for each in run.evaluations) if run is not None else ()
     losses = [loss for loss in evaluated if isinstance(loss, (int, float))]
@@ -49,7 +48,6 @@ def changes_text(report: Report) -> str:
 
 @cache
 def environment() -> Environment:
-    """Return the environment of the Markdown templates; an unknown name in one is an error."""
     made = Environment(
         loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -60,7 +58,6 @@ def environment() -> Environment:
 
 
 def markdown(table: Table) -> str:
-    """Return a table as Markdown: names as code, other text as it is."""
     lines = [
         [prose(column.title) for column in table.columns],
         ["--:" if column.css == "n" else "---" for column in table.columns],
@@ -72,7 +69,6 @@ def markdown(table: Table) -> str:
 
 
 def notice(report: Report) -> str:
-    """Return the first line of a card that is not simply safe, as Markdown: the verdict and how to go on."""
     head, _, rest = facts.verdict_sentence(report).partition(": ")
     verdict = f"**{prose(head)}.** {prose(rest[:1].upper() + rest[1:])}"
     words, colon, command = report.next.partition(": ")
@@ -86,7 +82,6 @@ def origin(report: Report) -> tuple[str | None, str | None]:
 
 
 def oneline(value: str) -> str:
-    """Return text without line breaks."""
     return " ".join(str(value).split())
 
 

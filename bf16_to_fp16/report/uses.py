@@ -16,7 +16,6 @@ ALPHA = 16  # the lora_alpha of the example
 
 
 def powers(exponents: dict[str, int]) -> str:
-    """Return names by their power of two, in words."""
     by_exponent: dict[int, list[str]] = {}
     for name, exponent in exponents.items():
         by_exponent.setdefault(exponent, []).append(name)
@@ -24,7 +23,6 @@ def powers(exponents: dict[str, int]) -> str:
 
 
 def finetuning(report: schema.Report) -> str:
-    """Return how to finetune the folder; empty where nothing was converted, or the result is unsafe."""
     plan = report.plan
     if plan is None or not report.safe:
         return ""
@@ -39,7 +37,6 @@ def finetuning(report: schema.Report) -> str:
 
 
 def harm(report: schema.Report) -> str:
-    """Return what would do silent harm to the folder; empty where nothing was moved."""
     plan = report.plan
     if plan is None or not plan.moves or not report.safe:
         return ""
@@ -56,7 +53,6 @@ def gains_round(plan: Plan) -> bool:
 
 
 def uses(report: schema.Report) -> list[tuple[str, str]]:
-    """Return what can be done with the folder, as pairs of what and how, in Markdown."""
     plan = report.plan
     if plan is None or not report.safe:
         return []

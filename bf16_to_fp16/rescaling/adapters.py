@@ -73,7 +73,6 @@ def scaled_adapter(
 def on_tensor(
     name: str, values: Tensor, tensor: ResolvedTensor, part: Part | None, plan: Plan, factor: float
 ) -> Scaled:
-    """Return one tensor of an adapter, scaled with the tensor that it is on; factor: on that, besides its exponents."""
     part = part or Part("", tuple(range(len(tensor.shape))))
     check_shape(name, values, tensor, part)
     exponents = axis_exponents(tensor, plan)

@@ -22,7 +22,6 @@ from .weights import source_weights
 
 
 def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
-    """Return what to write for ``layout``, which is of ``source``, under ``plan``, tensor by tensor, sorted by name."""
     check_plan_fits(layout, plan)
     replaced, weights = centred_tensors(layout, plan.centred_keys), source_weights(source, layout)
     result = []

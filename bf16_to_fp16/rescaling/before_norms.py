@@ -21,8 +21,6 @@ from .plan import Drift, Plan
 
 @dataclass(frozen=True)
 class Limits:
-    """What limits a plan of a layout: its weights, what modules were seen to reach on the source, and what they can."""
-
     plan: Plan
     layout: Layout
     weights: TensorReader
@@ -37,11 +35,9 @@ class Limits:
 
     @property
     def limit(self) -> float:
-        """The limit of what was seen."""
         return FP16_MAX * 2.0 ** -(self.plan.margin_bits or 0.0)
 
     def of_signal(self, signal: ResolvedSignal) -> Iterator[tuple[float, float]]:
-        """Yield what a signal reaches in the source, each with its limit."""
         for ranges, limit in ((self.ranges, self.limit), (self.bounds, PROOF_LIMIT)):
             for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
                 yield float(reached.amax.amax()), limit

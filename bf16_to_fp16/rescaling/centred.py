@@ -38,12 +38,10 @@ def tables_of(attention: Attention) -> tuple[str, ...]:
 
 
 def norm_of_keys(layout: Layout, attention: Attention) -> str:
-    """Return the path of the norm whose output an attention's keys read, of another stack the final one."""
     return layout.stacks()[0].ends.norm if attention.memory else attention.norm
 
 
 def centred_tensors(layout: Layout, attentions: Collection[str]) -> dict[str, Attention]:
-    """Return the centrable attentions at these paths by the names of what is replaced: a key bias, or tables."""
     chosen = [attention for attention in centrable(layout) if attention.at in attentions]
     return {name: attention for attention in chosen for name in tables_of(attention) or (f"{attention.key}.bias",)}
 
@@ -80,7 +78,6 @@ def centred_bias(weights: TensorReader, layout: Layout, attention: Attention) ->
 
 
 def centred(weights: TensorReader, layout: Layout, attentions: Collection[str]) -> TensorReader:
-    """Return a reader of the same unscaled weights with the keys of the attentions at these paths centred."""
     replaced = centred_tensors(layout, attentions)
     read = cache(lambda name: centred_tensor(weights, layout, name, replaced[name]))
     return lambda name: read(name) if name in replaced else weights(name)

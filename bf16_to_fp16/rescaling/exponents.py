@@ -37,7 +37,6 @@ class Exponents:
         return total
 
     def to(self, device: torch.device | str) -> Exponents:
-        """Return the same on a device."""
         rows, columns = (None if part is None else part.to(device) for part in (self.rows, self.columns))
         return Exponents(self.scalar, rows, columns, self.offset)
 
@@ -71,13 +70,11 @@ def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
 
 
 def norm_exponents(layout: Layout, plan: Plan) -> dict[str, int]:
-    """Return by module path the exponent of what each norm reads that a residual exponent scales."""
     streams = layout.streams_read.items()
     return {path: plan.stream_exponent(stream) + plan.stream_exponent(before(path)) for path, stream in streams}
 
 
 def correction_of(tensor: ResolvedTensor, plan: Plan) -> float:
-    """Return the plan's gain correction for a norm's weight, 1 for every other tensor."""
     return plan.gain_correction.get(tensor.name, 1.0)
 
 
@@ -105,8 +102,6 @@ def check_plan_fits(layout: Layout, plan: Plan) -> None:
 
 
 def check_centred(layout: Layout, plan: Plan) -> None:
-    """Raise UserError unless the attentions whose keys ``plan`` centres are of ``layout`` and have a free key bias or
-    a table of position biases."""
     free = {attention.at for attention in centrable(layout)}
     if unknown := [path for path in plan.centred_keys if path not in free]:
         raise UserError(

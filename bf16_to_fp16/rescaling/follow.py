@@ -20,7 +20,6 @@ from .plan import Plan
 
 
 def exponents_by_parameter(model: torch.nn.Module, layout: Layout, plan: Plan) -> dict[torch.nn.Parameter, Exponents]:
-    """Return the exponents of every parameter of ``model`` that ``plan`` has scaled, each once."""
     check_plan_fits(layout, plan)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     scaled = {name: tensor for name, tensor in layout.tensors.items() if name in parameters}

@@ -51,16 +51,13 @@ def on_request(name: str, outputs: Iterable[str]) -> bool:
 
 
 def in_short(exponents: torch.Tensor) -> OfChannels:
-    """Return exponents as one number where all are the same."""
     numbers = [int(each) for each in exponents.flatten()]
     return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
 def moved(factors: Mapping[str, OfChannels]) -> dict[str, OfChannels]:
-    """Return those factors that are not 1."""
     return {name: factor for name, factor in factors.items() if factor}
 
 
 def joined(one: OfChannels, other: OfChannels) -> OfChannels:
-    """Return the log2 of the product of two factors."""
     return in_short(torch.as_tensor(one) + torch.as_tensor(other))

@@ -66,7 +66,6 @@ class Plan(BaseModel):
 
     @property
     def drifts_by(self) -> str:
-        """What makes it drift, in words."""
         if self.eps_held:
             return "the eps that is held"
         if self.eps is None:
@@ -148,7 +147,6 @@ def describe_plan(plan: Plan) -> Mapping[str, object]:
 
 
 def mark_of(plan: Plan) -> dict[str, object]:
-    """Return what a config says of a plan under ``CONVERTED_KEY``: its streams' exponents, and a hash of all."""
     moved = {key: value for key, value in describe_plan(plan).items() if key not in ("drift", "margin_bits")}
     digest = hashlib.sha256(json.dumps(moved, sort_keys=True).encode()).hexdigest()
     return {"stream_exponents": plan.residual_exponents, "plan_sha256": digest[:16]}

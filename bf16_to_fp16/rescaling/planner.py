@@ -275,7 +275,6 @@ class _Costs:
         return self.tables[key]
 
     def energy(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> torch.Tensor:
-        """Return the energy of the tensor's loss table, without making one."""
         key = (tensor.name, axis, carried)
         if key not in self.energies:
             energy = channel_energy(self.weights(tensor.name), axis, self.shift(tensor, axis))
@@ -283,7 +282,6 @@ class _Costs:
         return self.energies[key]
 
     def shift(self, tensor: ResolvedTensor, axis: int) -> torch.Tensor | None:
-        """Return the vector exponents chosen for a tensor's other axis, None where none are."""
         others = carried_by(tensor.axes[1 - axis]) if len(tensor.axes) == 2 else ()
         shifts = [spread_out(self.chosen[c.signal] * c.sign, c.spread) for c in others if c.signal in self.chosen]
         return torch.stack(shifts).sum(0, dtype=torch.int32) if shifts else None
@@ -301,7 +299,6 @@ class _Costs:
             self.solved.pop(carried.signal, None)
 
     def offset(self, tensor: ResolvedTensor, axis: int, r: int) -> int:
-        """Return the residual exponent's part in a tensor's exponent on the axes other than ``axis``."""
         others = (c for place, of in enumerate(tensor.axes) if place != axis for c in carried_by(of))
         return sum(c.sign * self.scalar(c.signal, r) for c in others)
 
@@ -337,7 +334,6 @@ class _Costs:
         return 0.0 if seen is None or exponent == 0 else seen.drift(self.layout.eps, exponent) ** 2
 
     def at_point(self, point: ObservationPoint, r: int) -> int:
-        """Return the exponent of the present stream's signal at a place where it is seen."""
         branch = self.branches.get((point.module, point.side))
         return point.sign * r + (0 if branch is None else self.before_norm(branch[0].name, r))
 
@@ -347,12 +343,10 @@ class _Costs:
         return next((stream for stream in self.layout.streams if stream in carried), self.layout.streams[0])
 
     def of_stream(self) -> list[ResolvedSignal]:
-        """Return the signals whose best exponents depend on the present stream's."""
         movable = [s for s in self.layout.signals.values() if s.kind in SOLVED]
         return [s for s in movable if self.stream_of(s) == self.stream and (s.kind in OF_STREAM or self.carries(s))]
 
     def carries(self, signal: ResolvedSignal) -> bool:
-        """Return whether the present stream's exponent scales a signal's weights too."""
         return any(c.signal == self.stream for t, *_ in self.touched[signal.name] for c in t.carries)
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
@@ -411,7 +405,6 @@ class _Costs:
         return cost
 
     def best(self, signal: ResolvedSignal, r: int) -> Solution:
-        """Return what a signal costs at its best exponents, which are found for all residual exponents at once."""
         known = self.solved.setdefault(signal.name, {})
         if r not in known:
             tried = sorted({*self.tried, r} - known.keys())
@@ -495,7 +488,6 @@ class _Costs:
         )
 
     def residual_excess(self, r: int) -> float:
-        """Return by how many bits the stream's bounds pass their limits at r, summed over its sites."""
         total = 0.0
         bounds = self.bounds or {}
         for point, possible in self.possible(self.layout.signals[self.stream]):
@@ -507,7 +499,6 @@ class _Costs:
         return total
 
     def observed_excess(self, r: int) -> float:
-        """Return by how many bits what was observed of the stream passes its limits at r."""
         total = 0.0
         for point, observed in self.seen(self.layout.signals[self.stream]):
             e = self.at_point(point, r)
@@ -517,7 +508,6 @@ class _Costs:
         return total
 
     def total_cost(self, r: int) -> Total:
-        """Return the cost of a residual exponent with every channel solved."""
         solved = {s.name: self.best(s, r) for s in self.of_stream()}
         stream = self.residual_cost(r)
         cost = stream + sum(s.cost for s in solved.values())
@@ -534,7 +524,6 @@ class _Costs:
         return torch.tensor(math.sqrt(squared) * 2.0**-margin_bits if self.target in SQUARING else math.inf)
 
     def stream_norm(self, ranges: Mapping[str, ModuleRange], module: str) -> torch.Tensor:
-        """Return the largest ‖h‖₂ at a norm's input."""
         norm = ranges[module].norm
         return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
 
@@ -578,11 +567,9 @@ class _Costs:
         return total
 
     def norms(self) -> list[str]:
-        """Return the norms that read the present stream."""
         return [path for path, stream in self.layout.streams_read.items() if stream == self.stream]
 
     def kept(self, path: str, r: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a fixed eps leaves of a norm's output, and the share of tokens of which it leaves that."""
         norm = self.ranges[path].norm if path in self.ranges else None
         if norm is None:
             return torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
@@ -600,7 +587,6 @@ class _Costs:
         return min(factor, max(1.0, FP16_MAX / largest)) if largest > 0 else factor
 
     def largest_gain(self, path: str, r: int) -> float:
-        """Return the largest of a norm's gains at the exponents decided so far."""
         tensor = self.layout.tensors[f"{path}.weight"]
         if path not in self.gains:
             self.gains[path] = self.weights(tensor.name).abs().double()
@@ -613,7 +599,6 @@ class _Costs:
         return float((self.gains[path] * 2.0**moved).max())
 
     def gain_corrections(self, r: int) -> dict[str, float]:
-        """Return the factor for each norm weight of the stream whose typical drift is more than one fp16 rounding."""
         if not self.drifts(r):
             return {}
         factors = {f"{path}.weight": self.gain_correction(path, r) for path in self.norms()}
@@ -621,8 +606,6 @@ class _Costs:
 
 
 class _PlanSearch(_Costs):
-    """One search: it decides exponent by exponent, each by what it costs beside those decided before."""
-
     def run(self, held: Mapping[str, int]) -> Planned:
         """Decide each residual stream with its channels, whose costs add up, move gains where needed, and collect what
         cannot be held; held: as in ``make_plan``."""
@@ -741,11 +724,9 @@ class _PlanSearch(_Costs):
         return totals
 
     def exponent_for(self, signal: ResolvedSignal) -> int:
-        """Return the exponent of the stream that scales a signal's weights."""
         return self.decided[self.stream_of(signal)]
 
     def residual_fallback(self, r: int) -> Fallback:
-        """Return what holding the stream for every input would have cost."""
         held = [e for e in range(-RESIDUAL_RANGE, r) if self.residual_excess(e) == 0]
         if not held:
             return Fallback(self.stream, math.inf, self.residual_cost(r), True)
@@ -801,7 +782,6 @@ class _PlanSearch(_Costs):
     # -- what cannot be held ----------------------------------------------------------------------------------------
 
     def violations(self, plan: Plan) -> list[Violation]:
-        """Return every signal that still passes its limit under ``plan``, the worst point of each."""
         worst: dict[str, float] = {}
         for signal in self.layout.signals.values():
             e = torch.as_tensor(plan.exponent(signal.name), dtype=torch.float64)

@@ -56,7 +56,6 @@ class LossTable:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its columns take."""
         return self.counts.nbytes + self.errors.nbytes
 
     @property
@@ -71,7 +70,6 @@ class LossTable:
 
     @cached_property
     def total(self) -> LossTable:
-        """Return the table of the whole weight as one channel."""
         return LossTable(
             -GRID,
             self.lossy.sum(0, keepdim=True),
@@ -93,7 +91,6 @@ class Tables:
     nbytes: int = 0
 
     def of(self, name: str, given: Hashable, compute: Callable[[], LossTable]) -> LossTable:
-        """Return a table, which is computed where it is not kept."""
         table = self.kept.get((name, given))
         if table is None:
             table = compute()
@@ -145,7 +142,6 @@ def offset_loss_table(values: torch.Tensor, offset: float) -> LossTable:
 
 
 def of_channels(table: LossTable, spread: Spread) -> LossTable:
-    """Return the table of the channels that the elements of an axis share."""
     if not spread:
         return table
     counts, errors, energy = (shared(x, spread).sum(1) for x in (table.counts, table.errors, table.energy))
@@ -177,7 +173,6 @@ _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32:
 
 
 def _span(matrix: torch.Tensor, other: torch.Tensor | None) -> _Span:
-    """Return where the elements of a weight are, from one pass over their bits."""
     whole, integer = torch.iinfo(_BITS[matrix.dtype]).max, _BITS[matrix.dtype]
     least, largest, narrow = whole, 0, matrix.dtype != torch.float16
     for part in matrix.split(max(1, _CHUNK // max(1, matrix.shape[1]))):
@@ -212,7 +207,6 @@ def channel_energy(weight: torch.Tensor, axis: int, other: torch.Tensor | None =
 
 
 def _losses(part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Span) -> tuple[torch.Tensor, ...]:
-    """Return the counts, errors, energy and largest weight of some channels."""
     count, energy, amax = _histograms(part, axis, other, span)
     channels, binades, reaches = count.shape
     by_bit = torch.zeros(channels, binades + _UNIT, dtype=torch.float64)
@@ -263,7 +257,6 @@ def _histograms(
 
 
 def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Tensor:
-    """Return the largest magnitude in each channel, the other axis scaled by 2^shift: float64 [channels]."""
     if shift is None:  # the bits of magnitudes are in their order
         integer = _BITS[part.dtype]
         return (part.view(integer) & torch.iinfo(integer).max).amax(1 - axis).view(part.dtype).double()

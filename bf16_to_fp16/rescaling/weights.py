@@ -14,7 +14,6 @@ from ..run.experts import experts_apart
 
 
 def source_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
-    """Return a function from a layout's tensor name to its unscaled values."""
     return lambda name: unscaled(checkpoint, layout.tensors[name])
 
 
@@ -28,7 +27,6 @@ class ModelTensors:
     """A stock model in memory, seen as a source of tensors under the names of files."""
 
     def __init__(self, model: Any) -> None:
-        """Look at ``model``; nothing is copied but the experts that it gathers, which are taken apart in place."""
         experts_apart(model, of_model_type(model.config.model_type))
         self.source = type(model).__name__
         self.config: dict[str, object] = model.config.to_dict() | {"architectures": [self.source]}
@@ -39,9 +37,7 @@ class ModelTensors:
         }
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor, shared with the model."""
         return self._state[name]
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows of a tensor."""
         return self._state[name][start:stop].contiguous()

@@ -67,7 +67,6 @@ def agreed_layout(checkpoint: Checkpoint) -> Layout:
 
 
 def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Raise UserError where the stock model in the checkpoint's folder is not the one that its layout describes."""
     import transformers
 
     where, config = f"{checkpoint.folder}/config.json", load_config(checkpoint.folder)
@@ -125,14 +124,12 @@ def noting(config: Any, asked: set[str], within: str = "") -> Any:
 
 
 def configs_inside(config: Any) -> dict[str, Any]:
-    """Return the configs that a stock config holds, by their names."""
     from transformers import PreTrainedConfig
 
     return {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
 
 
 def attributes(config: Any) -> dict[str, Any]:
-    """Return the attributes of a stock config with their values, those of configs inside it under names with dots."""
     inside = configs_inside(config)
     values = {name: value for name, value in vars(config).items() if name not in inside}
     for name, inner in inside.items():
@@ -143,7 +140,6 @@ def attributes(config: Any) -> dict[str, Any]:
 
 
 def spelt_out(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the keys of a config.json with their values, those of mappings inside it under names with dots as well."""
     keys = dict(config)
     for name, inner in config.items():
         if isinstance(inner, Mapping):
@@ -152,7 +148,6 @@ def spelt_out(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_weights(checkpoint: Checkpoint, layout: Layout, info: Mapping[str, Any]) -> None:
-    """Raise UserError for a tensor that stock code misses, drops or cannot place."""
     allowed = may_be_absent(layout.family)
     for name in sorted(set(info["missing_keys"]) - allowed):
         raise UserError(
@@ -172,7 +167,6 @@ def check_weights(checkpoint: Checkpoint, layout: Layout, info: Mapping[str, Any
 
 
 def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
-    """Raise UserError for a module whose numbers or function are not those that its bounds are made from."""
     from transformers.activations import ACT2FN
 
     names = layout.family.attributes
@@ -216,8 +210,6 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
 
 
 def check_projector(layout: Layout, model: Any, where: str) -> None:
-    """Raise UserError for an eps with which the norm of another model's outputs makes NaN of zeros, and for a number
-    that can be no id in the places of those outputs."""
     if (part := layout.family.projector) is None:
         return
     norm = model.get_submodule(part.norm)
@@ -336,7 +328,6 @@ def run_short(model: Any, layout: Layout) -> bool:
 
 @contextmanager
 def first_layers(stack: nn.Module, number: int) -> Iterator[None]:
-    """Leave a stack only so many of its first layers for a while."""
     (name, layers), *_ = ((n, m) for n, m in stack.named_children() if isinstance(m, nn.ModuleList))
     setattr(stack, name, layers[:number])
     try:

@@ -40,7 +40,6 @@ class Weights:
         return weight
 
     def attended(self, sublayer: Attention, x: Tensor, read: Tensor) -> list[Tensor]:
-        """Return an attention's queries, keys and values; read: what the last two are made of."""
         if sublayer.fused:
             return list(self.linear(sublayer.query, x).split(sublayer.fused, 1))
         return [self.linear(sublayer.query, x), *(self.linear(path, read) for path in (sublayer.key, sublayer.value))]
@@ -56,7 +55,6 @@ class Weights:
         return functional.linear(x, self.matrix(module), self.read(f"{module}.bias"))
 
     def norm(self, module: str, x: Tensor) -> Tensor:
-        """Return what a norm makes of it, itself without one."""
         if not module:
             return x
         gain, shift, eps = self.matrix(module), self.read(f"{module}.bias"), self.layout.eps_of(module)
@@ -65,23 +63,19 @@ class Weights:
         return functional.rms_norm(x, gain.shape, gain, eps)
 
     def embedded(self, stack: ResolvedStack, rows: Tensor) -> Tensor:
-        """Return the embedding of tokens at the first position of a stack, with all that joins it."""
         rows = rows * self.layout.embedding_scale(stack.ends)
         positions = self.layout.tensors.get(stack.ends.positions)
         return rows if positions is None else rows + unscaled(self.source, positions)[positions.ahead].float()
 
     def gathered(self, sublayer: Attention, values: Tensor) -> Tensor:
-        """Return what the heads of an attention gather of the values of the one token there is."""
         heads = self.layout.kv_heads(sublayer)
         spread = (heads, self.layout.heads(sublayer) // heads, values.shape[1] // heads)
         return spread_out(values.t(), spread).t()
 
     def joined(self, sublayer: Sublayer, output: Tensor) -> Tensor:
-        """Return what joins the stream of what a sublayer gives."""
         return self.norm(sublayer.post_norm, output) if sublayer.post_norm else output
 
     def fed(self, sublayer: FeedForward, x: Tensor) -> list[Tensor]:
-        """Return what the linears of a feed-forward give, with the neurons before the last."""
         if sublayer.gate:
             outputs = [self.linear(module, x) for module in dict.fromkeys((sublayer.gate, sublayer.linear))]
             outputs = list(outputs[0].split(sublayer.fused, 1)) if sublayer.fused else outputs

@@ -53,7 +53,6 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
         return sum(x.numel() for x in self.tensors.values() if x is not None)
 
     @property
@@ -67,7 +66,6 @@ class Batch:
         return bool(self.image)
 
     def rows(self, chosen: slice | Tensor) -> Batch:
-        """Return the batch of some of its rows, at the same length; one with an image has a single row."""
         if self.has_image:
             assert len(self.input_ids[chosen]) == len(self.input_ids)
             return self
@@ -115,7 +113,6 @@ def seen_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
 
 
 def seeded(seed: int) -> torch.Generator:
-    """Return a generator of random numbers; raise UserError for a seed of more than 64 bits."""
     if not -(2**63) <= seed < 2**63:
         raise UserError(f"the seed {shortened(seed)} has more than 64 bits; give one from -2^63 to 2^63 - 1")
     return torch.Generator().manual_seed(seed)

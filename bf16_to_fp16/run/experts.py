@@ -18,27 +18,20 @@ from ..families.types import Family, StoredExperts
 
 
 class Expert(nn.Module):
-    """A gated feed-forward of three linears under the names that files have for them."""
-
     def __init__(self, names: StoredExperts, gate: Tensor, linear: Tensor, output: Tensor, act: nn.Module) -> None:
-        """Copy the weights and the activation."""
         super().__init__()
         self.names, self.act_fn = names, copy.deepcopy(act)
         for name, weight in ((names.gate, gate), (names.linear, linear), (names.output, output)):
             self.add_module(name, linear_of(weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return its output for tokens [tokens, width]."""
         gate, linear, output = (getattr(self, name) for name in (self.names.gate, self.names.linear, self.names.output))
         outputs: Tensor = output(self.act_fn(gate(x)) * linear(x))
         return outputs
 
 
 class ExpertsApart(nn.ModuleList):
-    """The experts of one layer in the place of stock code's own module."""
-
     def __init__(self, gathered: Any, names: StoredExperts) -> None:
-        """Take apart the module ``gathered``."""
         super().__init__()
         for both, output in zip(getattr(gathered, names.gates), getattr(gathered, names.outputs), strict=True):
             gate, linear = both.chunk(2)
@@ -61,7 +54,6 @@ class ExpertsApart(nn.ModuleList):
 
 
 def linear_of(weight: Tensor) -> nn.Linear:
-    """Return a linear with a copy of this weight, on its device and of its dtype."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     return linear

@@ -45,7 +45,6 @@ def is_causal(config: Any) -> bool:
 
 
 def gives_probabilities(config: Any) -> bool:
-    """Return whether a model's logits are of a choice among several tokens or labels, one for a position or a row."""
     stock = class_in(config)
     if stock is None or stock.is_language_model:
         return predicts_tokens(config)
@@ -88,7 +87,6 @@ def first_ids(config: Any) -> list[int]:
 
 
 def _named(config: Any, name: str) -> list[int]:
-    """The ids of the vocabulary that a config gives under a name: none, one, or several ends of a text."""
     value = setting(config, name)
     several = value if isinstance(value, list) else [value]
     return [i for i in several if isinstance(i, int) and 0 <= i < vocabulary_of(config)]

@@ -53,7 +53,6 @@ class _Model:
         self.places = dict(_places("", self.module))
 
     def copy(self, attention: str) -> Any:
-        """Return a model of its own modules and settings with these parameters."""
         shared: dict[int, Any] = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         # Every module has a dozen empty collections, for hooks and the like, that deepcopy would take to pieces.
         for module in self.module.modules():
@@ -63,7 +62,6 @@ class _Model:
         return model
 
     def stored(self, place: str) -> Iterable[tuple[str, nn.Parameter]]:
-        """The parameters of a place that files hold, with their names."""
         for parameter in self.module.get_submodule(place).parameters():
             if parameter in self.names:
                 yield self.names[parameter], parameter
@@ -90,7 +88,6 @@ def _onto(model: nn.Module, device: torch.device, stored: Collection[str]) -> di
 
 
 def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape in the memory of one element."""
     return torch.zeros((), dtype=tensor.dtype).to(device).expand(tensor.shape)
 
 
@@ -126,7 +123,6 @@ class Lane(Generic[T]):
 
 
 def results_of(lanes: Iterable[Lane[T]]) -> list[T]:
-    """Return what lanes gave, once their walk is over."""
     return [lane.result for lane in lanes]
 
 
@@ -165,7 +161,6 @@ class Walk:
         return lane
 
     def _hooked(self, weights: _Model, attention: str) -> Any:
-        """Return a model that makes the lane that runs it wait where it needs weights."""
         model = weights.copy(attention)
         for path, module in model.named_modules():
             if path in weights.places:
@@ -314,7 +309,6 @@ class Walk:
         _compute_on(lane.threads)
 
     def _end(self) -> None:
-        """End the lanes that are not done."""
         self._ending = True
         for lane in self.lanes:
             if lane.thread is not None:
@@ -372,7 +366,6 @@ class Walk:
 
 
 def _compute_on(threads: int) -> None:
-    """Have this thread of Python's compute on so many of torch's."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 

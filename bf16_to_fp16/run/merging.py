@@ -62,7 +62,6 @@ def part_of(name: str) -> tuple[str, Part | None]:
 
 
 def check_shape(name: str, values: Tensor, tensor: ResolvedTensor, part: Part) -> None:
-    """Raise UserError unless the axes that an adapter shares with a tensor are as long as there."""
     wanted = [None if axis is None else tensor.shape[axis] for axis in part.axes]
     fits = values.dim() == len(wanted) and all(
         size is None or size == length for size, length in zip(wanted, values.shape, strict=True)
@@ -75,14 +74,12 @@ def check_shape(name: str, values: Tensor, tensor: ResolvedTensor, part: Part) -
 
 
 def tensors_by_module(layout: Layout) -> dict[str, ResolvedTensor]:
-    """Return a layout's tensors under every name that a module of the stock class has for them."""
     embedding = layout.tensors[layout.family.embedding]
     shared = (*layout.family.copies, *([layout.family.head] if layout.tied else []))
     return dict.fromkeys(shared, embedding) | dict(layout.tensors)
 
 
 def check_known(name: str, target: str, layout: Layout, named: Mapping[str, ResolvedTensor]) -> None:
-    """Raise UserError for a tensor of an adapter that is on none of the checkpoint's."""
     if target not in named:
         raise UserError(
             f"{name}: this {layout.family.title} has no tensor {target}; give an adapter of this very checkpoint"
@@ -120,7 +117,6 @@ MERGED = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of an adapter; raise UserError where they cannot be read, or there are none."""
     try:
         tensors = load_file(folder / TENSORS)
     except (SafetensorError, OSError) as error:

@@ -39,7 +39,6 @@ def padded(
 
 
 def padded_left(config: Any, right: Batch) -> Batch:
-    """Return a batch, filled up on the right, with its encoder's rows, or its only ones, filled up on the left."""
     ids = torch.full_like(right.input_ids, pad_id(config))
     mask = right.attention_mask.flip(1)
     ids[mask.bool()] = right.input_ids[right.attention_mask.bool()]

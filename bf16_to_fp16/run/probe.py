@@ -326,7 +326,6 @@ def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) ->
 
 
 def _in_rows(ids: Tensor, columns: int) -> list[Tensor]:
-    """Ids as rows of so many, and what is left over as one more."""
     full = len(ids) // columns * columns
     return [rows for rows in (ids[:full].view(-1, columns), ids[full:].view(1, -1)) if rows.numel()]
 
@@ -356,8 +355,6 @@ def generation(config: Any, batch: Batch) -> Batch:
 def checkpoint_batches(
     checkpoint: Checkpoint, layout: Layout, data: str | None, seed: int, *, sweep: bool = False
 ) -> list[Batch]:
-    """Return what to run on: the built-in probe, its ids chosen by the source's weights, and the user's text where
-    given."""
     config, opened, folder = load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
     beside = tokenizer_beside(checkpoint.home, checkpoint.subfolder)  # where pipelines have it
     if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):

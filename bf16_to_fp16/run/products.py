@@ -53,7 +53,6 @@ class FastProducts(TorchDispatchMode):
 
 
 def is_matrix_product(func: Any) -> bool:
-    """Return whether an ATen operator is a product of two matrices and nothing else."""
     # The other overloads write into an operand or name the dtype of the result.
     return func._schema.name.split("::")[1] in MATRIX_PRODUCTS and func._overloadname == "default"
 

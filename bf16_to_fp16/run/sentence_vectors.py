@@ -49,5 +49,4 @@ def unusable(place: Path, error: Exception) -> UserError:
 
 
 def runs_behind(folder: Path) -> bool:
-    """Return whether something stands behind the encoder in a folder and can be run here."""
     return bool(listed_modules(folder)[1:]) and find_spec("sentence_transformers") is not None

@@ -52,7 +52,6 @@ def described(name: str) -> StockClass | None:
 
 
 def load_config(folder: Path) -> Any:
-    """Return the transformers configuration in ``folder``; ``UserError`` where it is unusable or of no known class."""
     config = any_config(folder)
     with in_folder(folder):
         stock_class({"model_type": config.model_type, "architectures": config.architectures})
@@ -61,7 +60,6 @@ def load_config(folder: Path) -> Any:
 
 
 def any_config(folder: Path) -> Any:
-    """Return the transformers configuration in ``folder``, of whatever class; ``UserError`` where it is unusable."""
     import transformers
 
     if not (Path(folder) / "config.json").is_file():
@@ -79,7 +77,6 @@ def setting(config: Any, name: str) -> Any:
 
 
 def vocabulary_of(config: Any) -> int:
-    """Return the number of ids that a model reads: of a text model inside it that one's."""
     inside = getattr(getattr(config, "text_config", None), "vocab_size", None)  # of a stray mapping nothing
     return int(config.vocab_size if inside is None else inside)
 
@@ -144,8 +141,6 @@ def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False)
 
 
 def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = None) -> tuple[str, ...]:
-    """Return those of the ``wanted`` attentions that the transformers class ``name`` has, and say which it lacks.
-    Raises UserError where none is left."""
     import transformers
 
     lacking = [kind for kind in wanted if kind == "sdpa" and not getattr(transformers, name)._supports_sdpa]
@@ -233,7 +228,6 @@ def fill_in(model: Any, checkpoint: Checkpoint) -> None:
 
 
 def owner(model: Any, path: str) -> Any:
-    """Return the innermost stock model that the module at a path is in, or is: a model may hold others."""
     from transformers import PreTrainedModel
 
     parts = path.split(".") if path else []
@@ -242,7 +236,6 @@ def owner(model: Any, path: str) -> Any:
 
 
 def check_complete(folder: Path, config: Mapping[str, object], not_found: Iterable[str]) -> None:
-    """Raise UserError for a tensor that stock code did not find."""
     missing = sorted(set(not_found) - may_be_absent(placed_family(config)))
     if missing:
         raise UserError(
@@ -251,10 +244,8 @@ def check_complete(folder: Path, config: Mapping[str, object], not_found: Iterab
 
 
 def cannot_be_loaded(folder: Path, error: Exception) -> UserError:
-    """Return what to tell the user whose checkpoint stock code cannot load."""
     return UserError(f"{folder}: cannot be loaded ({first_line(error)}); check its files")
 
 
 def eps_attribute(norm: torch.nn.Module) -> str:
-    """Return the name under which a norm keeps its eps: torch's and apex's have another than those of transformers."""
     return "eps" if hasattr(norm, "eps") else "variance_epsilon"

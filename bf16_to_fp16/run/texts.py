@@ -96,14 +96,12 @@ def file_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def text_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield {"text": line} for every line that is not blank, without the spaces around it."""
     for line in lines:
         if line.strip():
             yield {"text": line.strip()}
 
 
 def jsonl_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the object on each line; raise UserError for a line that holds none."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -117,7 +115,6 @@ def jsonl_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def csv_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows by the names in the header; raise UserError for what is not CSV."""
     try:
         yield from csv.DictReader(lines)
     except csv.Error as error:
@@ -125,7 +122,6 @@ def csv_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file; raise UserError where it cannot be read."""
     import pyarrow.parquet
 
     try:
@@ -182,7 +178,6 @@ def _ending(path: Path) -> str:
 
 
 def hub_rows(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the first 4096 rows of the first split of a dataset of the Hub; raise UserError where it cannot be read."""
     import datasets
 
     try:
@@ -305,7 +300,6 @@ def _columns_of(path: str, dataset: Any, input_column: str | None, target_column
 
 @contextmanager
 def _plain_errors(path: str) -> Iterator[None]:
-    """Turn what ``datasets`` and its readers raise, which is of many kinds, into one line."""
     try:
         yield
     except UserError:

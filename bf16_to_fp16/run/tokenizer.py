@@ -89,7 +89,6 @@ def without_end(ids: Tensor, tokenizer: Any) -> Tensor:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer in ``folder``; nothing is fetched. Raises UserError where there is none or it is damaged."""
     from transformers import AutoTokenizer
 
     check_tokenizer(folder)

@@ -56,7 +56,6 @@ def is_table(value: object) -> bool:
 
 
 def by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return rows by the keys that name them; rows of one name are numbered."""
     named: dict[str, Any] = {}
     for row in rows:
         name = str(row.get("name") or " ".join(str(row[part]) for part in NAMED_BY if row.get(part) is not None))

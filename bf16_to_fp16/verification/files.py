@@ -29,7 +29,6 @@ OWN_NAMES = (*SINGLE_OR_SHARDED, "config.json", "generation_config.json", "modul
 
 
 def present_files(folder: Path) -> list[str]:
-    """Return the names of all files below a folder but hidden ones, which no library reads, sorted."""
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() or path.is_symlink())
     return sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
 

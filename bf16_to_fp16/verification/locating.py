@@ -77,8 +77,6 @@ def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Pr
 
 
 def read_recorded(folder: Path) -> Report:
-    """Return the report of a converted folder; raise UserError as ``recorded`` does, and where it lists what convert
-    does not write."""
     path = folder / REPORT
     report = typed(recorded(folder), path, NEEDED, LISTS_OTHER, WRONG)
     if any(entry.nbytes is None or entry.sha256 is None for entry in report.output.files):
