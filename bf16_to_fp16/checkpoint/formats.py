@@ -37,7 +37,6 @@ SAFETENSORS_DTYPES = {
 
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
-FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 """Dtypes of weights in 8 bits that are numbers by themselves, up to a scale."""
 
 READ_BYTES = 1 << 20  # bytes read at a time where a whole file is hashed
@@ -89,7 +88,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=(SAFETENSORS_DTYPES | FP8_DTYPES)[info.dtype])
+    tensor = torch.empty(shape, dtype=SAFETENSORS_DTYPES[info.dtype])
     with reading(info.file) as source:
         read_exactly(source, bytes_of(tensor), info.offset + skip)
     return tensor

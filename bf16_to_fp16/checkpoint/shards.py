@@ -74,8 +74,7 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int 
         groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
         number = {file: i for i, file in enumerate(checkpoint.weight_files)}
         for write in ordered:
-            # What was dequantised lies beside the one file that it came from.
-            place = number.get(checkpoint.tensors[write.source].file, 0) if write.source is not None else -1
+            place = number[checkpoint.tensors[write.source].file] if write.source is not None else -1
             groups[place].append(write)
         return [g for g in groups if g] or [[]]
     result: list[list[Write]] = [[]]

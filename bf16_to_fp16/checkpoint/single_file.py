@@ -2,7 +2,7 @@
 
 Such a file has no config beside it, names of its own or a prefix before them, perhaps a tokenizer inside, perhaps a
 whole pipeline around it. A folder in scratch space gets what a stock folder would hold besides weights, which stay
-where they are; only fp8 values are written there, times their scales, in bf16, whose 8 significant bits hold them.
+where they are.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import UserError, shortened
 from ..json_text import write_json
 from . import files, formats, headers
-from .disk import FREE_SPACE_REMEDY, check_free_space, writing
+from .disk import FREE_SPACE_REMEDY, writing
 from .naming import STOCK, Naming, found_in
 from .packed import way_back_of
 from .places import RESTORE
 
 SPIECE, SPIECE_FILE = "spiece_model", "spiece.model"  # the tensor of a tokenizer's bytes, and the file in a folder
-SCALES = (".scale_weight", ".weight_scale")
-"""Endings, in place of ``.weight``, of the scale that an fp8 matrix is multiplied with: ComfyUI's two."""
-
-ASIDE = (*SCALES, ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale", SPIECE)
+ASIDE = (
+    *(".scale_weight", ".weight_scale", ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale"),
+    SPIECE,
+)
 """Endings of the names of what lies beside weights and is none."""
 
 SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
@@ -71,17 +69,6 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     SCRATCH.append(tempfile.TemporaryDirectory(prefix="bf16-to-fp16-"))
     folder = Path(SCRATCH[-1].name).resolve()
     states = {file: state}
-    narrow = [info for info in tensors.values() if info.dtype in formats.FP8_DTYPES]
-    if narrow:
-        stock = {naming.to_stock(name): scale for name in mine if (scale := scale_of(name, mine)) is not None}
-        widened = dequantised(folder / "dequantised", narrow, stock)
-        tensors |= widened
-        states[folder / "dequantised"] = formats.state_of(folder / "dequantised")
-        scaled = f"{len(stock)} of them with scales" if stock else "none of them with a scale"
-        notes.append(
-            f"{file.name}: {len(narrow)} tensors are fp8, {scaled}; they are dequantised, and keep fp8's precision of 3"
-            " or 4 significant bits"
-        )
     for name, info in tensors.items():
         headers.check_not_quantised(info.dtype, name, file)
     dtypes = [info.dtype for info in tensors.values()]
@@ -131,44 +118,6 @@ def settled_config(
     whole = bool(inferred["is_encoder_decoder"])
     inferred["architectures"] = [CLASSES[inferred["model_type"]][whole]]
     return inferred, [f"{file.name}: {described(inferred)}, told from names and shapes (--config FILE overrides it)"]
-
-
-def scale_of(name: str, tensors: Mapping[str, headers.TensorInfo]) -> headers.TensorInfo | None:
-    if not name.endswith(".weight"):
-        return None
-    stem = name.removesuffix(".weight")
-    return next((tensors[stem + ending] for ending in SCALES if stem + ending in tensors), None)
-
-
-def dequantised(
-    target: Path, narrow: list[headers.TensorInfo], scales: Mapping[str, headers.TensorInfo]
-) -> dict[str, headers.TensorInfo]:
-    """Write fp8 tensors, times their scales, in bf16 to a new file, one at a time, and return where they lie. scales:
-    by the tensor's name, one number or one for each row. Raises UserError for another, and for a full disk."""
-    nbytes, widened = sum(2 * info.nbytes for info in narrow), {}
-    what = f"{narrow[0].file}: the dequantised copy"
-    check_free_space(what, nbytes, target.parent, of="temporary files", otherwise="set TMPDIR to a folder on another")
-    with writing(target.parent, SCRATCH_REMEDY), target.open("wb") as out:
-        for info in narrow:
-            values = formats.read_range(info, info.shape, 0).float()
-            if (scale := scales.get(info.name)) is not None:
-                values *= scale_values(scale, info)
-            widened[info.name] = headers.TensorInfo(info.name, "BF16", info.shape, target, out.tell(), 2 * info.nbytes)
-            out.write(formats.bytes_of(values.bfloat16()))
-    return widened
-
-
-def scale_values(scale: headers.TensorInfo, weight: headers.TensorInfo) -> torch.Tensor:
-    if scale.dtype in ("F32", "F16", "BF16"):
-        values = formats.read_range(scale, scale.shape, 0).float()
-        if values.numel() == 1:
-            return values.reshape(())
-        if weight.shape and scale.shape in ((weight.shape[0],), (weight.shape[0], 1)):
-            return values.reshape(-1, *[1] * (len(weight.shape) - 1))
-    raise UserError(
-        f"{scale.file}: tensor {formats.shown(scale.name)} is no scale that is known here ({scale.dtype}"
-        f" {list(scale.shape)}); give the checkpoint it was quantised from"
-    )
 
 
 # --- its config ------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.regimes import regimes_of, speaking_of, tiers_of
 from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
-from ..report.result import Result
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source
 from ..results import dump
 from ..run.batch import describe_batches
@@ -119,7 +118,7 @@ def audit(
         **proven,
         environment=Environment.model_validate(on.environment()),
     )
-    return Result(dump(report if layout is None else speaking_of(report, layout)))
+    return dump(report if layout is None else speaking_of(report, layout))
 
 
 def proof(

@@ -17,7 +17,6 @@ from ..families.known import padding_entry
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.remedies import going_on_from, over_limits
-from ..report.result import Result
 from ..report.schema import CertificateEntry, Environment, Report, Source, recorded_target
 from ..report.tiers import judged_tiers
 from ..results import dump
@@ -86,4 +85,4 @@ def certify(
     )
     if layout.alone is not None:
         report = report.model_copy(update={"model_class": layout.alone})
-    return Result(dump(report))
+    return dump(report)

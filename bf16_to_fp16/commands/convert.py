@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ from ..report.remedies import (
     finetuning_of,
 )
 from ..report.schema import CARD, PAGE, REPORT, Report, read
-from ..report.sections import summary
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import writes
 from ..rescaling.edits import listed_edits
@@ -89,9 +87,6 @@ class Conversion:
     def __repr__(self) -> str:
         verdict, proof = self.report.get("verdict", "planned"), self.report.get("proof", "nothing written")
         return f"<Conversion: {verdict}, {proof}, out={str(self.out)!r}>"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>" if self.out is None else summary(read(Report, self.report))
 
 
 def convert(

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +114,6 @@ class MadeSafe:
     def __repr__(self) -> str:
         proof = f"{'' if self.certified else 'not '}certified {WHERE[self.target]}"
         return f"<MadeSafe: {proof}, {self.headroom_bits:.2f} bits at {self.tightest}>"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(str(self))}</p>"
 
     def undo(self, model: Any) -> Any:
         """Take ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.

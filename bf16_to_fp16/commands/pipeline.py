@@ -11,7 +11,6 @@ import glob
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,6 @@ class PipelineConversion:
     def __repr__(self) -> str:
         said = ", ".join(f"{name}: {done.report.get('verdict', 'planned')}" for name, done in self.encoders.items())
         return f"<PipelineConversion: {said}, out={str(self.out)!r}>"
-
-    def _repr_html_(self) -> str:
-        return "".join(f"<h4>{escape(name)}</h4>{done._repr_html_()}" for name, done in self.encoders.items())
 
 
 def convert_pipeline(

@@ -28,7 +28,6 @@ from ..report.card import warned
 from ..report.page import render
 from ..report.remedies import CONVERT_AGAIN, going_on_from
 from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, UnsafeEntry
-from ..report.sections import Result
 from ..results import dump
 from ..verification.files import check_hashes
 from ..verification.locating import read_recorded
@@ -176,7 +175,7 @@ def publish(
         **{"uploaded": [], "kept": [], "commit": None, "compared": False, "url": None, "pull_request": None},
     }
     if (confirm is not None and not confirm(upload)) or dry_run:
-        return Result(done)
+        return done
     api = HfApi(endpoint=endpoint, token=token, library_name="bf16_to_fp16")
     how: dict[str, Any] = {
         "revision": revision,
@@ -185,7 +184,7 @@ def publish(
         "create_pr": create_pr,
     }
     with explained(repo_id, endpoint=api.endpoint, revision=revision, token=token, writing=True), transfers(api):
-        return Result(done | with_retries(lambda: send(api, repo_id, upload, progress, force=force, **how)))
+        return done | with_retries(lambda: send(api, repo_id, upload, progress, force=force, **how))
 
 
 def send(

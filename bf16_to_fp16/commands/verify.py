@@ -57,7 +57,6 @@ from ..report.build import (
 )
 from ..report.regimes import regimes_of, tiers_of
 from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, UNSAFE_BY_REPORT, unsafe_sites
-from ..report.sections import Result
 from ..report.stored import originals, read_packed
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
 from ..rescaling.edits import listed_edits
@@ -148,23 +147,21 @@ def verify(
     broken = {entry.signal for entry in report.unsafe if entry.kind == "broke"}
     as_reported = all(p.check == "audit" and p.name in broken for p in found.problems) and not report.safe
     found.add("report", check_verdict(report))
-    return Result(
-        dump(
-            answers.Verification(
-                schema=SCHEMA,
-                verdict="unsafe" if found.problems else "safe",
-                verified=not found.problems,
-                as_reported=as_reported,
-                source=schema.Source(path=own_name(source) if revision is None else str(source), revision=revision),
-                report=answers.Claim(verdict=report.verdict, proof=report.proof, family=report.family),
-                checks=found.checks,
-                problems=found.problems,
-                notes=found.notes,
-                files=len(report.output.files) or 1,
-                target=report.target,
-                environment=schema.Environment.model_validate(on.environment()),
-                **{"certificate": None, "tiers": {}, "regimes": {}} | found.sections,
-            )
+    return dump(
+        answers.Verification(
+            schema=SCHEMA,
+            verdict="unsafe" if found.problems else "safe",
+            verified=not found.problems,
+            as_reported=as_reported,
+            source=schema.Source(path=own_name(source) if revision is None else str(source), revision=revision),
+            report=answers.Claim(verdict=report.verdict, proof=report.proof, family=report.family),
+            checks=found.checks,
+            problems=found.problems,
+            notes=found.notes,
+            files=len(report.output.files) or 1,
+            target=report.target,
+            environment=schema.Environment.model_validate(on.environment()),
+            **{"certificate": None, "tiers": {}, "regimes": {}} | found.sections,
         )
     )
 

@@ -13,7 +13,6 @@ from ..families.known import named
 from ..families.older import is_older_key
 from ..wording import (
     bound_magnitude,
-    bytes_in_words,
     counted,
     excess,
     headroom,
@@ -28,11 +27,8 @@ from ..wording import (
     signed,
 )
 from . import facts
-from .answers import Verification
 from .remedies import unsafe_sites
-from .result import Result as Shown
-from .result import fragment
-from .schema import FinetuneEntry, RegimeEntry, Report, UnprovenEntry, WeightsEntry, read
+from .schema import FinetuneEntry, RegimeEntry, Report, UnprovenEntry, WeightsEntry
 from .tables import Column, Table, names, numbers
 
 MOST_UNSAFE = 12
@@ -59,27 +55,6 @@ class Figure:
     name: str
     value: str
     note: str
-
-
-class Result(Shown):
-    """A report as a dictionary, which a notebook shows as the verdict and its figures, check by check, or as what was
-    uploaded."""
-
-    def _repr_html_(self) -> str:
-        if "checks" in self:
-            verification = read(Verification, self)
-            rows = [(name, outcome, "") for name, outcome in verification.checks.items()]
-            rows += [(problem.check, problem.name, problem.reason) for problem in verification.problems]
-            return fragment("verified" if verification.verified else "not verified", rows)
-        if "uploaded" in self:
-            files = [(each["name"], bytes_in_words(each["nbytes"]), each["sha256"]) for each in self["files"]]
-            return fragment(self["url"] or f"{self['repo']}: nothing was uploaded", files)
-        return summary(read(Report, self))
-
-
-def summary(report: Report) -> str:
-    rows = [(figure.name, figure.value, figure.note) for figure in headline(report)]
-    return fragment(facts.verdict_sentence(report), rows)
 
 
 def source_name(report: Report) -> str:

@@ -1,9 +1,8 @@
-"""One file of weights is a source like a folder: the config told from it, foreign names, prefixes, a tokenizer, fp8."""
+"""One file of weights is a source like a folder: the config told from it, foreign names, prefixes, a tokenizer."""
 
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,39 +150,10 @@ def test_a_tokenizer_inside_a_file_comes_out_byte_for_byte_and_is_no_quantised_w
     same(tmp_path / "back", encoder("umt5-encoder"))
 
 
-@pytest.mark.parametrize("ending", ["scale_weight", "weight_scale"])
-def test_fp8_is_dequantised_by_its_scales_and_called_fp8(ending: str, tmp_path: Path) -> None:
-    stock = tools.stored(encoder())
-    narrow = tools.in_fp8(stock, ending=ending)
-    opened = open_checkpoint(tools.write(tmp_path / "t5xxl_fp8_e4m3fn_scaled.safetensors", narrow))
-    assert "keep fp8's precision" in opened.notes[-1] and "14 of them with scales" in opened.notes[-1]
-    for name in stock:
-        scale = narrow.get(name.removesuffix("weight") + ending, torch.tensor(1.0))
-        assert torch.equal(opened.read(name), (narrow[name].float() * scale).bfloat16())
-    result = convert(tmp_path / "t5xxl_fp8_e4m3fn_scaled.safetensors", tmp_path / "out", run_model=False)
-    assert list(result.report["source"]["sha256"]) == ["t5xxl_fp8_e4m3fn_scaled.safetensors"]
-    undo(tmp_path / "out", tmp_path / "back")
-    back = load_file(tmp_path / "back/model.safetensors")
-    assert all(torch.equal(back[name], opened.read(name)) for name in stock)
-
-
-def test_fp8_without_scales_is_taken_at_its_word_and_scales_by_block_are_refused(tmp_path: Path) -> None:
-    plain = {n: t.to(torch.float8_e4m3fn) if t.ndim == 2 else t for n, t in tools.stored(encoder(factor=1.0)).items()}
-    opened = open_checkpoint(tools.write(tmp_path / "t5xxl_fp8_e4m3fn.safetensors", plain))
-    assert all(torch.equal(opened.read(name), tensor.bfloat16()) for name, tensor in plain.items())
-    blocks = tools.in_fp8(tools.stored(encoder()), ending="weight_scale")
-    name = "encoder.block.0.layer.0.SelfAttention.q.weight_scale"
-    with pytest.raises(UserError, match="no scale that is known here"):
-        open_checkpoint(tools.write(tmp_path / "blocks.safetensors", blocks | {name: torch.ones(3, 3)}))
-
-
-def test_a_disk_without_room_for_the_dequantised_copy_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tools.write(tmp_path / "fp8.safetensors", tools.in_fp8(tools.stored(encoder()), ending="scale_weight"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10))
-    with pytest.raises(UserError, match=r"copy needs [\d.]+ kB and the disk of temporary files has 10 B; .* TMPDIR"):
-        open_checkpoint(source)
+def test_fp8_is_refused(tmp_path: Path) -> None:
+    file = tools.write(tmp_path / "t5xxl_fp8_e4m3fn_scaled.safetensors", tools.in_fp8(tools.stored(encoder())))
+    with pytest.raises(UserError, match="F8_E4M3, quantised; give the checkpoint it was quantised from"):
+        open_checkpoint(file)
 
 
 def test_the_config_is_told_from_names_and_shapes(t5: Path, umt5: Path) -> None:

@@ -1,10 +1,8 @@
 """The page says what the report says, whatever the report lacks and whatever names it has, and loads nothing."""
 
-import json
 import math
 import re
 import sys
-from html import unescape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,6 @@ from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.report import card, facts, page, sections, terminal
 from bf16_to_fp16.report import figures as pictures
 from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, Report, SignalEntry, read
-from bf16_to_fp16.report.sections import Result, headline
 from bf16_to_fp16.report.site_table import MOST_ROWS
 from bf16_to_fp16.report.text import MOST_UNCERTIFIED
 from bf16_to_fp16.wording import (
@@ -526,27 +523,6 @@ def test_the_script_sorts_by_numbers() -> None:
         regime["sites"][1] |= {"headroom_bits": None, "limit": None, "amax": math.inf}
     keys = re.findall(r'data-v="([^"]*)"', render(report))
     assert keys[:2] == ["55082", "0.25"] and "1e+308" in keys and "" in keys
-
-
-# --- in a notebook ---------------------------------------------------------------------------------------------------
-
-
-def test_a_result_in_a_notebook_is_its_verdict_and_figures_with_all_text_escaped() -> None:
-    report = hostile(fakes.conversion())
-    result = Result(report)
-    shown = result._repr_html_()
-    assert result == report and json.dumps(finite(dict(result)))
-    assert "<script" not in shown and verdict_sentence(report).partition(",")[0] in unescape(shown)
-    for figure in headline(read(Report, result)):
-        assert figure.value in unescape(shown)
-
-
-def test_what_verify_found_is_shown_check_by_check() -> None:
-    found = {"verdict": "unsafe", "verified": False, "source": {}, "files": 2, "certificate": None, "tiers": {}}
-    found |= {"report": {"verdict": "safe", "proof": "observed", "family": "t5"}, "regimes": {}, "environment": {}}
-    problem = {"check": "files", "name": "<b>", "reason": "was changed", "remedy": "fetch it again"}
-    shown = Result(found | {"schema": 1, "checks": {"files": "failed"}, "problems": [problem]})._repr_html_()
-    assert "<b>not verified</b>" in shown and "&lt;b&gt;" in shown and "was changed" in shown
 
 
 @pytest.mark.parametrize(("kind", "there"), [("gemma3", "what norms alone read"), ("mbart", "further streams")])
