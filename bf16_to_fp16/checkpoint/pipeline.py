@@ -7,7 +7,6 @@ copied.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,22 +15,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from .. import system
 from ..errors import UserError
-from .contents import INDEX, WEIGHTS
 from .fetching import SMALL_FILES, fetched, hub_files
 from .files import read_json
 from .folder import copy, is_weights
 from .places import RESTORE, contained, local_source
+from .variants import has_variant, linked_to, variant_of
 
 MODEL_INDEX = "model_index.json"
 PIPELINE = "fp16_pipeline.json"  # what a converted pipeline has of its own: which sub-folders were converted, from what
 LINKED_FROM = 1 << 20  # size in bytes from which on a file is linked and not copied
-
-NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-"""Errors of a system that has no hard links between two places, or allows none to a file of another user."""
-
-VARIANT = "fp16"  # the variant of a component's weights that ``from_pretrained(variant="fp16")`` loads
 
 
 @dataclass(frozen=True)
@@ -146,23 +139,6 @@ def files_below(folder: Path) -> tuple[list[str], list[str]]:
     return [path.relative_to(folder).as_posix() for path in files], hidden
 
 
-def variant_of(name: str) -> str | None:
-    pieces = re.sub(r"-\d+-of-\d+", "", name).split(".")[1:]
-    return next((piece for piece in pieces if piece not in ("safetensors", "bin", "index", "json")), None)
-
-
-def variant_name(name: str) -> str:
-    if name == INDEX:
-        return f"{INDEX.removesuffix('.json')}.{VARIANT}.json"
-    stem, shard = re.match(r"([^.-]+)(-\d+-of-\d+)?", name).groups("")  # type: ignore[union-attr]
-    return f"{stem}.{VARIANT}{shard}.safetensors"
-
-
-def has_variant(names: Iterable[str], folder: str = "") -> bool:
-    own = (name.removeprefix(f"{folder}/") for name in names if not folder or name.startswith(f"{folder}/"))
-    return any(variant_of(n) == VARIANT for n in own if n.startswith("model") and n.endswith(".safetensors"))
-
-
 def used(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
     """Return which files of a repository ``from_pretrained`` uses: small ones, and of each component the weights in
     safetensors where there are any, else in the older format, and not as a variant where there is a default."""
@@ -203,29 +179,3 @@ def bring(folder: Path, names: Iterable[str], target: Path, *, link: bool = True
         if not linked:
             copy(file, place, folder)
         yield Brought(nbytes, linked)
-
-
-def linked_to(file: Path, place: Path) -> bool:
-    try:
-        system.link_file(file.resolve(), place)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        return False
-    return True
-
-
-def name_variants(folder: Path) -> list[str]:
-    """Give the weights in a converted folder the names of the variant fp16 as well, as links, with an index of their
-    own, and return those names."""
-    names = []
-    for path in sorted((*folder.glob("model-*-of-*.safetensors"), *folder.glob(WEIGHTS))):
-        names.append(variant_name(path.name))
-        if not linked_to(path, folder / names[-1]):
-            copy(path, folder / names[-1], folder)
-    if (folder / INDEX).is_file():
-        names.append(variant_name(INDEX))
-        text = (folder / INDEX).read_text(encoding="utf-8")
-        renamed = re.sub(r'"(model-\d+-of-\d+\.safetensors)"', lambda m: f'"{variant_name(m[1])}"', text)
-        (folder / names[-1]).write_text(renamed, encoding="utf-8", newline="\n")
-    return names

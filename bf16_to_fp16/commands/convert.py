@@ -26,7 +26,7 @@ from ..checkpoint.packing import check_out_file, metadata_of, pack, put_file_in_
 from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import scratch, staged
-from ..conversion.measuring import attack_unproven, fidelity_to_original, measure
+from ..conversion.measuring import fidelity_to_original, measure
 from ..conversion.options import FIXED, Destination, Options, Provenance
 from ..conversion.planning import decide, open_source, replayed
 from ..conversion.rewriting import rewrite
@@ -154,7 +154,9 @@ def convert_by(
         rewritten = rewrite(opened, decided, work, options, progress)
         measured = measure(opened, decided, work, options, progress)
         if provenance is not None:
-            measured = attack_unproven(work, measured, provenance.attack_steps, opened, progress)
+            unproven = [site.name for site in measured.certificate.sites if not site.holds]
+            if unproven:
+                measured = replace(measured, attack=provenance.search(work, unproven, opened.device))
         report = reports.build(
             opened.checkpoint,
             decided,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ..auditing.attack import GROUP, attacked
 from ..auditing.every_output import EveryOutput, output_errors, smallest_batches
 from ..auditing.fidelity import (
     Outputs,
@@ -189,16 +188,6 @@ def audited(
         if not in_fp32:
             return Audited(regimes, [], [])
         return outputs_of(Walk(checkpoint), inputs, in_fp32, regimes)
-
-
-def attack_unproven(work: Path, measured: Measured, steps: int, opened: Opened, progress: Progress) -> Measured:
-    unproven = [site.name for site in measured.certificate.sites if not site.holds]
-    if not unproven or not steps:
-        return measured
-    rows = unproven * max(1, GROUP // len(unproven))
-    layout = agreed_layout(open_checkpoint(work))
-    attack = attacked(work, layout, steps, 0, opened.device, progress, sites=rows)
-    return replace(measured, attack=attack)
 
 
 def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> Fidelity:

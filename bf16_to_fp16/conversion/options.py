@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     import torch
 
     from ..checkpoint.reader import Checkpoint
+    from ..devices import Device
     from ..families.layout import Layout
-    from ..report.schema import Lineage, Report
+    from ..report.schema import AttackEntry, Lineage, Report
 
 MOST_EXPONENT = 24  # of the residual stream
 MOST_MARGIN = 12  # bits of margin that leave a signal any room: 65504·2⁻¹² is 16
@@ -301,11 +302,11 @@ class Provenance:
     """What a report says of a checkpoint that was trained: the command that made it, where it comes from, the
     original, with which the output is compared besides its source, and what the report becomes by what was asked.
 
-    attack_steps: gradient steps of the search for inputs that break what the certificate does not prove; 0 for none.
+    search: for inputs that break the sites of these names, which the certificate does not prove, of the folder written.
     """
 
     command: str
     lineage: Lineage
     original: Checkpoint
     judge: Callable[[Report], Report] = lambda report: report
-    attack_steps: int = 0
+    search: Callable[[Path, list[str], Device], AttackEntry | None] = lambda folder, sites, device: None

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ..checkpoint.folder import carry_over, tokenizer_beside
 from ..checkpoint.layouts import FOLDER_LAYOUT
-from ..checkpoint.pipeline import has_variant, name_variants
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.variants import has_variant, name_variants
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..families.layout import Layout

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ..auditing.attack import GROUP, attacked
 from ..cards import architecture, computes_in_bf16
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import carry_over, tokenizer_beside
@@ -44,7 +45,7 @@ from ..observe.observer import SiteObserver
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.build import other_sha256
-from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
+from ..report.schema import AttackEntry, FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.apply import edited_config, set_dtype, writes
 from ..rescaling.exponents import OfChannels
 from ..rescaling.outputs import moved, output_factors
@@ -125,7 +126,7 @@ def finetune(
         lineage_of(checkpoint, asked, recipe, run),
         checkpoint,
         judge=partial(judged, recipe=asked, command=command.published()),
-        attack_steps=recipe.evaluation.attack_steps,
+        search=partial(attack_unproven, recipe.evaluation.attack_steps, progress),
     )
     with written_trained(run.folder, run.weights) as trained:
         place, options = Destination(out, force=force), options_of(recipe)
@@ -482,6 +483,17 @@ def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -
         with torch.no_grad():
             model(**arguments(model, next(corpus.training_batches()), torch.device("cpu")))
     return result
+
+
+def attack_unproven(
+    steps: int, progress: Progress, folder: Path, unproven: list[str], device: Device
+) -> AttackEntry | None:
+    """Return what a search of so many gradient steps finds at the sites that no bound proves; None for no steps."""
+    if not steps:
+        return None
+    rows = unproven * max(1, GROUP // len(unproven))
+    found = attacked(folder, agreed_layout(open_checkpoint(folder)), steps, 0, device, progress, sites=rows)
+    return AttackEntry.model_validate(found.to_json())
 
 
 def is_enough(recipe: Recipe, report: Mapping[str, Any]) -> bool:

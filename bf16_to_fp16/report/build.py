@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from ..auditing.attack import Attack
 from ..auditing.fidelity import Outputs, Reference
 from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.findings import Certificate, SourceBounds
@@ -105,7 +104,7 @@ class Measured:
     fidelity: Fidelity | None = None
     half: Outputs = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
-    attack: Attack | None = None
+    attack: schema.AttackEntry | None = None
     edits: Sequence[Edit] = ()
     outputs: Mapping[str, OutputError] = field(default_factory=dict)
 
@@ -141,7 +140,7 @@ def build(
     seen = {site.name: site.amax for site in half.sites} if half is not None else {}
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
     described = regimes_of(regimes)
-    attack = None if measured.attack is None else schema.AttackEntry.model_validate(measured.attack.to_json())
+    attack = measured.attack
     broken = remedies.overflowing(attack) if attack is not None else []
     for site in attack.sites if attack is not None else ():
         seen[site.name] = max(seen.get(site.name, 0.0), site.worst)

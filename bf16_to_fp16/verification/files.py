@@ -13,9 +13,9 @@ from ..checkpoint.headers import read_whole_header
 from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packed import recorded_sha256
 from ..checkpoint.packing import tensors_sha256
-from ..checkpoint.pipeline import variant_name
 from ..checkpoint.places import contained
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.variants import variant_name
 from ..families.layout import Layout
 from ..report.remedies import REMOVE
 from ..report.schema import CARD, PAGE, REPORT, Report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bf16_to_fp16.conversion.options import Destination, Options, Provenance
 from bf16_to_fp16.conversion.planning import Opened, Search, observe_source
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.finetuning.run import attack_unproven
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.remedies import OUTPUT, WITHOUT_AUDIT, WITHOUT_EITHER, WITHOUT_EXACT
@@ -246,7 +248,8 @@ def test_what_a_search_breaks_of_a_finetunes_result_is_unsafe_and_holds_in_no_ti
     lineage = Lineage(source=Source.of(source), finetune=FinetuneEntry())
     reports, options = [], Options(target="half", exact=True)
     for steps in (0, 8):
-        provenance = Provenance("bf16-to-fp16 finetune recipe.yaml", lineage, source, attack_steps=steps)
+        search = partial(attack_unproven, steps, Progress(quiet=True))
+        provenance = Provenance("bf16-to-fp16 finetune recipe.yaml", lineage, source, search=search)
         place = Destination(tmp_path / f"out-{steps}")
         reports.append(convert_by(options, source.folder, place, provenance=provenance).report)
     unsearched, searched = reports

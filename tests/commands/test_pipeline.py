@@ -21,7 +21,8 @@ from support.program import refused
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from bf16_to_fp16 import UserError, convert, convert_pipeline, undo_pipeline
-from bf16_to_fp16.checkpoint.pipeline import used, variant_name, variant_of
+from bf16_to_fp16.checkpoint.pipeline import used
+from bf16_to_fp16.checkpoint.variants import variant_name, variant_of
 from bf16_to_fp16.cli import main
 
 IDS = torch.tensor([[5, 9, 2, 77, 1]])

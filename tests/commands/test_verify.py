@@ -20,8 +20,8 @@ from bf16_to_fp16 import UserError, audit, certify, cli, convert, verify
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.folder import records
-from bf16_to_fp16.checkpoint.pipeline import name_variants
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.checkpoint.variants import name_variants
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind
 from bf16_to_fp16.json_text import finite
