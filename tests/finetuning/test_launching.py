@@ -237,10 +237,7 @@ def test_a_shipped_recipe_is_launched_without_a_network(shipped: Shipped) -> Non
 @pytest.mark.parametrize(
     ("name", "gib", "kind", "traced"),
     [
-        ("flan-t5-base", "16", "ddp", 13.2),
         ("pegasus", "16", "zero2", 13.7),
-        ("pegasus", "32", "ddp", 21.2),
-        ("mt5", "16", "ddp", 10.5),
         ("flan-t5-xl", "16", "zero3-offload", 6.0),
         ("flan-t5-xl", "32", "zero3", 16.6),
     ],
