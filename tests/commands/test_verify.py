@@ -196,7 +196,11 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
     ),
     **{
         f"an added {name}": (added(name), REPLAY, "replay", name, "is not what the conversion carries over")
-        for name in ("chat_template.jinja", "special_tokens_map.json", "tokenizer.model", "hf_quant_config.json")
+        for name in ("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json")
+    },
+    **{
+        f"an added {name}": (added(name), REPLAY, "replay", name, "is not what the conversion carries over")
+        for name in ("special_tokens_map.json", "tokenizer.model", "hf_quant_config.json")
     },
     "a signal of the plan": (
         of_report("plan.exponents", {"encoder.block.9.layer.0.SelfAttention.value": [1]}),

@@ -85,7 +85,9 @@ def test_the_page_loads_nothing_and_forbids_loading() -> None:
     assert requests(html) == []
     assert requests(html.replace("data:,", "https://example.org/icon.png")) == ["https://example.org/icon.png"]
     policy = next(a["content"] for _, a in Page(html).tags if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy is not None and policy.startswith("default-src 'none';")
+    parts = {part.split()[0]: part.split()[1:] for part in str(policy).split(";")}
+    assert parts.pop("default-src") == parts.pop("base-uri") == parts.pop("form-action") == ["'none'"]
+    assert parts == {"style-src": ["'unsafe-inline'"], "script-src": ["'unsafe-inline'"], "img-src": ["data:"]}
     addresses = set(re.findall(r"https?://[^\s\"'<>]+", html))
     source = "https://huggingface.co/someone/summariser-large"  # a link
     assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink", source}
@@ -99,6 +101,31 @@ def test_hostile_names_stay_text() -> None:
         assert sum(tag == "script" for tag, _ in page.tags) == 1 and not any(tag == "img" for tag, _ in page.tags)
         assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
         assert "alert(" not in page.scripts[0] and HOSTILE in "".join(page.words)
+
+
+def test_markdown_of_names_is_text_on_the_page() -> None:
+    report = fakes.conversion()
+    report["source"]["config_changes"] = {"*a* `b` <i>c</i> [d](https://e.org)": {"before": 1, "after": 2}}
+    page = Page(render(report))
+    assert "*a* `b` <i>c</i> [d](https://e.org)" in page.text
+    assert not any(attrs.get("href") == "https://e.org" for _, attrs in page.tags)
+
+
+def test_the_provenance_says_where_from_by_what_and_where_it_ran() -> None:
+    report = fakes.conversion()
+    report["environment"] = {"versions": {"torch": "9.9", "numpy": None}, "devices": {"audit": ["cuda:0", "cpu"]}}
+    text = Page(render(report)).text.rpartition("Provenance")[2]
+    source, command = report["source"], report["command"]
+    assert all(said in text for said in (source["path"], source["revision"], command, "9.9", "not installed"))
+    assert "device of the audit" in text and "cuda:0, then cpu" in text
+
+
+def test_the_pictures_of_an_audit_are_of_pure_fp16_where_that_ran() -> None:
+    report = fakes.audit()
+    report["regimes"]["stock"]["sites"][0]["amax"] = 3.0
+    assert "block by block, in half" in Page(render(report)).text
+    del report["regimes"]["half"]
+    assert "block by block, in stock" in Page(render(report)).text
 
 
 def test_an_unsafe_report_names_the_site_its_regime_and_the_remedy() -> None:
@@ -405,6 +432,7 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     assert shown[0] == ["site", "headroom", "bound"] and len(shown) == 1 + len(report["certificate"]["sites"])
     assert shown[1] == ["encoder.block.2.layer.1:add", "1.09 × (0.12 bits)", "60,000"]
     assert "worst found" not in page.text and "Nothing was run" in page.text
+    assert "Nothing was run" not in Page(render(certified())).text
     assert "margin kept between bounds and limits" in page.text
     unsafe = certified(found=False, top=1e6) | {"regimes": {}, "verdict": "unsafe"}
     passed = f"bounds pass the limit at {len(unsafe['uncertified'])} sites"

@@ -31,6 +31,7 @@ from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.exponents import exponents_of
+from bf16_to_fp16.rescaling.outputs import on_request
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import (
     CHANNEL_RANGE,
@@ -632,3 +633,18 @@ def test_norms_drift_unless_the_fixed_eps_is_that_of_the_stream() -> None:
     for eps, drifting in ((None, (False, False)), (layout.eps, (False, True)), (4 * layout.eps, (True, False))):
         search = _PlanSearch(replace(layout, held_eps=eps), weights, ranges, "half", 1.25)
         assert (search.drifts(0), search.drifts(1)) == drifting
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "asked"),
+    [
+        ("encoder_hidden_states", (), True),
+        ("cross_attentions", (), True),
+        ("image_hidden_states", (), False),
+        ("last_hidden_state", (), False),
+        ("last_hidden_state", ("logits",), True),
+        ("logits", ("logits",), False),
+    ],
+)
+def test_what_a_class_gives_on_request_alone(name: str, others: tuple[str, ...], asked: bool) -> None:
+    assert on_request(name, (name, *others)) is asked

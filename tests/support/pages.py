@@ -172,7 +172,7 @@ def hostile(report: dict[str, Any]) -> dict[str, Any]:
     source |= {"path": HOSTILE, "revision": HOSTILE, "dtype": HOSTILE, "made": [HOSTILE], "carried_over": [HOSTILE]}
     source |= {"sha256": {HOSTILE: HOSTILE}, "dropped": {HOSTILE: HOSTILE}, "left_out": [HOSTILE]}
     source["config_changes"] = {HOSTILE: {"before": HOSTILE, "after": HOSTILE}}
-    report |= {"family": HOSTILE, "command": HOSTILE, "verdict": "unsafe"}
+    report |= {"family": HOSTILE, "command": HOSTILE, "verdict": "unsafe", "next": f"{HOSTILE}: {HOSTILE}"}
     report["unsafe"] = [{"signal": HOSTILE, "excess_bits": 1.0, "remedy": HOSTILE}]
     report["plan"]["exponents"] = {HOSTILE: [1, 2], f"{HOSTILE}.value": 3}
     report["environment"] = {"versions": {HOSTILE: HOSTILE}, HOSTILE: HOSTILE}
