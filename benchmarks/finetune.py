@@ -87,7 +87,7 @@ def data_of(demo: str) -> dict[str, Any]:
 def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[str, Any], seed: int) -> Any:
     """Return the recipe of one run."""
     short = {"input_length": 64, "target_length": 32, "batch_size": 4}
-    given = {key: value for key, value in penalty.items() if key != "compared"}
+    given = {key: value for key, value in penalty.items() if key not in ("compared", "weight")}
     return parse_recipe(
         {
             "source": str(ROOT / "bf16_to_fp16" / "demo_data" / DEMOS[demo]),
@@ -109,19 +109,18 @@ def recipe_of(demo: str, out: Path, steps: int, *, rescale: bool, penalty: dict[
 
 
 class Comparing(Trainer):
-    """Trains under the mean square, or under the package's penalty."""
+    """Trains under the mean square, or under the package's penalty, by a fixed weight where one is given."""
 
-    def __init__(self, compared: str | None, *given: Any, **options: Any) -> None:
-        self.compared = compared
+    def __init__(self, penalty: dict[str, Any], *given: Any, **options: Any) -> None:
+        self.compared, self.weight = penalty.get("compared"), penalty.get("weight")
         super().__init__(*given, **options)
         self.watch.detector.z = 1e9  # what a penalty costs is what is measured
 
     def _penalty(self, calls: int) -> ActivationPenalty:
-        wanted = self.recipe.penalty
-        if self.compared is None:
+        if self.weight is None:
             return super()._penalty(calls)
-        assert wanted.weight is not None
-        return MeanSquare(self.stock, headroom_bits=wanted.trained_bits, weight=wanted.weight)
+        form = ActivationPenalty if self.compared is None else MeanSquare
+        return form(self.stock, headroom_bits=self.recipe.penalty.trained_bits, weight=self.weight, accumulation=calls)
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ class Bench:
         student = load(place, torch.float32, attention="eager")
         student.set_input_embeddings(student.get_input_embeddings())
         log = RunLog(run / "log.jsonl")
-        trainer = Comparing(penalty.get("compared"), recipe, student, teacher, corpus, run, accelerator, log=log)
+        trainer = Comparing(penalty, recipe, student, teacher, corpus, run, accelerator, log=log)
         trainer.train()
         log.close()
         rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]

@@ -1,6 +1,6 @@
 """The mean square of activations over all sites as a penalty (Jamba's), beside which the package's is measured.
 
-For one process, without accumulation.
+For one process.
 """
 
 from __future__ import annotations
