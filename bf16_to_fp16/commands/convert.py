@@ -39,6 +39,7 @@ from ..report import build as reports
 from ..report.card import write_card
 from ..report.page import write_page
 from ..report.remedies import (
+    IN_PYTORCH,
     INEXACT,
     LET_EPS_GO,
     SHRINK_BY_LESS,
@@ -183,6 +184,8 @@ def convert_by(
 
 def next_of(options: Options, report: Report, source: str, out: str) -> str:
     broken = report.broken_regimes
+    if report.short:
+        return IN_PYTORCH
     if options.exact and options.plan is None:
         return WITHOUT_EXACT if options.run_model else WITHOUT_EITHER
     held = "" if options.run_model or options.plan is not None else f"{WITHOUT_AUDIT}; "

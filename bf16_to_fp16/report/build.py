@@ -43,6 +43,7 @@ from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Fallback, Planned, Violation
 from ..rescaling.rounding_loss import STEP_NOISE
 from ..results import Fidelity, OutputError
+from ..targets import SQUARING, TIERS, WHERE
 from . import remedies, schema
 from .card import front_matter
 from .regimes import regimes_of, tiers_of
@@ -145,14 +146,16 @@ def build(
     for site in attack.sites if attack is not None else ():
         seen[site.name] = max(seen.get(site.name, 0.0), site.worst)
     rare = inexact_of(measured.edits) | ({} if max_kl is None else {"max_kl": max_kl})
+    # What a search has broken, clean runs do not show to hold.
+    tiers = tiers_of(layout, measured.tiers, {} if broken else regimes)
+    over += unmet(decided.target, tiers)
     return schema.Report(
         schema=SCHEMA,
         verdict="unsafe" if broken else conclude(regimes, over, certificate),
         proof="certified" if certificate.holds else "observed",
         family=layout.family.name,
         target=decided.target,
-        # What a search has broken, clean runs do not show to hold.
-        tiers=tiers_of(layout, measured.tiers, {} if broken else regimes),
+        tiers=tiers,
         source=source,
         output=schema.Output(files=[schema.FileEntry(**entry) for entry in (*map(asdict, written.files), *others)]),
         padding=padding_entry(layout.config),
@@ -176,6 +179,15 @@ def build(
         environment=schema.Environment.model_validate(measured.environment),
         **rare,
     )
+
+
+def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.UnsafeEntry]:
+    """Return an entry if the arithmetic that was asked for by name is one in which the output is not known to hold."""
+    name = next((tier.name for tier in TIERS if tier.target == target), "")
+    if target not in SQUARING or tiers[name].holds or tiers[name].reason == remedies.SQUARES_UNSEEN:
+        return []
+    reason = f"not known to hold {WHERE[target]}: {tiers[name].reason}"
+    return [schema.UnsafeEntry(signal=name, kind="goal", excess_bits=0.0, reason=reason, remedy=remedies.IN_PYTORCH)]
 
 
 def moved_by(layout: Layout, plan: Plan) -> schema.MovedEntry:

@@ -73,6 +73,7 @@ INEXACT_BY_BOUNDS = "leave out --no-audit: what is observed asks for less shrink
 
 EDITED = "fp16 is further from the fp32 source than bf16: the edits cost too much"
 ACCEPT = f"{FINETUNE}, or accept it with --max-kl"
+IN_PYTORCH = "use it in PyTorch, where it is safe, or keep norms in fp32 in the other runtime"
 DRIFTED = "fp16 is further from the fp32 source than bf16: the eps that is held weighs too much in a stream so small"
 SHRINK_LESS = f"give --target half, which shrinks the stream least, or {FINETUNE}"
 
