@@ -498,3 +498,22 @@ def test_a_cast_of_a_linears_parameters_is_bounded_by_its_bias_as_well() -> None
         model.get_submodule(path).weight.clamp_(-2.0, 2.0)
     _, certificate = certified(model)
     assert certificate.at(f"{path}:weight") == 96.0
+
+
+def test_a_norms_output_that_is_multiplied_is_rounded_once_more() -> None:
+    """f·(x + e) in fp16: f·|x| and f·|e| are each rounded by a unit, and by a subnormal's half."""
+    a, factor = Arithmetic(), 3.0
+    gain, absolute = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([0.5, 1e-3], dtype=torch.float64)
+    made = NormOutput(gain, None, 4.0, 0.25, absolute)
+    scaled = made.scaled(factor, a)
+    reached = (made.exact * (1 + made.relative) + absolute) * factor
+    assert (scaled.bound >= reached * (1 + a.unit) + a.tiny).all()
+    assert (scaled.bound <= (reached * (1 + a.unit) + a.tiny) * 1.001).all()
+    error = NormOutput(gain, None, 0.0, 0.25, absolute).scaled(factor, a)  # all that is there is the error
+    assert (error.bound >= absolute * factor * (1 + a.unit) + a.tiny).all()
+
+
+def test_the_axes_of_a_norms_output_hold_its_relative_error() -> None:
+    gain = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    made = NormOutput(gain, None, 4.0, 0.25, torch.zeros(2, dtype=torch.float64))
+    assert (made.axes >= (gain * 4.0 * 1.25).square()).all()
