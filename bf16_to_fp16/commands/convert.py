@@ -47,6 +47,7 @@ from ..report.remedies import (
     WITHOUT_EITHER,
     WITHOUT_EXACT,
     finetuning_of,
+    tower_alone,
 )
 from ..report.schema import CARD, PAGE, REPORT, Report, read
 from ..report.stored import read_plan_and_target
@@ -186,6 +187,8 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
     broken = report.broken_regimes
     if report.short:
         return IN_PYTORCH
+    if alone := tower_alone(report.family, report.regimes):
+        return alone
     if options.exact and options.plan is None:
         return WITHOUT_EXACT if options.run_model else WITHOUT_EITHER
     held = "" if options.run_model or options.plan is not None else f"{WITHOUT_AUDIT}; "

@@ -240,7 +240,7 @@ def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
     if not report.safe:
         yield schema.REPORT, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT
         return
-    unsafe = [*report.unsafe, *unsafe_sites(report.regimes, converted=True)]
+    unsafe = [*report.unsafe, *unsafe_sites(report.regimes, report.family, converted=True)]
     if report.fidelity is not None:
         unsafe += too_inexact(
             report.fidelity,
@@ -423,7 +423,7 @@ def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterat
     """Yield the sites that break, else where the regimes are not the recorded ones; sites are compared by name, as
     another version of torch or transformers names some operations otherwise."""
     entries = regimes_of(again.ran.regimes)
-    broken = unsafe_sites(entries, converted=True)
+    broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)
     if broken or not report.regimes:
         return

@@ -173,7 +173,7 @@ def build(
         for_proof={} if planned is None or ranges is None else dict(planned.for_proof),
         signals=decided.signals,
         precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
-        unsafe=[*over, *remedies.unsafe_sites(described, converted=True), *broken],
+        unsafe=[*over, *remedies.unsafe_sites(described, layout.family.name, converted=True), *broken],
         close=close,
         command=command,
         environment=schema.Environment.model_validate(measured.environment),

@@ -12,6 +12,7 @@ from typing import Any
 from ..bounds.arithmetic import Bound
 from ..bounds.kinds import Remedy, traits
 from ..checkpoint.places import SHIPPED
+from ..families.known import named
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..targets import TIERS
 from ..wording import counted, listed, reached
@@ -102,8 +103,27 @@ def other_output(name: str, *, drifts: bool, ran: bool) -> UnsafeEntry:
     return UnsafeEntry(signal=name, kind="inexact", reason=OTHER_OUTPUT, remedy=remedy)
 
 
+def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
+    """Return how stock code runs a converted model of which only the vision tower overflows: with that, and what reads
+    it, in fp32. Empty where anything else is over the limit in fp32."""
+    known = named(family)
+    projector = None if known is None else known.projector
+    broken = [site for regime in regimes.values() for site in regime.broken_sites]
+    over = [f".{site.name}" for site in broken if site.limit and site.fp32 and site.fp32 > site.limit]
+    if projector is None or not over or not all(f".{projector.tower}." in name for name in over):
+        return ""
+    prefix = over[0][1 : over[0].index(f".{projector.tower}.") + 1]
+    paths = [projector.tower] + [projector.at] * (not projector.at.startswith(f"{projector.tower}."))
+    lines = " and ".join(f'model.get_submodule("{prefix}{path}").float()' for path in paths)
+    return f"only the vision tower overflows, and no rescaling moves that: load the model in fp16, then {lines}"
+
+
 def unsafe_sites(
-    regimes: Mapping[str, RegimeEntry], *, converted: bool = False, convertible: bool = True
+    regimes: Mapping[str, RegimeEntry],
+    family: str | None = None,
+    *,
+    converted: bool = False,
+    convertible: bool = True,
 ) -> list[UnsafeEntry]:
     """Return the sites that broke, in that order, each with its regimes, the counts of the worst, reason and remedy.
     converted: whether rescaling has been tried on these weights already; convertible: whether it can be."""
@@ -112,6 +132,8 @@ def unsafe_sites(
     remedy = NO_FAMILY if not convertible else PENALTY if converted else NOT_CONVERTED
     if clean and (converted or not convertible):
         remedy += f", or use {clean}, which is clean"
+    if converted:
+        remedy = tower_alone(family, regimes) or remedy
     rows = []
     for signal in dict.fromkeys(signal for sites in broken.values() for signal in sites):
         where = {name: sites[signal] for name, sites in broken.items() if signal in sites}

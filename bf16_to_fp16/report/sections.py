@@ -148,7 +148,7 @@ def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
 
 
 def unsafe_tables(report: Report) -> list[Table]:
-    broken = unsafe_sites(report.regimes)
+    broken = unsafe_sites(report.regimes, report.family)
     kinds = {kind: [entry for entry in report.unsafe if entry.kind == kind] for kind in ("found", "limit")}
     in_fp32 = {site.name: site.fp32 for site in (report.attack.sites if report.attack else ())}
     signal, bits = names("signal", "signal"), numbers("bits over", "excess_bits", _over2)

@@ -183,9 +183,10 @@ def source_line(report: schema.Report) -> Text:
         name = f"{whose}, before rescaling"
     largest = max(signals, key=lambda signal: signal.before)
     over = sum(signal.before > FP16_MAX for signal in signals)
+    aside = f", the {tower} aside" if (tower := facts.tower_of(report.family)) else ""
     if not over:
         kept = wording.below_limit(math.log2(FP16_MAX / largest.before)) if largest.before else "nothing but zeros"
-        said = f"did not overflow on what was run; its largest value, {plain(largest.before)}, is {kept}"
+        said = f"did not overflow on what was run{aside}; its largest value, {plain(largest.before)}, is {kept}"
         adds = "; plain fp16 may do, and this adds the proof" if report.proven else ""
         return good(name, f"{said}{adds}")
     where = f"{'entering' if largest.side == 'input' else 'at'} {largest.module}"
@@ -194,11 +195,13 @@ def source_line(report: schema.Report) -> Text:
 
 
 def runtimes_line(report: schema.Report) -> str:
-    said = []
+    said, proven = [], "proven"
+    if tower := facts.tower_of(report.family):
+        proven += f", the {tower} aside"
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
             why = f" ({entry.reason})" if entry.reason and tier.target == report.target else ""
-            said.append(f"{tier.title}: {facts.held_in(entry, 'proven', broken=bool(report.broken_regimes))}{why}")
+            said.append(f"{tier.title}: {facts.held_in(entry, proven, broken=bool(report.broken_regimes))}{why}")
     return "safe in: " + " · ".join(said)
 
 

@@ -2,6 +2,7 @@
 versions of transformers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,35 @@ def test_no_stricter_arithmetic_takes_the_proof_where_nothing_overflows(tmp_path
                 weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
     result = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out")
     assert (result.report["target"], result.report["proof"]) == ("half", "certified")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gemma3-images"])
+def test_where_the_tower_alone_overflows_next_names_the_modules_that_stock_code_keeps_in_fp32(
+    kind: str, tmp_path: Path
+) -> None:
+    model = tiny.build(kind)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if re.search(r"(visual|vision_tower)\..*\.0\.\w+\.(up_proj|down_proj|(linear_)?fc[12])\.weight$", name):
+                weight.mul_(1e5)
+    out = tmp_path / "out"
+    result = convert(tiny.save(model, tmp_path / "source"), out)
+    told = result.report["next"]
+    assert not result.safe and told.startswith("only the vision tower overflows")
+    assert {entry["remedy"] for entry in result.report["unsafe"] if entry["kind"] == "broke"} == {told}
+    wanted, paths = seen(out), re.findall(r'model\.get_submodule\("([^"]+)"\)\.float\(\)', told)
+    assert not seen(out, torch.float16).isfinite().all()
+    assert (seen(out, torch.float16, paths) - wanted).abs().max() <= 0.05 * wanted.abs().max()
+
+
+def test_the_tower_is_not_said_to_be_alone_where_the_text_model_overflows_too(tmp_path: Path) -> None:
+    model = tiny.build("qwen3_vl")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("blocks.0.mlp.linear_fc1.weight", "blocks.0.mlp.linear_fc2.weight")):
+                weight.mul_(1e5)
+    result = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out", stream=0)
+    assert not result.safe and "vision tower" not in result.report["next"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,6 @@
 """Checkpoints side by side, as stock code loads them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,9 +27,11 @@ def compared(source: Path, out: Path, dtype: torch.dtype = torch.float32) -> flo
     return worst
 
 
-def seen(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def seen(folder: Path, dtype: torch.dtype = torch.float32, in_fp32: Sequence[str] = ()) -> torch.Tensor:
     """Return the logits of an image and the ids about it, as stock users load a folder."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+    for path in in_fp32:
+        model.get_submodule(path).float()
     (batch,) = images(model.config)
     with torch.no_grad():
         found: torch.Tensor = run_batch(model, batch).logits.float()
