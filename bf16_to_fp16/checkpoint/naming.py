@@ -9,7 +9,7 @@ command line reads the layouts before anything heavy is imported, so nothing her
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -93,6 +93,20 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
                 stored[module] = name
                 break
     return stored
+
+
+def in_modules(name: str, known: Container[str]) -> str:
+    """Return which of the ``known`` names of modules' tensors one is that may be written as in files, else the name."""
+    if name in known:
+        return name
+    others = (
+        other + name.removeprefix(begin)
+        for pairs in WITH_IMAGES.values()
+        for begin, other in pairs
+        if name.startswith(begin)
+    )
+    spellings = (spelling for other in others for spelling in (other, other.removeprefix("model.")))
+    return next((spelling for spelling in spellings if spelling in known), name)
 
 
 @cache

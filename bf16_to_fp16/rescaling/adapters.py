@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
-from ..run.merging import Part, check_known, check_shape, part_of, tensors_by_module
+from ..run.merging import Part, check_shape, part_of, target_of, tensors_by_module
 from .exponents import axis_exponents, check_plan_fits, correction_of, exponents_of
 from .plan import Plan
 
@@ -62,9 +62,9 @@ def scaled_adapter(
             scaled[name] = multiplied(name, values, columns.full(tuple(values.shape)), 1.0)
             continue
         target, part = part_of(name)
-        check_known(name, target, layout, named)
         if part is not None and part.magnitude and target in embeddings:
             part = replace(part, axes=(1,))  # PEFT turns an embedding's weight over
+        target = target_of(name, target, layout, named)
         factor = 1.0 if layout.tied or target != layout.family.head else head_gain
         scaled[name] = on_tensor(name, values, named[target], part, plan, factor)
     return scaled

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..checkpoint.adapters import TENSORS, config_of
+from ..checkpoint.naming import in_modules
 from ..errors import UserError, first_line
 from ..families.layout import Layout, ResolvedTensor, TensorReader
 
@@ -79,11 +80,14 @@ def tensors_by_module(layout: Layout) -> dict[str, ResolvedTensor]:
     return dict.fromkeys(shared, embedding) | dict(layout.tensors)
 
 
-def check_known(name: str, target: str, layout: Layout, named: Mapping[str, ResolvedTensor]) -> None:
-    if target not in named:
+def target_of(name: str, target: str, layout: Layout, named: Mapping[str, ResolvedTensor]) -> str:
+    """Return the layout's name of an adapter's ``target``, which older versions of transformers call as files do."""
+    known = in_modules(target, named)
+    if known not in named:
         raise UserError(
             f"{name}: this {layout.family.title} has no tensor {target}; give an adapter of this very checkpoint"
         )
+    return known
 
 
 def merged_update(tensors: Mapping[str, Tensor], layout: Layout, scaling: Mapping[str, float]) -> dict[str, Tensor]:
@@ -96,19 +100,18 @@ def merged_update(tensors: Mapping[str, Tensor], layout: Layout, scaling: Mappin
     named = tensors_by_module(layout)
     for name, values in tensors.items():
         target, part = part_of(name)
-        check_known(name, target, layout, named)
+        on = named[target_of(name, target, layout, named)]
         assert part is not None  # an A or a B
-        check_shape(name, values, named[target], part)
+        check_shape(name, values, on, part)
         if not part.made:
             continue
         other = tensors.get(name.replace(".lora_B", ".lora_A").replace("_embedding_B", "_embedding_A"))
         if other is None or other.shape[0] != values.shape[1]:
             raise UserError(f"{name}: has no A of its rank beside it; save the adapter again")
         update = values.float() @ other.float() * scaling[target.rpartition(".")[0]]
-        tensor = named[target].name
-        if tensor in updates:
-            raise UserError(f"{name}: is the second that is merged into {tensor}; merge it with merge_and_unload()")
-        updates[tensor] = update.T if "_embedding_" in part.suffix else update
+        if on.name in updates:
+            raise UserError(f"{name}: is the second that is merged into {on.name}; merge it with merge_and_unload()")
+        updates[on.name] = update.T if "_embedding_" in part.suffix else update
     return updates
 
 

@@ -541,3 +541,36 @@ def test_what_stands_on_shared_values_and_on_gains_less_1_moves_as_the_weights_d
     moved = [found[name].values for name in names]
     assert torch.allclose(moved[1] @ moved[0], weight, rtol=1e-6) and not torch.equal(moved[0], a)
     assert torch.equal(moved[2], gain) and not torch.equal(moved[2], given[names[2]])
+
+
+OLD_NAMES = {
+    "gemma3-images": ("model.language_model.", "language_model.model."),
+    "mistral3": ("model.language_model.", "language_model.model."),
+    "qwen2_5_vl": ("model.language_model.", "model."),
+}
+"""How modules of the text model are called today, and in adapters of transformers 4.51 and older."""
+
+
+@pytest.mark.parametrize("kind", OLD_NAMES)
+def test_an_adapter_with_the_names_of_older_transformers_is_taken_and_keeps_them(kind: str, tmp_path: Path) -> None:
+    """On a model with images."""
+    source = tiny.save(tiny.build(kind), tmp_path / "source", torch.float32)
+    converted = convert(source, tmp_path / "out", run_model=False, stream=-3).out
+    assert converted is not None
+    new, old = OLD_NAMES[kind]
+    layout = resolve(open_checkpoint(source))
+    down = next(name for name in layout.tensors if name.endswith("layers.0.mlp.down_proj.weight"))
+    assert down.startswith(new)
+    rows, columns = layout.tensors[down].shape
+    found = []
+    for name, module in (("new", down), ("old", old + down.removeprefix(new))):
+        path = f"{PREFIX}{module.removesuffix('.weight')}"
+        tensors = {f"{path}.lora_A.weight": draw(2, columns), f"{path}.lora_B.weight": draw(rows, 2)}
+        write(tmp_path / name, tensors, source)
+        convert_adapter(tmp_path / name, tmp_path / f"{name}-out", converted)
+        written = load_file(tmp_path / f"{name}-out" / TENSORS)
+        assert written.keys() == tensors.keys()
+        weight = merged_weights(tmp_path / name, source, layout, fp16_weights(open_checkpoint(source), layout))(down)
+        found.append((written[f"{path}.lora_A.weight"], written[f"{path}.lora_B.weight"], weight))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert torch.equal(found[1][1], draw(rows, 2) / 8)
