@@ -70,7 +70,9 @@ def advise_init(
     """
     text = str(source)
     result: dict[str, Any] = {"mode": "init", "source": None, "tensors": [], "far": []}
-    if text.isdigit() and not Path(text).exists():
+    if text.isdecimal() and not Path(text).exists():
+        if tensors or subfolder is not None:
+            raise UserError(f"{text} is a hidden size; leave out --tensor and --subfolder, or give a checkpoint")
         return result | {"rules": rules_for(int(text))}
     from .weights import chosen, open_weights  # not for a width, which needs no torch
 

@@ -60,7 +60,7 @@ def rows_of(text: str, suffix: str) -> list[Any]:
     try:
         tree = loads(text)
     except ValueError:
-        *lines, last = [line for line in text.splitlines() if line.strip()] or [text]
+        *lines, last = [line for line in text.split("\n") if line.strip()] or [text]
         rows = [loads(line) for line in lines]
         try:
             return [*rows, loads(last)]
@@ -75,11 +75,13 @@ def curve_of(rows: list[Mapping[str, Any]]) -> list[tuple[int, float]]:
     names = {name for row in rows for name in row}
     loss, step = (next((name for name in known if name in names), "") for known in (LOSS_NAMES, STEP_NAMES))
     curve: list[tuple[int, float]] = []
+    if not loss:
+        return curve
     for number, row in enumerate(rows):
         value = row.get(loss)
-        if value is None and loss and "skipped_examples" in row:
+        if value is None and "skipped_examples" in row:
             value = math.nan  # a step that a finetune could not take; its log has null for NaN
-        if value is None or value == "":
+        if value is None or str(value).strip() == "":
             continue
         size = float(value)
         # JSON has no infinity, and this project's logs write the largest double for it.

@@ -37,8 +37,6 @@ SAFETENSORS_DTYPES = {
 
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
-"""Dtypes of weights in 8 bits that are numbers by themselves, up to a scale."""
-
 READ_BYTES = 1 << 20  # bytes read at a time where a whole file is hashed
 
 FileState = tuple[int, int, int, int, int]

@@ -78,7 +78,8 @@ def explain(
     said = next((m for e in chain(error) if (m := getattr(e, "server_message", None))), "")
     card = next((str(e) for e in chain(error) if "metadata in README.md" in str(e)), "")
     full = any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in chain(error))
-    host = (endpoint or constants.ENDPOINT).removeprefix("https://").rstrip("/")
+    host = (endpoint or constants.ENDPOINT).partition("://")[2].rpartition("@")[2].rstrip("/")
+    here = next((e.filename for e in chain(error) if isinstance(e, OSError) and e.filename), None)
     asked, reason = f"{repo}@{revision}" if revision else repo, f" ({line(said)})" if said else ""
     access, again = ("write to" if writing else "read"), "run the same command again"
     local = "" if writing else f"{asked} is not a folder here, and "
@@ -101,6 +102,7 @@ def explain(
         (status, f"{host} answers {status}{reason}; {again} later, or check the name and the options"),
         (UNREACHABLE & names, f"{local}the Hub cannot be reached; check the name and the network, or HF_ENDPOINT"),
         (CUT & names, f"the connection to {host} broke; {again}, and it goes on where it stopped"),
+        (here, f"{here}: cannot be read or written here; mend that, and {again}"),
         (
             True,
             f"{repo}: {host} did not answer as a Hub does ({line(error)}); check the network, HF_ENDPOINT and logins",

@@ -59,7 +59,7 @@ def updates_command(source: str, json_file: str | None, **options: Any) -> int:
 @json_file
 def init_command(source: str, tensors: tuple[str, ...], subfolder: str | None, json_file: str | None) -> int:
     """Say how large weights should begin; SOURCE is a checkpoint or a hidden size."""
-    if not source.isdigit():
+    if not source.isdecimal():
         check_there(source, or_file=True)
     from ..advise.initialisation import advise_init, print_init
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from ..visible import show
 from . import shared
 from .publishing import check_publishable, push
 from .shared import SAFE, UNSAFE
@@ -68,14 +67,10 @@ def finetune_command(
     result = finetune(recipe, overrides=overrides, force=force, progress=shared.make_progress())
     if result is None:  # not the first process
         return SAFE
-    if result.out is None:
-        shared.write_result(json_file, result.report)
-        show(result.next, aside=json_file == "-" or push_to is not None)
-        return SAFE
     published = push(Path(asked.out), push_to, result)
     shared.write_result(json_file, result.report, published=published)
     if json_file != "-":
-        terminal.print_conversion(read(Report, result.report), result.out, then=result.next, verbose=verbose)
+        terminal.print_conversion(read(Report, result.report), Path(asked.out), then=result.next, verbose=verbose)
         if published is not None:
             terminal.print_published(published)
     return SAFE if result.safe else UNSAFE

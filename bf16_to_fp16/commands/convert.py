@@ -42,6 +42,7 @@ from ..report.remedies import (
     IN_PYTORCH,
     INEXACT,
     LET_EPS_GO,
+    LET_STREAM_GO,
     SHRINK_BY_LESS,
     WITHOUT_AUDIT,
     WITHOUT_EITHER,
@@ -192,6 +193,7 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
     if options.exact and options.plan is None:
         return WITHOUT_EXACT if options.run_model else WITHOUT_EITHER
     held = "" if options.run_model or options.plan is not None else f"{WITHOUT_AUDIT}; "
+    held += f"{LET_STREAM_GO}; " if options.stream is not None and options.plan is None else ""
     held += f"{LET_EPS_GO}; " if options.eps == FIXED and options.plan is None else ""
     if options.plan is None and options.margin_bits > 0 and any(entry.remedy == INEXACT for entry in report.unsafe):
         held += f"{SHRINK_BY_LESS}; "

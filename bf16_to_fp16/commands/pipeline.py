@@ -152,7 +152,7 @@ def convert_pipeline_by(
         # The finetune leaves a folder beside the pipeline.
         report_of, beside = schema.read(schema.Report, one.report), f"{place.out}-{name}"
         then = next_of(replace(options, subfolder=name), report_of, pipeline.source, beside)
-        if asked[name].stream is not None and options.stream is None:
+        if asked[name].stream is not None and options.stream is None and not options.exact and options.run_model:
             then = f"its stream is held; {alone(pipeline, name)}"
         moved[name] = replace(one, out=place.out / name, next=then if one.next else "")
     return PipelineConversion(dump(report), place.out, moved)

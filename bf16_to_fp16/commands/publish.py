@@ -184,6 +184,8 @@ def publish(
         "create_pr": create_pr,
     }
     with explained(repo_id, endpoint=api.endpoint, revision=revision, token=token, writing=True), transfers(api):
+        if create_pr:  # a second try could open a second pull request
+            return done | send(api, repo_id, upload, progress, force=force, **how)
         return done | with_retries(lambda: send(api, repo_id, upload, progress, force=force, **how))
 
 
@@ -250,7 +252,7 @@ def listed(api: Any, repo: str, revision: str | None) -> dict[str, Any]:
     from huggingface_hub.hf_api import RepoFile
 
     try:
-        entries = list(api.list_repo_tree(repo, revision=revision, recursive=True))
+        entries = with_retries(lambda: list(api.list_repo_tree(repo, revision=revision, recursive=True)))
     except Exception as error:
         if status_of(error) == 404:  # an empty repository has no tree
             return {}

@@ -55,8 +55,9 @@ from ..report.build import (
     too_inexact,
     weight_counts,
 )
+from ..report.facts import missed
 from ..report.regimes import regimes_of, tiers_of
-from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, UNSAFE_BY_REPORT, unsafe_sites
+from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, SHORT, UNSAFE_BY_REPORT, unsafe_sites
 from ..report.stored import originals, read_packed
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
 from ..rescaling.edits import listed_edits
@@ -236,9 +237,13 @@ def check_contents(
 
 
 def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
-    """Yield that a report says unsafe, and what one that says safe records of sites and divergences that are not."""
+    """Yield that a report says unsafe or short, and what one that says safe records of sites and divergences that are
+    not."""
+    if report.short:
+        yield schema.REPORT, f"says itself that it is safe, but short of what was asked: {missed(report)}", SHORT
+        return
     if not report.safe:
-        yield schema.REPORT, "says itself that the checkpoint is unsafe", UNSAFE_BY_REPORT
+        yield schema.REPORT, "says itself that the checkpoint is unsafe in fp16", UNSAFE_BY_REPORT
         return
     unsafe = [*report.unsafe, *unsafe_sites(report.regimes, report.family, converted=True)]
     if report.fidelity is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..bounds.activations import check_bounded
 from ..checkpoint.contents import MODULES
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.recorded import REPORT, saved_again
 from ..checkpoint.side_modules import encoder_config
 from ..families.layout import Layout
 from ..progress import Progress
@@ -28,6 +29,14 @@ def opened_with_notes(
     for note in checkpoint.notes:
         progress.say(note)
     return checkpoint
+
+
+def say_where_saved_again(checkpoint: Checkpoint, progress: Progress) -> None:
+    if saved_again(checkpoint.folder):
+        progress.say(
+            f"{checkpoint.name} was converted before, then saved again or merged without its {REPORT}: its weights keep"
+            " that scale, which undo of this conversion will not take back"
+        )
 
 
 def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:

@@ -21,7 +21,6 @@ from ..bounds.kinds import traits
 from ..bounds.spectral import Spectra
 from ..checkpoint.contents import MODULES
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.recorded import REPORT, saved_again
 from ..devices import Device, products_on
 from ..errors import UserError
 from ..families.known import architectures
@@ -61,7 +60,7 @@ from .editing import (
     needlessly_shared,
     scaled_by,
 )
-from .opening import classified, opened_with_notes
+from .opening import classified, opened_with_notes, say_where_saved_again
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause for a proof
@@ -115,11 +114,7 @@ def open_source(
     device = Device(options.device, progress)
     checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
     place.check(checkpoint.folder)
-    if saved_again(checkpoint.folder):
-        progress.say(
-            f"{checkpoint.name} was converted before, then saved again or merged without its {REPORT}: its weights keep"
-            " that scale, which undo of this conversion will not take back"
-        )
+    say_where_saved_again(checkpoint, progress)
     checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)

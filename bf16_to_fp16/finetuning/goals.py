@@ -16,7 +16,7 @@ from ..report.facts import Distance, distances
 from ..report.remedies import going_on
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
 from ..wording import bits, counted, excess, in_bits, scientific
-from .recipe import CERTIFIABLE, Recipe
+from .recipe import CERTIFIABLE, Penalty, Recipe
 
 TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
@@ -65,14 +65,21 @@ def how_to_go_on(
     """
     another = {"checkpointing__folder": f"{recipe.checkpointing.folder or f'{recipe.out}.run'}-2"}
     slower = {"schedule__learning_rate": f"{recipe.schedule.learning_rate / 2:g}", **another}
+    if recipe.penalty.form == "none" and delivered < 0:
+        return f"begin another run, with the penalty: {command.line(penalty__form=Penalty().form, **another)}"
     if attacked and recipe.penalty.certify is False and recipe.target in CERTIFIABLE:
         return f"begin another run, whose bounds are held too: {command.line(penalty__certify='true', **another)}"
-    if recipe.penalty.headroom_bits - delivered > TOLERANCE_BITS or not (lost or unproven):
+    if lacks_headroom(recipe, delivered) or not (lost or unproven):
         return f"go on: {command.line(schedule__steps=2 * run.steps)}"
     if lost and recipe.distillation.weight < 1:
         return f"begin another run that learns the original alone: {command.line(distillation__weight=1.0, **another)}"
     # What training holds is held to its last step; the rest was held by the exponents of its start.
     return f"begin another run that stays nearer to its start: {command.line(**slower)}"
+
+
+def lacks_headroom(recipe: Recipe, delivered: float) -> bool:
+    wanted = recipe.penalty.headroom_bits - TOLERANCE_BITS
+    return recipe.penalty.form != "none" and not delivered >= wanted  # NaN lacks it too
 
 
 def goal(what: str, missing: float, reason: str) -> UnsafeEntry:
@@ -123,7 +130,7 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits)
     delivered, asked = tightest.headroom_bits, recipe.penalty.headroom_bits
     missed = quality = lost_quality(recipe, run)
-    if recipe.penalty.form != "none" and not delivered >= asked - TOLERANCE_BITS:
+    if lacks_headroom(recipe, delivered):
         reason = f"{bits(delivered)} of {in_bits(asked)} of headroom (penalty.headroom_bits), at {tightest.tightest}"
         missed = [goal("headroom", asked - delivered, reason), *quality]
     unproven = uncertified(report) if recipe.penalty.certify else []

@@ -111,13 +111,6 @@ class Processes:
 
         return list(gather_object(items))
 
-    def agreed(self, value: Any) -> Any:
-        if self.world == 1:
-            return value
-        from accelerate.utils import broadcast_object_list
-
-        return broadcast_object_list([value])[0]
-
     @contextmanager
     def synchronised(self, model: Any, last: bool) -> Iterator[None]:
         """Let only the last backward of a step exchange gradients; of parts each, since whole ones would not fit."""

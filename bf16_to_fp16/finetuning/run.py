@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,9 +29,11 @@ from ..checkpoint.files import read_json
 from ..checkpoint.folder import carry_over, tokenizer_beside
 from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.staging import check_out, overlap, put_in_place, scratch, staged
 from ..checkpoint.writer import write_fp16
 from ..commands.convert import Conversion, convert_by
+from ..conversion.opening import say_where_saved_again
 from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
 from ..conversion.planning import Opened, decide
 from ..devices import Device, check_all_is_used, find_device, shown
@@ -55,6 +56,7 @@ from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
 from ..run.probe import checkpoint_batches
 from ..run.stock import attentions_of, load, load_config
+from ..targets import AUTO
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
@@ -70,7 +72,7 @@ START_OUTPUTS = "start.json"
 """In the folder of a run, where the start's outputs are not the original's: by name the log2 of what they are
 multiplied by."""
 
-UNNEEDED = "nothing to train, since after a conversion alone no input can overflow it; run"
+UNNEEDED = "Nothing to train: after a conversion alone no input can overflow it (--force trains all the same)"
 
 OF_A_RUN = {
     START_FOLDER,
@@ -96,10 +98,9 @@ def finetune(
     first.
 
     recipe: a Recipe, a mapping, or a YAML file's path, for which ``overrides`` (``schedule.steps=200``) are. force:
-    replace an existing output, and train also what a conversion alone gives all that the recipe asks for; else nothing
-    is written of that, ``out`` of what is returned is None and ``next`` says what to do. Continues a run that its
-    folder holds, and one that has ended where the recipe now has more steps. Raises UserError for what cannot be used,
-    and for a run that cannot succeed.
+    replace an existing output, and train also what a conversion alone gives all that the recipe asks for; else that is
+    converted, not trained. Continues a run that its folder holds, and one that has ended where the recipe now has more
+    steps. Raises UserError for what cannot be used, and for a run that cannot succeed.
     """
     command = Command()
     if isinstance(recipe, (str, Path)):
@@ -114,11 +115,11 @@ def finetune(
     check_out(out, recipe.source, checkpoint.folder, force=force)
     progress = shown_by(progress)
     run = train_on_device(recipe, checkpoint, progress, may_stop=not force)
-    if run.unneeded is not None:
-        below = ["--subfolder", recipe.subfolder] if recipe.subfolder else []
-        below += ["--target", recipe.target] if "target" in recipe.model_fields_set else []
-        line = shlex.join(["bf16-to-fp16", "convert", recipe.source, recipe.out, *below])
-        return replace(run.unneeded, out=None, next=f"{UNNEEDED}: {line} (finetune --force trains all the same)")
+    if run.unneeded:
+        progress.say(UNNEEDED)
+        target = recipe.target if "target" in recipe.model_fields_set else AUTO
+        options = replace(options_of(recipe, subfolder=recipe.subfolder), prove=False, target=target)
+        return convert_by(options, recipe.source, Destination(out, force=force), endpoint=endpoint, progress=progress)
     if run.weights is None:
         return None
     provenance = Provenance(
@@ -152,7 +153,7 @@ def options_of(recipe: Recipe, **others: Any) -> Options:
 @dataclass(frozen=True)
 class Run:
     """A run that has ended: what it did, on which data and devices, the trained fp32 weights (None on every process but
-    the first), and the conversion of the start where that is all there is to do."""
+    the first), and whether a conversion alone is all there is to do (False on those)."""
 
     folder: Path
     outcome: Outcome
@@ -160,7 +161,7 @@ class Run:
     processes: int
     devices: Sequence[str]
     weights: Mapping[str, torch.Tensor] | None
-    unneeded: Conversion | None = None
+    unneeded: bool = False
 
 
 def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress, *, may_stop: bool = False) -> Run:
@@ -209,6 +210,7 @@ def train(
     corpus.check_processes(accelerator.num_processes)
     main = accelerator.is_main_process
     progress = shown_by(progress) if main else Progress(quiet=True)
+    say_where_saved_again(checkpoint, progress)
     if not computes_in_bf16(accelerator.device):
         progress.say(without_bf16(recipe, accelerator.device))
     teacher = make_teacher(checkpoint, recipe, accelerator)
@@ -221,13 +223,12 @@ def train(
     student.set_input_embeddings(student.get_input_embeddings())
     fits = False
     if not RunFolder(folder).steps():
-        rehearsed = rehearse(recipe, folder, corpus, progress) if main else None
-        enough = may_stop and rehearsed is not None and is_enough(recipe, rehearsed.report)
+        enough = main and is_enough(recipe, rehearse(recipe, folder, corpus, progress)) and may_stop
         if broadcast_object_list([enough])[0]:
             if main:
                 shutil.rmtree(folder)
             accelerator.end_training()
-            return Run(folder, Outcome(0, 0, (), (), ()), {}, accelerator.num_processes, (), None, rehearsed)
+            return Run(folder, Outcome(0, 0, (), (), ()), {}, accelerator.num_processes, (), None, enough)
         tried = student
         if weights_in_parts(accelerator):  # no card need hold it whole
             tried = deal_out(load(start, torch.float32, attention="eager").requires_grad_(False), accelerator.device)
@@ -406,6 +407,7 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
         ) as a:
             write_fp16(checkpoint, tensors, work, advance=a)
         config = edited_config(layout, plan)
+        config.pop(CONVERTED_KEY, None)  # which tells of a report, and a start has none
         set_dtype(config, "float32")
         write_json(work / "config.json", config)
         carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint.folder, recipe.subfolder))
@@ -470,9 +472,9 @@ def overflowing(
     return broken[0].name if broken else None
 
 
-def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -> Conversion:
+def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -> Mapping[str, Any]:
     """Take the untrained weights through what follows the training, so that nothing is learnt that cannot be written,
-    and return what the conversion gave."""
+    and return the conversion's report."""
     with (
         progress.step("Trying the conversion on the untrained weights"),
         written_trained(folder, {}) as trained,
@@ -482,7 +484,7 @@ def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -
         model = load(beside / "out", torch.float16, half=True)
         with torch.no_grad():
             model(**arguments(model, next(corpus.training_batches()), torch.device("cpu")))
-    return result
+    return result.report
 
 
 def attack_unproven(

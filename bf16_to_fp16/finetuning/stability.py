@@ -102,7 +102,7 @@ class Watch:
             raise UserError(
                 f"the penalty has not come down for {STUCK_STOP} steps{self._worst()};"
                 " raise schedule.learning_rate, lower penalty.headroom_bits,"
-                " or let the task go: distillation.weight 0"
+                " or let the task go: distillation.weight 1"
             )
 
     def _way_out(self) -> str:

@@ -305,6 +305,8 @@ class Trainer:
                 share = self.processes.world * len(calls)
                 penalty = self.penalty() if self.penalty is not None else torch.zeros((), device=self.device)
                 total = loss * (share / max(1.0, positions)) + penalty + anchor * share
+                if not self.processes.sharded:  # DDP waits for every parameter, and a backward needs a graph
+                    total = total + sum(p.flatten()[:0].sum() for p in self.stock.parameters() if p.requires_grad)
                 sums += torch.stack([task, kl, penalty.detach().double() / len(calls)]).cpu()
                 if self.processes.engine and not self.processes.everywhere(bool(torch.isfinite(total))):
                     finite = False
@@ -364,7 +366,8 @@ class Trainer:
         self.penalty.watches = True
         share = BEYOND * self.recipe.distillation.weight
         if not share or self.teacher is None or not bool(values_of(out).isfinite().all()):
-            return values_of(out)[..., :0].sum()  # of nothing, so that an infinity has no part in it
+            # Under ZeRO and FSDP every forward has a backward, even if an infinity in it then skips the step.
+            return values_of(out)[..., :0].sum() if self.processes.sharded else torch.zeros((), device=self.device)
         with torch.autocast(self.device.type, enabled=False):
             far = self.teacher.damped_divergence(out, part) * (first < count)
         return far * (share / int(distillation.counted_positions(whole).sum()))

@@ -30,8 +30,8 @@ class Verification(Versioned):
 
     ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed; ``target``:
     for which it is. ``tiers``: as the files give them, none where they failed. ``padding``: as in a report.
-    ``as_reported``: the report is true, and says itself that the checkpoint is unsafe. ``notes``: what limits the
-    claim, in sentences. ``edits``: sites that the plan edits, which changes the function.
+    ``as_reported``: the report is true, and says itself that the checkpoint is unsafe, or short of what was asked.
+    ``notes``: what limits the claim, in sentences. ``edits``: sites that the plan edits, which changes the function.
     """
 
     verdict: Literal["safe", "unsafe"]

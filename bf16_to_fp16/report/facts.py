@@ -254,8 +254,9 @@ def tower_advice(report: schema.Report) -> tuple[str, str]:
 
 
 def has_blind_padding(family: str | None) -> bool:
+    """Return whether padding may see no token: of a class of no known family it is taken to."""
     known_family = named(family)
-    return known_family is not None and known_family.blind_padding
+    return known_family is None or known_family.blind_padding
 
 
 def padding_advice(report: schema.Report) -> str:
@@ -270,10 +271,12 @@ def padding_advice(report: schema.Report) -> str:
             f" {first}batch rows of one length"
         )
     why = f"{title} masks with −inf in fp16"
+    filled = "; encoder_attentions are NaN for the places that fill up a short row's last block"
     if report.padding is None:
-        return f"every padded row is NaN: {why}; batch rows of one length"
+        return f"every padded row is NaN: {why}; batch rows of one length{filled}"
     least = counted(report.padding, "position")
-    return f"a row with less than {least} of padding can be NaN: {why}; pad the longest row by {least}, on the right"
+    enough = f"pad the longest row by {least}, on the right"
+    return f"a row with less than {least} of padding can be NaN: {why}; {enough}{filled}"
 
 
 def coverage(report: schema.Report) -> tuple[list[str], list[tuple[str, str]]]:

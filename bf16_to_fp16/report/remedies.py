@@ -47,6 +47,7 @@ TOO_COSTLY = "holding it for every input would push weights or signals under fp1
 SINKING = "the mean square of a token in the stream falls to "
 SWELLING = "the squares of a token in the stream sum to "
 LET_EPS_GO = "leave out --eps fixed, unless what reads the output has an eps of its own"
+LET_STREAM_GO = "leave out --stream, which holds the stream where the plan would move it"
 EDITS_HELP = "edits bring down what they can, where that costs no more than bf16 does"
 WITHOUT_AUDIT = f"leave out --no-audit: what a run shows decides, and {EDITS_HELP}"
 WITHOUT_EXACT = f"leave out --exact: {EDITS_HELP}"
@@ -56,6 +57,7 @@ CONVERT_AGAIN = "fetch it again, or convert the source again"
 REMOVE = "remove it, or keep it elsewhere"
 RIGHT_REVISION = "give --original the source that the report names, at its revision"
 UNSAFE_BY_REPORT = f"finetune it, or {STAY}"
+SHORT = "take it as it is, or ask for less"
 
 
 def sinks(least: float) -> str:

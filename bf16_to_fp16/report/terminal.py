@@ -600,13 +600,15 @@ def print_verification(result: answers.Verification) -> None:
     screen, environment = console(), result.environment
     ran = list(dict.fromkeys(name for names in environment.devices.values() for name in names))
     screen.say(f"device: {wording.listed(ran) if ran else environment.device}")
-    rows = [(CHECK_NAMES.get(check, check), outcome) for check, outcome in result.checks.items()]
+    outcomes = result.checks | ({"report": "passed, and says not safe"} if result.as_reported else {})
+    rows = [(CHECK_NAMES.get(check, check), outcome) for check, outcome in outcomes.items()]
     screen.table(Table((Column("check", 0), Column("result", 1)), rows))
     if result.as_reported:
-        broken = wording.counted(sum(problem.check == "audit" for problem in result.problems), "site")
-        again = f", {broken} of it broke again when run" if result.regimes else ""
-        said = f"the report is true, {wording.counted(result.files, 'file')} as recorded{again}"
-        screen.print(bad("unsafe, as reported", f"{said}; the checkpoint is unsafe in fp16"))
+        broken = sum(problem.check == "audit" for problem in result.problems)
+        again = f"; {wording.counted(broken, 'site')} broke again when run" if broken else ""
+        (own,) = (problem for problem in result.problems if problem.check == "report")
+        said = f"{wording.counted(result.files, 'file')} as recorded; the report {own.reason}{again}; {own.remedy}"
+        screen.print(bad("as reported", said))
         return
     for problem in result.problems:
         screen.say(f"{problem.check}: {problem.name}: {problem.reason}; {problem.remedy}")

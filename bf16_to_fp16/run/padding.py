@@ -90,9 +90,9 @@ def _is_borne(config: Any, batch: Batch) -> bool:
 
 def is_blind(config: Any, batch: Batch) -> bool:
     """Return whether padding may see no position, on any side: left of a row under a causal mask, or half a sliding
-    window away from it."""
+    window away from it. Stock code of no known family is taken to mask as most does."""
     family = of_model_type(config.model_type)
-    if family is None or not family.blind_padding:
+    if family is not None and not family.blind_padding:
         return False
     sides = [(getattr(config, "encoder", config), batch.attention_mask)]
     if batch.decoder_attention_mask is not None:

@@ -52,8 +52,10 @@ def check_hashes(
             if digest in owners and name.endswith(".safetensors"):
                 yield name, f"holds what belongs in {owners[digest]}: the shards are swapped"
             else:
-                size = f"has {path.stat().st_size:,} of {entry.nbytes or 0:,} bytes"
-                yield name, f"was changed, damaged or cut short: {size}, and the SHA-256 {digest[:12]}…"
+                size, recorded = path.stat().st_size, entry.nbytes or 0
+                seen = f"has the SHA-256 {digest[:12]}…, not {str(entry.sha256)[:12]}…"
+                seen = seen if size == recorded else f"has {size:,} of {recorded:,} bytes"
+                yield name, f"was changed, damaged or cut short: {seen}"
         done += entry.nbytes or 0
         if advance is not None:
             advance(done, total)

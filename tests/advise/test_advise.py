@@ -248,6 +248,11 @@ def test_threshold_and_window_are_the_callers_and_half_a_window_is_enough(tmp_pa
     assert advise_losses(log_of(tmp_path / "half.csv", [2.0] * 32))["losses"] == 32
     with pytest.raises(UserError, match=r"31 losses are too few for a --window of 64"):
         advise_losses(log_of(tmp_path / "less.csv", [2.0] * 31))
+    (tmp_path / "index.csv").write_text(",epoch,Loss\n" + "".join(f"{i},{i},2.0\n" for i in range(99)))
+    with pytest.raises(UserError):  # an index is no loss
+        advise_losses(tmp_path / "index.csv")
+    (tmp_path / "blank.csv").write_text("step,loss\n0, \n" + "".join(f"{i},2.0\n" for i in range(1, 99)))
+    assert advise_losses(tmp_path / "blank.csv")["losses"] == 98
 
 
 def test_the_projects_own_finetunes() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support import exhaustive, tiny
 from support.contract import certified
 
 from bf16_to_fp16 import convert, verify
 from bf16_to_fp16.auditing.regimes import audit_model
+from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.known import spare_padding
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import MASK_REASON
@@ -47,6 +49,16 @@ def test_a_row_is_finite_in_fp16_with_no_padding_or_as_much_as_is_said(kind: str
     assert all(found for padding, found in enumerate(finite) if padding >= spare)
     # To the position: where it fills fewer whole blocks than there are.
     assert finite == [n == REAL or (kind == "longt5" and n // 4 > REAL // 4) for n in range(REAL, LONGEST)]
+
+
+@pytest.mark.parametrize("kind", ["longt5", "longt5-local"])
+def test_places_that_fill_up_a_block_are_nan_in_the_attentions_alone(kind: str) -> None:
+    model, ids = tiny.build(kind, 0, factor=1.0).half(), torch.full((1, 2), 5)  # blocks have 3 positions
+    with torch.no_grad():
+        out = model(input_ids=ids, decoder_input_ids=ids, output_attentions=True)
+    first = out.encoder_attentions[0][0, 0]  # [heads, places of a block, keys]
+    assert bool(first[:, :2].isfinite().all()) and bool(first[:, 2].isnan().all())
+    assert all(bool(x.isfinite().all()) for x in (out.logits, out.encoder_last_hidden_state))
 
 
 def test_nan_of_what_fills_up_the_last_block_is_by_design_and_that_of_padding_is_not() -> None:
@@ -87,6 +99,7 @@ def test_verdict_card_and_page_say_for_which_padding_they_stand(kind: str, said:
     for name in ("README.md", "fp16_report.html"):
         text = " ".join((tmp_path / "out" / name).read_text(encoding="utf-8").split())
         assert said in text and "stock LongT5 masks with −inf in fp16" in text
+        assert "attentions are NaN for the places that fill up a short row" in text
     assert {run["attention"] for regime in result.report["regimes"].values() for run in regime["runs"]} == {"eager"}
     fidelity = result.report["fidelity"]
     assert fidelity["kl_fp16"] <= fidelity["kl_bf16"] / 32
@@ -231,3 +244,22 @@ def test_rows_shorter_than_a_block_of_sums_are_run(tmp_path: Path) -> None:
     report = convert(source, tmp_path / "out").report
     assert (report["verdict"], report["proof"]) == ("safe", "certified")
     assert "chosen ids" in {batch["kind"] for batch in report["inputs"]["batches"]}
+
+
+def test_the_audit_of_any_class_leaves_out_padding_that_sees_nothing_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Granite, of no known family, whose tokens score far under 0 at themselves."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.GraniteConfig(vocab_size=97, num_key_value_heads=2, pad_token_id=0, **shape)
+    torch.manual_seed(0)
+    model = transformers.GraniteForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            key = layer.self_attn.k_proj.weight
+            layer.self_attn.q_proj.weight.copy_(-30 * key.view(2, 8, 32).repeat_interleave(2, 0).reshape(32, 32))
+            key.mul_(30)
+    tiny.save(model, tmp_path / "granite")
+    for attention in ("eager", "sdpa"):
+        assert main(["audit", str(tmp_path / "granite"), "--attention", attention]) == 0
+        assert "left padding and padding beyond a sliding window can make their row NaN" in capsys.readouterr().out

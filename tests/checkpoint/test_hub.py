@@ -269,6 +269,22 @@ def test_a_disk_that_fills_up_is_one_line(hub: HubServer, monkeypatch: pytest.Mo
     assert "the disk is full; free some space, or set HF_HOME" in error_at("org/theirs", hub)
 
 
+def test_what_is_wrong_on_this_machine_is_not_said_of_the_hub_nor_a_password_shown(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise NotADirectoryError(20, "Not a directory", "/cache/models")
+
+    monkeypatch.setattr(file_download, "http_get", missing)
+    assert (
+        error_at("org/theirs", hub)
+        == "/cache/models: cannot be read or written here; mend that, and run the same command again"
+    )
+    with pytest.raises(UserError) as caught:
+        open_checkpoint("org/good", endpoint="http://me:s3cr3t@127.0.0.1:9")
+    assert "s3cr3t" not in str(caught.value)
+
+
 @pytest.fixture(scope="module")
 def published(source: Path) -> dict[str, bytes]:
     assert convert(source, source.parent / "out", run_model=False).safe

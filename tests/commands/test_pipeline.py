@@ -431,10 +431,16 @@ def test_the_stream_of_an_encoder_is_held_unless_its_last_states_alone_are_read(
 def test_a_held_stream_that_overflows_is_sent_to_a_conversion_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = pipelines.make(tmp_path / "one", {"text_encoder": pipelines.llama()}, _class_name="NewPipeline")
-    assert main(["convert", str(folder), str(tmp_path / "out"), "--no-audit"]) == 1
+    folder = pipelines.make(
+        tmp_path / "one", {"text_encoder": pipelines.llama(factor=9000.0)}, _class_name="NewPipeline"
+    )
     command = f"bf16-to-fp16 convert {folder} OUT --subfolder text_encoder"
-    assert f"next: its stream is held; convert it alone: {command}" in " ".join(capsys.readouterr().out.split())
+    for given, said in (
+        ([], f"its stream is held; convert it alone: {command}"),
+        (["--no-audit"], "leave out --no-audit"),
+    ):
+        assert main(["convert", str(folder), str(tmp_path / "out"), "--force", *given]) == 1
+        assert f"next: {said}" in " ".join(capsys.readouterr().out.split())
     assert convert(folder, tmp_path / "alone", subfolder="text_encoder", run_model=False).safe
 
 

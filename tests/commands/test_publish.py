@@ -213,6 +213,16 @@ def test_a_pull_request_leaves_the_branch_alone(run: Run, hub: HubServer, folder
     assert hub.files("them/model", "refs/pr/1") == theirs | contents(folder)
 
 
+@pytest.mark.usefixtures("waits")
+def test_no_fault_opens_a_second_pull_request(send: Callable[..., Any], hub: HubServer, converted: Path) -> None:
+    hub.add("me/out", {})
+    hub.faults.append(Fault("GET", "/tree/refs", 503, times=3))
+    assert send(converted, create_pr=True)["pull_request"].endswith("/discussions/1")
+    hub.faults.append(Fault("GET", "/api/models/", 503, times=99))
+    assert "answers 503; run the same command again" in send(converted, create_pr=True)
+    assert [branch for branch in hub.repos["me/out"].branches if "pr" in branch] == ["refs/pr/1"]
+
+
 def test_a_branch_must_exist_and_then_gets_the_files(
     send: Callable[..., Any], run: Run, hub: HubServer, converted: Path
 ) -> None:

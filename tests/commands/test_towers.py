@@ -102,6 +102,7 @@ def test_the_tower_is_not_said_to_be_alone_where_the_text_model_overflows_too(tm
                 weight.mul_(1e5)
     result = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out", stream=0)
     assert not result.safe and "vision tower" not in result.report["next"]
+    assert result.report["next"].startswith("leave out --stream, ")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +278,7 @@ def test_convert_finetunes_only_what_rescaling_leaves_unsafe(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_run_of_what_a_conversion_certifies_says_so_and_stops(
+def test_a_run_of_what_a_conversion_certifies_converts_it_and_says_so(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = {
@@ -286,22 +286,20 @@ def test_a_run_of_what_a_conversion_certifies_says_so_and_stops(
     }
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tree | {"device": "cpu", "evaluation": {"every": 100}}))
-    line = f"bf16-to-fp16 convert {source} {tmp_path / 'out'}"
-    steps, target = ("--set", "schedule.steps=2"), ("--set", "target=half")
-    for settings, more in (((), ""), (steps, ""), ((*target, "--set", "penalty.headroom_bits=0.5"), " --target half")):
+    steps, half = ("--set", "schedule.steps=2"), ("--set", "target=half", "--set", "penalty.headroom_bits=0.5")
+    for settings, more in ((steps, ""), (half, " --target half")):
         assert main(["finetune", str(recipe), *settings]) == 0
-        (said,) = capsys.readouterr().out.splitlines()
-        assert said.startswith(
-            f"nothing to train, since after a conversion alone no input can overflow it; run: {line}"
-        )
-        assert said.endswith(f"out{more} (finetune --force trains all the same)")
-        assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
-    assert main(shlex.split(line)[1:]) == 0
-    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
-    assert report["proof"] == "certified"
-    capsys.readouterr()
+        assert "Nothing to train: after a conversion alone no input can overflow it (--force" in capsys.readouterr().err
+        report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+        assert report["proof"] == "certified" and "finetune" not in report
+        assert report["command"] == f"bf16-to-fp16 convert {source.name} out{more}"
+        assert verify(tmp_path / "out")["verified"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "recipe.yaml"]
+        shutil.rmtree(tmp_path / "out")
     assert main(["finetune", str(recipe), *steps, "--force"]) == 0
-    assert "untrained weights (step 0 is kept), before rescaling: " in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "untrained weights (step 0 is kept), before rescaling: " in printed.out
+    assert "was converted before" not in printed.err
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     # The start is certified, and nothing is nearer to the original.
     assert (report["finetune"]["steps"], report["finetune"]["kept"]) == (2, 0)

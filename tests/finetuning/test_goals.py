@@ -65,6 +65,17 @@ def test_less_headroom_than_was_asked_for_is_unsafe_with_the_command_that_goes_o
     assert after(finetuned(0.5), penalty={"form": "none"})[0].verdict == "safe"
 
 
+def test_a_run_without_a_penalty_is_not_sent_on_for_headroom_that_it_did_not_ask_for() -> None:
+    free = {"penalty": {"form": "none"}}
+    for headroom, said in ((0.5, "stays nearer to its start"), (-1.0, "with the penalty: ")):
+        _, go_on = after(finetuned(headroom, kl=9.0), distillation={"weight": 1.0}, **free)
+        assert go_on.startswith("begin another run") and said in go_on
+        assert ("penalty.form=smooth-max" in go_on) == (headroom < 0)
+        assert "checkpointing.folder=folder/b.run-2" in go_on
+    _, go_on = after(finetuned(math.nan, kl=9.0))
+    assert go_on.startswith("go on: ")
+
+
 def test_a_missed_goal_is_called_safe_but_short_wherever_it_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

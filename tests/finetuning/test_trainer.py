@@ -367,6 +367,26 @@ def test_a_bad_batch_is_skipped_counted_and_named(make: Make, tmp_path: Path) ->
     assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step not in (3, 6))
 
 
+@pytest.mark.parametrize("weight", [0.5, 0.0])
+def test_a_probe_that_overflows_skips_no_step(weight: float, make: Make, tmp_path: Path) -> None:
+    """What the penalty is there for: ids that no text has overflow inside the model."""
+    trainer = make(penalty={"form": "smooth-max", "certify": False}, distillation={"weight": weight})
+    model = trainer.stock
+    feed_forward = model.encoder.block[0].layer[1].DenseReluDense
+    with torch.no_grad():
+        table = model.shared.weight
+        table[:, 0] = 0
+        table[200:340, 0] = 20 * table[200:340].norm(dim=-1)
+        for linear in (feed_forward.wi_0, feed_forward.wi_1):
+            linear.weight[:, 0] = linear.weight[0] = 0
+            linear.weight[0, 0] = 40.0
+        feed_forward.wo.weight[0, 0] = 20.0
+    scaled(trainer, 1.0).train()
+    rows = steps_of(tmp_path / "run")
+    assert len(rows) == 8 and not any(row.get("skipped") or row.get("skipped_examples") for row in rows)
+    assert trainer.penalty is not None and trainer.penalty.skipped > 0  # infinities were seen
+
+
 def test_so_many_bad_batches_stop_a_run(make: Make, fix: Fix) -> None:
     fix("stability", NONFINITE_STOP=2)
     trainer = make(penalty={"form": "smooth-max"})
