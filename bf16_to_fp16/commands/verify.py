@@ -71,7 +71,14 @@ from ..run.batch import SWEEP, Batch, describe_batches
 from ..run.stock import load_config
 from ..targets import TARGETS
 from ..verification.comparing import differences
-from ..verification.files import check_foreign, check_hashes, check_tensors, check_unread, present_files
+from ..verification.files import (
+    check_foreign,
+    check_hashes,
+    check_tensors,
+    check_tokenizer,
+    check_unread,
+    present_files,
+)
 from ..verification.locating import locate, read_recorded
 from ..wording import counted
 
@@ -203,6 +210,8 @@ def check_contents(
     layout = agreed_layout(checkpoint)
     if place.is_file():
         found.add("files", check_tensors(place, checkpoint, read_packed(place)))
+        if original is not None:
+            found.add("files", check_tokenizer(checkpoint, original))
     else:
         found.add("files", check_unread(checkpoint, report))
         if report.output.card_edited:

@@ -15,6 +15,7 @@ from ..checkpoint.packed import recorded_sha256
 from ..checkpoint.packing import tensors_sha256
 from ..checkpoint.places import contained
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.single_file import SPIECE, SPIECE_FILE
 from ..checkpoint.variants import variant_name
 from ..families.layout import Layout
 from ..report.remedies import REMOVE
@@ -112,6 +113,13 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, 
             yield name, reason, REMOVE
 
 
+def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint) -> Iterator[tuple[str, ...]]:
+    """Yield a tokenizer inside one file of weights that is not the one that its original has."""
+    one, other = (each.folder / SPIECE_FILE for each in (checkpoint, original))
+    if one.is_file() and not (other.is_file() and one.read_bytes() == other.read_bytes()):
+        yield SPIECE, "is not the original's tokenizer"
+
+
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
     """Return the tensors of one file that ``convert --layout`` does not write: those under other names, such as scales
     that a loader multiplies with, and those in another dtype."""
@@ -123,6 +131,6 @@ def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterato
     elif recorded != tensors_sha256(file):
         yield file.name, "the tensors were changed or damaged since"
     for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
-        if name not in ours or info.dtype != "F16":
+        if (name not in ours or info.dtype != "F16") and (name, info.dtype) != (SPIECE, "U8"):
             reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"
             yield name, reason

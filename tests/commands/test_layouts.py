@@ -36,10 +36,13 @@ IDS = torch.tensor([[5, 9, 2, 77, 1]])
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return an encoder of each kind in one file, with UMT5's tokenizer inside."""
+    """Return an encoder of each kind in one file, with its tokenizer inside."""
     folder = tmp_path_factory.mktemp("sources")
     return {
-        "t5": tools.write(folder / "t5xxl_bf16.safetensors", tools.stored(encoder("t5-encoder"))),
+        "t5": tools.write(
+            folder / "t5xxl_bf16.safetensors",
+            tools.stored(encoder("t5-encoder")) | {"spiece_model": tools.spiece()},
+        ),
         "umt5": tools.write(
             folder / "umt5_xxl_bf16.safetensors",
             tools.stored(encoder("umt5-encoder")) | {"spiece_model": tools.spiece()},
@@ -120,6 +123,7 @@ def test_a_file_holds_what_the_folder_holds_and_is_itself_a_source(files: Any, s
     kind, file, _ = files["single"]
     convert(sources[kind], tmp_path / "out")
     one, other = load_file(file), load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(one.pop("spiece_model"), tools.spiece())
     assert set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
     # With the eps that its config inside says, not the published one.
     eps = json.loads((tmp_path / "out/config.json").read_text())["layer_norm_epsilon"]
@@ -220,6 +224,8 @@ def test_a_file_is_verified_by_its_metadata_and_against_its_source(layout: str, 
     found = verify(file, original=sources[kind])
     checks = ("files", "plan", "replay", "certificate", "audit", "tiers")
     assert found["problems"] == [] and {found["checks"][name] for name in checks} == {"passed"}
+    left_out = "is left out: Wan's own T5 has no place for it"
+    assert any(left_out in note for note in result.notes) == (layout == "wan")
     assert found["tiers"].keys() == result.report["tiers"].keys() and found["report"]["proof"] == "certified"
 
 
@@ -246,7 +252,7 @@ def test_a_file_that_is_not_what_it_says_is_found_out(files: Any, sources: Any, 
         verify(sources["t5"], run_model=False)
 
 
-def test_a_file_with_tensors_that_convert_does_not_write_is_found_out(files: Any, tmp_path: Path) -> None:
+def test_a_file_with_tensors_that_convert_does_not_write_is_found_out(files: Any, sources: Any, tmp_path: Path) -> None:
     """A loader that finds a scale beside a matrix multiplies with it."""
     _, file, _ = files["single"]
     name = "encoder.block.0.layer.0.SelfAttention.q"
@@ -257,6 +263,12 @@ def test_a_file_with_tensors_that_convert_does_not_write_is_found_out(files: Any
     def wide(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{name}.weight"] = tensors[f"{name}.weight"].float()
 
+    def other_words(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["spiece_model"] = tensors["spiece_model"].flip(0)
+
+    changed = rewritten(file, tmp_path / "y.safetensors", other_words)
+    found = verify(changed, original=sources["t5"], run_model=False)
+    assert [p["reason"] for p in found["problems"]] == ["is not the original's tokenizer"]
     for change, names in ((scaled, [f"{name}.scale_weight", "scaled_fp8"]), (wide, [f"{name}.weight"])):
         found = verify(rewritten(file, tmp_path / "x.safetensors", change), run_model=False)
         assert [p["name"] for p in found["problems"] if p["check"] == "files"] == names
