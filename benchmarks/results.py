@@ -35,7 +35,7 @@ SECTIONS: dict[str, list[str]] = {
     "Edits": ["saturated", "edits-random", "unmended"],
     "The certificate": ["tightness", "certify-share"],
     "The demonstration": ["demo"],
-    "What people use today": ["peers"],
+    "What people use today": ["peers", "rivals"],
     "Other runtimes": ["runtimes"],
     "What follows a conversion": ["rates"],
     "Finetuning": ["amp", "amp-gemma", "penalties", "penalties-pegasus", "penalty-cost"],

@@ -15,6 +15,8 @@ from functools import cache
 
 from ..errors import UserError
 
+SPIECE, SPIECE_FILE = "spiece_model", "spiece.model"  # the tensor of a tokenizer's bytes, and the file in a folder
+
 STOCK_BLOCK = "encoder.block.{i}.layer"
 
 WAN_NAMES = (

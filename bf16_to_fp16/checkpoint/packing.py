@@ -23,9 +23,8 @@ from ..errors import UserError
 from ..system import write_all
 from . import files, headers
 from .disk import writing
-from .naming import STOCK, Naming
+from .naming import SPIECE, SPIECE_FILE, STOCK, Naming
 from .packed import SUMMARY, TENSORS, WAY_BACK, summary_of
-from .single_file import SPIECE, SPIECE_FILE
 from .staging import ELSEWHERE, check_apart, check_file, created, umask
 
 COPIED_BYTES = 1 << 22  # bytes copied at a time

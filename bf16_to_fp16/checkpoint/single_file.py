@@ -18,11 +18,10 @@ from ..errors import UserError, shortened
 from ..json_text import write_json
 from . import files, formats, headers
 from .disk import FREE_SPACE_REMEDY, writing
-from .naming import STOCK, Naming, found_in
+from .naming import SPIECE, SPIECE_FILE, STOCK, Naming, found_in
 from .packed import way_back_of
 from .places import RESTORE
 
-SPIECE, SPIECE_FILE = "spiece_model", "spiece.model"  # the tensor of a tokenizer's bytes, and the file in a folder
 ASIDE = (
     *(".scale_weight", ".weight_scale", ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale"),
     SPIECE,

@@ -21,11 +21,11 @@ from ..checkpoint.disk import check_free_space
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import converted_already, records, sha256_of
 from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
+from ..checkpoint.naming import SPIECE_FILE
 from ..checkpoint.packed import summary_of
 from ..checkpoint.packing import check_out_file, metadata_of, pack, put_file_in_place, tokenizer_inside
 from ..checkpoint.places import own_name, shown_in_a_command
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.single_file import SPIECE_FILE
 from ..checkpoint.staging import scratch, staged
 from ..conversion.measuring import fidelity_to_original, measure
 from ..conversion.options import FIXED, Destination, Options, Provenance

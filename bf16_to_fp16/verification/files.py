@@ -11,11 +11,11 @@ from ..checkpoint.files import read_json
 from ..checkpoint.folder import TEMPLATES, is_code, is_weights, sha256_of
 from ..checkpoint.headers import read_whole_header
 from ..checkpoint.layouts import LAYOUTS
+from ..checkpoint.naming import SPIECE, SPIECE_FILE
 from ..checkpoint.packed import recorded_sha256
 from ..checkpoint.packing import tensors_sha256
 from ..checkpoint.places import contained
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.single_file import SPIECE, SPIECE_FILE
 from ..checkpoint.variants import variant_name
 from ..families.layout import Layout
 from ..report.remedies import REMOVE
