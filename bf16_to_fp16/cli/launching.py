@@ -81,8 +81,11 @@ def launch_command(
     if not run:
         write_result(json_file, launch.to_json())
         return SAFE
+    begun = ["bf16-to-fp16", "launch", "--gpus", str(gpus), "--run"]
+    begun += [] if memory is None else ["--memory", f"{memory:g}"]
+    begun += [] if kind is None else ["--kind", kind]
     with aside(json_file == "-"):
-        status = run_launch(launch)
+        status = run_launch(launch, begun)
     write_result(json_file, launch.to_json() | {"status": status})
     return status
 

@@ -23,12 +23,12 @@ TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
 @dataclass(frozen=True)
 class Command:
-    """The command line of a finetune: the recipe's file as it was given, its overrides, and the launcher's words, which
-    end before ``finetune``; published: of absolute paths it shows only the last part."""
+    """The command line of a finetune: the recipe's file as it was given, its overrides, and the words before it.
+    published: of absolute paths it shows only the last part."""
 
     recipe: str = "recipe.yaml"
     overrides: tuple[str, ...] = ()
-    launcher: tuple[str, ...] = ("bf16-to-fp16",)
+    begun: tuple[str, ...] = ("bf16-to-fp16", "finetune")
     is_public: bool = False
 
     def line(self, **settings: object) -> str:
@@ -37,8 +37,7 @@ class Command:
         kept = tuple(part for part in self.overrides if part.partition("=")[0].strip() not in names)
         pairs = [part.partition("=") for part in kept + changed]
         words = [word for key, equals, value in pairs for word in ("--set", f"{key}{equals}{self._shown(value)}")]
-        begun = (*map(self._shown, self.launcher), "finetune", self._shown(self.recipe))
-        return shlex.join([*begun, *words, *(["--force"] if changed else [])])
+        return shlex.join([*map(self._shown, (*self.begun, self.recipe)), *words, *(["--force"] if changed else [])])
 
     def _shown(self, value: str) -> str:
         path = value.strip().strip("\"'")

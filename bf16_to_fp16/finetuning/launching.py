@@ -12,6 +12,7 @@ import logging
 import os
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -308,9 +309,10 @@ def _write(path: Path, text: str) -> None:
         raise UserError(f"{path}: {error.strerror}; give another out") from error
 
 
-def run_launch(launch: Launch) -> int:
+def run_launch(launch: Launch, begun: Sequence[str]) -> int:
     """Run a launch and return its exit status, that of the process that failed first; raise UserError where a process
-    was killed, and as the program does where it is itself interrupted or ended."""
+    was killed, and as the program does where it is itself interrupted or ended. begun: the words of the command before
+    the recipe, which reports then name."""
     import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -319,7 +321,7 @@ def run_launch(launch: Launch) -> int:
     # The processes say what is wrong; the launcher would say once more that something was.
     for name in [each for each in logging.root.manager.loggerDict if each.startswith(elastic.__package__ or "")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ["BF16_TO_FP16_LAUNCHER"] = shlex.join(launch.words[: launch.words.index("finetune")])
+    os.environ["BF16_TO_FP16_BEGUN"] = shlex.join(begun)
     os.environ.setdefault("PYTHON_EXEC", sys.executable)
     if not launch.choice.place.on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -331,14 +333,17 @@ def run_launch(launch: Launch) -> int:
         sys.exit(128 + stop.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        status = int(failure.exitcode)
-        if status < 0:
-            name = signal.Signals(-status).name
-            raise UserError(
-                f"process {rank} was ended by {name}; the same command goes on from the last state"
-            ) from None
-        return status
+        return status_of(rank, int(failure.exitcode))
+    except subprocess.CalledProcessError as error:  # of one process alone
+        return status_of(0, error.returncode)
     return 0
+
+
+def status_of(rank: int, status: int) -> int:
+    if status < 0:
+        name = signal.Signals(-status).name
+        raise UserError(f"process {rank} was ended by {name}; the same command goes on from the last state") from None
+    return status
 
 
 def _gib(size: float) -> str:

@@ -185,17 +185,18 @@ def launched_with(engine: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() in ("1", "true")
 
 
-def launcher() -> tuple[str, ...]:
-    if (said := os.environ.get("BF16_TO_FP16_LAUNCHER")) is not None:
+def begun_by() -> tuple[str, ...]:
+    """Return the words of this process's command before the recipe."""
+    if (said := os.environ.get("BF16_TO_FP16_BEGUN")) is not None:
         return tuple(shlex.split(said))
     words: list[str] = []
     with suppress(psutil.Error):
         words = psutil.Process(os.getppid()).cmdline()
     if "launch" in words and "finetune" in words:
-        return ("accelerate", *words[words.index("launch") : words.index("finetune")])
+        return ("accelerate", *words[words.index("launch") : words.index("finetune") + 1])
     count = os.environ.get("WORLD_SIZE", "1")
-    by_another = ("accelerate", "launch", "--num_processes", count, "-m", "bf16_to_fp16")
-    return by_another if count != "1" else ("bf16-to-fp16",)
+    by_another = ("accelerate", "launch", "--num_processes", count, "-m", "bf16_to_fp16", "finetune")
+    return by_another if count != "1" else ("bf16-to-fp16", "finetune")
 
 
 def in_parts() -> bool:

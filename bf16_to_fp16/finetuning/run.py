@@ -62,7 +62,7 @@ from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
 from .log import RunLog
 from .mixed_precision import MixedPrecision
-from .processes import launched_with, launcher, precisions_of, weights_in_parts
+from .processes import begun_by, launched_with, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
 from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe
@@ -104,7 +104,7 @@ def finetune(
     """
     command = Command()
     if isinstance(recipe, (str, Path)):
-        command, recipe = Command(str(recipe), tuple(overrides), launcher()), read_recipe(recipe, overrides)
+        command, recipe = Command(str(recipe), tuple(overrides), begun_by()), read_recipe(recipe, overrides)
     elif not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe)
     asked, recipe = recipe, recipe.settled()

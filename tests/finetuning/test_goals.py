@@ -202,9 +202,9 @@ def test_a_published_command_names_no_folder_of_this_machine() -> None:
 
 
 def test_a_command_under_a_launcher_begins_with_the_launcher() -> None:
-    launched = ("accelerate", "launch", "--config_file", "/folder/of/mine/ddp.yaml", "-m", "bf16_to_fp16")
+    launched = ("accelerate", "launch", "--config_file", "/folder/of/mine/ddp.yaml", "-m", "bf16_to_fp16", "finetune")
     given = Command("r.yaml", ("seed=1",), launched)
-    assert given.line() == f"{shlex.join(launched)} finetune r.yaml --set seed=1"
+    assert given.line() == f"{shlex.join(launched)} r.yaml --set seed=1"
     assert given.published().line().startswith("accelerate launch --config_file ddp.yaml -m bf16_to_fp16 finetune ")
 
 

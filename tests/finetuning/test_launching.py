@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,7 @@ def test_a_file_of_others_is_not_replaced(recipe: Path, capsys: pytest.CaptureFi
         (SignalException("", signal.SIGTERM), 128 + signal.SIGTERM, ""),
         (failed(70), 70, ""),
         (failed(1), 1, ""),
+        (subprocess.CalledProcessError(1, "finetune"), 1, ""),  # as accelerate ends one process
         (failed(-9), 2, "error: process 1 was ended by SIGKILL; the same command goes on from the last state\n"),
     ],
 )
@@ -195,7 +197,7 @@ def test_a_launch_ends_as_what_it_runs_does(
         raise raised
 
     monkeypatch.setattr("accelerate.commands.launch.launch_command", ends)
-    monkeypatch.setenv("BF16_TO_FP16_LAUNCHER", "")
+    monkeypatch.setenv("BF16_TO_FP16_BEGUN", "")
     monkeypatch.setenv("PYTHON_EXEC", sys.executable)
     try:
         ended = main(["launch", str(recipe), "--gpus", "2", "--run"])
