@@ -83,7 +83,7 @@ def overlap(one: Path, other: Path) -> bool:
 
 def check_ours(out: Path) -> None:
     if (strange := strange_file(out)) is not None:
-        where = "OUT comes after SOURCE; " if (out / "config.json").is_file() and not listed_files(out) else ""
+        where = "the output comes last; " if (out / "config.json").is_file() and not listed_files(out) else ""
         raise UserError(f"{out} exists and holds {strange}, which this program did not write; {where}{ELSEWHERE}")
 
 

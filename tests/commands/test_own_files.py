@@ -104,7 +104,7 @@ def test_arguments_that_are_swapped_cost_nothing_and_force_is_not_advised(
     before = contents(here)
     for options in ((), ("--force",)):
         said = refused(capsys, "convert", here / "converted", here / "source", "--no-audit", *options)
-        assert "OUT comes after SOURCE" in said and "--force" not in said
+        assert "the output comes last" in said and "--force" not in said
         packed = [here / "packed.safetensors", here / "source" / "model.safetensors", "--layout", "single"]
         assert "--force" not in refused(capsys, "convert", *packed, "--no-audit", *options)
     assert contents(here) == before
