@@ -180,14 +180,14 @@ def source_line(report: schema.Report) -> Text:
     signals, run, name = facts.distinct(report.signals), report.finetune, "source"
     if run is not None:
         whose = "untrained weights (step 0 is kept)" if run.kept == 0 < run.steps else "trained weights"
-        name = f"{whose}, before rescaling"
+        name = f"{whose}, from a rescaled start" if run.recipe.get("rescale", True) else whose
     largest = max(signals, key=lambda signal: signal.before)
     over = sum(signal.before > FP16_MAX for signal in signals)
     aside = f", the {tower} aside" if (tower := facts.tower_of(report.family)) else ""
     if not over:
         kept = wording.below_limit(math.log2(FP16_MAX / largest.before)) if largest.before else "nothing but zeros"
         said = f"did not overflow on what was run{aside}; its largest value, {plain(largest.before)}, is {kept}"
-        adds = "; plain fp16 may do, and this adds the proof" if report.proven else ""
+        adds = "; plain fp16 may do, and this adds the proof" if report.proven and run is None else ""
         return good(name, f"{said}{adds}")
     where = f"{'entering' if largest.side == 'input' else 'at'} {largest.module}"
     worst = f"{plain(largest.before)} {where}, {wording.over_limit(largest.before)}"

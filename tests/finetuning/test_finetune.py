@@ -298,7 +298,7 @@ def test_a_run_of_what_a_conversion_certifies_converts_it_and_says_so(
         shutil.rmtree(tmp_path / "out")
     assert main(["finetune", str(recipe), *steps, "--force"]) == 0
     printed = capsys.readouterr()
-    assert "untrained weights (step 0 is kept), before rescaling: " in printed.out
+    assert "untrained weights (step 0 is kept), from a rescaled start: " in printed.out
     assert "was converted before" not in printed.err
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     # The start is certified, and nothing is nearer to the original.

@@ -456,6 +456,8 @@ def test_a_finetune_says_what_became_of_the_original() -> None:
     moved_to = "KL to the original is 0.0174 nats per token on held-out data and 0.05 on the audit's inputs"
     assert f"changed the weights and what they compute: {moved_to}." in page.text
     assert "against the finetuned model in fp32" in page.text and "stay there" not in page.text
+    unmoved = text_of(report | {"finetune": report["finetune"] | {"kept": 0}})
+    assert "kept step 0, so it changed no weight of its rescaled start: " in unmoved
     report["finetune"]["recipe"]["penalty"]["certify"] = True
     assert "to come under fp16's limit and stay there" in text_of(report)
     bare = {"steps": 3, "evaluations": []}

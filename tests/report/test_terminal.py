@@ -172,8 +172,12 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
     assert source.startswith("source: overflows fp16 at ") and largest["module"] in source and " × over" in source
     entering = [signal | {"side": "input"} for signal in made["signals"]]
     assert f" entering {largest['module']}, " in source_line(read(Report, made | {"signals": entering})).plain
-    trained = read(Report, made).model_copy(update={"finetune": FinetuneEntry.model_construct()})
-    assert source_line(trained).plain.startswith("trained weights, before rescaling: overflows fp16 at ")
+    for recipe, name in (({}, "trained weights, from a rescaled start"), ({"rescale": False}, "trained weights")):
+        run = {"finetune": FinetuneEntry.model_construct(recipe=recipe)}
+        trained = read(Report, made).model_copy(update=run)
+        assert source_line(trained).plain.startswith(f"{name}: overflows fp16 at ")
+        quiet = [signal.model_copy(update={"before": 1.0}) for signal in trained.signals]
+        assert "plain fp16" not in source_line(trained.model_copy(update={"signals": quiet})).plain
     assert output.startswith("output: safe: nothing overflowed on what was run; ") and " × below the limit (" in output
     assert load == f'load: AutoModelForSeq2SeqLM.from_pretrained("{tmp_path}", dtype=torch.float16).half()'
     assert "make_fp16_safe(model).follow(optimizer, model)" in finetune and "README.md" in harm
