@@ -173,6 +173,7 @@ class Trainer:
             if self.constraint is not None and self.constraint.first is None:
                 self.constraint.begin(p.step)
             if p.step == 0 and not p.evaluations:
+                self._choose_precision(fits)  # of which the first state has to know
                 self._evaluate()
                 self._save()
             while p.step < schedule.steps:

@@ -316,6 +316,22 @@ def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_a_run_that_was_killed_before_its_first_periodic_state_goes_on_in_its_precision(
+    make: Make, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "precision": ["bf16", "fp16"],
+        "penalty": {"form": "smooth-max"},
+        "schedule": {"steps": 3},
+    }
+    whole = make("whole", **settings).train(fits=True)
+    with pytest.raises(Killed):
+        make("cut", damage=killed_at(1), **settings).train(fits=True)
+    assert RunFolder(tmp_path / "cut").steps() == [0]
+    assert make("cut", model=tiny_model(seed=9), **settings).train() == whole  # nobody looks at the start again
+    assert [row["precision"] for row in steps_of(tmp_path / "cut")] == ["fp16"] * 3
+
+
 def test_a_state_of_other_processes_parts_is_refused_before_it_is_read(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
