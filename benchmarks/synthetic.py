@@ -38,12 +38,10 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """The number of weights."""
         return sum(math.prod(s) for s in self.tensors().values())
 
     @property
     def made_of(self) -> Any:
-        """Its config."""
         return getattr(transformers, self.name).config_class(**self.values)
 
     @property
@@ -75,33 +73,21 @@ BUFFERS = {"final_logits_bias"}
 
 def t5(name: str, d_model: int, d_ff: int, heads: int, vocabulary: int, layers: int, d_kv: int = 64) -> Shape:
     """Return a gated T5 with an untied head."""
-    return Shape(
-        name,
-        {
-            "d_model": d_model,
-            "d_kv": d_kv,
-            "d_ff": d_ff,
-            "num_heads": heads,
-            "num_layers": layers,
-            **({} if "Encoder" in name else {"num_decoder_layers": layers}),
-            "vocab_size": vocabulary,
-            "feed_forward_proj": "gated-gelu",
-            "tie_word_embeddings": False,
-            "decoder_start_token_id": 0,
-        },
-    )
+    values: dict[str, Any] = {"d_model": d_model, "d_kv": d_kv, "d_ff": d_ff, "num_heads": heads, "num_layers": layers}
+    values |= {} if "Encoder" in name else {"num_decoder_layers": layers}
+    values |= {"vocab_size": vocabulary, "feed_forward_proj": "gated-gelu"}
+    return Shape(name, values | {"tie_word_embeddings": False, "decoder_start_token_id": 0})
 
 
-def both_stacks(**values: int) -> dict[str, int]:
-    """Return values of a config by their names in an encoder and a decoder."""
-    return {f"{stack}_{key}": value for stack in ("encoder", "decoder") for key, value in values.items()}
+def stack(width: int, d_ff: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    """Return the sizes of one stack by the names that most configs have for them."""
+    sizes = {"hidden_size": width, "intermediate_size": d_ff, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {**sizes, **more}
 
 
-POSITIONS = "embed_positions.weight"
-"""The end of the name of a table of fixed positions."""
-
-
-T5, MT5 = "T5ForConditionalGeneration", "MT5ForConditionalGeneration"
+T5, MT5, GEMMA = "T5ForConditionalGeneration", "MT5ForConditionalGeneration", "Gemma3ForCausalLM"
+GEMMA_HEADS = {"head_dim": 256, "num_key_value_heads": 1, "sliding_window": 512, "vocab_size": 262_144}
+PEGASUS_STACK = {"layers": 16, "attention_heads": 16, "ffn_dim": 4096}
 
 SHAPES: dict[str, Shape] = {
     "mt5-small": t5(MT5, 512, 1024, 6, 250112, 8),
@@ -109,7 +95,7 @@ SHAPES: dict[str, Shape] = {
         "PegasusForConditionalGeneration",
         {
             "d_model": 1024,
-            **both_stacks(layers=16, attention_heads=16, ffn_dim=4096),
+            **{f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in PEGASUS_STACK.items()},
             "vocab_size": 96103,
             "max_position_embeddings": 512,
             "activation_function": "relu",
@@ -125,89 +111,31 @@ SHAPES: dict[str, Shape] = {
     "mt5-xl": t5(MT5, 2048, 5120, 32, 250112, 24),
     "t5-v1_1-xxl": t5(T5, 4096, 10240, 64, 32128, 24),
     "t5-v1_1-xxl-encoder": t5("T5EncoderModel", 4096, 10240, 64, 32128, 24),
-    "gemma-3-270m": Shape(
-        "Gemma3ForCausalLM",
-        {
-            "vocab_size": 262_144,
-            "hidden_size": 640,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 18,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 256,
-            "sliding_window": 512,
-        },
-    ),
-    "gemma-3-1b": Shape(
-        "Gemma3ForCausalLM",
-        {
-            "vocab_size": 262_144,
-            "hidden_size": 1152,
-            "intermediate_size": 6912,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 256,
-            "sliding_window": 512,
-        },
-    ),
+    "gemma-3-270m": Shape(GEMMA, stack(640, 2048, 18, 4, **GEMMA_HEADS)),
+    "gemma-3-1b": Shape(GEMMA, stack(1152, 6912, 26, 4, **GEMMA_HEADS)),
     "gemma-3-4b": Shape(
         "Gemma3ForConditionalGeneration",
         {
-            "text_config": {
-                "vocab_size": 262_208,
-                "hidden_size": 2560,
-                "intermediate_size": 10_240,
-                "num_hidden_layers": 34,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "sliding_window": 1024,
-            },
-            "vision_config": {
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "num_hidden_layers": 27,
-                "num_attention_heads": 16,
-                "image_size": 896,
-                "patch_size": 14,
-            },
+            "text_config": stack(
+                *(2560, 10_240, 34, 8), num_key_value_heads=4, head_dim=256, sliding_window=1024, vocab_size=262_208
+            ),
+            "vision_config": stack(1152, 4304, 27, 16, image_size=896, patch_size=14),
             "mm_tokens_per_image": 256,
         },
     ),
     "qwen2.5-0.5b": Shape(
         "Qwen2ForCausalLM",
-        {
-            "vocab_size": 151_936,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
+        stack(896, 4864, 24, 14, num_key_value_heads=2, vocab_size=151_936, tie_word_embeddings=True),
     ),
-    "llama-3.1-8b": Shape(
-        "LlamaForCausalLM",
-        {
-            "vocab_size": 128_256,
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        },
-    ),
+    "llama-3.1-8b": Shape("LlamaForCausalLM", stack(4096, 14_336, 32, 32, num_key_value_heads=8, vocab_size=128_256)),
 }
 
 NORMALS = 1 << 24
 """How many different normal numbers weights are made of; more of them are repeated."""
 
-
 ENTERING = (".wi_0.weight", ".wi_1.weight", ".fc1.weight", ".gate_proj.weight", ".up_proj.weight")
 LEAVING = (".wo.weight", ".fc2.weight", ".down_proj.weight")
 """The ends of the names of feed-forward weights, by whether their neurons are rows or columns."""
-
 
 OUTLIERS, IN, OUT = 3, 8.0, 64.0
 """Neurons of every feed-forward that stand out, and the factors of their rows and of their output columns."""
@@ -235,7 +163,10 @@ def write(folder: Path, shape: Shape, shards: int = 1, *, outliers: bool = False
         file = "model.safetensors" if shards == 1 else f"model-{number:05d}-of-{shards:05d}.safetensors"
         tensors = {name: tensor(name, table[name], normals) for name in group}
         for name, made in tensors.items() if outliers else ():
-            stand_out(name, made)
+            if name.endswith(ENTERING):
+                made[:OUTLIERS] *= IN
+            elif name.endswith(LEAVING):
+                made[:, :OUTLIERS] *= OUT
         save_file(tensors, folder / file, {"format": "pt"})
         placed |= dict.fromkeys(group, file)
     if shards > 1:
@@ -245,17 +176,9 @@ def write(folder: Path, shape: Shape, shards: int = 1, *, outliers: bool = False
     return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
 
 
-def stand_out(name: str, weight: torch.Tensor) -> None:
-    """Make some neurons of a feed-forward's weight stand out, in place."""
-    if name.endswith(ENTERING):
-        weight[:OUTLIERS] *= IN
-    elif name.endswith(LEAVING):
-        weight[:, :OUTLIERS] *= OUT
-
-
 def tensor(name: str, size: tuple[int, ...], normals: torch.Tensor) -> torch.Tensor:
     """Return what a checkpoint holds under a name: biases near 0, fixed positions as stock code makes them."""
-    if name.endswith(POSITIONS):
+    if name.endswith("embed_positions.weight"):
         count, width = size
         angles = torch.arange(count)[:, None] / 10000 ** (torch.arange(width // 2) * 2 / width)
         return torch.cat([angles.sin(), angles.cos()], 1).bfloat16()
