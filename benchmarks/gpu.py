@@ -15,10 +15,7 @@ whose norms read what gradient ascent found, on fp16 kernels with split sums all
 attack: the search for the worst inputs. half: `.half()` beside what stock code loads in fp16, at the XXL encoder's
 shape. `make gpu` then runs optimizer.py and penalty.py on the card, and the tests marked `gpu` launch the finetune.
 
-The file, written anew after each part, is one JSON object: ``device``, ``torch``, ``transformers``, ``accelerate``
-(versions), ``command``, ``seconds``, ``failed`` (names of parts), ``violations`` (lines, each a value beyond its bound)
-and ``parts``: name → {``seconds``, ``failed`` (a line, or null), ``rows``: [{``what``, ``value`` (number or text),
-``unit``, ``target`` (text, or null)}]}.
+``--out`` is a JSON object, written anew after each part.
 """
 
 from __future__ import annotations
@@ -32,30 +29,30 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where nothing is installed
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import accelerate
 import synthetic
 import torch
 import transformers
-from ascent import aims, ascend, certified, forward, watch
+from ascent import attacked, certified, reading, watch
 from certify_soundness import Tally
-from models import random_model
-from support.adversary import free_norms
-from support.contract import FREE
-from torch import Tensor
+from models import DEMO, HARD, demo_data, random_model
+from optimizer import seconds, transient_megabytes
+from results import print_header, print_row
+from support.contract import FREE, layout_of
 
 from bf16_to_fp16.auditing.attack import attack
-from bf16_to_fp16.auditing.regimes import REGIMES, RegimeResult, audit_folder
-from bf16_to_fp16.bounds.arithmetic import SPLITS, Arithmetic
+from bf16_to_fp16.auditing.regimes import REGIMES, audit_folder
+from bf16_to_fp16.bounds.arithmetic import MAX_LENGTH, SPLITS, UNIT, Arithmetic
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -65,69 +62,40 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.finetuning.recipe import read_recipe
 from bf16_to_fp16.finetuning.run import finetune
 from bf16_to_fp16.numerics import FP16_STEP
-from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.stock import load, set_attention
-
-ROOT = Path(__file__).parents[1]
-DEMOS = ("t5-gated-bytes", "pegasus-bytes")
-HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"
-UNIT = 2.0**-11
+from bf16_to_fp16.run.stock import load
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much each part does."""
-
-    steps: int  # of the hard checkpoint's finetune
-    products: tuple[tuple[int, int, int], ...]  # rows, inner dimension, columns
-    demos: tuple[str, ...]
-    models: int  # random ones
-    attack_steps: int
-    rounds: int
-    encoder: synthetic.Shape
-    batches: tuple[tuple[int, int], ...]  # rows and tokens for the encoder
-
-
-XXL = synthetic.SHAPES["t5-v1_1-xxl-encoder"]
-ON_A_CARD = Sizes(
-    steps=180,
-    products=(
+    steps: int = 180  # of the hard checkpoint's finetune
+    products: tuple[tuple[int, int, int], ...] = (  # rows, inner dimension, columns
         *((m, 10240, 4096) for m in (1, 16, 128, 2048)),
         *((m, 4096, 10240) for m in (1, 16, 2048)),
         *((m, 65536, 64) for m in (1, 32, 256)),
         *((m, 131072, m) for m in (8, 64)),
         (64, 16384, 64),
         (512, 64, 512),
-    ),
-    demos=DEMOS,
-    models=10,
-    attack_steps=24,
-    rounds=9,
-    encoder=XXL,
-    batches=((1, 512), (8, 512)),
-)
-TINY = Sizes(
-    steps=1,
-    products=((4, 600, 8),),
-    demos=("tiny",),
-    models=1,
-    attack_steps=1,
-    rounds=1,
-    encoder=synthetic.t5("T5EncoderModel", 32, 48, 2, 64, 2, d_kv=16),
-    batches=((2, 16),),
-)
+    )
+    demos: tuple[str, ...] = ("t5-gated-bytes", "pegasus-bytes")
+    models: int = 10  # random ones
+    ascent: tuple[tuple[int, int], int, int] = (9, 7), 12, 25  # lengths, rows and steps
+    attack: tuple[int, int] = 24, 16  # steps and length
+    rounds: int = 9
+    encoder: synthetic.Shape = synthetic.SHAPES["t5-v1_1-xxl-encoder"]
+    batches: tuple[tuple[int, int], ...] = ((1, 512), (8, 512))  # rows and tokens for the encoder
+
+
+TINY_ENCODER = synthetic.t5("T5EncoderModel", 32, 48, 2, 64, 2, d_kv=16)
+TINY = Sizes(1, ((4, 600, 8),), ("tiny",), 1, ((4, 3), 2, 2), (1, 3), 1, TINY_ENCODER, ((2, 16),))
 
 
 @dataclass
 class Part:
-    """What one part has shown."""
-
     rows: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     failed: str | None = None
 
     def add(self, what: str, value: float | str, unit: str = "", target: str | None = None) -> None:
-        """Add a figure."""
         self.rows.append({"what": what, "value": value, "unit": unit, "target": target})
 
 
@@ -139,18 +107,16 @@ class Session:
     sizes: Sizes
     folder: Path
     violations: list[str] = field(default_factory=list)
-    finetuned: Path | None = None
     converted: dict[str, Path] = field(default_factory=dict)
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the device is a card."""
         return self.device.type == "cuda"
 
     def demo(self, name: str) -> Path:
         """Return a demo checkpoint, or a tiny one, as convert leaves it on the device."""
         if name not in self.converted:
-            out, source = self.folder / name, ROOT / "bf16_to_fp16" / "demo_data" / name
+            out, source = self.folder / name, DEMO / name
             if not source.is_dir():
                 source = self.folder / f"{name}-source"
                 synthetic.write(source, self.sizes.encoder)
@@ -158,25 +124,12 @@ class Session:
             self.converted[name] = out
         return self.converted[name]
 
-    def wait(self) -> None:
-        """Wait for the device."""
-        if self.on_cuda:
-            torch.cuda.synchronize()
-
-    def timed(self, action: Callable[[], object], rounds: int) -> float:
-        """Return the median seconds of an action, after one that does not count."""
-        taken = []
-        for _ in range(rounds + 1):
-            self.wait()
-            begin = time.perf_counter()
-            action()
-            self.wait()
-            taken.append(time.perf_counter() - begin)
-        return statistics.median(taken[1:])
-
-    def splits(self) -> Sequence[bool]:
-        """Whether kernels may round partial sums to fp16: both ways on a card, on a CPU none does."""
-        return (True, False) if self.on_cuda else (False,)
+    def ways(self, longest: int = MAX_LENGTH) -> Iterator[tuple[str, Arithmetic]]:
+        """Let kernels round partial sums to fp16, and then not, and give the arithmetic that bounds take for that; on a
+        CPU none does."""
+        for allowed in (True, False) if self.on_cuda else (False,):
+            with split_sums(allowed):
+                yield f"split-K {'on' if allowed else 'off'}", Arithmetic(longest, SPLITS if allowed else 0)
 
 
 @contextmanager
@@ -191,72 +144,45 @@ def split_sums(allowed: bool) -> Iterator[None]:
         backend.allow_fp16_reduced_precision_reduction = before
 
 
-def shown(allowed: bool) -> str:
-    """Return the words for whether split sums are allowed."""
-    return "split-K on" if allowed else "split-K off"
-
-
-# ---- finetunes -------------------------------------------------------------------------------------------------------
-
-
-def hard_recipe(session: Session, out: Path, *changes: str) -> Any:
-    """Return the hard checkpoint's recipe on the device."""
-    there = {
-        "source": HARD,
-        "out": out,
-        "data.path": ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz",
-        "data.held_out_path": ROOT / "bf16_to_fp16" / "demo_data" / "held_out.txt",
-        "device": session.device,
-        "evaluation.every": 100_000,
-    }
-    given = [f"{key}={json.dumps(str(value)) if not isinstance(value, int) else value}" for key, value in there.items()]
-    return read_recipe(ROOT / "recipes" / "demo" / "hard.yaml", [*given, *changes])
-
-
-def logged(out: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log that are steps."""
-    rows = map(json.loads, out.with_name(f"{out.name}.run").joinpath("log.jsonl").read_text().splitlines())
-    return [row for row in rows if "loss" in row]
-
-
 def run_finetune(session: Session, part: Part) -> None:
-    """The hard checkpoint by its recipe."""
     out = session.folder / "hard-fp16"
-    steps = session.sizes.steps
-    tiny = [] if session.on_cuda else ["data.batch_size=2", "rescale=false"]
-    result = finetune(hard_recipe(session, out, f"schedule.steps={steps}", *tiny))
+    data = demo_data(HARD.name)
+    changes: dict[str, Any] = {"source": str(HARD), "out": str(out), "device": str(session.device)}
+    changes |= {f"data.{key}": data[key] for key in ("path", "held_out_path")}
+    changes |= {"evaluation.every": 100_000, "schedule.steps": session.sizes.steps}
+    changes |= {} if session.on_cuda else {"data.batch_size": 2, "rescale": False}
+    recipe = read_recipe(HARD.parent / "hard.yaml", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+    result = finetune(recipe)
     assert result is not None
-    rows, evaluations = logged(out), result.report["finetune"]["evaluations"]
+    logged = map(json.loads, out.with_name(f"{out.name}.run").joinpath("log.jsonl").read_text().splitlines())
+    rows, report = [row for row in logged if "loss" in row], result.report["finetune"]
     narrow = [row for row in rows if row["precision"] == "fp16"]
     part.add("steps", len(rows))
     part.add("of which under fp16 autocast", len(narrow))
     part.add("skipped", rows[-1]["skipped"])
     if narrow:
         part.add("loss scale at the end", narrow[-1]["loss_scale"])
-    part.add("held-out loss before", evaluations[0]["held_out_loss"], "nats")
-    part.add("held-out loss after", evaluations[-1]["held_out_loss"], "nats", "at most 1.01 times before")
+    before, *_, after = report["evaluations"]
+    part.add("held-out loss before", before["held_out_loss"], "nats")
+    part.add("held-out loss after", after["held_out_loss"], "nats", "at most 1.01 times before")
     for name, regime in result.report["regimes"].items():
         part.add(f"headroom of what was written, {name}", regime["headroom_bits"], "bits", "above 0")
-    part.add("device of the training", ", ".join(result.report["finetune"]["devices"]))
-    session.finetuned = out
-
-
-# ---- soundness -------------------------------------------------------------------------------------------------------
+    part.add("device of the training", ", ".join(report["devices"]))
+    if session.on_cuda:
+        session.converted["t5-hard-bytes, finetuned"] = out
 
 
 def run_kernels(session: Session, part: Part) -> None:
     """The error of fp16 products beside what the certificate allows one of them."""
     generator = torch.Generator().manual_seed(0)
-    for allowed in session.splits():
+    for way, arithmetic in session.ways():
         worst, differing = 0.0, 0
-        arithmetic = Arithmetic(splits=SPLITS if allowed else 0)
         for rows, inner, columns in session.sizes.products:
             for signed in (True, False):
                 a, b = (torch.randn(shape, generator=generator) for shape in ((rows, inner), (columns, inner)))
                 # Of one sign, partial sums are as large as the result, and every loss counts.
                 a, b = ((x if signed else x.abs()).mul_(0.3).half().to(session.device) for x in (a, b))
-                with split_sums(allowed):
-                    made = torch.nn.functional.linear(a, b).double()
+                made = torch.nn.functional.linear(a, b).double()
                 with split_sums(False):
                     differing += int((torch.nn.functional.linear(a, b).double() != made).sum())
                 exact, whole = (x @ y.t() for x, y in ((a.double(), b.double()), (a.abs().double(), b.abs().double())))
@@ -266,17 +192,12 @@ def run_kernels(session: Session, part: Part) -> None:
                 worst = max(worst, share)
                 if not share <= 1:
                     session.violations.append(
-                        f"kernels, {shown(allowed)}: a product of {rows} × {inner} and {inner} × {columns} is off by"
-                        f" {share:.3f} times what is allowed"
+                        f"kernels, {way}: a product of {rows} × {inner} and {inner} × {columns} is off by {share:.3f}"
+                        " times what is allowed"
                     )
-        part.add(f"{shown(allowed)}: largest error of a product", worst, "of what is allowed", "at most 1")
-        if allowed:
+        part.add(f"{way}: largest error of a product", worst, "of what is allowed", "at most 1")
+        if arithmetic.splits:
             part.add("elements that split-K changes", differing)
-
-
-def limited(result: RegimeResult) -> dict[str, float]:
-    """Return the largest value of every site that has a limit, those that compute in fp16."""
-    return {site.name: site.amax for site in result.sites if site.limit is not None}
 
 
 def compare(session: Session, part: Part, where: str, certificate: Certificate, seen: Mapping[str, float]) -> None:
@@ -294,90 +215,69 @@ def compare(session: Session, part: Part, where: str, certificate: Certificate, 
 
 def run_audit(session: Session, part: Part) -> None:
     """Every regime of converted checkpoints, and random models under an adversary, against every bound."""
-    folders = {name: session.demo(name) for name in session.sizes.demos}
-    if session.finetuned is not None and session.on_cuda:
-        folders["t5-hard-bytes, finetuned"] = session.finetuned
-    for name, folder in folders.items():
+    for name in session.sizes.demos:
+        session.demo(name)
+    for name, folder in session.converted.items():
         checkpoint = open_checkpoint(folder)
         layout = resolve(checkpoint)
-        for allowed in session.splits():
-            arithmetic = Arithmetic(splits=SPLITS if allowed else 0)
+        for way, arithmetic in session.ways():
             certificate = bound(layout, fp16_weights(checkpoint, layout), arithmetic)
             regimes = REGIMES if session.on_cuda else ("half",)
-            with split_sums(allowed):
-                results = audit_folder(folder, regimes=regimes, device=session.device)
+            results = audit_folder(folder, regimes=regimes, device=session.device)
             for regime, result in results.items():
-                where = f"{name}, {regime}, {shown(allowed)}"
-                compare(session, part, where, certificate, limited(result))
+                where = f"{name}, {regime}, {way}"
+                limited = {site.name: site.amax for site in result.sites if site.limit is not None}  # those in fp16
+                compare(session, part, where, certificate, limited)
                 if not result.safe:
                     part.add(f"{where}: verdict", "unsafe", "", "safe")
-    tally = Tally()
-    for seed in range(session.sizes.models):
+    tally, models = Tally(), session.sizes.models
+    for seed in range(models):
         adverse(session, seed, tally)
     session.violations += tally.violations
     for way, count in tally.values.items():
         most = max(share for (each, _), share in tally.largest.items() if each == way)
-        part.add(
-            f"{session.sizes.models} random models, {way}: largest value", most, f"of its bound, {count} sites", "1"
-        )
+        part.add(f"{models} random models, {way}: largest value", most, f"of its bound, {count} sites", "1")
 
 
 def adverse(session: Session, seed: int, tally: Tally) -> None:
     """Compare one random model in pure fp16 on the device, its norms reading what ascent found."""
-    r = random.Random(seed)
     kind, wide = random_model(seed)
-    lengths, batch = ((9, 7), 12) if session.on_cuda else ((4, 3), 2)
-    half, double = copy.deepcopy(wide).half(), copy.deepcopy(wide).double().requires_grad_(False)
-    layout = resolve(ModelTensors(half))
-    certificates = {
-        allowed: certified(half, Arithmetic(max(lengths), splits=SPLITS if allowed else 0)) for allowed in (True, False)
-    }
-    set_attention(double, "eager")
-    steps = 25 if session.on_cuda else 2
-    inputs = ascend(double, layout, aims(layout, certificates[True], batch, lengths, r, 0.5), lengths, seed, steps)
+    lengths, batch, steps = session.sizes.ascent
+    on_cpu = copy.deepcopy(wide).half()
+    _, inputs = attacked(wide, on_cpu, batch, lengths, random.Random(seed), seed, steps)
     placed = {path: x.to(session.device, torch.float16) for path, x in inputs.items()}
-    half.to(session.device)
-
-    def run() -> None:
-        with free_norms(half, placed):
-            forward(half, layout, batch, lengths)
-
-    for allowed in session.splits():
+    half = copy.deepcopy(on_cpu).to(session.device)
+    run = reading(half, layout_of(on_cpu), placed, lengths)
+    for way, arithmetic in session.ways(max(lengths)):
+        certificate = certified(on_cpu, arithmetic)
         for attention in ("eager", "sdpa"):
-            with split_sums(allowed):
-                seen = watch(half, run, attention)
-            tally.compare(f"{attention}, {shown(allowed)}", f"seed {seed} {kind}", certificates[allowed], seen, FREE)
+            tally.compare(f"{attention}, {way}", f"seed {seed} {kind}", certificate, watch(half, run, attention), FREE)
 
 
 def run_attack(session: Session, part: Part) -> None:
-    """The search for the worst inputs of the first demo checkpoint."""
-    name = session.sizes.demos[0]
+    name, (steps, length) = session.sizes.demos[0], session.sizes.attack
     checkpoint = open_checkpoint(session.demo(name))
     layout = resolve(checkpoint)
     certificate = bound(layout, fp16_weights(checkpoint, layout))
     model = load(checkpoint.folder, torch.float16, half=True).to(session.device)
     begin = time.perf_counter()
-    length = 16 if session.on_cuda else 3
     sites = None if session.on_cuda else ["encoder.block.0.layer.1.DenseReluDense.wo"]
-    found = attack(model, layout, steps=session.sizes.attack_steps, length=length, sites=sites)
-    part.add(f"{name}: {session.sizes.attack_steps} steps", time.perf_counter() - begin, "s")
+    found = attack(model, layout, steps=steps, length=length, sites=sites)
+    part.add(f"{name}: {steps} steps", time.perf_counter() - begin, "s")
     compare(session, part, f"{name}, worst found", certificate, found.worst)
     part.add(f"{name}: headroom at the worst", found.worst_headroom_bits, "bits", "above 0")
 
 
-# ---- cost ------------------------------------------------------------------------------------------------------------
-
-
+@torch.no_grad()
 def run_half(session: Session, part: Part) -> None:
     """`.half()` beside what stock code loads in fp16, and beside bf16: seconds and memory of one forward."""
-    shape = session.sizes.encoder
-    config = shape.made_of
+    shape, device = session.sizes.encoder, session.device.type
     for name, dtype in (("half", torch.float16), ("stock fp16", torch.float16), ("bf16", torch.bfloat16)):
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with session.device:
-                model = transformers.T5EncoderModel(config).eval()
+                model = transformers.T5EncoderModel(shape.made_of).eval()
         finally:
             torch.set_default_dtype(before)
         model.to(dtype)
@@ -386,109 +286,77 @@ def run_half(session: Session, part: Part) -> None:
             for path, module in model.named_modules():
                 if path.rpartition(".")[2] in (model._keep_in_fp32_modules or ()):
                     module.float()
-        held = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
-        part.add(f"{name}: weights", held / 1e9, "GB")
+        held = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values()) / 1e9
+        part.add(f"{name}: weights", held, "GB")
         for rows, tokens in session.sizes.batches:
             ids = torch.randint(1, shape.values["vocab_size"], (rows, tokens), device=session.device)
 
-            @torch.no_grad()
-            def encode(model: Any = model, ids: Tensor = ids) -> None:
+            def encode(model: Any = model, ids: torch.Tensor = ids) -> None:
                 model(input_ids=ids)
 
-            if session.on_cuda:
-                torch.cuda.reset_peak_memory_stats()
-            seconds = session.timed(encode, session.sizes.rounds)
-            part.add(f"{name}: {rows} × {tokens} tokens", 1e3 * seconds, "ms")
-            if session.on_cuda:
-                part.add(f"{name}: {rows} × {tokens}, peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
-        del model
+            _, *taken = (seconds(encode, device) for _ in range(session.sizes.rounds + 1))
+            part.add(f"{name}: {rows} × {tokens} tokens", 1e3 * statistics.median(taken), "ms")
+            peak = held + transient_megabytes(encode, device) / 1e3
+            part.add(f"{name}: {rows} × {tokens}, peak memory", peak, "GB")
+        del model, encode
         if session.on_cuda:
             torch.cuda.empty_cache()
 
 
-PARTS: dict[str, Callable[[Session, Part], None]] = {
-    "finetune": run_finetune,
-    "kernels": run_kernels,
-    "audit": run_audit,
-    "attack": run_attack,
-    "half": run_half,
-}
+PARTS = {"finetune": run_finetune, "kernels": run_kernels, "audit": run_audit, "attack": run_attack, "half": run_half}
 
 
-def run_parts(session: Session, names: Sequence[str], save: Callable[[Mapping[str, Part]], None]) -> dict[str, Part]:
-    """Run parts one after the other and print their figures; one that fails says so and the others go on.
-
-    save: is called with what there is after each part.
-    """
-    parts = {}
-    print("| part | what | figure | target |\n|---|---|---|---|")
-    for name in names:
-        part = parts[name] = Part()
-        begin = time.perf_counter()
-        try:
-            PARTS[name](session, part)
-            session.wait()
-        except (Exception, UserError) as error:
-            part.failed = f"{type(error).__name__}: {first_line(error)}"
-        part.seconds = time.perf_counter() - begin
-        print_rows(name, part)
-        save(parts)
+def run_part(session: Session, name: str) -> Part:
+    """Run a part and print its figures; one that fails says so."""
+    part, begin = Part(), time.perf_counter()
+    try:
+        PARTS[name](session, part)
         if session.on_cuda:
-            torch.cuda.empty_cache()
-    return parts
-
-
-def print_rows(name: str, part: Part) -> None:
-    """Print every figure of a part as a row of a Markdown table."""
+            torch.cuda.synchronize()
+    except (Exception, UserError) as error:
+        part.failed = f"{type(error).__name__}: {first_line(error)}"
+    part.seconds = time.perf_counter() - begin
     for row in part.rows:
         value = row["value"] if isinstance(row["value"], (str, int)) else f"{row['value']:.4g}"
-        figure = f"{value} {row['unit']}".strip()
-        print(f"| {name} | {row['what']} | {figure} | {row['target'] or ''} |")
-    end = f"failed: {part.failed}" if part.failed else "the whole part"
-    print(f"| {name} | {end} | {part.seconds:.1f} s | |", flush=True)
+        print_row(name, row["what"], f"{value} {row['unit']}".strip(), row["target"] or "")
+    print_row(name, f"failed: {part.failed}" if part.failed else "the whole part", f"{part.seconds:.1f} s", "")
+    if session.on_cuda:
+        torch.cuda.empty_cache()
+    return part
 
 
 def main() -> None:
-    """Run the parts, print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
+    on_cuda = options.device == "cuda"
+    if on_cuda and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device that torch can use; give --device cpu for what runs without one")
-    if options.device == "cpu":
+    if not on_cuda:
         torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
-    begin = time.perf_counter()
+    begin, parts = time.perf_counter(), dict[str, Part]()
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_cuda else "cpu"}
+    found |= {library.__name__: library.__version__ for library in (torch, transformers, accelerate)}
+    found["command"] = " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
+    print_header("part", "what", "figure", "target")
     with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-gpu-") as scratch:
-        sizes = ON_A_CARD if options.device == "cuda" else TINY
-        session = Session(torch.device(options.device), sizes, Path(scratch))
-        card = torch.cuda.get_device_name() if session.on_cuda else "cpu"
-
-        def save(parts: Mapping[str, Part]) -> None:
-            found = {
-                "device": card,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "accelerate": accelerate.__version__,
-                "command": " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
-                "seconds": time.perf_counter() - begin,
-                "failed": [name for name, part in parts.items() if part.failed],
-                "violations": session.violations,
-                "parts": {name: asdict(part) for name, part in parts.items()},
-            }
+        session = Session(torch.device(options.device), Sizes() if on_cuda else TINY, Path(scratch))
+        for name in (name for name in PARTS if name in options.only):
+            parts[name] = run_part(session, name)
+            found["seconds"] = time.perf_counter() - begin
+            found["failed"] = [name for name, part in parts.items() if part.failed]
+            found["violations"] = session.violations
+            found["parts"] = {name: asdict(part) for name, part in parts.items()}
             if options.out is not None:
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
-
-        parts = run_parts(session, [name for name in PARTS if name in options.only], save)
-    print(
-        f"\n{card}, torch {torch.__version__}, transformers {transformers.__version__},"
-        f" {time.perf_counter() - begin:.0f} s"
-    )
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"\n{found['device']}, {versions}, {found['seconds']:.0f} s")
     for line in session.violations:
         print(f"PAST ITS BOUND: {line}", file=sys.stderr)
-    raise SystemExit(1 if session.violations or any(part.failed for part in parts.values()) else 0)
+    raise SystemExit(1 if session.violations or found["failed"] else 0)
 
 
 if __name__ == "__main__":

@@ -25,54 +25,40 @@ from bf16_to_fp16.run.stock import load
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "bf16_to_fp16" / "demo_data"
+HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"
 
 KINDS = ("t5", "v1.1", "mt5", "umt5", "pegasus", "t5-encoder", "mt5-encoder", "umt5-encoder", "pegasus", "demo")
+IDS = [5, 31, 97]
 
 
 def t5_config(r: random.Random, kind: str) -> Any:
-    """Return a random small configuration of a T5 family."""
     plain = r.choice(["relu", "gelu", "silu", "gelu_new"])
     gate = r.choice(["gated-gelu", "gated-silu", "gated-relu"])
     shape: dict[str, Any] = {
         "d_model": r.choice([1, 2, 3, 5, 8, 13, 24, 40, 64]),
         "d_kv": r.choice([1, 2, 3, 5, 8, 12]),
-        "num_heads": r.choice([1, 2, 3, 5]),
-        "d_ff": r.choice([1, 2, 7, 37, 96]),
-        "num_layers": r.choice([1, 2, 3]),
-        "num_decoder_layers": r.choice([1, 2]),
-        "vocab_size": r.choice([5, 31, 97]),
-        "relative_attention_num_buckets": r.choice([4, 9, 32]),
-        "relative_attention_max_distance": 128,
-        "decoder_start_token_id": 0,
-        "dropout_rate": r.choice([0.05, 0.1, 0.15, 0.3, 0.5]),
-        "feed_forward_proj": plain if kind == "t5" else gate,
     }
-    if kind == "v1.1":
-        shape["tie_word_embeddings"] = False
+    shape |= {"num_heads": r.choice([1, 2, 3, 5]), "d_ff": r.choice([1, 2, 7, 37, 96])}
+    shape |= {"num_layers": r.choice([1, 2, 3]), "num_decoder_layers": r.choice([1, 2]), "vocab_size": r.choice(IDS)}
+    shape |= {"relative_attention_num_buckets": r.choice([4, 9, 32]), "relative_attention_max_distance": 128}
+    shape |= {"decoder_start_token_id": 0, "dropout_rate": r.choice([0.05, 0.1, 0.15, 0.3, 0.5])}
+    shape |= {"feed_forward_proj": plain if kind == "t5" else gate}
+    shape |= {"tie_word_embeddings": False} if kind == "v1.1" else {}
     config = {"mt5": transformers.MT5Config, "umt5": transformers.UMT5Config}.get(kind, transformers.T5Config)
     return config(**shape)
 
 
 def pegasus_config(r: random.Random) -> Any:
-    """Return a random small configuration of Pegasus."""
     heads, other = r.choice([(1, 1), (2, 1), (3, 2), (4, 4)])
-    return transformers.PegasusConfig(
-        d_model=2 * heads * other * r.choice([1, 2, 3, 5]),
-        encoder_attention_heads=heads,
-        decoder_attention_heads=other,
-        encoder_layers=r.choice([1, 2]),
-        decoder_layers=r.choice([1, 2]),
-        encoder_ffn_dim=r.choice([1, 7, 37]),
-        decoder_ffn_dim=r.choice([2, 29]),
-        vocab_size=r.choice([5, 31, 97]),
-        max_position_embeddings=512,
-        activation_function=r.choice(["relu", "gelu", "silu", "gelu_new"]),
-        scale_embedding=r.choice([True, False]),
-        dropout=r.choice([0.1, 0.3]),
-        attention_dropout=r.choice([0.0, 0.15]),
-        activation_dropout=r.choice([0.0, 0.2]),
-        decoder_start_token_id=0,
-    )
+    shape: dict[str, Any] = {"encoder_attention_heads": heads, "decoder_attention_heads": other}
+    shape |= {"d_model": 2 * heads * other * r.choice([1, 2, 3, 5])}
+    shape |= {"encoder_layers": r.choice([1, 2]), "decoder_layers": r.choice([1, 2])}
+    shape |= {"encoder_ffn_dim": r.choice([1, 7, 37]), "decoder_ffn_dim": r.choice([2, 29])}
+    shape |= {"vocab_size": r.choice(IDS), "max_position_embeddings": 512, "decoder_start_token_id": 0}
+    shape |= {"activation_function": r.choice(["relu", "gelu", "silu", "gelu_new"])}
+    shape |= {"scale_embedding": r.choice([True, False]), "dropout": r.choice([0.1, 0.3])}
+    shape |= {"attention_dropout": r.choice([0.0, 0.15]), "activation_dropout": r.choice([0.0, 0.2])}
+    return transformers.PegasusConfig(**shape)
 
 
 def random_model(seed: int) -> tuple[str, Any]:
@@ -80,51 +66,41 @@ def random_model(seed: int) -> tuple[str, Any]:
     r = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     torch.manual_seed(seed)
-    model: Any
     if kind == "demo":
-        model = demo(r.choice(["t5", "pegasus"]), -r.choice([4, 6, 8]))
+        model = demo(r.choice(["t5-gated-bytes", "pegasus-bytes"]), -r.choice([4, 6, 8]))
         model.config.dropout_rate = model.config.dropout = 0.1
         return kind, model.requires_grad_()
-    if kind == "pegasus":
-        model = transformers.PegasusForConditionalGeneration(pegasus_config(r))
-    else:
-        family, _, encoder = kind.partition("-")
-        prefix = {"mt5": "MT5", "umt5": "UMT5"}.get(family, "T5")
-        name = f"{prefix}EncoderModel" if encoder else f"{prefix}ForConditionalGeneration"
-        model = getattr(transformers, name)(t5_config(r, family))
-        if hasattr(model, "lm_head") and kind != "t5" and r.random() < 0.7:
-            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    config = pegasus_config(r) if kind == "pegasus" else t5_config(r, kind.removesuffix("-encoder"))
+    name = "EncoderModel" if kind.endswith("encoder") else "ForConditionalGeneration"
+    model = getattr(transformers, type(config).__name__.replace("Config", name))(config)
+    if hasattr(model, "lm_head") and kind not in ("t5", "pegasus") and r.random() < 0.7:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     randomise(model, r)
     return kind, model.eval()
 
 
-def demo_corpus(folder: Path, config: Any, rows: int, *, input_length: int = 130, target_length: int = 62) -> Corpus:
-    """Return the demos' text for a checkpoint, in batches of so many rows."""
-    spans = {"noise_density": 0.3, "mean_span_length": 18.0, "first_sentinel": 383}
-    data = {
-        "path": str(DEMO / "python-topics.txt.gz"),
-        "held_out_path": str(DEMO / "held_out.txt"),
-        "input_length": input_length,
-        "target_length": target_length,
-        "batch_size": rows,
-        **(spans if folder.name == "t5-gated-bytes" else {}),
-    }
+def demo_data(name: str) -> dict[str, Any]:
+    """Return the data of a recipe: the text and the task on which a demo checkpoint was trained."""
+    files = {"path": str(DEMO / "python-topics.txt.gz"), "held_out_path": str(DEMO / "held_out.txt")}
+    spans = {"first_sentinel": 383, "noise_density": 0.3, "mean_span_length": 18.0} if name.startswith("t5") else {}
+    return {**files, "input_length": 130, "target_length": 62, "batch_size": 8, **spans}
+
+
+def demo_corpus(folder: Path, config: Any, rows: int = 8, **changes: Any) -> Corpus:
+    data = demo_data(folder.name) | {"batch_size": rows} | changes
     return Corpus(Data.model_validate(data), folder, config)
 
 
-def demo(family: str, exponent: int) -> Any:
-    """Return a demo checkpoint's trained weights with its residual stream multiplied by 2^``exponent``."""
-    model = load(DEMO / ("t5-gated-bytes" if family == "t5" else "pegasus-bytes"), torch.float32)
-    layout = resolve(ModelTensors(model))
-    return rounded(apply(model, layout, Plan(family=family, residual_exponent=exponent)))
-
-
 @torch.no_grad()
-def rounded(model: Any) -> Any:
-    """Return a model in eval mode, not to be trained, with every weight rounded to fp16."""
+def demo(name: str, exponent: int) -> Any:
+    """Return a demo checkpoint's trained weights with its residual stream multiplied by 2^``exponent``, in fp16's
+    values."""
+    model = load(DEMO / name, torch.float32)
+    layout = resolve(ModelTensors(model))
+    model = apply(model, layout, Plan(family=layout.family.name, residual_exponent=exponent))
     for tensor in model.state_dict().values():
         tensor.copy_(tensor.half().float())
-    return model.eval().requires_grad_(False)
+    return model.eval()
 
 
 @torch.no_grad()
@@ -151,7 +127,7 @@ def randomise(model: Any, r: random.Random) -> None:
                 tiny.copy_(tiny.sign() * 2.0**-24 * r.choice([1, 1, 2, 3]))
         elif r.random() < 0.3 and isinstance(topology, FeedForward):
             cancel_neurons(state, topology)
-        elif r.random() < 0.3 and isinstance(topology, FeedForward):
+        elif r.random() < 0.3 and isinstance(topology, FeedForward) and not topology.gate:
             sink_neurons(state, topology)
     if r.random() < 0.25:
         # One magnitude everywhere, so that the largest entry meets whatever its mantissa does to a rounding.
@@ -166,12 +142,10 @@ def randomise(model: Any, r: random.Random) -> None:
 
 
 def vector(r: random.Random, size: int) -> Tensor:
-    """Return a random bias."""
     return torch.randn(size) * r.choice([0.0, 0.1, 1.0, 50.0])
 
 
 def gains(r: random.Random, size: int) -> Tensor:
-    """Return random gains of a norm."""
     style = r.randrange(6)
     if style == 0:
         return torch.zeros(size)
@@ -210,41 +184,34 @@ def matrix(r: random.Random, rows: int, columns: int, wild: bool) -> Tensor:
 
 def cancel_attention(state: Mapping[str, Tensor], w: Attention, heads: int, r: random.Random) -> None:
     """Make channels of an attention come in pairs whose contributions cancel all but exactly."""
-    inner = state[f"{w.value}.weight"].shape[0]
-    size = inner // heads
-    if size < 2:
+    if len(state[f"{w.value}.weight"]) < 2 * heads:
         return
-    pairs = [(h * size + j, h * size + j + 1) for h in range(heads) for j in range(0, size - 1, 2)]
-    for read, write in (((w.value, 0), (w.output, 1)), ((w.query, 0), (w.key, 0))):
+    for read, write, side in ((w.value, w.output, 1), (w.query, w.key, 0)):
         if r.random() < 0.3:
-            for a, b in pairs:
-                for path, axis in (read, write):
-                    tensor = state[f"{path}.weight"]
-                    rows = tensor if axis == 0 else tensor.t()
-                    rows[b] = rows[a] * (1 if (path, axis) == read else -1)
-                    bias = state.get(f"{path}.bias") if axis == 0 else None
-                    if bias is not None:
-                        bias[b] = bias[a] * (1 if (path, axis) == read else -1)
-                state[f"{read[0]}.weight"][b, 0] *= 1 + 2.0**-10
+            for path, axis, sign in ((read, 0, 1), (write, side, -1)):
+                pair_up(state[f"{path}.weight"].transpose(0, axis).unflatten(0, (heads, -1)), sign)
+                if axis == 0 and f"{path}.bias" in state:
+                    pair_up(state[f"{path}.bias"].unflatten(0, (heads, -1)), sign)
+            state[f"{read}.weight"].unflatten(0, (heads, -1))[:, 1::2, 0] *= 1 + 2.0**-10
+
+
+def pair_up(channels: Tensor, factor: float) -> None:
+    """Make every second entry along the second axis its neighbour times a factor."""
+    odd = channels[:, 1::2]
+    odd.copy_(factor * channels[:, ::2][:, : odd.shape[1]])
 
 
 def cancel_neurons(state: Mapping[str, Tensor], w: FeedForward) -> None:
     """Make neurons come in equal pairs that the output weighs with opposite signs."""
-    out = state[f"{w.output}.weight"]
-    for j in range(0, out.shape[1] - 1, 2):
-        for path in (w.linear, w.gate):
-            for part in ("weight", "bias"):
-                tensor = state.get(f"{path}.{part}")
-                if tensor is not None:
-                    tensor[j + 1] = tensor[j]
-        out[:, j + 1] = -out[:, j] * (1 + 2.0**-10)
+    for name in (f"{path}.{part}" for path in (w.linear, w.gate) for part in ("weight", "bias")):
+        if name in state:
+            pair_up(state[name][None], 1)
+    pair_up(state[f"{w.output}.weight"], -1 - 2.0**-10)
 
 
 def sink_neurons(state: Mapping[str, Tensor], w: FeedForward) -> None:
     """Make all neurons of a plain feed-forward alike, with negative output weights: together they reach the least that
     an activation gives."""
-    if w.gate:
-        return
     linear, out = state[f"{w.linear}.weight"], state[f"{w.output}.weight"]
     linear.copy_(linear[:1] / linear[:1].norm().clamp(min=1e-6) * 2)
     out.copy_(-out.abs())
@@ -254,13 +221,8 @@ def sink_neurons(state: Mapping[str, Tensor], w: FeedForward) -> None:
 
 def cancel_biases(state: Mapping[str, Tensor], layout: Layout) -> None:
     """Make every bias behind a norm take out what the norm's shift gives."""
-    for topology in layout.topology:
-        paths = (
-            [topology.query, topology.key, topology.value]
-            if isinstance(topology, Attention) and not topology.memory
-            else [topology.linear]
-            if isinstance(topology, FeedForward)
-            else []
-        )
-        for path in paths:
-            state[f"{path}.bias"].copy_(-state[f"{path}.weight"] @ state[f"{topology.norm}.bias"])
+    behind = [(w.norm, w.linear) for w in layout.topology if isinstance(w, FeedForward)]
+    attentions = [w for w in layout.topology if isinstance(w, Attention) and not w.memory]
+    behind += [(w.norm, path) for w in attentions for path in (w.query, w.key, w.value)]
+    for norm, path in behind:
+        state[f"{path}.bias"].copy_(-state[f"{path}.weight"] @ state[f"{norm}.bias"])

@@ -48,13 +48,11 @@ Table = dict[str, list[Any]]
 
 
 def read(name: str) -> Record:
-    """Return the record of a measurement."""
     record: Record = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
     return record
 
 
 def page() -> str:
-    """Return RESULTS.md as the records make it."""
     parts = [OPENING]
     for heading, names in SECTIONS.items():
         parts += [f"## {heading}", *(part for name in names for part in paragraphs(read(name)))]
@@ -62,7 +60,6 @@ def page() -> str:
 
 
 def paragraphs(record: Record) -> list[str]:
-    """Return a record as paragraphs of Markdown: question, tables, pictures, reading."""
     title = f"**{record['title']}.** " if "title" in record else ""
     where = f" ({record['where']})" if "where" in record else ""
     tables = [markdown(table) for table in record.get("tables", ())]
@@ -72,13 +69,21 @@ def paragraphs(record: Record) -> list[str]:
 
 
 def markdown(table: Table) -> str:
-    """Return a table as Markdown."""
     lines = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def print_header(*columns: str) -> None:
+    """Print the first two lines of a Markdown table."""
+    print_row(*columns)
+    print(f"|{'---|' * len(columns)}", flush=True)
+
+
+def print_row(*cells: object) -> None:
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
 def tables_in(text: str) -> list[Table]:
-    """Return the Markdown tables of a command's output, in order."""
     tables: list[Table] = []
     rows: list[list[str]] = []
     for line in [*text.splitlines(), ""]:
