@@ -1,12 +1,20 @@
-"""Are edits worth what ``convert`` says of them? Converts random tiny models of every family that no exact plan saves.
+"""Are edits worth what ``convert`` says of them? Three tables of models that no exact plan saves.
 
-    python benchmarks/edits.py 300 [--first 0] [--attack 8]
+    python benchmarks/edits.py saturated [--cases gate scores ...] [--made FOLDER]
+    python benchmarks/edits.py random [--models 300] [--first 0]
+    python benchmarks/edits.py unmended [--cases NAME ...] [--steps 200]
 
-Gates, plain feed-forwards, heads, gains, key biases and logits are multiplied by hand to between 1e5 and 1e8, and each
-model is converted with all defaults. What is safe must be no further from the source than bf16, or twice as far where
-it is certified. What is certified must stand an adversary that moves every norm's input freely, and every so many
-models a gradient search. Printed as well is how many predicted costs are within a factor 3 of the measured ones. Exits
-with 1 where anything is broken.
+saturated: the checkpoints of ``tests/support/saturated.py``, trained on the first call, half a minute each, and kept in
+``--made``; what ``convert`` makes of them, as stock classes judge it (``tests/support/judge.py``).
+
+random: tiny models of every family, in which gates, plain feed-forwards, heads, gains, key biases and logits are
+multiplied by hand to between 1e5 and 1e8. What is safe must be no further from the source than bf16, or twice as far
+where it is certified; what is certified must stand an adversary that moves every norm's input freely, and every so many
+models a gradient search. Exits with 1 where anything is broken.
+
+unmended: demo checkpoints in which one rare byte passes 65504 in many heads and gates at once, while usual rows are
+soft, so that a power of two flattens them; and what a finetune with its defaults makes of them. One channel of the
+stream is taken from all other bytes, and queries and gates answer to it: no other byte's row changes by that.
 """
 
 from __future__ import annotations
@@ -17,12 +25,12 @@ import os
 import random
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,54 +38,77 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import pytest
 import torch
-from conftest import PICTURES
-from support import tiny
+from models import DEMO, demo_data
+from results import print_header, print_row
+from support import brief, saturated, tiny
 from support.adversary import adverse_inputs, observe
 from support.contract import FREE, broken, certified, outputs
+from support.judge import judge
 from torch import Tensor
 
-from bf16_to_fp16 import UserError, convert
+from bf16_to_fp16 import UserError, audit, convert, finetune
 from bf16_to_fp16.auditing.attack import attack
-from bf16_to_fp16.auditing.fidelity import add_outputs
-from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.conversion.measuring import fidelity_to_original
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, Experts, Topology
+from bf16_to_fp16.families.types import Attention, Experts
 from bf16_to_fp16.observe.meter import RangeObserver
 from bf16_to_fp16.ranges import ModuleRange
-from bf16_to_fp16.report import figures
-from bf16_to_fp16.rescaling.centred import centrable
+from bf16_to_fp16.rescaling.centred import centrable, tables_of
 from bf16_to_fp16.rescaling.edits import MOST_FOR_A_PROOF
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.agreement import agreed_layout
-from bf16_to_fp16.run.lanes import Walk
-from bf16_to_fp16.run.probe import checkpoint_batches
 from bf16_to_fp16.run.stock import load
 
+TEXTS, SEED = 24, 7  # of the judge
 NOISE = 1e-10  # divergences of two fp32 runs
 FACTOR = 3.0  # how far from the measured cost a good prediction may be
-STEPS = 40  # gradient steps of a search
+STEPS, SEARCHED = 40, 8  # gradient steps of a search, and of how many random models one is searched
 MOST = 24  # largest exponent of what is multiplied
 
-Ranges = dict[str, ModuleRange]
+
+def texts(file: str = "held_out.txt", between: str = "\n\n") -> list[str]:
+    """Return the texts on which checkpoints are judged."""
+    return [text for text in (DEMO / file).read_text(encoding="utf-8").split(between) if text][:TEXTS]
+
+
+# ---- trained ---------------------------------------------------------------------------------------------------------
+
+
+def compare_saturated(asked: argparse.Namespace, work: Path) -> None:
+    print_header("kind", "bf16: text, random", "fp16: text, random", "verdict, proof", "edits")
+    for kind in asked.cases or saturated.KINDS:
+        source = saturated.saturated(kind, asked.made / kind)
+        report = convert(source, work / kind).report
+        found = judge(source, work / kind, texts(), SEED)
+        edits = [f"`{edit['site']}` 2^{edit['exponent']}" for edit in report.get("inexact", [])]
+        edits += [f"`{path}` centred keys" for path in report["plan"].get("centred_keys", [])]
+        print_row(
+            kind,
+            f"{found.kl_bf16_text:.1e}, {found.kl_bf16_random:.1e}",
+            f"{found.kl_fp16_text:.1e}, {found.kl_fp16_random:.1e}",
+            f"{report['verdict']}, {report['proof']}",
+            "; ".join(edits) or "none",
+        )
+
+
+# ---- random ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Saturated:
-    """A model to saturate: its layout, what its modules reach on random ids, and the choices that a seed gives."""
+class Saturation:
+    """Multiplies parts of a model: its layout, what its modules reach on random ids, and the choices that a seed gives.
+    Each method takes a sublayer that none has taken, and says what it was; IndexError where there is none."""
 
     model: Any
     layout: Layout
-    ranges: Ranges
+    ranges: dict[str, ModuleRange]
     rng: random.Random
     done: set[str] = field(default_factory=set)
 
-    def chosen(self, found: Sequence[Topology], path: Callable[[Any], str]) -> Any:
-        """Return a sublayer that was not chosen before, raise IndexError where there is none."""
-        w: Any = self.rng.choice([w for w in found if path(w) not in self.done])
-        self.done.add(path(w))
+    def chosen(self, found: Sequence[Any]) -> Any:
+        w = self.rng.choice([w for w in found if w.at not in self.done])
+        self.done.add(w.at)
         return w
 
     def factors(self, reached: Tensor) -> Tensor:
@@ -90,38 +121,30 @@ class Saturated:
         number = count if self.rng.random() < 0.15 else self.rng.randint(1, max(1, count // 4))
         return torch.tensor(sorted(self.rng.sample(range(count), number)))
 
-    def weights(self, path: str) -> list[Tensor]:
-        """Return the weight of a linear, and its bias where it has one."""
+    def multiply(self, path: str, rows: Any, factors: Tensor) -> None:
+        """Multiply rows of a linear's weight, and its bias where it has one."""
         module: Any = self.model.get_submodule(path)
-        return [each for each in (module.weight, getattr(module, "bias", None)) if each is not None]
+        module.weight[rows] *= factors.view(-1, 1)
+        if getattr(module, "bias", None) is not None:
+            module.bias[rows] *= factors
 
-    def neurons(self, path: str, output: str, start: int, count: int) -> None:
-        """Multiply some rows of a linear, and mostly divide what reads them, by all of it or by less."""
-        chosen = self.some(count)
-        factors = self.factors(self.ranges[path].output.amax[start + chosen])
-        for each in self.weights(path):
-            each[start + chosen] *= factors.view(-1, *[1] * (each.dim() - 1))
-        if self.rng.random() < 0.8:
-            self.model.get_submodule(output).weight[:, chosen] /= factors * 2.0 ** self.rng.choice((0, 0, 0, -2))
-
-    def gates(self) -> str:
-        w = self.chosen([w for w in self.layout.feed_forwards if w.gate and w.gate in self.ranges], lambda w: w.output)
-        self.neurons(w.gate, w.output, 0, self.layout.tensors[f"{w.output}.weight"].shape[1])
-        return f"gate {w.activation}"
-
-    def plain(self) -> str:
+    def neurons(self, gated: bool) -> str:
+        """Multiply what the activation reads, and mostly divide what reads it, by all of that or by less."""
         known = [w for w in self.layout.feed_forwards if w.linear in self.ranges]  # no token may take an expert
-        plain = [w for w in known if not w.gate and w.activation != "relu"]
-        w = self.chosen(plain, lambda w: w.output)
-        self.neurons(w.linear, w.output, 0, self.layout.tensors[f"{w.output}.weight"].shape[1])
-        return f"plain {w.activation}"
+        w = self.chosen([w for w in known if (w.gate if gated else not w.gate and w.activation != "relu")])
+        read = w.gate or w.linear
+        rows = self.some(self.layout.tensors[f"{w.output}.weight"].shape[1])
+        factors = self.factors(self.ranges[read].output.amax[rows])
+        self.multiply(read, rows, factors)
+        if self.rng.random() < 0.8:
+            self.model.get_submodule(w.output).weight[:, rows] /= factors * 2.0 ** self.rng.choice((0, 0, 0, -2))
+        return f"{'gate' if gated else 'plain'} {w.activation}"
 
     def scores(self) -> str:
         attentions = [w for w in self.layout.topology if isinstance(w, Attention)]
-        scores = {w.at: seen for w in attentions if w.at in self.ranges and (seen := self.ranges[w.at].scores)}
-        w = self.chosen([w for w in attentions if w.at in scores], lambda w: w.at)
-        seen = scores[w.at]
-        factor = self.factors(torch.tensor(seen.product))
+        seen = {w.at: self.ranges[w.at].scores for w in attentions if w.at in self.ranges}
+        w = self.chosen([w for w in attentions if seen.get(w.at)])
+        factor = self.factors(torch.tensor(seen[w.at].product))
         if w.query_norm:
             share = self.rng.choice((0, 0.5, 1))
             for norm, part in ((w.query_norm, share), (w.key_norm, 1 - share)):
@@ -129,61 +152,52 @@ class Saturated:
             return "gains of queries and keys"
         size = self.layout.head_size(w)
         for head in self.some(self.layout.heads(w)).tolist():
-            for each in self.weights(w.query):
-                each[head * size : (head + 1) * size] *= factor
+            self.multiply(w.query, slice(head * size, (head + 1) * size), factor)
         return "scores" + (" under a cap" if self.layout.cap(w) is not None else "")
 
     def gain(self, norm: str, factor: Tensor) -> None:
-        """Multiply what a norm multiplies by."""
-        offset = self.layout.tensors[f"{norm}.weight"].offset
-        for each in self.weights(norm):
-            each.copy_((each + offset) * factor - offset)
+        offset, module = self.layout.tensors[f"{norm}.weight"].offset, self.model.get_submodule(norm)
+        for each in (module.weight, getattr(module, "bias", None)):
+            if each is not None:
+                each.copy_((each + offset) * factor - offset)
 
     def keys(self) -> str:
-        w = self.chosen(centrable(self.layout), lambda w: w.at)
+        w = self.chosen(key_biases(self.layout))
         bias = self.model.get_submodule(w.key).bias
         bias.normal_().mul_(self.factors(self.ranges[w.query].output.amax.amax()))
         return "key bias"
 
     def logits(self) -> str:
-        head = self.layout.head
-        assert head is not None
-        self.chosen([head], lambda w: w.at)
+        head = self.chosen([self.layout.head])
         last = head.linears[-1]
-        reached = self.ranges[last.at].output.amax
         if self.layout.tied:
-            norm = self.layout.stacks()[-1].ends.norm
-            self.gain(norm, self.factors(reached.amax()))
+            self.gain(self.layout.stacks()[-1].ends.norm, self.factors(self.ranges[last.at].output.amax.amax()))
             return "logits, tied"
         linear = self.rng.choice(head.linears)
-        weights = self.weights(linear.at)
-        chosen = self.some(len(weights[0]))
-        factors = self.factors(self.ranges[linear.at].output.amax[chosen].amax()).expand(len(chosen))
-        for each in weights:
-            each[chosen] *= factors.view(-1, *[1] * (each.dim() - 1))
+        reached = self.ranges[linear.at].output.amax
+        rows = self.some(len(reached))
+        self.multiply(linear.at, rows, self.factors(reached[rows].amax()))
         return "logits" if linear is last else "dense of a classifier"
 
     def routing(self) -> str:
-        w = self.chosen([w for w in self.layout.topology if isinstance(w, Experts)], lambda w: w.classifier)
-        factor = self.factors(self.ranges[w.classifier].output.amax.amax())
-        for each in self.weights(w.classifier):
-            each *= factor
+        w = self.chosen([w for w in self.layout.topology if isinstance(w, Experts)])
+        self.multiply(w.classifier, slice(None), self.factors(self.ranges[w.classifier].output.amax.amax()))
         return "router"
 
     def possible(self) -> list[Callable[[], str]]:
-        """Return what can be saturated in this model."""
-        found: list[Callable[[], str]] = [self.scores]
-        if any(w.gate for w in self.layout.feed_forwards):
-            found += [self.gates, self.gates]
-        if any(not w.gate and w.activation != "relu" for w in self.layout.feed_forwards):
-            found += [self.plain, self.plain]
-        if any(isinstance(w, Experts) for w in self.layout.topology):
-            found.append(self.routing)
-        if centrable(self.layout):
-            found.append(self.keys)
-        if self.layout.head is not None and self.layout.cap(self.layout.head) is None:
-            found.append(self.logits)
-        return found
+        layout, gates, neurons = self.layout, partial(self.neurons, True), partial(self.neurons, False)
+        gated = any(w.gate for w in layout.feed_forwards)
+        plain = any(not w.gate and w.activation != "relu" for w in layout.feed_forwards)
+        routed = any(isinstance(w, Experts) for w in layout.topology)
+        uncapped = layout.head is not None and layout.cap(layout.head) is None
+        kinds = [(self.scores, True), (gates, gated), (gates, gated), (neurons, plain), (neurons, plain)]
+        kinds += [(self.routing, routed), (self.keys, bool(key_biases(layout))), (self.logits, uncapped)]
+        return [each for each, there in kinds if there]
+
+
+def key_biases(layout: Layout) -> list[Attention]:
+    """Return the attentions with a key bias that may be any vector; the others have a table of position biases."""
+    return [w for w in centrable(layout) if not tables_of(w)]
 
 
 def model_of(seed: int) -> tuple[str, Any, list[str], torch.dtype]:
@@ -198,10 +212,9 @@ def model_of(seed: int) -> tuple[str, Any, list[str], torch.dtype]:
     model = tiny.build(kind, seed, factor=rng.choice((0.3, 1.0, 30.0, 900.0)), dtype=dtype, **shape)
     layout = resolve(ModelTensors(model))
     model.set_attn_implementation("eager")  # whose scores can be seen
-    observer = RangeObserver(model)
-    with observer:
+    with RangeObserver(model) as observer:
         outputs(model)
-    made = Saturated(model, layout, observer.ranges(), rng)
+    made = Saturation(model, layout, observer.ranges(), rng)
     with torch.no_grad():
         done = []
         for _ in range(rng.choice((1, 1, 2, 3))):
@@ -214,14 +227,10 @@ def model_of(seed: int) -> tuple[str, Any, list[str], torch.dtype]:
 
 @dataclass
 class Tally:
-    """What came of the models, and the folder in which they are converted."""
-
     work: Path
-    attacks: int
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     costs: list[tuple[float, float, str]] = field(default_factory=list)
-    elsewhere: list[tuple[float, int]] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
 
     def broken(self, seed: int, what: str) -> None:
@@ -229,21 +238,18 @@ class Tally:
         print(self.violations[-1], flush=True)
 
     def run(self, seed: int) -> None:
-        """Convert the model of one seed and check what is said of it."""
         kind, model, done, dtype = model_of(seed)
         source, out = tiny.save(model, self.work / f"{seed}", dtype), self.work / f"{seed}-fp16"
         try:
             report = convert(source, out).report
         except UserError as error:
-            self.count(done, "refused")
+            self.counts.update((name, "refused") for name in done)
             self.reasons[str(error).partition(":")[0][:80]] += 1
             return
         verdict = report["verdict"] if report["verdict"] == "unsafe" else report["proof"]
-        self.count(done, verdict)
-        close = report["fidelity"]
+        self.counts.update((name, verdict) for name in done)
         if report["verdict"] == "safe":
-            self.check_safe(seed, report)
-            self.other_inputs(seed, source, out)
+            self.check_safe(seed, report, out)
         else:
             why = {f"{e['kind']}: {e['reason']}" if e["kind"] == "inexact" else e["kind"] for e in report["unsafe"]}
             self.reasons[f"unsafe: {'; '.join(sorted(why))}"] += 1
@@ -251,37 +257,22 @@ class Tally:
             self.check_certified(seed, out)
         entries = report.get("inexact", [])
         self.costs += [(e["predicted"], e["measured"], f"seed {seed} {e['site']}") for e in entries]
-        costs = " ".join(f"{e['site']}:{e['exponent']}:{e['predicted']:.1e}/{e['measured']:.1e}" for e in entries)
-        closeness = " ".join(
-            f"{close[key]:.1e}" if close.get(key) is not None else "-" for key in ("kl_fp16", "kl_bf16")
-        )
-        print(f"{seed} {kind} [{', '.join(done)}] {verdict} {closeness} {costs}", flush=True)
+        costs = [f"{e['site']}:{e['exponent']}:{e['predicted']:.1e}/{e['measured']:.1e}" for e in entries]
+        close = [report["fidelity"].get(key) for key in ("kl_fp16", "kl_bf16")]
+        shown = ["-" if kl is None else f"{kl:.1e}" for kl in close]
+        print(f"{seed} {kind} [{', '.join(done)}] {verdict}", *shown, *costs, flush=True)
 
-    def count(self, done: list[str], outcome: str) -> None:
-        for name in done:
-            self.counts.setdefault(name, Counter())[outcome] += 1
-
-    def check_safe(self, seed: int, report: Any) -> None:
-        """No regime broke, and fp16 is no further from the source than bf16, or twice as far where it is proven."""
+    def check_safe(self, seed: int, report: Any, out: Path) -> None:
+        """No regime broke, none does on other inputs, and fp16 is no further from the source than bf16, or twice as far
+        where it is proven."""
         close = report["fidelity"]
         if any(regime["nonfinite"] or regime["saturated"] for regime in report["regimes"].values()):
             self.broken(seed, "safe, and a regime broke")
+        if audit(out, regimes=["half"], seed=seed + 1000)["verdict"] != "safe":
+            self.broken(seed, "safe, and not on other inputs")
         most = MOST_FOR_A_PROOF if report["proof"] == "certified" else 1.0
         if not close["kl_fp16"] <= max(most * close["kl_bf16"], NOISE):
             self.broken(seed, f"safe, and fp16 at {close['kl_fp16']:.1e} from the source, bf16 {close['kl_bf16']:.1e}")
-
-    def other_inputs(self, seed: int, source: Path, out: Path) -> None:
-        """Note how far fp16 is from the source on inputs that the conversion did not see, over what bf16 is."""
-        original, written = open_checkpoint(source), open_checkpoint(out)
-        inputs = checkpoint_batches(original, agreed_layout(original), None, seed + 1000)
-        walk = Walk(written)
-        half = add_outputs(walk, inputs, torch.float16, half=True)
-        walk.run()
-        close = fidelity_to_original(original, [lane.result for lane in half], inputs)
-        fp16, bf16 = math.inf if close.kl_fp16 is None else close.kl_fp16, close.kl_bf16 or math.inf
-        self.elsewhere.append((fp16 / max(bf16, NOISE), seed))
-        if not math.isfinite(fp16):
-            self.broken(seed, "safe, and not finite on other inputs")
 
     def check_certified(self, seed: int, out: Path) -> None:
         """No input of a norm, and no embedding that a search finds, passes a bound or gives inf."""
@@ -292,57 +283,138 @@ class Tally:
         wrong = broken(certificate, seen, FREE) + [n for n in sites & seen.keys() if not math.isfinite(seen[n])]
         if wrong or not certificate.holds:
             self.broken(seed, f"certified, and an adversary breaks {wrong[:3]}")
-        if self.attacks and seed % self.attacks == 0:
+        if seed % SEARCHED == 0:
             found = attack(half, layout, steps=STEPS, seed=seed)
             if past := [site.name for site in found.found if not site.worst <= site.limit]:
                 self.broken(seed, f"certified, and a search breaks {past[:3]}")
 
     def table(self) -> None:
-        """Print what came of every kind."""
         columns = ("certified", "observed", "unsafe", "refused")
-        print(f"\n| saturated | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-        for name, found in sorted(self.counts.items()):
-            print(f"| {name} | {' | '.join(str(found[column]) for column in columns)} |")
+        print()
+        print_header("saturated", *columns)
+        for name in sorted({name for name, _ in self.counts}):
+            print_row(name, *(self.counts[name, column] for column in columns))
         for reason, number in self.reasons.most_common():
             print(f"{number} {reason}")
-        near = [other for other in self.costs if within(*other[:2])]
-        print(f"{len(near)} of {len(self.costs)} predicted costs within a factor {FACTOR:g} of the measured")
-        for predicted, measured, where in self.costs:
-            if not within(predicted, measured):
-                print(f"  predicted {predicted:.1e}, measured {measured:.1e}: {where}")
-        further = [(ratio, seed) for ratio, seed in self.elsewhere if ratio > 1]
-        print(f"{len(further)} of {len(self.elsewhere)} safe ones further than bf16 on other inputs: {further}")
+        far = [cost for cost in self.costs if not 1 / FACTOR <= max(cost[0], NOISE) / max(cost[1], NOISE) <= FACTOR]
+        near = f"{len(self.costs) - len(far)} of {len(self.costs)}"
+        print(f"{near} predicted costs within a factor {FACTOR:g} of the measured")
+        for predicted, measured, where in far:
+            print(f"  predicted {predicted:.1e}, measured {measured:.1e}: {where}")
         print(f"{len(self.violations)} violations", *self.violations, sep="\n  ")
 
 
-def within(predicted: float, measured: float) -> bool:
-    """Return whether a predicted cost is near enough to the measured one."""
-    low, high = sorted((max(predicted, NOISE), max(measured, NOISE)))
-    return high <= FACTOR * low
-
-
-def main() -> int:
-    """Convert and print."""
-    parser = argparse.ArgumentParser(description="convert models that only edits save")
-    parser.add_argument("models", type=int, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first one")
-    parser.add_argument("--attack", type=int, default=8, help="a search for every so many certified ones, 0 for none")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other model after so long")
-    asked = parser.parse_args()
-    end = time.monotonic() + 60 * asked.minutes
-    for name in PICTURES:  # whose drawing takes as long as a plan
-        setattr(figures, name, lambda _: [])
-    with tempfile.TemporaryDirectory() as folder:
-        tally = Tally(Path(folder), asked.attack)
-        for seed in range(asked.first, asked.first + asked.models):
-            if time.monotonic() > end:
-                break
-            try:
-                tally.run(seed)
-            except Exception:
-                tally.broken(seed, f"failed\n{traceback.format_exc()}")
+def compare_random(asked: argparse.Namespace, work: Path) -> int:
+    brief.draw_nothing(pytest.MonkeyPatch())
+    tally = Tally(work)
+    for seed in range(asked.first, asked.first + asked.models):
+        try:
+            tally.run(seed)
+        except Exception:
+            tally.broken(seed, f"failed\n{traceback.format_exc()}")
     tally.table()
     return 1 if tally.violations else 0
+
+
+# ---- what no edit mends ----------------------------------------------------------------------------------------------
+
+
+RARE = 3 + ord("q")
+GATE, HEADS = "DenseReluDense.wi_0", "SelfAttention.q"
+SOME = (f"encoder.block.1.layer.0.{HEADS}", f"encoder.block.0.layer.1.{GATE}", f"encoder.block.2.layer.1.{GATE}")
+ALL = [f"{stack}.layer.0.{HEADS}" for stack in ("encoder.block.0", "encoder.block.1", "decoder.block.0")]
+UNMENDED: dict[str, tuple[Path, Sequence[str], float, int]] = {
+    "T5, 12 heads": (saturated.T5, ALL, 1e6, 1),
+    "T5, 4 heads, 96 gates": (saturated.T5, (*SOME, f"decoder.block.1.layer.2.{GATE}"), 2e5, 10),
+    "Gemma 3, all gates of 2 layers": (saturated.GEMMA, [f"model.layers.{i}.mlp.gate_proj" for i in (0, 1)], 1e6, 1),
+}
+"""By name: the demo, the query projections and gates that saturate, how far, and every how many neurons of a gate."""
+
+
+@torch.no_grad()
+def saturate(model: Any, paths: Sequence[str], target: float, step: int) -> None:
+    """Make the rare byte's scores and gates pass 65504, in place."""
+    table = model.get_input_embeddings().weight
+    channel = int(table.square().mean(0).argmin())
+    for name, weight in model.named_parameters():  # what writes the channel
+        if name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+            weight[channel] = -1.0
+        elif name.endswith((".o.weight", ".wo.weight")):
+            weight[channel] = 0.0
+    table[:, channel] = 0.0
+    table[RARE, channel] = table.square().mean().sqrt() * 8
+    batch = {name: ids.clone() for name, ids in next(saturated.batches(model, 16, 5)).items()}
+    for name in {"input_ids", "decoder_input_ids"} & batch.keys():
+        batch[name][:, ::29] = RARE
+    for path in paths:
+        weight, found = model.get_submodule(path).weight, list[Tensor]()
+        key = model.get_submodule(f"{path[:-1]}k") if path.endswith(HEADS) else None
+        hook = lambda _, inputs, output, found=found: found.append(output.flatten(0, 1))  # noqa: E731
+        handles = [m.register_forward_hook(hook) for m in (model.get_submodule(path), key) if m is not None]
+        for value in (0.0, 1.0, 0.0):
+            weight[:, channel] = value
+            saturated.loss_of(model, batch)
+        for handle in handles:
+            handle.remove()
+        reads = (found[len(handles)] - found[0]).abs().amax()  # of the channel, behind the norm
+        if key is None:
+            some = weight[::step, channel]
+            some.copy_(torch.linspace(0.4, 1.0, len(some)) * target / reads)
+            continue
+        heads = model.config.num_heads
+        by_head = weight.unflatten(0, (heads, -1)), found[-1].unflatten(1, (heads, -1)).unbind(1)
+        for rows, keys in zip(*by_head, strict=True):
+            towards = torch.linalg.svd(keys - keys.mean(0), full_matrices=False).Vh[0]
+            rows[:, channel] = towards * target / ((keys @ towards).abs().amax() * reads)
+
+
+def compare_unmended(asked: argparse.Namespace, work: Path) -> None:
+    columns = "bf16: text, unlike, random", "`convert`", "finetune", "kept step, precision", "verdict"
+    print_header("checkpoint", *columns)
+    for name in asked.cases or UNMENDED:
+        print_row(name, *unmended(name, work / name, asked.steps))
+
+
+def unmended(name: str, work: Path, steps: int) -> list[str]:
+    """Return the cells of one case: ``unlike`` are code, figures and other languages. Where a finetune stops since
+    gradients overflow at every loss scale, another has ``precision: fp32``."""
+    demo, paths, target, step = UNMENDED[name]
+    model = saturated.load(demo)
+    saturate(model, paths, target, step)
+    saturated.write(model, demo, source := work / "source")
+    convert(source, work / "edited")
+    recipe = {"source": str(source), "data": demo_data(demo.name), "schedule": {"steps": steps}}
+    recipe |= {"evaluation": {"every": 40}, "out": str(work / "fp16")}
+    try:
+        tuned, out = finetune(recipe), "fp16"
+    except UserError as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        tuned, out = finetune(recipe | {"precision": "fp32", "out": str(work / "fp32")}), "fp32"
+    assert tuned is not None
+    files, cells = (texts(), texts("unlike.txt", "\n")), []
+    edited, written = ([judge(source, work / each, file, SEED) for file in files] for each in ("edited", out))
+    for (text, unlike), dtype in ((edited, "bf16"), (edited, "fp16"), (written, "fp16")):
+        kl = [getattr(text, f"kl_{dtype}_text"), getattr(unlike, f"kl_{dtype}_text")]
+        cells.append(", ".join(f"{x:.1e}" for x in (*kl, getattr(text, f"kl_{dtype}_random"))))
+    report = tuned.report
+    return [*cells, f"{report['finetune']['kept']}, {out}", f"{report['verdict']}, {report['proof']}"]
+
+
+TABLES = {"saturated": compare_saturated, "random": compare_random, "unmended": compare_unmended}
+
+
+def main() -> int | None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--cases", nargs="+", choices=[*saturated.KINDS, *UNMENDED], metavar="CASE")
+    parser.add_argument("--made", type=Path, default=Path(tempfile.gettempdir()) / "saturated", help="of saturated")
+    parser.add_argument("--models", type=int, default=300, help="how many random ones")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first one")
+    parser.add_argument("--steps", type=int, default=200, help="of a finetune")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        return TABLES[asked.table](asked, Path(folder))
 
 
 if __name__ == "__main__":
