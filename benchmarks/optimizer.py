@@ -15,18 +15,20 @@ import gc
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from results import print_header, print_row
+from torch import nn
 from torch.optim import Optimizer
 from transformers import T5Config, T5ForConditionalGeneration
 
 from bf16_to_fp16.optim.adamw import AdamW
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
@@ -36,55 +38,42 @@ def shapes(layers: int) -> list[torch.Size]:
         return [p.shape for p in T5ForConditionalGeneration(T5Config(num_layers=layers)).parameters()]
 
 
-def candidates() -> list[tuple[str, torch.dtype, Make]]:
-    """Return (name, dtype of the parameters, constructor) for every row of the table."""
-
-    def ours(**options: object) -> Make:
-        return lambda parameters: AdamW(parameters, **options)  # type: ignore[arg-type]
-
-    rows: list[tuple[str, torch.dtype, Make]] = [
-        ("torch fused, bf16, again", BF16, lambda p: torch.optim.AdamW(p, fused=True)),
-        ("torch foreach, bf16", BF16, lambda p: torch.optim.AdamW(p, foreach=True)),
-        ("torch fused, fp32", FP32, lambda p: torch.optim.AdamW(p, fused=True)),
-    ]
-    for label, dtype in (("bf16", BF16), ("fp16", FP16)):
-        for moments in ("float32", "bfloat16"):
-            for compile in (True, False):
-                path = "compiled" if compile else "eager"
-                rows.append(
-                    (f"AdamW, {label}, {moments} moments, {path}", dtype, ours(moments=moments, compile=compile))
-                )
+def candidates() -> dict[str, tuple[torch.dtype, Make]]:
+    """Return the dtype of the parameters and the constructor for every row of the table."""
+    rows: dict[str, tuple[torch.dtype, Make]] = {
+        "torch fused, bf16, again": (BF16, partial(torch.optim.AdamW, fused=True)),
+        "torch foreach, bf16": (BF16, partial(torch.optim.AdamW, foreach=True)),
+        "torch fused, fp32": (torch.float32, partial(torch.optim.AdamW, fused=True)),
+    }
+    kinds = product((("bf16", BF16), ("fp16", torch.float16)), ("float32", "bfloat16"), ("compiled", "eager"))
+    for (label, dtype), moments, path in kinds:
+        make = partial(AdamW, moments=moments, compile=path == "compiled")
+        rows[f"AdamW, {label}, {moments} moments, {path}"] = dtype, make
     if importlib.util.find_spec("torchao"):
         from torchao.optim import _AdamW
 
-        rows.append(("torchao, bf16, stochastic", BF16, lambda p: _AdamW(p, bf16_stochastic_round=True)))
+        rows["torchao, bf16, stochastic"] = BF16, partial(_AdamW, bf16_stochastic_round=True)
     return rows
 
 
 def parameters(dtype: torch.dtype, device: str, sizes: Sequence[torch.Size]) -> list[nn.Parameter]:
     """Return random parameters of these shapes with gradients."""
     torch.manual_seed(0)
-
-    def random(shape: torch.Size, scale: float) -> Tensor:
-        return torch.randn(shape, device=device).mul_(scale).to(dtype)
-
-    made = [nn.Parameter(random(shape, 0.05)) for shape in sizes]
+    made = [nn.Parameter(torch.randn(shape, device=device).mul_(0.05).to(dtype)) for shape in sizes]
     for parameter in made:
-        parameter.grad = random(parameter.shape, 1e-3)
+        parameter.grad = torch.randn(parameter.shape, device=device).mul_(1e-3).to(dtype)
     return made
 
 
 def seconds(action: Callable[[], object], device: str) -> float:
     """Return how long ``action`` takes: the processor's time, or the device's queue included."""
-    if device == "cpu":
-        start = time.process_time()
-        action()
-        return time.process_time() - start
-    torch.cuda.synchronize()
-    start = time.perf_counter()
+    on_cpu = (time.process_time, lambda: None)
+    clock, wait = on_cpu if device == "cpu" else (time.perf_counter, torch.cuda.synchronize)
+    wait()
+    start = clock()
     action()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    wait()
+    return clock() - start
 
 
 def transient_megabytes(action: Callable[[], object], device: str) -> float:
@@ -111,43 +100,7 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One row: the least time of a step over that of the baseline, the baseline's in ms, by how many 10⁶ bytes memory
-    grows in a step, and the state's bytes an element."""
-
-    name: str
-    times: float
-    baseline: float
-    transient: float
-    state: float
-
-
-def measured(
-    device: str, sizes: Sequence[torch.Size], rounds: int, wanted: Callable[[str], bool]
-) -> Iterator[Measured]:
-    """Measure the rows that are wanted by name, one after the other, on parameters of these shapes."""
-    baseline = torch.optim.AdamW(parameters(BF16, device, sizes), fused=True)
-    baseline.step()
-    count = sum(shape.numel() for shape in sizes)
-    for name, dtype, make in candidates():
-        if not wanted(name):
-            continue
-        made = parameters(dtype, device, sizes)
-        optimizer = make(made)
-        optimizer.step()  # makes the states, compiles
-        optimizer.step()
-        pairs = [(seconds(baseline.step, device), seconds(optimizer.step, device)) for _ in range(rounds)]
-        base, ours = (min(times) for times in zip(*pairs, strict=True))
-        memory = transient_megabytes(optimizer.step, device)
-        kept = [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1]
-        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-        yield Measured(name, ours / base, base * 1e3, memory, sum(held.values()) / count)
-        del optimizer, made
-
-
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
@@ -156,20 +109,28 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    device = options.device
-    sizes = shapes(options.layers)
+    device, sizes = options.device, shapes(options.layers)
     count = sum(shape.numel() for shape in sizes)
-    print(
-        f"{count / 1e6:.1f} million parameters in {len(sizes)} tensors, {device}, {options.threads} threads,"
-        f" torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n"
-    )
-    print("| optimizer | step, times torch's fused bf16 | of that step, ms | transient MB | state, bytes an element |")
-    print("|---|---|---|---|---|")
-    for row in measured(device, sizes, options.rounds, lambda name: options.only in name):
-        print(
-            f"| {row.name} | {row.times:.2f} | {row.baseline:.2f} | {row.transient:.0f} | {row.state:.1f} |", flush=True
-        )
-    print(f"\nload at the end {os.getloadavg()[0]:.1f}")
+    where = f"{device}, {options.threads} threads, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
+    print(f"{count / 1e6:.1f} million parameters in {len(sizes)} tensors, {where}\n")
+    columns = "step, times torch's fused bf16", "of that step, ms", "transient MB", "state, bytes an element"
+    print_header("optimizer", *columns)
+    baseline = torch.optim.AdamW(parameters(BF16, device, sizes), fused=True)
+    baseline.step()
+    for name, (dtype, make) in candidates().items():
+        if options.only not in name:
+            continue
+        optimizer = make(parameters(dtype, device, sizes))
+        optimizer.step()  # makes the states, compiles
+        optimizer.step()
+        pairs = [(seconds(baseline.step, device), seconds(optimizer.step, device)) for _ in range(options.rounds)]
+        base, ours = (min(times) for times in zip(*pairs, strict=True))
+        memory = transient_megabytes(optimizer.step, device)
+        kept = [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1]
+        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        state = sum(held.values()) / count
+        print_row(name, f"{ours / base:.2f}", f"{base * 1e3:.2f}", f"{memory:.0f}", f"{state:.1f}")
+        del optimizer
 
 
 if __name__ == "__main__":
