@@ -8,14 +8,15 @@ element of every site, always in the graph. "over" has every site past its targe
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
-from penalty_forms import MeanSquare
-from torch import Tensor
+from results import print_header, print_row
+from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from bf16_to_fp16 import ActivationPenalty
@@ -26,88 +27,56 @@ SIZES = {
     "tiny": {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_heads": 8, "vocab_size": 4096},
     "small": {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 8, "vocab_size": 8192},
 }
-State = tuple[AbstractContextManager[object], Callable[[], Tensor | float]]
+INSIDE, OVER = 32752.0, 1e-3  # targets: the largest values of a random model are below 1000 and above the other
+
+
+class MeanSquare(ActivationPenalty):
+    """The mean square of activations over all sites (Jamba's), which has no target; for one process."""
+
+    def __init__(self, model: nn.Module, *, weight: float, **options: Any) -> None:
+        super().__init__(model, weight=weight, **options)
+
+    def _note(self, site: str, amax: float) -> bool:
+        super()._note(site, amax)
+        return not math.isnan(amax)
+
+    def _may_pull(self, site: str) -> bool:
+        return True
+
+    def _term(self, site: str, x: Tensor) -> Tensor:
+        return x.float().square().mean()
+
+    def _total(self) -> Tensor:
+        terms = [term for runs in self._terms.values() for term in runs]
+        return torch.stack(terms).mean() * (self.weight or 0.0) if terms else torch.zeros(())
+
+
+@contextmanager
+def naive(model: nn.Module, target: float, sites: set[str]) -> Iterator[Callable[[], Tensor]]:
+    """Give the total of relu(|x| − target)² over every site of the last forward."""
+    terms: list[Tensor] = []
+
+    def add(name: str, x: Tensor) -> None:
+        terms.append((x.float().abs() - target).relu().square().sum())
+
+    with Tap(model, add, only=sites.__contains__):
+        yield lambda: torch.stack(terms).sum() * 1e-6
 
 
 def model_of(size: str) -> T5ForConditionalGeneration:
-    """A T5 v1.1 with 6+6 layers and random weights, in train mode."""
-    config = T5Config(
-        num_layers=6,
-        num_decoder_layers=6,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-        decoder_start_token_id=0,
-        **SIZES[size],
-    )
+    """Return a T5 v1.1 with 6+6 layers and random weights, in train mode."""
+    layers = {"num_layers": 6, "num_decoder_layers": 6, "feed_forward_proj": "gated-gelu"}
     torch.manual_seed(0)
+    config = T5Config(**layers, **SIZES[size], tie_word_embeddings=False, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(config).train()
     set_attention(model, "eager")
     return model
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One row: sites seen and over their target, the least milliseconds of a step, and that over the plain step's."""
-
-    name: str
-    sites: int
-    over: int
-    milliseconds: float
-    times: float
-
-
-def naive(model: T5ForConditionalGeneration, target: float, sites: set[str]) -> State:
-    """The step under relu(|x| − target)² of every site."""
-    terms: list[Tensor] = []
-
-    def total() -> Tensor:
-        found = torch.stack(terms).sum()
-        terms.clear()
-        return found * 1e-6
-
-    @contextmanager
-    def tapped() -> Iterator[None]:
-        with Tap(
-            model,
-            lambda name, x: terms.append((x.float().abs() - target).relu().square().sum()),
-            only=sites.__contains__,
-        ):
-            yield
-
-    return tapped(), total
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=64)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    print(f"{'size':6} {'dtype':9} {'state':24} {'sites':>5} {'over':>5} {'ms':>8} {'times plain':>11}")
-    for size in args.sizes:
-        model = model_of(size).to(args.device)
-        ids = torch.randint(1, model.config.vocab_size, (args.rows, args.length)).to(args.device)
-        for dtype in (torch.float32, torch.bfloat16 if args.device == "cpu" else torch.float16):
-            for row in measured(model, ids, dtype, args.rounds):
-                print(
-                    f"{size:6} {str(dtype).removeprefix('torch.'):9} {row.name:24} {row.sites:5} {row.over:5}"
-                    f" {row.milliseconds:8.1f} {row.times:11.3f}",
-                    flush=True,
-                )
-
-
 def measured(
-    model: T5ForConditionalGeneration,
-    ids: Tensor,
-    dtype: torch.dtype,
-    rounds: int,
-) -> list[Measured]:
-    """Measure the steps of one model, on the ids' device, where the model is."""
+    model: T5ForConditionalGeneration, ids: Tensor, dtype: torch.dtype, rounds: int
+) -> tuple[int, dict[str, tuple[int, float]]]:
+    """Return the number of sites, and of each state how many were over their target and a step's least seconds."""
 
     def step(extra: Callable[[], Tensor | float]) -> float:
         start = time.perf_counter()
@@ -124,33 +93,48 @@ def measured(
     with ActivationPenalty(model, form="none") as seen:
         step(seen)
     sites = set(seen.observations())
-    # Largest values of a random model are below 1000 and above this.
-    everywhere = dict.fromkeys(sites, 1e-3)
-    some = {site: 1e-3 if i % 10 == 0 else 32752.0 for i, site in enumerate(sorted(sites))}
+    some = {site: OVER if i % 10 == 0 else INSIDE for i, site in enumerate(sorted(sites))}
     penalties: dict[str, ActivationPenalty] = {
         "all inside": ActivationPenalty(model, weight=1.0),
         "a tenth over": ActivationPenalty(model, targets=some, weight=1e-3),
-        "all over": ActivationPenalty(model, targets=everywhere, weight=1e-3),
+        "all over": ActivationPenalty(model, targets=dict.fromkeys(sites, OVER), weight=1e-3),
         "mean-square": MeanSquare(model, weight=1e-3),
     }
-    states: dict[str, Callable[[], State]] = {
-        "plain": lambda: (nullcontext(), lambda: 0.0),
-        **{name: lambda penalty=penalty: (penalty, penalty) for name, penalty in penalties.items()},
-        "naive, all inside": lambda: naive(model, 32752.0, sites),
-        "naive, all over": lambda: naive(model, 1e-3, sites),
+    states: dict[str, Callable[[], Any]] = {
+        "plain": lambda: nullcontext(lambda: 0.0),
+        **{name: lambda penalty=penalty: penalty for name, penalty in penalties.items()},
+        "naive, all inside": lambda: naive(model, INSIDE, sites),
+        "naive, all over": lambda: naive(model, OVER, sites),
     }
     times: dict[str, list[float]] = {name: [] for name in states}
-    over: dict[str, int] = {}
     for _ in range(rounds + 1):
         for name, make in states.items():
-            context, extra = make()
-            with context:
+            with make() as extra:
                 times[name].append(step(extra))
-            if isinstance(context, ActivationPenalty):
-                over[name] = sum(o.excess_bits > 0 for o in context.observations().values())
-    plain = min(times["plain"][1:])
-    least = {name: min(taken[1:]) for name, taken in times.items()}
-    return [Measured(n, len(sites), over.get(n, 0), 1e3 * took, took / plain) for n, took in least.items()]
+    over = {name: sum(o.excess_bits > 0 for o in each.observations().values()) for name, each in penalties.items()}
+    return len(sites), {name: (over.get(name, 0), min(taken[1:])) for name, taken in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=64)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print_header("size", "dtype", "state", "sites", "over", "ms", "times plain")
+    for size in args.sizes:
+        model = model_of(size).to(args.device)
+        ids = torch.randint(1, model.config.vocab_size, (args.rows, args.length)).to(args.device)
+        for dtype in (torch.float32, torch.bfloat16 if args.device == "cpu" else torch.float16):
+            sites, found = measured(model, ids, dtype, args.rounds)
+            plain = found["plain"][1]
+            for name, (over, took) in found.items():
+                shown = str(dtype).removeprefix("torch.")
+                print_row(size, shown, name, sites, over, f"{1e3 * took:.1f}", f"{took / plain:.3f}")
 
 
 if __name__ == "__main__":

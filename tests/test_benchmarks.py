@@ -16,7 +16,7 @@ sys.path.insert(0, "benchmarks")
 
 import finetune
 import peers
-import penalty_forms
+import penalty
 import rates
 import results
 from models import DEMO, demo_corpus
@@ -51,9 +51,9 @@ def test_a_coefficient_that_costs_the_loss_is_worth_less_than_one_that_does_not_
 def test_the_mean_square_is_its_formula() -> None:
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 4)), torch.randn(6, 3)
-    with penalty_forms.MeanSquare(model, targets={"0": 0.1, "1": 0.2}, weight=3.0) as penalty:
+    with penalty.MeanSquare(model, targets={"0": 0.1, "1": 0.2}, weight=3.0) as mean_square:
         model(x)
-        total = penalty()
+        total = mean_square()
     wanted = 3.0 * (model[0](x).square().mean() + model(x).square().mean()) / 2
     parameters = list(model.parameters())
     for mine, other in zip(*(torch.autograd.grad(t, parameters) for t in (total, wanted)), strict=True):
@@ -89,8 +89,8 @@ def test_following_optimizers_and_converted_adapters_end_where_the_sources_do(
 ) -> None:
     monkeypatch.setattr(rates, "TARGETS", {"norm-safe": "norm-safe"})
     case = rates.checkpoint("T5", T5, tmp_path)
-    optimizers = {"AdamW": (rates.OPTIMIZERS["AdamW"][0], (1e-3, 1e-2))}
-    case = replace(case, batches=case.batches[:2], held_out=case.held_out[:2], optimizers=optimizers)
+    monkeypatch.setattr(rates, "OPTIMIZERS", {"AdamW": (rates.OPTIMIZERS["AdamW"][0], (1e-3, 1e-2))})
+    case = replace(case, batches=case.batches[:2], held_out=case.held_out[:2])
     rates.compare_rates([case])
     rates.compare_adapters([case], tmp_path)
     trained, steps, adapted = results.tables_in(capsys.readouterr().out)
