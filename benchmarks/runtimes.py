@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,10 +23,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from results import print_header, print_row
 from torch import Tensor, nn
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -35,7 +36,6 @@ from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.run import interface, probe
 from bf16_to_fp16.run.agreement import agreed_layout
 from bf16_to_fp16.run.batch import Batch, values_of
-from bf16_to_fp16.run.interface import config_of, is_causal
 from bf16_to_fp16.run.stock import load, load_config
 
 FP16 = "float16"
@@ -50,21 +50,19 @@ class Arithmetic:
     products: Mapping[str, int | None]
     operations: Mapping[str, int | None]
 
-    @classmethod
-    def counted(cls, operations: Iterable[tuple[str, bool]]) -> Arithmetic:
-        """Return the arithmetic of operations, of each its format and whether it is a matrix product."""
-        listed = list(operations)
-        products = Counter(kind for kind, is_product in listed if is_product)
-        return cls(dict(products), dict(Counter(kind for kind, _ in listed)))
-
     @property
     def native(self) -> bool:
         """Whether every matrix product was computed in fp16."""
         return bool(self.products) and set(self.products) == {FP16}
 
 
-Outcome = tuple[Tensor, Arithmetic]
-"""Values in fp32, [rows, length, channels], and the arithmetic that made them."""
+def counted(operations: Iterable[tuple[str, bool]]) -> Arithmetic:
+    """Return the arithmetic of operations, of each its format and whether it is a matrix product."""
+    listed = list(operations)
+    return Arithmetic(Counter(kind for kind, product in listed if product), Counter(kind for kind, _ in listed))
+
+
+Outcome = tuple[Tensor, Arithmetic]  # values in fp32, [rows, length, channels], and the arithmetic that made them
 
 
 class Outputs(nn.Module):
@@ -73,13 +71,11 @@ class Outputs(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.options = {"use_cache": False} if is_causal(config_of(model)) else {}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:
-        """Return [rows, length, channels]."""
-        options: dict[str, Any] = self.options
-        if decoder_input_ids is not None:
-            options = {"decoder_input_ids": decoder_input_ids, "use_cache": False}
+        options: dict[str, Any] = {} if decoder_input_ids is None else {"decoder_input_ids": decoder_input_ids}
+        if options or interface.is_causal(interface.config_of(self.model)):
+            options["use_cache"] = False
         return values_of(self.model(input_ids=input_ids, attention_mask=attention_mask, **options))
 
 
@@ -89,8 +85,12 @@ def inputs_of(batch: Batch) -> dict[str, Tensor]:
     return inputs if batch.decoder_input_ids is None else inputs | {"decoder_input_ids": batch.decoder_input_ids}
 
 
+def arrays_of(batch: Batch) -> dict[str, Any]:
+    return {name: ids.numpy() for name, ids in inputs_of(batch).items()}
+
+
 def as_function(folder: Path, dtype: torch.dtype) -> Outputs:
-    """Return the stock model in a folder with every parameter in ``dtype``, as a function."""
+    """Return the stock model in a folder with every parameter in ``dtype``."""
     return Outputs(load(folder, torch.float32).to(dtype)).eval()
 
 
@@ -100,13 +100,6 @@ def tracing() -> Iterator[None]:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         yield
-
-
-@torch.no_grad()
-def in_torch(folder: Path, dtype: torch.dtype, batch: Batch) -> Tensor:
-    """Return what stock code computes on a batch with every parameter in ``dtype``, as fp32."""
-    values: Tensor = as_function(folder, dtype)(*inputs_of(batch).values())
-    return values.float()
 
 
 def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
@@ -129,32 +122,24 @@ def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder
 # --- CTranslate2: fp16 on GPUs only; its CPU backends take fp16 weights to fp32 ---------------------------------------
 
 
-def token(number: int) -> str:
-    """Return the word that stands for an id: the vocabulary is made here, so no tokenizer is needed."""
-    return f"<{number}>"
-
-
 class Vocabulary:
-    """What the converter asks a tokenizer for: the words of a config's ids."""
+    """What the converter asks a tokenizer for: the words of a config's ids, made here, so that none is needed."""
+
+    convert_ids_to_tokens = staticmethod("<{}>".format)
 
     def __init__(self, config: Any) -> None:
-        self.size = int(config.vocab_size)
-        self.pad_token = self.bos_token = token(config.decoder_start_token_id)
-        self.eos_token = token(config.eos_token_id)
-        self.unk_token = token(self.size - 1)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {token(number): number for number in range(self.size)}
-
-    def convert_ids_to_tokens(self, number: int) -> str:
-        return token(number)
+        words = [self.convert_ids_to_tokens(number) for number in range(config.vocab_size)]
+        self.get_vocab = lambda: dict(zip(words, range(len(words)), strict=True))
+        self.pad_token = self.bos_token = words[config.decoder_start_token_id]
+        self.eos_token, self.unk_token = words[config.eos_token_id], words[-1]
 
 
-def to_ctranslate2(folder: Path, layout: Layout, out: str) -> None:
-    """Write the checkpoint in a folder as CTranslate2's, its weights in fp16."""
-    import ctranslate2
+def ctranslate2(folder: Path, layout: Layout, batch: Batch) -> Outcome:
+    """Convert, score the decoder's ids, and return their log-probabilities, [rows, longest]."""
+    assert batch.decoder_input_ids is not None and batch.decoder_attention_mask is not None  # it takes no others here
+    import ctranslate2 as library
 
-    class Converter(ctranslate2.converters.TransformersConverter):
+    class Converter(library.converters.TransformersConverter):
         """Stock, but for what transformers 5 makes of a config in memory."""
 
         def load_model(self, model_class: Any, path: str, **options: Any) -> Any:
@@ -167,34 +152,22 @@ def to_ctranslate2(folder: Path, layout: Layout, out: str) -> None:
             return model
 
         def load_tokenizer(self, tokenizer_class: Any, path: str, **options: Any) -> Any:
-            from transformers import AutoConfig
-
-            return Vocabulary(AutoConfig.from_pretrained(path))
-
-    Converter(str(folder)).convert(out, quantization=FP16, force=True)
-
-
-def ctranslate2(folder: Path, layout: Layout, batch: Batch) -> Outcome:
-    """Convert, score the decoder's ids, and return their log-probabilities, [rows, longest]."""
-    assert batch.decoder_input_ids is not None and batch.decoder_attention_mask is not None  # it takes no others here
-    import ctranslate2 as library
+            return Vocabulary(load_config(Path(path)))
 
     sources = words(batch.input_ids, batch.attention_mask)
     targets = [row[1:] for row in words(batch.decoder_input_ids, batch.decoder_attention_mask)]
     device = "cuda" if library.get_cuda_device_count() else "cpu"
     wanted = FP16 if FP16 in library.get_supported_compute_types(device) else "float32"
-    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-check-") as out:
-        to_ctranslate2(folder, layout, out)
+    with TemporaryDirectory() as out:
+        Converter(str(folder)).convert(out, quantization=FP16, force=True)
         translator = library.Translator(out, device=device, compute_type=wanted)
         scored = [torch.tensor(result.log_probs) for result in translator.score_batch(sources, targets)]
-        taken = str(translator.compute_type)
-    values = torch.nn.utils.rnn.pad_sequence(scored, batch_first=True)
-    return values, Arithmetic({taken: None}, {taken: None})
+        taken = {str(translator.compute_type): None}
+    return torch.nn.utils.rnn.pad_sequence(scored, batch_first=True), Arithmetic(taken, taken)
 
 
 def words(ids: Tensor, mask: Tensor) -> list[list[str]]:
-    """Return each row's words, without padding."""
-    return [[token(number) for number in row[kept.bool()].tolist()] for row, kept in zip(ids, mask, strict=True)]
+    return [[Vocabulary.convert_ids_to_tokens(i) for i in r[m.bool()].tolist()] for r, m in zip(ids, mask, strict=True)]
 
 
 def log_probabilities(logits: Tensor, batch: Batch, config: Any) -> Tensor:
@@ -247,102 +220,73 @@ def mlx_lm(folder: Path, layout: Layout, batch: Batch) -> Outcome:
 
 # --- an ONNX file -----------------------------------------------------------------------------------------------------
 
-
 MOVES = {"Cast", "Constant", "Concat", "Expand", "Gather", "Identity", "Reshape", "Slice", "Transpose", "Where"}
 """Operations that compute nothing."""
 
 
-def export(folder: Path, batch: Batch, path: Path) -> None:
+def export(folder: Path, batch: Batch, place: str) -> str:
     """Write the checkpoint in ``folder``, every parameter in fp16, as an ONNX file for the shapes of a batch."""
-    inputs = inputs_of(batch)
+    inputs, function, path = inputs_of(batch), as_function(folder, torch.float16), f"{place}/model.onnx"
+    names: dict[str, Any] = {"input_names": list(inputs), "output_names": ["output"]}
     with tracing():
-        torch.onnx.export(
-            as_function(folder, torch.float16),
-            tuple(inputs.values()),
-            str(path),
-            input_names=list(inputs),
-            output_names=["output"],
-            # The other exporter takes ten times as long, and gives the same function.
-            dynamo=False,
-        )
-
-
-def all_in_fp16(model: Any) -> None:
-    """Turn every fp32 constant, weight and cast of an ONNX model into fp16, in place."""
-    from onnx import TensorProto, numpy_helper
-
-    def halved(tensor: Any) -> None:
-        if tensor.data_type == TensorProto.FLOAT:
-            values = numpy_helper.to_array(tensor).astype(np.float16)
-            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-
-    for tensor in model.graph.initializer:
-        halved(tensor)
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                halved(attribute.t)
-            elif node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
-                attribute.i = TensorProto.FLOAT16
+        # The other exporter takes ten times as long, and gives the same function.
+        torch.onnx.export(function, tuple(inputs.values()), path, **names, dynamo=False)
+    return path
 
 
 # --- the ONNX reference: a product is accumulated in fp32 and rounded once --------------------------------------------
 
 
 def onnx_reference(folder: Path, layout: Layout, batch: Batch) -> Outcome:
-    """Export, turn what is fp32 into fp16, run node by node, and return what came out."""
+    """Turn what is fp32 in the file into fp16, constants and casts too, and run it node by node."""
     import onnx
+    from onnx import TensorProto, numpy_helper
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
 
     class MatMul(OpRun):
-        """The operation of this name: a product accumulated in fp32 and rounded once."""
-
         def _run(self, a: Any, b: Any) -> tuple[Any]:
             return (np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype),)
 
-    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-check-") as scratch:
-        path = Path(scratch, "model.onnx")
-        export(folder, batch, path)
-        model = onnx.load(path)
-    all_in_fp16(model)
-    feeds = {name: ids.numpy() for name, ids in inputs_of(batch).items()}
+    with TemporaryDirectory() as place:
+        model = onnx.load(export(folder, batch, place))
+    attributes = [(node.op_type, attribute) for node in model.graph.node for attribute in node.attribute]
+    for tensor in (*model.graph.initializer, *(attribute.t for _, attribute in attributes if attribute.HasField("t"))):
+        if tensor.data_type == TensorProto.FLOAT:
+            values = numpy_helper.to_array(tensor).astype(np.float16)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    for kind, attribute in attributes:
+        if kind == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
+            attribute.i = TensorProto.FLOAT16
     with np.errstate(all="ignore"):  # infinities are what is looked for
-        results = ReferenceEvaluator(model, new_ops=[MatMul]).run(None, feeds, intermediate=True)
+        results = ReferenceEvaluator(model, new_ops=[MatMul]).run(None, arrays_of(batch), intermediate=True)
     assert isinstance(results, dict)
     nodes = [(str(results[node.output[0]].dtype), node.op_type) for node in model.graph.node]
-    counted = ((kind, name in ("MatMul", "Gemm")) for kind, name in nodes if kind in FLOATS and name not in MOVES)
-    return torch.from_numpy(results["output"]).float(), Arithmetic.counted(counted)
+    operations = ((kind, name in ("MatMul", "Gemm")) for kind, name in nodes if kind in FLOATS and name not in MOVES)
+    return torch.from_numpy(results["output"]).float(), counted(operations)
 
 
 # --- ONNX Runtime: only its profile tells what it computed in fp16 ----------------------------------------------------
-
 
 ONNX_TYPES = {"float": "float32", "double": "float64"}
 PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
 
 
 def onnxruntime(folder: Path, layout: Layout, batch: Batch) -> Outcome:
-    """Export, run under the profiler, and return what came out."""
     import onnxruntime as library
 
-    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-check-") as scratch:
-        path = Path(scratch, "model.onnx")
-        export(folder, batch, path)
-        options = library.SessionOptions()
-        options.enable_profiling = True
-        options.profile_file_prefix = str(Path(scratch, "profile"))
-        options.log_severity_level = 3
-        usable = [name for name in PROVIDERS if name in library.get_available_providers()]
-        session = library.InferenceSession(str(path), options, providers=usable)
-        (output,) = session.run(None, {name: ids.numpy() for name, ids in inputs_of(batch).items()})
+    options = library.SessionOptions()
+    options.enable_profiling, options.log_severity_level = True, 3
+    usable = [name for name in PROVIDERS if name in library.get_available_providers()]
+    with TemporaryDirectory() as place:
+        options.profile_file_prefix = f"{place}/profile"
+        session = library.InferenceSession(export(folder, batch, place), options, providers=usable)
+        (output,) = session.run(None, arrays_of(batch))
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     return torch.from_numpy(output).float(), arithmetic_of_profile(events)
 
 
 def arithmetic_of_profile(events: Iterable[Mapping[str, Any]]) -> Arithmetic:
-    """Return the arithmetic that the events of a profile show."""
-
     def operations() -> Iterator[tuple[str, bool]]:
         for event in events:
             details = event.get("args", {})
@@ -353,62 +297,44 @@ def arithmetic_of_profile(events: Iterable[Mapping[str, Any]]) -> Arithmetic:
             if kind := next((kind for kind in kinds if kind in FLOATS), None):
                 yield kind, "MatMul" in name or "Gemm" in name or name.endswith("Attention")
 
-    return Arithmetic.counted(operations())
+    return counted(operations())
 
 
 # --- OpenVINO: the compiled graph has the precision of every node -----------------------------------------------------
 
-
 OPENVINO_TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
-
 OPENVINO_MOVES = {"Concatenation", "Const", "Convert", "Gather", "Input", "Output", "Reorder", "Reshape", "Transpose"}
-"""Kinds of nodes that compute nothing."""
-
 PRODUCTS = ("FullyConnected", "MatMul", "ScaledDotProductAttention", "gemm", "fully_connected")
 
 
 def openvino(folder: Path, layout: Layout, batch: Batch) -> Outcome:
-    """Convert, compile for a device that has fp16 if any has, run, and return what came out."""
     import openvino as library
 
-    core = library.Core()
-    capable = [
-        name for name in core.available_devices if "FP16" in core.get_property(name, "OPTIMIZATION_CAPABILITIES")
-    ]
-    device = capable[0] if capable else "CPU"
-    hints = {"INFERENCE_PRECISION_HINT": library.Type.f16}
-    compiled = core.compile_model(to_openvino(folder, batch), device, hints)
-    output = compiled([ids.numpy() for ids in inputs_of(batch).values()])[0]
-    nodes = [
-        {key: str(node.get_rt_info()[key].value) for key in ("layerType", "runtimePrecision")}
-        for node in compiled.get_runtime_model().get_ops()
-    ]
-    return torch.from_numpy(output).float(), arithmetic_of_graph(nodes)
-
-
-def to_openvino(folder: Path, batch: Batch) -> Any:
-    """Return a folder's model, its weights in fp32 as that converter wants them, as OpenVINO's own."""
     # What openvino.convert_model does, without the message that it sends to its makers.
     from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
-    frontend = FrontEndManager().load_by_framework("pytorch")
+    # Its converter wants weights in fp32.
     function, inputs = as_function(folder, torch.float32), tuple(inputs_of(batch).values())
+    frontend, core = FrontEndManager().load_by_framework("pytorch"), library.Core()
+    capable = (d for d in core.available_devices if "FP16" in core.get_property(d, "OPTIMIZATION_CAPABILITIES"))
+    device = next(capable, "CPU")
     with tracing():
         decoder = TorchScriptPythonDecoder(function, example_input=inputs)  # which must outlive the conversion
-        return frontend.convert(frontend.load(decoder))
+        model = frontend.convert(frontend.load(decoder))
+    compiled = core.compile_model(model, device, {"INFERENCE_PRECISION_HINT": library.Type.f16})
+    output = compiled(list(arrays_of(batch).values()))[0]
+    nodes = (node.get_rt_info() for node in compiled.get_runtime_model().get_ops())
+    said = [{key: str(info[key].value) for key in ("layerType", "runtimePrecision")} for info in nodes]
+    return torch.from_numpy(output).float(), arithmetic_of_graph(said)
 
 
 def arithmetic_of_graph(nodes: Iterable[Mapping[str, str]]) -> Arithmetic:
-    """Return the arithmetic of an executed graph, of whose nodes the layer's type and its precision are given."""
     layers = ((OPENVINO_TYPES.get(node["runtimePrecision"].lower()), node["layerType"]) for node in nodes)
-    return Arithmetic.counted(
-        ((kind, name in PRODUCTS) for kind, name in layers if kind and name not in OPENVINO_MOVES)
-    )
+    return counted((kind, name in PRODUCTS) for kind, name in layers if kind and name not in OPENVINO_MOVES)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
-
 
 RUNTIMES: dict[str, tuple[str, Callable[[Path, Layout, Batch], Outcome]]] = {
     "ctranslate2": ("ctranslate2", ctranslate2),
@@ -434,8 +360,9 @@ def measure(out: Path, source: Path, name: str) -> dict[str, Any]:
     batch = one_batch(config, probe.audit_batches(config, source, None))
     mask = batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask
 
+    @torch.no_grad()
     def expected(folder: Path, dtype: torch.dtype) -> Tensor:
-        values = in_torch(folder, dtype, batch)
+        values = as_function(folder, dtype)(*inputs_of(batch).values()).float()
         return log_probabilities(values, batch, config) if name == "ctranslate2" else values
 
     for side, folder in (("source", source), ("output", out)):
@@ -449,15 +376,14 @@ def measure(out: Path, source: Path, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print a row for each runtime."""
     out, source, *names = sys.argv[1:]
     sides = ("source", "output", "bf16")
-    print("| runtime | products | operations | source | output | bf16 | verdict |\n|---|---|---|---|---|---|---|")
+    print_header("runtime", "products", "operations", *sides, "verdict")
     for name in names or [name for name, (package, _) in RUNTIMES.items() if find_spec(package)]:
         found = measure(Path(out), Path(source), name)
         kinds = [", ".join(f"{n or ''} {kind}" for kind, n in found[key].items()) for key in ("products", "operations")]
         shown = [f"{found[s]['nonfinite']} not finite, {found[s]['error']:.2e}" for s in sides]
-        print("|", " | ".join([name, *kinds, *shown, found["verdict"]]), "|", flush=True)
+        print_row(name, *kinds, *shown, found["verdict"])
 
 
 if __name__ == "__main__":
