@@ -50,7 +50,6 @@ class Shape:
         return self.made_of.is_encoder_decoder and "Encoder" not in self.name
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor by its name."""
         with torch.device("meta"):
             model = getattr(transformers, self.name)(self.made_of)
         # transformers 5 ties the head of every T5; published ones have their own.
@@ -59,16 +58,13 @@ class Shape:
         return {name: tuple(tensor.shape) for name, tensor in (dict(model.named_parameters()) | kept).items()}
 
     def config(self) -> dict[str, Any]:
-        """Return what goes into config.json."""
         own = {key: value for key, value in self.values.items() if not isinstance(value, dict)}
         return self.made_of.to_dict() | own | {"architectures": [self.name], "dtype": "bfloat16"}
 
 
+# Keys of configs for how many layers a stack has.
 LAYERS = {"num_layers", "num_decoder_layers", "num_hidden_layers", "encoder_layers", "decoder_layers"}
-"""Keys of configs for how many layers a stack has."""
-
-BUFFERS = {"final_logits_bias"}
-"""Buffers that published files hold."""
+BUFFERS = {"final_logits_bias"}  # that published files hold
 
 
 def t5(name: str, d_model: int, d_ff: int, heads: int, vocabulary: int, layers: int, d_kv: int = 64) -> Shape:
@@ -87,21 +83,17 @@ def stack(width: int, d_ff: int, layers: int, heads: int, **more: Any) -> dict[s
 
 T5, MT5, GEMMA = "T5ForConditionalGeneration", "MT5ForConditionalGeneration", "Gemma3ForCausalLM"
 GEMMA_HEADS = {"head_dim": 256, "num_key_value_heads": 1, "sliding_window": 512, "vocab_size": 262_144}
+GEMMA_TEXT = stack(2560, 10_240, 34, 8, **GEMMA_HEADS | {"num_key_value_heads": 4, "sliding_window": 1024})
+GEMMA_TOWER = stack(1152, 4304, 27, 16, image_size=896, patch_size=14)
+GEMMA_BOTH = {"text_config": GEMMA_TEXT | {"vocab_size": 262_208}, "vision_config": GEMMA_TOWER}
 PEGASUS_STACK = {"layers": 16, "attention_heads": 16, "ffn_dim": 4096}
+PEGASUS = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in PEGASUS_STACK.items()}
+PEGASUS |= {"d_model": 1024, "vocab_size": 96103, "max_position_embeddings": 512, "decoder_start_token_id": 0}
 
 SHAPES: dict[str, Shape] = {
     "mt5-small": t5(MT5, 512, 1024, 6, 250112, 8),
     "pegasus-large": Shape(
-        "PegasusForConditionalGeneration",
-        {
-            "d_model": 1024,
-            **{f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in PEGASUS_STACK.items()},
-            "vocab_size": 96103,
-            "max_position_embeddings": 512,
-            "activation_function": "relu",
-            "scale_embedding": True,
-            "decoder_start_token_id": 0,
-        },
+        "PegasusForConditionalGeneration", {**PEGASUS, "activation_function": "relu", "scale_embedding": True}
     ),
     "umt5-xxl-encoder": t5("UMT5EncoderModel", 4096, 10240, 64, 256384, 24),
     "t5-v1_1-small": t5(T5, 512, 1024, 6, 32128, 8),
@@ -113,16 +105,7 @@ SHAPES: dict[str, Shape] = {
     "t5-v1_1-xxl-encoder": t5("T5EncoderModel", 4096, 10240, 64, 32128, 24),
     "gemma-3-270m": Shape(GEMMA, stack(640, 2048, 18, 4, **GEMMA_HEADS)),
     "gemma-3-1b": Shape(GEMMA, stack(1152, 6912, 26, 4, **GEMMA_HEADS)),
-    "gemma-3-4b": Shape(
-        "Gemma3ForConditionalGeneration",
-        {
-            "text_config": stack(
-                *(2560, 10_240, 34, 8), num_key_value_heads=4, head_dim=256, sliding_window=1024, vocab_size=262_208
-            ),
-            "vision_config": stack(1152, 4304, 27, 16, image_size=896, patch_size=14),
-            "mm_tokens_per_image": 256,
-        },
-    ),
+    "gemma-3-4b": Shape("Gemma3ForConditionalGeneration", {**GEMMA_BOTH, "mm_tokens_per_image": 256}),
     "qwen2.5-0.5b": Shape(
         "Qwen2ForCausalLM",
         stack(896, 4864, 24, 14, num_key_value_heads=2, vocab_size=151_936, tie_word_embeddings=True),
@@ -130,15 +113,12 @@ SHAPES: dict[str, Shape] = {
     "llama-3.1-8b": Shape("LlamaForCausalLM", stack(4096, 14_336, 32, 32, num_key_value_heads=8, vocab_size=128_256)),
 }
 
-NORMALS = 1 << 24
-"""How many different normal numbers weights are made of; more of them are repeated."""
-
+NORMALS = 1 << 24  # how many different normal numbers weights are made of; more of them are repeated
 ENTERING = (".wi_0.weight", ".wi_1.weight", ".fc1.weight", ".gate_proj.weight", ".up_proj.weight")
 LEAVING = (".wo.weight", ".fc2.weight", ".down_proj.weight")
 """The ends of the names of feed-forward weights, by whether their neurons are rows or columns."""
 
-OUTLIERS, IN, OUT = 3, 8.0, 64.0
-"""Neurons of every feed-forward that stand out, and the factors of their rows and of their output columns."""
+OUTLIERS, IN, OUT = 3, 8.0, 64.0  # neurons that stand out, the factors of their rows and of their output columns
 
 
 def write(folder: Path, shape: Shape, shards: int = 1, *, outliers: bool = False) -> int:
@@ -200,7 +180,6 @@ def weight(size: tuple[int, ...], normals: torch.Tensor) -> torch.Tensor:
 
 
 def sync(folder: Path) -> None:
-    """Flush every file of a folder to the disk."""
     for path in folder.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
