@@ -67,9 +67,9 @@ STEPS, SEARCHED = 40, 8  # gradient steps of a search, and of how many random mo
 MOST = 24  # largest exponent of what is multiplied
 
 
-def texts(file: str = "held_out.txt", between: str = "\n\n") -> list[str]:
+def texts(file: str = "held_out.txt") -> list[str]:
     """Return the texts on which checkpoints are judged."""
-    return [text for text in (DEMO / file).read_text(encoding="utf-8").split(between) if text][:TEXTS]
+    return (DEMO / file).read_text(encoding="utf-8").splitlines()[:TEXTS]
 
 
 # ---- trained ---------------------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def unmended(name: str, work: Path, steps: int) -> list[str]:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         tuned, out = finetune(recipe | {"precision": "fp32", "out": str(work / "fp32")}), "fp32"
     assert tuned is not None
-    files, cells = (texts(), texts("unlike.txt", "\n")), []
+    files, cells = (texts(), texts("unlike.txt")), []
     edited, written = ([judge(source, work / each, file, SEED) for file in files] for each in ("edited", out))
     for (text, unlike), dtype in ((edited, "bf16"), (edited, "fp16"), (written, "fp16")):
         kl = [getattr(text, f"kl_{dtype}_text"), getattr(unlike, f"kl_{dtype}_text")]

@@ -19,27 +19,18 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from models import DEMO
 from nai_t5 import T5EncoderStack, hf_to_based_t5_enc_state, to_based_config
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
-from peers import DATA
-from runtimes import all_in_fp16, as_function, inputs_of, tracing
+from results import print_header, print_row
+from runtimes import all_in_fp16, arrays_of, as_function, export, in_numpy, inputs_of
 from torch import Tensor
 
 from bf16_to_fp16 import convert
 from bf16_to_fp16.run.batch import Batch
 from bf16_to_fp16.run.stock import load, load_config
 
-SOURCE = DATA / "t5-gated-bytes"
+SOURCE = DEMO / "t5-gated-bytes"
 ROWS, LENGTH, TARGET = 8, 160, 48  # of the batches, in bytes
-LOAD = (torch.float32, torch.float16)
-
-
-class MatMul(OpRun):
-    """The operation of this name: a product accumulated in fp32 and rounded once."""
-
-    def _run(self, a: Any, b: Any) -> tuple[Any]:
-        return (np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype),)
 
 
 def batch_of(lines: list[bytes]) -> Batch:
@@ -50,25 +41,13 @@ def batch_of(lines: list[bytes]) -> Batch:
 
 def inputs() -> dict[str, Batch]:
     """Return two batches of held-out text, and one of spaces."""
-    lines = [line for line in (DATA / "held_out.txt").read_bytes().splitlines() if len(line) >= LENGTH][: 2 * ROWS]
+    lines = [line for line in (DEMO / "held_out.txt").read_bytes().splitlines() if len(line) >= LENGTH][: 2 * ROWS]
     return {"text": batch_of(lines[:ROWS]), "other": batch_of(lines[ROWS:]), "spaces": batch_of([b" " * LENGTH] * ROWS)}
 
 
-def exported(folder: Path, batch: Batch, place: Path) -> str:
-    given, path = inputs_of(batch), str(place / f"{folder.name}.onnx")
-    with tracing():
-        function = as_function(folder, torch.float32)
-        torch.onnx.export(
-            function, tuple(given.values()), path, input_names=list(given), output_names=["output"], dynamo=False
-        )
-    return path
-
-
 def kl(model: Any, batch: Batch, wanted: Tensor) -> str:
-    feeds = {name: ids.numpy() for name, ids in inputs_of(batch).items()}
-    with np.errstate(all="ignore"):
-        (output,) = ReferenceEvaluator(model, new_ops=[MatMul]).run(None, feeds)
-    said, true = torch.from_numpy(output).double().log_softmax(-1), wanted.double().log_softmax(-1)
+    said = torch.from_numpy(in_numpy(model, batch)["output"]).double().log_softmax(-1)
+    true = wanted.double().log_softmax(-1)
     found = float((true.exp() * (true - said)).sum(-1).mean())
     return f"{found:.1e}" if np.isfinite(found) else "not finite"
 
@@ -78,15 +57,15 @@ def with_autocast(batches: dict[str, Batch], out: Path, place: Path) -> None:
 
     with torch.no_grad():
         wanted = {name: as_function(SOURCE, torch.float32)(*inputs_of(b).values()) for name, b in batches.items()}
-    path = exported(SOURCE, batches["text"], place)
-    print("| ONNX file | seconds | casts to fp32 | KL on other text | on spaces |\n|---|--:|--:|--:|--:|")
+    path = export(SOURCE, batches["text"], str(place), torch.float32)
+    print_header("ONNX file", "seconds", "casts to fp32", "KL on other text", "on spaces")
     for what in ("text", "spaces"):
-        np.savez(place / what, **{name: ids.numpy() for name, ids in inputs_of(batches[what]).items()})
+        np.savez(place / what, **arrays_of(batches[what]))
         begun = time.perf_counter()
         model = convert_to_mixed_precision(path, data_max=65504, calibration_data=str(place / f"{what}.npz"))
         row(f"AutoCast, calibrated on {what}", model, batches, wanted, f"{time.perf_counter() - begun:.1f}")
     for what, folder in (("source, every node in fp16", SOURCE), ("`convert --target norm-safe`, the same", out)):
-        model = onnx.load(exported(folder, batches["text"], place))
+        model = onnx.load(export(folder, batches["text"], str(place), torch.float32))
         all_in_fp16(model)
         row(what, model, batches, wanted, "")
 
@@ -96,8 +75,7 @@ def row(what: str, model: Any, batches: dict[str, Batch], wanted: dict[str, Tens
         node.op_type == "Cast" and any(a.name == "to" and a.i == onnx.TensorProto.FLOAT for a in node.attribute)
         for node in model.graph.node
     )
-    other, spaces = (kl(model, batches[name], wanted[name]) for name in ("other", "spaces"))
-    print(f"| {what} | {seconds} | {widened} | {other} | {spaces} |", flush=True)
+    print_row(what, seconds, widened, *(kl(model, batches[name], wanted[name]) for name in ("other", "spaces")))
 
 
 def nai(folder: Path, dtype: torch.dtype, halvings: int = 0) -> Any:
@@ -130,10 +108,11 @@ def in_nai(batches: dict[str, Batch], out: Path) -> None:
             ("source in bf16", nai(SOURCE, torch.bfloat16)),
             ("converted", nai(out, torch.float16)),
         )
-        print("\n| nai-t5's encoder in fp16 | relative squared error of last states |\n|---|--:|")
+        print()
+        print_header("nai-t5's encoder in fp16", "relative squared error of last states")
         for what, model in rows:
             found = error(model)
-            print(f"| {what} | {f'{found:.1e}' if np.isfinite(found) else 'not finite'} |")
+            print_row(what, f"{found:.1e}" if np.isfinite(found) else "not finite")
 
 
 def main() -> None:

@@ -224,9 +224,9 @@ MOVES = {"Cast", "Constant", "Concat", "Expand", "Gather", "Identity", "Reshape"
 """Operations that compute nothing."""
 
 
-def export(folder: Path, batch: Batch, place: str) -> str:
-    """Write the checkpoint in ``folder``, every parameter in fp16, as an ONNX file for the shapes of a batch."""
-    inputs, function, path = inputs_of(batch), as_function(folder, torch.float16), f"{place}/model.onnx"
+def export(folder: Path, batch: Batch, place: str, dtype: torch.dtype = torch.float16) -> str:
+    """Write the checkpoint in ``folder``, every parameter in a dtype, as an ONNX file for the shapes of a batch."""
+    inputs, function, path = inputs_of(batch), as_function(folder, dtype), f"{place}/model.onnx"
     names: dict[str, Any] = {"input_names": list(inputs), "output_names": ["output"]}
     with tracing():
         # The other exporter takes ten times as long, and gives the same function.
@@ -237,19 +237,10 @@ def export(folder: Path, batch: Batch, place: str) -> str:
 # --- the ONNX reference: a product is accumulated in fp32 and rounded once --------------------------------------------
 
 
-def onnx_reference(folder: Path, layout: Layout, batch: Batch) -> Outcome:
-    """Turn what is fp32 in the file into fp16, constants and casts too, and run it node by node."""
-    import onnx
+def all_in_fp16(model: Any) -> None:
+    """Turn what is fp32 in an ONNX model into fp16, constants and casts too."""
     from onnx import TensorProto, numpy_helper
-    from onnx.reference import ReferenceEvaluator
-    from onnx.reference.op_run import OpRun
 
-    class MatMul(OpRun):
-        def _run(self, a: Any, b: Any) -> tuple[Any]:
-            return (np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype),)
-
-    with TemporaryDirectory() as place:
-        model = onnx.load(export(folder, batch, place))
     attributes = [(node.op_type, attribute) for node in model.graph.node for attribute in node.attribute]
     for tensor in (*model.graph.initializer, *(attribute.t for _, attribute in attributes if attribute.HasField("t"))):
         if tensor.data_type == TensorProto.FLOAT:
@@ -258,9 +249,30 @@ def onnx_reference(folder: Path, layout: Layout, batch: Batch) -> Outcome:
     for kind, attribute in attributes:
         if kind == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
             attribute.i = TensorProto.FLOAT16
+
+
+def in_numpy(model: Any, batch: Batch) -> dict[str, Any]:
+    """Return what every node of an ONNX model gives."""
+    from onnx.reference import ReferenceEvaluator
+    from onnx.reference.op_run import OpRun
+
+    class MatMul(OpRun):
+        def _run(self, a: Any, b: Any) -> tuple[Any]:
+            return (np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype),)
+
     with np.errstate(all="ignore"):  # infinities are what is looked for
         results = ReferenceEvaluator(model, new_ops=[MatMul]).run(None, arrays_of(batch), intermediate=True)
     assert isinstance(results, dict)
+    return results
+
+
+def onnx_reference(folder: Path, layout: Layout, batch: Batch) -> Outcome:
+    import onnx
+
+    with TemporaryDirectory() as place:
+        model = onnx.load(export(folder, batch, place))
+    all_in_fp16(model)
+    results = in_numpy(model, batch)
     nodes = [(str(results[node.output[0]].dtype), node.op_type) for node in model.graph.node]
     operations = ((kind, name in ("MatMul", "Gemm")) for kind, name in nodes if kind in FLOATS and name not in MOVES)
     return torch.from_numpy(results["output"]).float(), counted(operations)
