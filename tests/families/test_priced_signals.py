@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from support import exhaustive, tiny
 from support.contract import layout_of
 from support.priced import (
@@ -73,13 +72,3 @@ def test_exponents_before_a_homogeneous_function_move_what_they_say_and_nothing_
 @each_with_logits
 def test_exponents_of_logits_multiply_them_exactly_before_a_soft_cap(kind: str) -> None:
     check_every_axis(kind, check_logits, logits_of, Kind.LOGITS)
-
-
-@pytest.mark.parametrize("kind", ["pegasus", "mbart"])
-def test_a_bias_of_logits_is_under_these_tests(kind: str) -> None:
-    model, layout = model_of(kind)
-    name = layout.family.logits_bias
-    assert bool((model.get_buffer(name) != 0).all()) and any(
-        "logits_bias" in w for w, _ in left_out(layout, Kind.LOGITS)
-    )
-    assert layout.tensors[name].shape == torch.Size([1, layout.signals[LOGITS].size])

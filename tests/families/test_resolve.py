@@ -36,9 +36,14 @@ def test_what_no_file_can_help_is_refused_with_the_reason(model_type: str, reaso
     assert ";" in str(error.value)  # and what would help
 
 
-def test_an_unsupported_class_of_a_known_type_lists_the_known_ones() -> None:
+def test_no_class_or_an_unsupported_one_of_a_known_type_lists_the_known_ones_and_the_name_of_2020_is_one() -> None:
     with pytest.raises(UserError, match=r"T5ForImages.*T5EncoderModel"):
         family_of({"model_type": "t5", "architectures": ["T5ForImages"]})
+    source = ModelTensors(tiny.build("t5"))
+    del source.config["architectures"]
+    with pytest.raises(UserError, match="T5EncoderModel"):
+        resolve(source)
+    assert stock_class({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]}) == "T5ForConditionalGeneration"
 
 
 def test_a_tensor_that_is_missed_for_what_the_config_leaves_out_is_told_with_it() -> None:
@@ -81,17 +86,17 @@ def test_a_config_that_says_what_cannot_be_is_refused(kind: str, key: str, value
         resolve(source)
 
 
-def test_a_stored_copy_of_the_embedding_is_a_tied_head_and_a_different_one_is_not() -> None:
-    model = tiny.build("t5")
-    assert resolve(ModelTensors(model)).tied is True
-    other = tiny.untied(tiny.build("t5"))
-    assert resolve(ModelTensors(other)).tied is False
-
-
-def test_a_head_that_the_config_calls_apart_is_apart_though_its_values_are_the_embeddings() -> None:
-    source = ModelTensors(tiny.build("t5"))
+def test_only_the_embeddings_own_values_that_the_config_does_not_call_apart_are_a_tied_head() -> None:
+    """transformers 5 says that they are tied beside a head of its own."""
+    source, other, own = (ModelTensors(m) for m in (tiny.t5(), tiny.untied(tiny.t5()), tiny.gated()))
+    for each in (source, other, own):
+        each.config["architectures"] = ["T5ForConditionalGeneration"]
+    assert resolve(source).tied is True and resolve(other).tied is False
     source.config["tie_word_embeddings"] = False
     assert resolve(source).tied is False
+    for flag in (True, False):
+        own.config["tie_word_embeddings"] = flag
+        assert resolve(own).tied is False
 
 
 def test_an_explicit_output_scale_overrides_the_tie_flag() -> None:
@@ -140,22 +145,12 @@ def test_a_gain_correction_is_written_and_taken_back_by_the_inverse() -> None:
 
 def test_a_separated_t5_head_is_written_times_its_scale() -> None:
     layout = resolve(source := ModelTensors(tiny.build("t5", d_model=16)), untie=True)
-    assert {w.name: w.gain for w in writes(source, layout, Plan(family="t5")) if w.gain != 1} == {
-        "lm_head.weight": 0.25
-    }
-
-
-def test_the_tie_flag_does_not_decide() -> None:
-    """transformers 5 writes true beside a head of its own."""
-    source = ModelTensors(tiny.build("gated"))
-    for flag in (True, False):
-        source.config["tie_word_embeddings"] = flag
-        assert resolve(source).tied is False
+    gains = {w.name: w.gain for w in writes(source, layout, Plan(family="t5")) if w.gain != 1}
+    assert gains == {"lm_head.weight": 0.25}
 
 
 def test_an_embedding_that_differs_between_encoder_and_decoder_is_refused() -> None:
-    model = tiny.build("t5")
-    source = ModelTensors(model)
+    source = ModelTensors(tiny.build("t5"))
     source._state["decoder.embed_tokens.weight"] = torch.zeros(97, 24)
     with pytest.raises(UserError, match=r"decoder\.embed_tokens\.weight differs"):
         resolve(source)
@@ -187,17 +182,6 @@ def test_what_a_decoder_or_a_user_reads_of_the_first_stack_is_never_moved() -> N
 def test_the_residual_is_one_signal_for_the_whole_model() -> None:
     layout = resolve(ModelTensors(tiny.build("umt5")))
     assert [s.name for s in layout.signals.values() if s.kind is Kind.RESIDUAL] == [RESIDUAL]
-
-
-def test_a_config_that_names_no_class_says_what_to_add() -> None:
-    source = ModelTensors(tiny.build("t5"))
-    del source.config["architectures"]
-    with pytest.raises(UserError, match="T5EncoderModel"):
-        resolve(source)
-
-
-def test_the_class_name_of_2020_is_known() -> None:
-    assert stock_class({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]}) == "T5ForConditionalGeneration"
 
 
 @pytest.mark.parametrize(
