@@ -91,6 +91,7 @@ def test_a_step_that_a_finetune_skipped_and_infinity_are_no_numbers_in_its_log(t
         ("utf.csv", b"loss\n\xff\n", "can't decode byte 0xff"),
         ("log.txt", b"loss 3\n", "unknown kind of log '.txt'"),
         ("run.wandb", b":W&B", "unknown kind of log '.wandb'"),
+        ("", None, "no trainer_state.json and no log.jsonl in the folder"),
     ],
 )
 def test_a_bad_log_is_one_line_of_what_to_do(tmp_path: Path, name: str, content: bytes | None, wanted: str) -> None:
@@ -102,8 +103,3 @@ def test_a_bad_log_is_one_line_of_what_to_do(tmp_path: Path, name: str, content:
     message = str(caught.value)
     assert message.startswith(f"{path}: ") and "\n" not in message
     assert wanted in message
-
-
-def test_a_folder_without_a_log_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no trainer_state\.json and no log\.jsonl in the folder"):
-        read_log(tmp_path)

@@ -93,13 +93,15 @@ def test_weights_are_fetched_without_the_token_going_elsewhere(hub: HubServer) -
     assert hub.count("^GET /cdn/") >= 2 and hub.leaks == []
 
 
-@pytest.fixture
-def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passing_fault_is_waited_for_and_one_that_lasts_is_one_line(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub_module, "WAITS", (0.0, 0.0, 0.0))
-
-
-@pytest.mark.usefixtures("no_waits")
-def test_a_passing_fault_is_waited_for(hub: HubServer) -> None:
+    hub.faults.append(Fault("GET", "/api/models/", 500, times=99))
+    assert "answers 500; run the same command again later" in error_at("org/theirs", hub)
+    with pytest.raises(UserError, match="the Hub cannot be reached"):
+        open_checkpoint("org/good", endpoint="http://127.0.0.1:9")
+    hub.faults.clear()
     hub.faults.append(Fault("GET", "/api/models/org/theirs/revision", 500, times=2))
     hub.faults.append(Fault("GET", "/tree/", 429))
     assert open_checkpoint("org/theirs", endpoint=hub.endpoint).revision and not any(f.times for f in hub.faults)
@@ -198,7 +200,9 @@ def fetched(hub: HubServer, files: dict[str, bytes]) -> list[str]:
     return sorted(contents(opened.folder))
 
 
-def test_weights_that_stock_code_would_not_read_are_not_fetched(hub: HubServer) -> None:
+def test_only_what_stock_code_would_read_is_fetched_shards_and_pickles_where_there_is_nothing_better(
+    hub: HubServer,
+) -> None:
     files = {
         "modules.json": json.dumps([{"path": ""}, {"path": "2_Dense"}]).encode(),
         "2_Dense/model.safetensors": b"x",
@@ -210,9 +214,6 @@ def test_weights_that_stock_code_would_not_read_are_not_fetched(hub: HubServer) 
     }
     others = dict.fromkeys(("model.fp16.safetensors", "pytorch_model.bin", "tf_model.h5"), b"x")
     assert fetched(hub, files | others) == sorted([*files, "config.json"])
-
-
-def test_shards_and_pickles_are_fetched_where_there_is_nothing_better(hub: HubServer) -> None:
     shards = {
         "model.safetensors.index.json": b'{"weight_map": {"w": "shard.safetensors"}}',
         "shard.safetensors": save({"w": torch.ones(2)}),
@@ -221,14 +222,6 @@ def test_shards_and_pickles_are_fetched_where_there_is_nothing_better(hub: HubSe
     pickled = io.BytesIO()
     torch.save({"w": torch.ones(2)}, pickled)
     assert fetched(hub, {"pytorch_model.bin": pickled.getvalue()}) == ["config.json", "pytorch_model.bin"]
-
-
-@pytest.mark.usefixtures("no_waits")
-def test_a_hub_that_fails_all_the_time_is_one_line(hub: HubServer) -> None:
-    hub.faults.append(Fault("GET", "/api/models/", 500, times=99))
-    assert "answers 500; run the same command again later" in error_at("org/theirs", hub)
-    with pytest.raises(UserError, match="the Hub cannot be reached"):
-        open_checkpoint("org/good", endpoint="http://127.0.0.1:9")
 
 
 PAGE = b"<!DOCTYPE html><html><body>Log in</body></html>"
@@ -314,7 +307,7 @@ def test_verify_fetches_one_commit_whatever_comes_meanwhile(
     assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
 
 
-def test_verify_needs_a_report_and_room(
+def test_verify_needs_a_report_room_and_the_right_to_read(
     hub: HubServer, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match="org/theirs has no fp16_report"):
@@ -329,12 +322,6 @@ def test_verify_needs_a_report_and_room(
     assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10, 10, 0))
     assert verify("me/out", endpoint=hub.endpoint, run_model=False)["verified"]
-
-
-def test_verify_of_anothers_private_repository_is_refused(
-    hub: HubServer, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.add("me/out", published)
     monkeypatch.setenv("HF_TOKEN", OTHER)
     with pytest.raises(UserError, match="me/out is neither a folder here nor a repository"):
         verify("me/out", endpoint=hub.endpoint)

@@ -21,13 +21,6 @@ from bf16_to_fp16.errors import UserError
 CONFIG = {"model_type": "t5", "d_model": 4}
 
 
-def test_a_pointer_of_git_lfs_is_told_for_what_it_is(folder: Path) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    (folder / "model.safetensors").write_text(pointer)
-    with pytest.raises(UserError, match=r"pointer of Git LFS .* run git lfs pull"):
-        open_checkpoint(folder)
-
-
 def test_the_sizes_by_which_headers_are_checked_are_those_of_torch() -> None:
     assert SAFETENSORS_DTYPES.keys() <= ITEM_SIZES.keys() and all(
         dtype.itemsize == ITEM_SIZES[name] for name, dtype in SAFETENSORS_DTYPES.items()
@@ -278,6 +271,7 @@ BAD_WEIGHTS: dict[str, tuple[bytes, str]] = {
     "length beyond the file": (b"\xff" * 64, "does not fit"),
     "header of more than 8 MB": ((8_000_001).to_bytes(8, "little") + bytes(8_000_100), "longer than the 8000000"),
     "bitsandbytes weights": (save({"a": torch.ones(2, dtype=torch.uint8)}), "quantised"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", r"Git LFS .* run git lfs pull"),
     "int8 weights": (save({"a": torch.ones(2, dtype=torch.int8)}), "quantised"),
     "fp8 weights": (save({"a": torch.ones(2).to(torch.float8_e4m3fn)}), "quantised"),
 }

@@ -150,12 +150,6 @@ def test_a_tokenizer_inside_a_file_comes_out_byte_for_byte_and_is_no_quantised_w
     same(tmp_path / "back", encoder("umt5-encoder"))
 
 
-def test_fp8_is_refused(tmp_path: Path) -> None:
-    file = tools.write(tmp_path / "t5xxl_fp8_e4m3fn_scaled.safetensors", tools.in_fp8(tools.stored(encoder())))
-    with pytest.raises(UserError, match="F8_E4M3, quantised; give the checkpoint it was quantised from"):
-        open_checkpoint(file)
-
-
 def test_the_config_is_told_from_names_and_shapes(t5: Path, umt5: Path) -> None:
     for path, kind, model_type in ((t5, "t5-encoder", "t5"), (umt5, "umt5-encoder", "umt5")):
         opened, config = open_checkpoint(path), encoder(kind).config
@@ -221,6 +215,10 @@ def without(*endings: str) -> Any:
     return lambda tensors: {n: t for n, t in tensors.items() if not n.endswith(endings)}
 
 
+def in_fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n: t.to(torch.float8_e4m3fn) if "DenseReluDense" in n else t for n, t in tensors.items()}
+
+
 def with_vocabulary(size: int) -> Any:
     """Return a change of the number of rows of the embedding."""
     return lambda tensors: tensors | {"shared.weight": torch.zeros(size, 24, dtype=torch.bfloat16)}
@@ -236,6 +234,12 @@ BROKEN = {
     "a tensor missing": (without("block.1.layer.1.DenseReluDense.wo.weight"), "wo.weight is missing"),
     "a stranger": (lambda t: t | {"vision.weight": torch.ones(2)}, "vision.weight is not part of"),
     "codes": (lambda t: t | {"encoder.x": torch.ones(2, dtype=torch.int8)}, "is I8, quantised"),
+    "scaled fp8": (
+        lambda t: (
+            in_fp8(t) | {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn), "x.scale_weight": torch.ones(())}
+        ),
+        "F8_E4M3, quantised; give the checkpoint it was quantised from",
+    ),
     "no T5": (lambda t: {"model.weight": torch.ones(2)}, "no T5 in it, by its stock names or Wan's"),
 }
 

@@ -290,10 +290,6 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
-def assert_nothing_left(out: Path) -> None:
-    assert list(out.iterdir()) == []
-
-
 @pytest.mark.parametrize("call", ["write", "fsync"])
 def test_a_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     checkpoint = mixed(tmp_path / "in")
@@ -311,7 +307,7 @@ def test_a_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(writer, "FLUSHED", 1 << 16)
     with pytest.raises(UserError, match=r"model-0000\d-of-00002.safetensors: Input/output error"):
         write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out")
-    assert_nothing_left(tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
@@ -324,7 +320,7 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out", advance=interrupt)
-    assert_nothing_left(tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_file_that_is_there_already_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:

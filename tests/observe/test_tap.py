@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import exhaustive, tiny
+from support import exhaustive
 from support.observed import padded, sites_of
+from support.penalised import built
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -28,12 +29,6 @@ NOT_HANDED_OVER = (
     ":weight",  # a copy of one, made by autocast
 )
 BLOCK = "encoder.block.1.layer.0.SelfAttention"
-
-
-def built(kind: str, train: bool = False) -> Any:
-    model = tiny.build(kind, factor=1.0).train(train)
-    model.set_attn_implementation("eager")
-    return model
 
 
 def tapped(model: nn.Module, batch: Any, forward: Any = None) -> dict[str, float]:

@@ -294,7 +294,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(dtype: torch.dtype, how: str,
     assert same(everything(params, optimizer), everything(again, resumed))
 
 
-def test_a_loaded_state_is_a_copy_and_other_seeds_differ() -> None:
+def test_a_loaded_state_is_a_copy_that_does_not_say_how_to_compute_and_other_seeds_differ() -> None:
     params = parameters(BF16)
     optimizer = AdamW(params)
     run(params, optimizer, range(2))
@@ -311,13 +311,8 @@ def test_a_loaded_state_is_a_copy_and_other_seeds_differ() -> None:
     unlike.param_groups[0]["seed"] = 1
     run(third, unlike, range(2, 4))
     assert not same(everything(twin, other), everything(third, unlike))
-
-
-def test_how_to_compute_is_not_taken_from_a_state() -> None:
-    optimizer = AdamW(parameters(BF16, [(3,)]))
-    optimizer.load_state_dict(AdamW(parameters(BF16, [(3,)]), compile=True, rounding="nearest").state_dict())
-    assert optimizer.param_groups[0]["compile"] is None
-    assert optimizer.param_groups[0]["rounding"] == "nearest"
+    unlike.load_state_dict(AdamW(third, compile=True, rounding="nearest").state_dict())
+    assert (unlike.param_groups[0]["compile"], unlike.param_groups[0]["rounding"]) == (None, "nearest")
 
 
 def test_the_state_of_torchs_adamw_loads_in_full_precision() -> None:
@@ -470,15 +465,6 @@ def test_gradscaler_divides_its_scale_out_and_skips_a_step_with_inf() -> None:
     assert same(everything(params, optimizer), everything(plain, reference))
 
 
-def test_a_loss_scale_of_0_is_an_error() -> None:
-    params = parameters(FP16, [(3,)])
-    optimizer = AdamW(params)
-    give_gradients(params, 0)
-    optimizer.grad_scale = torch.tensor(0.0)  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match="loss scale is 0"):
-        optimizer.step()
-
-
 def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
     parameter = nn.Parameter(torch.ones(3, dtype=BF16))
     optimizer = AdamW([parameter], lr=0.1)
@@ -529,7 +515,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_bad_parameters_and_gradients_are_refused() -> None:
+def test_bad_parameters_gradients_states_and_scales_are_refused() -> None:
     with pytest.raises(UserError, match=r"float64.*give bf16, fp16 or fp32"):
         AdamW([nn.Parameter(torch.ones(2, dtype=torch.float64))])
     with pytest.raises(UserError, match="empty parameter list"):
@@ -542,13 +528,12 @@ def test_bad_parameters_and_gradients_are_refused() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(UserError, match="sparse=False"):
         AdamW(embedding.parameters()).step()
-
-
-def test_the_state_of_another_model_is_refused() -> None:
-    optimizer = AdamW(parameters(BF16, [(3,)]))
     run(optimizer.param_groups[0]["params"], optimizer, range(1))
     with pytest.raises(UserError, match=r"shape \(3,\), here it has \(4,\)"):
         AdamW(parameters(BF16, [(4,)])).load_state_dict(optimizer.state_dict())
+    optimizer.grad_scale = torch.tensor(0.0)  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="loss scale is 0"):
+        optimizer.step()
 
 
 def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -126,12 +127,9 @@ def rounded(
 # ---- what others got wrong -----------------------------------------------------------------------------------------
 
 
-def ulp(x: Tensor, dtype: torch.dtype, subnormals: bool = True) -> Tensor:
-    exponent = x.abs().clamp(min=2.0**-140).log2().floor()
-    significand = 7 if dtype == BF16 else 10
-    return torch.exp2(
-        (exponent if not subnormals else exponent.clamp(min=-126 if dtype == BF16 else -14)) - significand
-    )
+def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    least, significand = (-126, 7) if dtype == BF16 else (-14, 10)
+    return torch.exp2(x.abs().clamp(min=2.0**-140).log2().floor().clamp(min=least) - significand)
 
 
 def floor_in_fp32(x: Tensor, bits: Tensor) -> Tensor:
@@ -159,30 +157,17 @@ def subnormals_dropped(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.abs() < 2.0**-14, x * 0, rounding.stochastic(x, FP16, bits))
 
 
-def always_nearest(x: Tensor, bits: Tensor) -> Tensor:
-    return rounding.nearest(x, BF16)
-
+UNSATURATED = "too large a value is not saturated, or inf is not kept"
+MOVED, UNLIKELY, LOST = "a value of the format moved", "the probability is wrong", "a NaN became a number"
 
 MISTAKES: dict[str, tuple[Round, torch.dtype, set[str]]] = {
-    "floor(x/ulp + rand) in fp32": (
-        floor_in_fp32,
-        FP16,
-        {"the probability is wrong", "too large a value is not saturated, or inf is not kept"},
-    ),
-    "uniform draws in the low dtype": (uniform_in_low_precision, BF16, {"a value of the format moved"}),
+    "floor(x/ulp + rand) in fp32": (floor_in_fp32, FP16, {UNLIKELY, UNSATURATED}),
+    "uniform draws in the low dtype": (uniform_in_low_precision, BF16, {MOVED}),
     "fp16 subnormals as normals": (subnormals_as_normals, FP16, {"the probability of a subnormal is wrong"}),
-    "fp16 subnormals as 0": (subnormals_dropped, FP16, {"a value of the format moved"}),
-    "add and mask, bf16": (
-        lambda x, bits: add_and_mask(x, bits, 16),
-        BF16,
-        {"a NaN became a number", "too large a value is not saturated, or inf is not kept"},
-    ),
-    "add and mask, fp16": (
-        lambda x, bits: add_and_mask(x, bits, 13),
-        FP16,
-        {"a NaN became a number", "too large a value is not saturated, or inf is not kept"},
-    ),
-    "to nearest": (always_nearest, BF16, {"the probability is wrong"}),
+    "fp16 subnormals as 0": (subnormals_dropped, FP16, {MOVED}),
+    "add and mask, bf16": (partial(add_and_mask, cut=16), BF16, {LOST, UNSATURATED}),
+    "add and mask, fp16": (partial(add_and_mask, cut=13), FP16, {LOST, UNSATURATED}),
+    "to nearest": (lambda x, bits: rounding.nearest(x, BF16), BF16, {UNLIKELY}),
 }
 
 
@@ -195,9 +180,6 @@ def test_known_mistakes_are_caught(name: str) -> None:
 @DTYPES
 def test_stochastic_rounding_is_exact(dtype: torch.dtype) -> None:
     assert faults(lambda x, bits: rounding.stochastic(x, dtype, bits), dtype) == []
-
-
-# ---- statistics of real draws --------------------------------------------------------------------------------------
 
 
 # ---- the other roundings -------------------------------------------------------------------------------------------

@@ -42,10 +42,12 @@ def write_card(path: Path, source: Checkpoint, report: dict[str, Any]) -> None:
     cards.write_card(path, read(Report, report | {"source": origin}), source.config)
 
 
-def checkpoint(folder: Path, *, readme: str | None = None, revision: str | None = None, **config: Any) -> Checkpoint:
+def checkpoint(
+    folder: Path, *, readme: str | bytes | None = None, revision: str | None = None, **config: Any
+) -> Checkpoint:
     """Return a source in ``folder`` with a card of its own or none."""
     if readme is not None:
-        (folder / "README.md").write_text(readme)
+        (folder / "README.md").write_bytes(readme.encode() if isinstance(readme, str) else readme)
     config = {"architectures": ["T5ForConditionalGeneration"]} | config
     return Checkpoint(folder, "someone/summariser-large@v2", revision, config, {}, (), None)
 
@@ -93,26 +95,17 @@ def test_front_matter_is_inherited_from_the_sources_card(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "readme",
     [
-        None,
-        "# no front matter",
-        "---\nlicense: [\n---\n",
-        "---\n- a list\n---\n",
-        "---\nlicense: 3\ntags: {a: b}\n---\n",
+        *(None, "# no front matter", "---\nlicense: [\n---\n", "---\n- a list\n---\n"),
+        *("---\nlicense: 3\ntags: {a: b}\n---\n", b"---\nlicense: \xff\xfe\n---\n"),
     ],
 )
-def test_what_the_source_does_not_say_is_not_invented(tmp_path: Path, readme: str | None) -> None:
+def test_what_the_source_does_not_say_is_not_invented(tmp_path: Path, readme: str | bytes | None) -> None:
     written = card(tmp_path, fakes.conversion(), readme=readme)
     data = written.data.to_dict()
     assert data.pop("model-index")
     assert data == {"library_name": "transformers", "tags": ["fp16", "bf16-to-fp16"]}
     assert "names a licence, so none is given here" in written.text
     assert "names languages, so none are given here either" in written.text
-
-
-def test_a_card_that_is_not_text_says_nothing(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_bytes(b"---\nlicense: \xff\xfe\n---\n")
-    write_card(tmp_path / "out.md", checkpoint(tmp_path), fakes.conversion())
-    assert "license" not in ModelCard.load(tmp_path / "out.md").data.to_dict()
 
 
 def test_a_pipelines_card_counts_for_the_model_inside_it(tmp_path: Path) -> None:
@@ -132,14 +125,23 @@ def test_an_unsafe_verdict_is_the_first_line(tmp_path: Path) -> None:
     # What was observed to be unsafe is no reason to speak of headroom.
     assert "which is what headroom is for" not in written.text and written.text.count("Unsafe in fp16") == 1
     assert ".half()\n" not in written.text and "`.half()` is not safe" in written.text
+    assert "so that its activations fit fp16" not in written.text and "which was not enough for fp16" in written.text
 
 
-def test_channels_that_share_one_exponent_are_told_it_once(tmp_path: Path) -> None:
+def test_of_a_plan_a_shared_exponent_is_told_once_what_is_inexact_not_called_exact_and_what_is_long_left_out(
+    tmp_path: Path,
+) -> None:
     report = fakes.conversion()
+    assert "leaves every bit" in card(tmp_path, report).text
+    report["plan"] |= {"gain_correction": {"a.weight": 1.01}}
+    assert "leaves every bit" not in card(tmp_path, report).text
     moved = report["plan"]["exponents"]
     report["plan"]["exponents"] = {k: [e and -3 for e in v] if isinstance(v, list) else v for k, v in moved.items()}
     text = card(tmp_path, report).text
     assert "12 of 512 channels moved, exponent −3\n" in text and "−3 to" not in text
+    report["plan"]["exponents"]["a.value"] = [i % 2 for i in range(100_000)]
+    text = card(tmp_path, report).text
+    assert len(text) < 50_000 and "The plan is too long for a card." in text
 
 
 def test_a_safe_verdict_comes_with_its_figures(tmp_path: Path) -> None:
@@ -150,18 +152,12 @@ def test_a_safe_verdict_comes_with_its_figures(tmp_path: Path) -> None:
     assert all(figure in text for figure in shown)
     assert "bf16-to-fp16 convert someone/summariser-large out\nbf16-to-fp16 undo DIR OUT" in text
     assert "Licence as" not in text and "bf16-to-fp16 verify DIR" in text
+    assert "so that its activations fit fp16" in text and "which was not enough for fp16" not in text
 
 
 @pytest.mark.parametrize(("family", "said"), [("t5", True), ("umt5", True), ("pegasus", False)])
 def test_the_note_on_wo_is_for_families_that_keep_it(tmp_path: Path, family: str, said: bool) -> None:
     assert ("_keep_in_fp32_modules" in card(tmp_path, fakes.conversion() | {"family": family}).text) is said
-
-
-def test_an_inexact_plan_is_not_called_exact(tmp_path: Path) -> None:
-    report = fakes.conversion()
-    assert "leaves every bit" in card(tmp_path, report).text
-    report["plan"] |= {"gain_correction": {"a.weight": 1.01}}
-    assert "leaves every bit" not in card(tmp_path, report).text
 
 
 def test_hostile_names_cannot_leave_their_place(tmp_path: Path) -> None:
@@ -299,13 +295,6 @@ def test_the_plan_stands_in_the_card_in_full(tmp_path: Path) -> None:
     assert shown["residual_exponent"] == -3 and shown["eps"] == 1.5625e-8
 
 
-def test_a_plan_too_long_for_a_card_is_left_to_the_report(tmp_path: Path) -> None:
-    report = fakes.conversion()
-    report["plan"]["exponents"]["a.value"] = [i % 2 for i in range(100_000)]
-    text = card(tmp_path, report).text
-    assert len(text) < 50_000 and "The plan is too long for a card." in text
-
-
 def test_a_finetunes_card_has_the_recipe_and_the_originals_name(tmp_path: Path) -> None:
     report = fakes.conversion() | {"finetune": {"recipe": {"source": "someone/summariser-large", "steps": 5}}}
     written = card(tmp_path, report)
@@ -360,10 +349,3 @@ def test_card_and_page_begin_with_what_was_measured_on_what(tmp_path: Path) -> N
     report["environment"]["devices"] = {"audit": ["cuda:0 (a card)", "cpu"]}
     said = "Measured on: cuda:0 (a card) and CPU, 4 batches (long, padded)."
     assert card(tmp_path, report).text.split("\n\n")[1] == prose(said) and said in page.render(read(Report, report))
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_an_unsafe_card_does_not_say_that_activations_fit(tmp_path: Path, safe: bool) -> None:
-    said = card(tmp_path, fakes.conversion(safe=safe)).text
-    assert ("so that its activations fit fp16" in said) == safe
-    assert ("which was not enough for fp16" in said) != safe

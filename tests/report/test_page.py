@@ -3,28 +3,17 @@
 import math
 import re
 import sys
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fakes, tiny
+from support import fakes, pages, tiny
 from support.contract import layout_of
-from support.pages import (
-    HOSTILE,
-    Page,
-    attacked,
-    bound,
-    certificate,
-    certified,
-    finetuned,
-    hostile,
-    render,
-    requests,
-    table,
-    text_of,
-)
+from support.pages import Page, certified, finetuned, hostile, render, table, text_of
 
+from bf16_to_fp16 import wording
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.places import places
 from bf16_to_fp16.families.roles import STACKS, stack_in
@@ -38,19 +27,6 @@ from bf16_to_fp16.report import figures as pictures
 from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, Report, SignalEntry, read
 from bf16_to_fp16.report.site_table import MOST_ROWS
 from bf16_to_fp16.report.text import MOST_UNCERTIFIED
-from bf16_to_fp16.wording import (
-    about,
-    bits,
-    bound_magnitude,
-    excess,
-    headroom,
-    magnitude,
-    percent,
-    power,
-    significant_bits,
-    tightness,
-    times,
-)
 
 pytestmark = pytest.mark.usefixtures("pictures")
 
@@ -67,23 +43,28 @@ def brackets(sites: list[dict[str, Any]], stack: str) -> list[pictures.Bracket]:
     return pictures.brackets([read(BoundEntry, site) for site in sites], stack)
 
 
-def bracket_pictures(made: dict[str, Any]) -> list[pictures.Picture]:
-    return pictures.bracket_pictures(read(CertificateEntry, made))
+def drawn_bracket(found: float, top: float) -> str:
+    """Return the picture of a certificate that bounds one residual by ``top``."""
+    made = pages.certificate(blocks=1) | {"sites": [pages.bound("encoder.block.0.layer.0:add", "residual", top, found)]}
+    return str(pictures.bracket_pictures(read(CertificateEntry, made))[0].svg)
 
 
-def test_a_whole_report_gives_every_section() -> None:
+def test_a_whole_report_gives_every_section_with_its_exponents_counted_by_kind() -> None:
     page = Page(render(fakes.conversion()))
     assert page.open == []
     assert page.sections == ["results", "picture", "changes", "sites", "provenance"]
     assert "Safe in fp16: nothing overflowed or saturated in stock, amp and half" in page.text
     assert "1.9 bits" in page.text and "about 40 × closer" in page.text and "99.9999%" in page.text
     assert len(page.labels) == 2
+    assert "values: 12 of 512 channels moved, exponents −2 to +1" in page.text
+    assert "neurons: 24 of 1,024 channels moved, exponents −4 to −1" in page.text
+    assert "norm outputs: whole signals: 1 by 2⁻²" in page.text
 
 
 def test_the_page_loads_nothing_and_forbids_loading() -> None:
     html = render(fakes.conversion(safe=False))
-    assert requests(html) == []
-    assert requests(html.replace("data:,", "https://example.org/icon.png")) == ["https://example.org/icon.png"]
+    assert pages.requests(html) == []
+    assert pages.requests(html.replace("data:,", "https://example.org/icon.png")) == ["https://example.org/icon.png"]
     policy = next(a["content"] for _, a in Page(html).tags if a.get("http-equiv") == "Content-Security-Policy")
     parts = {part.split()[0]: part.split()[1:] for part in str(policy).split(";")}
     assert parts.pop("default-src") == parts.pop("base-uri") == parts.pop("form-action") == ["'none'"]
@@ -93,17 +74,14 @@ def test_the_page_loads_nothing_and_forbids_loading() -> None:
     assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink", source}
 
 
-def test_hostile_names_stay_text() -> None:
+def test_hostile_names_and_markdown_in_names_stay_text() -> None:
     for report in (fakes.conversion(), certified(top=1e6)):
         html = render(hostile(report))
         page = Page(html)
-        assert page.open == [] and requests(html) == []
+        assert page.open == [] and pages.requests(html) == []
         assert sum(tag == "script" for tag, _ in page.tags) == 1 and not any(tag == "img" for tag, _ in page.tags)
         assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
-        assert "alert(" not in page.scripts[0] and HOSTILE in "".join(page.words)
-
-
-def test_markdown_of_names_is_text_on_the_page() -> None:
+        assert "alert(" not in page.scripts[0] and pages.HOSTILE in "".join(page.words)
     report = fakes.conversion()
     report["source"]["config_changes"] = {"*a* `b` <i>c</i> [d](https://e.org)": {"before": 1, "after": 2}}
     page = Page(render(report))
@@ -118,14 +96,6 @@ def test_the_provenance_says_where_from_by_what_and_where_it_ran() -> None:
     source, command = report["source"], report["command"]
     assert all(said in text for said in (source["path"], source["revision"], command, "9.9", "not installed"))
     assert "device of the audit" in text and "cuda:0, then cpu" in text
-
-
-def test_the_pictures_of_an_audit_are_of_pure_fp16_where_that_ran() -> None:
-    report = fakes.audit()
-    report["regimes"]["stock"]["sites"][0]["amax"] = 3.0
-    assert "block by block, in half" in Page(render(report)).text
-    del report["regimes"]["half"]
-    assert "block by block, in stock" in Page(render(report)).text
 
 
 def test_an_unsafe_report_names_the_site_its_regime_and_the_remedy() -> None:
@@ -146,10 +116,14 @@ def test_a_safe_report_with_a_thin_margin_is_not_called_unsafe() -> None:
     assert "Under their limit by less than the margin" in text and "No exponent brings" not in text
 
 
-def test_an_audit_has_a_page_without_plan_weights_and_fidelity() -> None:
-    page = Page(render(fakes.audit()))
+def test_an_audit_has_a_page_without_plan_weights_and_fidelity_with_pictures_of_pure_fp16_where_that_ran() -> None:
+    report = fakes.audit()
+    report["regimes"]["stock"]["sites"][0]["amax"] = 3.0
+    page = Page(render(report))
     assert page.sections == ["results", "blocks", "sites", "provenance"]
-    assert "bf16-to-fp16 convert SOURCE OUT" in page.text
+    assert "bf16-to-fp16 convert SOURCE OUT" in page.text and "block by block, in half" in page.text
+    del report["regimes"]["half"]
+    assert "block by block, in stock" in text_of(report)
     names = ["headroom in pure fp16", "values not finite", "values saturated"]
     assert [f.name for f in figures(fakes.audit())] == names
 
@@ -223,13 +197,6 @@ def test_every_site_is_in_the_table_in_the_regime_where_it_has_least_headroom() 
     assert len(rows) == 2 * 9 * 16 + 1 and rows[0][:3] == [least, "amp", "60,000"]
 
 
-def test_exponents_are_counted_by_kind() -> None:
-    text = Page(render(fakes.conversion())).text
-    assert "values: 12 of 512 channels moved, exponents −2 to +1" in text
-    assert "neurons: 24 of 1,024 channels moved, exponents −4 to −1" in text
-    assert "norm outputs: whole signals: 1 by 2⁻²" in text
-
-
 # --- the certificate -------------------------------------------------------------------------------------------------
 
 
@@ -249,10 +216,10 @@ def test_a_picture_shows_the_largest_of_each_block_and_kind() -> None:
 
 def test_the_only_stack_of_a_family_has_its_brackets_and_its_head() -> None:
     sites = [
-        bound("model.layers.1:add", "residual", 8.0, 4.0),
-        bound("model.layers.1:add#2", "residual", 7.0, 3.0),
-        bound("model.layers.1.self_attn.o_proj", "output", 5.0, 4.0),
-        bound("lm_head", "logits", 9.0, 4.0),
+        pages.bound("model.layers.1:add", "residual", 8.0, 4.0),
+        pages.bound("model.layers.1:add#2", "residual", 7.0, 3.0),
+        pages.bound("model.layers.1.self_attn.o_proj", "output", 5.0, 4.0),
+        pages.bound("lm_head", "logits", 9.0, 4.0),
     ]
     drawn = {b.series.css: (b.block, b.found, b.bound) for stack in STACKS for b in brackets(sites, stack)}
     assert drawn == {"stream": (1, 4.0, 8.0), "attention": (1, 4.0, 5.0), "scores": (None, 4.0, 9.0)}
@@ -260,10 +227,9 @@ def test_the_only_stack_of_a_family_has_its_brackets_and_its_head() -> None:
 
 def test_a_bracket_lies_between_the_worst_found_and_the_bound_on_a_log2_axis() -> None:
     def heights(found: float, top: float) -> list[float]:
-        made = certificate(blocks=1) | {"sites": [bound("encoder.block.0.layer.0:add", "residual", top, found)]}
-        svg = str(bracket_pictures(made)[0].svg)
         # Paths in the colour of the stream from one point to another are its brackets.
-        paths = re.findall(r'd="M [\d.]+ ([\d.]+) \nL [\d.]+ ([\d.]+) \n" clip-path="[^"]*" style="[^"]*--stream', svg)
+        path = r'd="M [\d.]+ ([\d.]+) \nL [\d.]+ ([\d.]+) \n" clip-path="[^"]*" style="[^"]*--stream'
+        paths = re.findall(path, drawn_bracket(found, top))
         assert len(paths) == 1
         return sorted(float(y) for y in paths[0])
 
@@ -274,11 +240,8 @@ def test_a_bracket_lies_between_the_worst_found_and_the_bound_on_a_log2_axis() -
 
 
 def test_an_overflow_that_was_found_is_a_cross_where_the_bound_allows_it() -> None:
-    def crosses(top: float) -> int:
-        made = certificate(blocks=1) | {"sites": [bound("encoder.block.0.layer.0:add", "residual", top, 65536.0)]}
-        return str(bracket_pictures(made)[0].svg).count("stroke: var(--limit); stroke-width: 1.3")
-
-    assert crosses(1e6) > 0 and crosses(100.0) == 0
+    cross = "stroke: var(--limit); stroke-width: 1.3"
+    assert cross in drawn_bracket(65536.0, 1e6) and cross not in drawn_bracket(65536.0, 100.0)
 
 
 def test_the_site_table_has_bound_and_tightness_of_every_site_that_has_one() -> None:
@@ -299,7 +262,7 @@ def test_the_site_table_has_bound_and_tightness_of_every_site_that_has_one() -> 
         else:
             ratio = float(row[5].replace(",", ""))
             assert ratio == pytest.approx(site["bound"] / site["observed"], rel=0.01)
-            assert row[1] == "half" and row[4] == magnitude(site["bound"])
+            assert row[1] == "half" and row[4] == wording.magnitude(site["bound"])
     assert sum(row[4] != "–" for row in rows) > 20
 
 
@@ -309,7 +272,7 @@ def test_what_is_not_certified_is_listed_with_reason_and_remedy() -> None:
     shown = table(html, "bits over")
     assert shown[0] == ["site", "bound", "limit", "bits over", "reason"] and len(shown) == 1 + MOST_UNCERTIFIED
     for row, site in zip(shown[1:], report["uncertified"], strict=False):
-        assert row == [site["name"], bound_magnitude(site["bound"]), "65,504", row[3], site["reason"]]
+        assert row == [site["name"], wording.bound_magnitude(site["bound"]), "65,504", row[3], site["reason"]]
         assert site["excess_bits"] <= float(row[3]) < site["excess_bits"] + 0.1001
     words, number = Page(html).text, len(report["uncertified"])
     assert f"The other {number - MOST_UNCERTIFIED} are in" in words
@@ -358,12 +321,8 @@ def test_a_pictures_lines_are_of_the_stream_at_sublayers_of_their_outputs_and_of
 
 def test_what_the_proof_covers_follows_its_arithmetic() -> None:
     def parts(report: dict[str, Any]) -> list[str]:
-        return (
-            text_of(report)
-            .partition("The bounds cover")[2]
-            .partition("Bound and observed")[0]
-            .split("They say nothing")
-        )
+        said = text_of(report).partition("The bounds cover")[2].partition("Bound and observed")[0]
+        return said.split("They say nothing")
 
     report = certified()
     covers, leaves = parts(report)
@@ -371,7 +330,7 @@ def test_what_the_proof_covers_follows_its_arithmetic() -> None:
     assert "dropout (--target train)" not in covers and "with dropout ( --target train )" in leaves
     assert "--target norm-safe" in leaves and "the backward pass" in leaves
     report["certificate"] |= {"train_mode": True, "max_length": 512, "splits": 1}
-    report["certificate"]["sites"].append(bound("encoder.x (sum of squares)", "squares", 100.0))
+    report["certificate"]["sites"].append(pages.bound("encoder.x (sum of squares)", "squares", 100.0))
     covers, leaves = parts(report)
     assert "up to 512 positions" in covers and "up to 1 partial sum " in covers
     assert "dropout at the config's rates" in covers and "square the residual stream" in covers
@@ -379,16 +338,16 @@ def test_what_the_proof_covers_follows_its_arithmetic() -> None:
 
 
 def test_an_attack_has_its_figure_and_what_it_found() -> None:
-    report = attacked()
+    report = pages.attacked()
     page = Page(render(report))
     assert page.sections == ["results", "certificate", "sites", "provenance"]
     names = ["headroom in pure fp16", "headroom under attack", "any input", "values not finite", "values saturated"]
     assert [f.name for f in figures(report)] == names
-    figure = figures(report)[1]
-    assert figure.value == headroom(report["attack"]["worst_headroom_bits"]) and "20 gradient steps" in figure.note
+    figure, bits = figures(report)[1], report["attack"]["worst_headroom_bits"]
+    assert figure.value == wording.headroom(bits) and "20 gradient steps" in figure.note
     assert "worst found by 20 steps of gradient search and the probe" in page.text
     assert "other inputs may reach further" not in page.text
-    report = attacked(broken=True)
+    report = pages.attacked(broken=True)
     name = report["attack"]["sites"][0]["name"]
     sentence = f"Unsafe in fp16: 20 gradient steps of search found an input that overflows {name}."
     assert verdict_sentence(report) == sentence
@@ -506,28 +465,27 @@ def test_a_finetune_says_whose_config_the_rescaling_changed() -> None:
 @pytest.mark.parametrize(
     ("write", "values", "said"),
     [
-        (about, (1.0, 2.34, 9.96, 1584, 4e9), "about 1 ×; about 2.3 ×; about 10 ×; about 1,600 ×; over 1,000,000 ×"),
-        (bits, (0.2087, 0.999, 1.0, 2.96, -0.5006), "0.20; 0.99; 1.0; 2.9; -0.6"),
-        (percent, (1.0, 0.99999999, 0.5, 1 - 2**-53, 0.99999871), "100%; 99.9999%; 50%; 99.9999%; 99.9998%"),
-        (percent, [i / 100 for i in range(101)], "; ".join(f"{i}%" for i in range(101))),
-        (headroom, (1.79999999, 0.2508, 0.3), "3.4 × (1.7 bits); 1.18 × (0.25 bits); 1.23 × (0.30 bits)"),
-        (headroom, (0.999, 1.0, 0.0), "1.99 × (0.99 bits); 2.0 × (1.0 bits); 1.00 × (0.00 bits)"),
-        (headroom, (math.log2(1.0601), 38.96), "1.06 × (0.08 bits); 534,722,712,246 × (38.9 bits)"),
-        (headroom, (math.log2(65504 / 65536), -1e-9, None, math.inf, -math.inf), "none; none; no limit; all; none"),
-        (magnitude, (math.inf, sys.float_info.max), "∞; ∞"),
-        (bound_magnitude, (65503.2, 11.3191, 1.2341e9, 0.00123456), "65,504; 11.32; 1.24×10⁹; 1.24×10⁻³"),
-        (significant_bits, (10.997, 11 - 1e-9), "10.99; 11"),
-        (times, (1.0301,), "1.04"),
-        (excess, (2.31, 0.0), "2.4; 0.0"),
+        (wording.about, (1.0, 2.34, 9.96), "about 1 ×; about 2.3 ×; about 10 ×"),
+        (wording.about, (1584, 4e9), "about 1,600 ×; over 1,000,000 ×"),
+        (wording.bits, (0.2087, 0.999, 1.0, 2.96, -0.5006), "0.20; 0.99; 1.0; 2.9; -0.6"),
+        (wording.percent, (1.0, 0.99999999, 0.5, 1 - 2**-53, 0.99999871), "100%; 99.9999%; 50%; 99.9999%; 99.9998%"),
+        (wording.percent, [i / 100 for i in range(101)], "; ".join(f"{i}%" for i in range(101))),
+        (wording.headroom, (1.79999999, 0.2508, 0.3), "3.4 × (1.7 bits); 1.18 × (0.25 bits); 1.23 × (0.30 bits)"),
+        (wording.headroom, (0.999, 1.0, 0.0), "1.99 × (0.99 bits); 2.0 × (1.0 bits); 1.00 × (0.00 bits)"),
+        (wording.headroom, (math.log2(1.0601), 38.96), "1.06 × (0.08 bits); 534,722,712,246 × (38.9 bits)"),
+        (wording.headroom, (math.log2(65504 / 65536), -1e-9), "none; none"),
+        (wording.headroom, (None, math.inf, -math.inf), "no limit; all; none"),
+        (wording.magnitude, (math.inf, sys.float_info.max), "∞; ∞"),
+        (wording.bound_magnitude, (65503.2, 11.3191, 1.2341e9, 0.00123456), "65,504; 11.32; 1.24×10⁹; 1.24×10⁻³"),
+        (wording.significant_bits, (10.997, 11 - 1e-9), "10.99; 11"),
+        (wording.times, (1.0301,), "1.04"),
+        (wording.excess, (2.31, 0.0), "2.4; 0.0"),
+        (partial(wording.excess, decimals=2), (0.0, 1e-5), "0.00; 0.01"),
+        (partial(wording.tightness, 8.0), (2.0, 65536.0, None), "4.0; None; None"),
     ],
 )
-def test_headroom_and_shares_are_rounded_down_bounds_up(write: Any, values: Any, said: str) -> None:
-    assert [write(value) for value in values] == said.split("; ")
-
-
-def test_what_has_no_tightness_has_none_and_costs_are_rounded_up() -> None:
-    assert excess(0.0, 2) == "0.00" and excess(1e-5, 2) == "0.01"
-    assert tightness(8.0, 2.0) == 4 and tightness(8.0, 65536.0) is None and tightness(8.0, None) is None
+def test_headroom_and_shares_are_rounded_down_bounds_and_costs_up(write: Any, values: Any, said: str) -> None:
+    assert [str(write(value)) for value in values] == said.split("; ")
 
 
 def test_terminal_page_and_card_say_the_same_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -564,6 +522,6 @@ def test_every_signal_of_a_plan_is_counted_under_its_kind(kind: str, there: str)
     kinds = {"what norms alone read": Kind.BEFORE_NORM, "further streams": Kind.RESIDUAL, "norm outputs": Kind.NORM}
     numbers = {name: sum(signal.kind is of for signal in moved) for name, of in kinds.items()}
     assert {name: drawn.get(name) for name in kinds} == {
-        name: f"whole signals: {number} by {power(1)}" if number else None for name, number in numbers.items()
+        name: f"whole signals: {number} by {wording.power(1)}" if number else None for name, number in numbers.items()
     }
     assert there in drawn

@@ -222,6 +222,7 @@ def test_keys_of_another_version_stay(converted: Path) -> None:
     data = {"later": 1, **{key: data[key] for key in sorted(data, reverse=True)}}
     report = read(Report, data)
     assert report.precision == [] and report.regimes["half"].underflow == []
+    assert read(Text, {"name": "mine"}).rows is None
     assert json.loads(as_text(dump(report))) == data
 
 
@@ -267,10 +268,6 @@ def test_undo_says_what_of_its_report_it_needs(
     with pytest.raises(UserError) as caught:
         undo(folder, tmp_path / "out")
     assert said in str(caught.value) and "\n" not in str(caught.value) and not (tmp_path / "out").exists()
-
-
-def test_a_text_needs_no_rows_to_be_read() -> None:
-    assert read(Text, {"name": "mine"}).rows is None
 
 
 def test_a_divergence_of_0_that_was_rounded_is_not_called_the_same_function() -> None:

@@ -1,7 +1,6 @@
 """On a terminal tables, colours and bars with the time left; elsewhere plain lines; ``NO_COLOR`` is respected."""
 
 import json
-import math
 import os
 import pty
 import re
@@ -14,31 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fakes
+from support import fakes, pages
 
 from bf16_to_fp16 import cli
 from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report import terminal
 from bf16_to_fp16.report.answers import Verification
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
 from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
 from bf16_to_fp16.report.screen import console, print_families
 from bf16_to_fp16.report.sections import headline
-from bf16_to_fp16.report.terminal import (
-    brought_back,
-    output_line,
-    plain,
-    print_audit,
-    print_certificate,
-    print_conversion,
-    print_plan,
-    print_planned,
-    print_verdict,
-    print_verification,
-    runtimes_line,
-    source_line,
-)
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Planned
 from bf16_to_fp16.wording import headroom, reached
@@ -64,13 +50,13 @@ def on_a_terminal(show: Callable[[], None], **variables: str) -> str:
 
     reader = threading.Thread(target=read)
     reader.start()
-    with pytest.MonkeyPatch.context() as patch, os.fdopen(theirs, "w", encoding="utf-8") as terminal:
+    with pytest.MonkeyPatch.context() as patch, os.fdopen(theirs, "w", encoding="utf-8") as opened:
         for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
             patch.delenv(name, raising=False)
         for name, value in ({"TERM": "xterm-256color", "COLUMNS": "100"} | variables).items():
             patch.setenv(name, value)
-        patch.setattr(sys, "stdout", terminal)
-        patch.setattr(sys, "stderr", terminal)
+        patch.setattr(sys, "stdout", opened)
+        patch.setattr(sys, "stderr", opened)
         show()
     reader.join(60)
     os.close(ours)
@@ -83,7 +69,7 @@ def work(seconds: float = 0.0) -> None:
         for done in range(12):
             advance(done, 40)
             time.sleep(seconds)
-    print_verdict(console(), Report(verdict="safe", regimes={}))
+    terminal.print_verdict(console(), Report(verdict="safe", regimes={}))
     print_families([{"name": "t5", "model_type": "t5", "architectures": ["A"], "title": "T5"}])
 
 
@@ -94,12 +80,9 @@ def test_a_terminal_has_frames_colours_and_a_bar_with_the_time_left() -> None:
     assert "certificate; nothing was run" in shown
 
 
-def test_no_color_leaves_frames_and_bars_without_colours() -> None:
+def test_no_color_leaves_no_colours_and_a_dumb_terminal_no_control_sequences_that_move_about() -> None:
     shown = on_a_terminal(lambda: work(0.02), NO_COLOR="1")
     assert not COLOUR.search(shown) and FRAME.search(shown) and "11/40" in shown
-
-
-def test_a_dumb_terminal_gets_no_control_sequences_that_move_about() -> None:
     shown = on_a_terminal(work, TERM="dumb")
     assert not re.search(r"\x1b\[\d*[A-JKhl?]", shown) and "Working" in shown
 
@@ -109,7 +92,7 @@ def test_elsewhere_a_step_is_a_line_and_a_row_is_a_line(capsys: pytest.CaptureFi
     printed = capsys.readouterr()
     assert printed.err == "Working\n"
     lines = [line.split() for line in printed.out.splitlines()]
-    assert lines[0] == ["safe:", "by", "its", "certificate;", "nothing", "was", "run"]
+    assert " ".join(lines[0]) == "safe: by its certificate; nothing was run"
     assert lines[1:] == [["family", "model_type", "architectures", "covers"], ["t5", "t5", "A", "T5"]]
 
 
@@ -118,7 +101,7 @@ def test_a_long_name_is_neither_cut_nor_folded_nor_taken_for_markup(capsys: pyte
     report["regimes"]["half"]["sites"][0]["name"] = name
     report["regimes"]["half"]["sites"][1] |= {"limit": None, "headroom_bits": None}
     report["unsafe"] = [BROKEN | {"signal": name}]
-    print_audit(read(Report, report))
+    terminal.print_audit(read(Report, report))
     shown = capsys.readouterr().out
     assert not FRAME.search(shown) and "\x1b" not in shown
     assert sum(name in line for line in shown.splitlines()) == 2  # among the regimes and its sites, and not once more
@@ -137,7 +120,7 @@ def in_columns(width: int, show: Callable[[], None]) -> list[str]:
 @pytest.mark.parametrize("width", [50, 80, 120])
 def test_a_narrow_terminal_cuts_neither_a_number_nor_a_name(width: int) -> None:
     report = read(Report, fakes.audit())
-    lines = in_columns(width, lambda: print_audit(report))
+    lines = in_columns(width, lambda: terminal.print_audit(report))
     assert max(map(len, lines)) <= width and "…" not in "".join(lines)
     text = "\n".join(lines)
     for site in report.regimes["half"].sites[:6]:
@@ -166,30 +149,30 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
 ) -> None:
     made = fakes.conversion()
     largest = max(made["signals"], key=lambda signal: signal["before"])
-    print_conversion(read(Report, made), tmp_path)
+    terminal.print_conversion(read(Report, made), tmp_path)
     source, output, accuracy, finetune, harm, load, then, page = capsys.readouterr().out.splitlines()
     assert accuracy.startswith("accuracy: about ") and then.endswith(f"bf16-to-fp16 verify {tmp_path}")
     assert source.startswith("source: overflows fp16 at ") and largest["module"] in source and " × over" in source
     entering = [signal | {"side": "input"} for signal in made["signals"]]
-    assert f" entering {largest['module']}, " in source_line(read(Report, made | {"signals": entering})).plain
+    assert f" entering {largest['module']}, " in terminal.source_line(read(Report, made | {"signals": entering})).plain
     for recipe, name in (({}, "trained weights, from a rescaled start"), ({"rescale": False}, "trained weights")):
         run = {"finetune": FinetuneEntry.model_construct(recipe=recipe)}
         trained = read(Report, made).model_copy(update=run)
-        assert source_line(trained).plain.startswith(f"{name}: overflows fp16 at ")
+        assert terminal.source_line(trained).plain.startswith(f"{name}: overflows fp16 at ")
         quiet = [signal.model_copy(update={"before": 1.0}) for signal in trained.signals]
-        assert "plain fp16" not in source_line(trained.model_copy(update={"signals": quiet})).plain
+        assert "plain fp16" not in terminal.source_line(trained.model_copy(update={"signals": quiet})).plain
     assert output.startswith("output: safe: nothing overflowed on what was run; ") and " × below the limit (" in output
     assert load == f'load: AutoModelForSeq2SeqLM.from_pretrained("{tmp_path}", dtype=torch.float16).half()'
     assert "make_fp16_safe(model).follow(optimizer, model)" in finetune and "README.md" in harm
     assert page == f"report: {tmp_path / 'fp16_report.html'}"
     calm = [signal | {"before": signal["before"] / largest["before"]} for signal in made["signals"]]
-    print_conversion(read(Report, made | {"signals": calm}), tmp_path)
+    terminal.print_conversion(read(Report, made | {"signals": calm}), tmp_path)
     said = capsys.readouterr().out
     assert said.startswith("source: did not overflow on what was run; its largest value, 1, is 65,499 ×")
     assert ("adds the proof" in said) is read(Report, made).proven
     broken = fakes.audit()["regimes"]
     unsafe = {"verdict": "unsafe", "regimes": broken, "next": "finetune it: bf16-to-fp16 finetune r.yaml"}
-    print_conversion(read(Report, made | unsafe), tmp_path)
+    terminal.print_conversion(read(Report, made | unsafe), tmp_path)
     source, output, _, remedy, page = capsys.readouterr().out.splitlines()
     assert output == "output: unsafe: overflows in half, first at encoder.block.2.layer.1.DenseReluDense.wo"
     assert remedy.startswith("next: ") and "bf16-to-fp16 finetune" in remedy and page.startswith("report: ")
@@ -205,7 +188,7 @@ def test_a_safe_audit_says_where_less_is_kept_than_convert_keeps(
     report["regimes"]["half"]["headroom_bits"] = bits
     proven = {"holds": proof == "certified", "headroom_bits": 1.0, "max_length": 512, "splits": 8, "sites": []}
     report |= {"certificate": proven, "target": "half"}
-    print_audit(read(Report, report))
+    terminal.print_audit(read(Report, report))
     assert ("other input may come nearer: convert keeps 1.25 bits" in capsys.readouterr().out) == told
 
 
@@ -213,15 +196,15 @@ def test_what_is_left_out_is_counted_and_the_next_step_is_said_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     broken = fakes.audit() | {"unsafe": [BROKEN | {"signal": f"site.{i}"} for i in range(9)]}
-    print_audit(read(Report, broken))
+    terminal.print_audit(read(Report, broken))
     said = capsys.readouterr().out
     assert said.count("unsafe: ") == 1 and "by design" not in said  # an empty column
     made = fakes.conversion(safe=False) | {"unsafe": broken["unsafe"], "uncertified": UNPROVEN}
-    print_conversion(read(Report, made), tmp_path, verbose=True)
+    terminal.print_conversion(read(Report, made), tmp_path, verbose=True)
     said = capsys.readouterr().out
     assert said.count("\nunsafe: ") == 6 and "and 3 more unsafe; --json FILE lists all" in said
     assert said.count("next: ") == 1 and "load: " not in said and "what helps" not in said
-    print_conversion(read(Report, made), tmp_path, then="finetune it: exactly so")
+    terminal.print_conversion(read(Report, made), tmp_path, then="finetune it: exactly so")
     assert capsys.readouterr().out.count("next: finetune it: exactly so\n") == 1
     assert "and 2 more not certified; --json FILE lists all" in said
 
@@ -229,34 +212,24 @@ def test_what_is_left_out_is_counted_and_the_next_step_is_said_once(
 def test_what_is_said_of_bounds_names_their_arithmetic_and_one_headroom_for_each(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    near: dict[str, Any] = {
-        "name": "a (sum of squares)",
-        "kind": "squares",
-        "bound": 6e4,
-        "partial": 6e4,
-        "limit": 65504.0,
-    }
-    far: dict[str, Any] = {"name": "a:add", "kind": "residual", "bound": 800.0, "partial": 800.0, "limit": 65504.0}
-    sites = [site | {"observed": None, "holds": True} for site in (near, far)]
-    for site in sites:
-        site["headroom_bits"] = math.log2(site["limit"] / site["bound"])
+    sites = [pages.bound("a (sum of squares)", "squares", 6e4), pages.bound("a:add", "residual", 800.0)]
     proof = {"holds": True, "headroom_bits": sites[0]["headroom_bits"], "max_length": 512, "splits": 8, "sites": sites}
     made = fakes.conversion() | {"target": "norm-safe", "certificate": proof}
     both = (
         "in PyTorch at least 81.8 × below the limit (6.3 bits); with norms in fp16 1.09 × below the limit (0.12 bits)"
     )
-    print_conversion(read(Report, made), tmp_path)
+    terminal.print_conversion(read(Report, made), tmp_path)
     said = capsys.readouterr().out
     assert "proven for every input of up to 512 positions;" in said
     assert f"any input: {both} (proven; a proof needs no margin)" in said
-    print_certificate(read(Report, made))
+    terminal.print_certificate(read(Report, made))
     said = capsys.readouterr().out
     assert "by bounds at 2 sites\n" in said and said.count(both) == 1 and "tightest by bound with norms in fp16" in said
     figures = {figure.name: (figure.value, figure.note) for figure in headline(read(Report, made))}
     value, note = figures["any input, in PyTorch at least"]
     assert value == "81.8 × (6.3 bits)" and note.startswith("with norms in fp16: 1.09 × (0.12 bits); proven")
-    over = sites[0] | {"bound": 131_008.0, "partial": 131_008.0, "headroom_bits": -1.0, "holds": False}
-    print_certificate(read(Report, made | {"certificate": proof | {"holds": False, "sites": [over]}}))
+    over = pages.bound("a (sum of squares)", "squares", 131_008.0)
+    terminal.print_certificate(read(Report, made | {"certificate": proof | {"holds": False, "sites": [over]}}))
     said = capsys.readouterr().out
     assert "1 of 1 bound can pass their limit with norms in fp16" in said and "2 × over" in said
 
@@ -271,11 +244,10 @@ def test_a_search_shows_how_large_a_site_is_by_itself_and_that_what_follows_an_o
     broken = found | {"worst": 1e308, "half": 1e308, "headroom_bits": -40.0}
     reached = [broken | {"name": "behind", "tokens": 345.0}, broken | {"name": "first", "tokens": 70_000.0}]
     attack = {"steps": 5, "seed": 0, "worst_headroom_bits": -40.0, "median_gain": None, "sites": reached}
-    print_audit(read(Report, fakes.conversion() | {"certificate": certificate, "attack": attack}))
+    terminal.print_audit(read(Report, fakes.conversion() | {"certificate": certificate, "attack": attack}))
     lines = capsys.readouterr().out.partition("worst found")[2].splitlines()
-    first, behind = (
-        next(i for i, line in enumerate(lines) if line.startswith(f"{name} ")) for name in ("first", "behind")
-    )
+    starts = [line.partition(" ")[0] for line in lines]
+    first, behind = starts.index("first"), starts.index("behind")
     assert first < behind and "70,000" in lines[first] and " 345 " in lines[behind]
     assert any(line.startswith("2 sites gave inf or NaN in fp16") for line in lines)
 
@@ -284,7 +256,7 @@ def test_a_finetune_says_how_far_it_went_from_the_original_and_whose_weights_its
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def said(report: dict[str, Any], *, verbose: bool = False) -> str:
-        print_conversion(read(Report, report), tmp_path, verbose=verbose)
+        terminal.print_conversion(read(Report, report), tmp_path, verbose=verbose)
         return " ".join(capsys.readouterr().out.split())
 
     run = {"steps": 9, "evaluations": [{"held_out_divergence": 3.0}, {"held_out_divergence": 0.0271}]}
@@ -306,31 +278,28 @@ def test_undo_says_whose_weights_come_back(tmp_path: Path) -> None:
     made = fakes.conversion()
     made["weights"]["lossless_fraction"] = 1.0
     (tmp_path / "fp16_report.json").write_text(json.dumps(made))
-    assert brought_back(tmp_path) == "the source's weights, all of them bit for bit"
+    assert terminal.brought_back(tmp_path) == "the source's weights, all of them bit for bit"
     (tmp_path / "fp16_report.json").write_text(json.dumps(made | {"finetune": {"steps": 9}}))
-    assert brought_back(tmp_path).startswith("the finetuned weights from before the rescaling, all of them")
+    assert terminal.brought_back(tmp_path).startswith("the finetuned weights from before the rescaling, all of them")
     made["weights"] |= {"elements": 1000, "lossless_fraction": 0.998}
     (tmp_path / "fp16_report.json").write_text(json.dumps(made))
-    assert brought_back(tmp_path).startswith("the source's weights, all but at most 2 of 1,000 bit for bit")
+    assert terminal.brought_back(tmp_path).startswith("the source's weights, all but at most 2 of 1,000 bit for bit")
 
 
-def test_a_dry_run_begins_with_what_would_become_of_the_source(capsys: pytest.CaptureFixture[str]) -> None:
-    made = read(Report, fakes.conversion())
+def test_a_dry_run_begins_with_what_would_become_of_the_source_and_says_once_which_exponents_are_over_a_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made, plan = read(Report, fakes.conversion()), Plan.model_validate(fakes.conversion()["plan"])
     after = max(signal.after for signal in made.signals)
-    print_planned(made, Planned(Plan.model_validate(fakes.conversion()["plan"]), (), 0.0))
+    terminal.print_planned(made, Planned(plan, (), 0.0))
     source, then, verdict = capsys.readouterr().out.splitlines()
     assert source.startswith("source: overflows fp16 at ") and verdict.startswith("safe: every limit would hold")
-    assert then.startswith(f"after: the largest of these values would be {plain(after)}, ")
-
-
-def test_a_dry_run_says_once_which_exponents_are_over_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = Plan.model_validate(fakes.conversion()["plan"])
+    assert then.startswith(f"after: the largest of these values would be {terminal.plain(after)}, ")
     costs = {0: 1e30, -11: 2e30, -12: 1e-7, -13: 2e-8}
-    print_plan(plan, Planned(plan, (), 0.0, costs))
+    terminal.print_plan(plan, Planned(plan, (), 0.0, costs))
     why = capsys.readouterr().out.partition("residual exponent")[2].splitlines()[1:]
-    assert [line.split(maxsplit=1)[0] for line in why] == ["-13", "-12", "-11"] and why[2].split() == [
-        *("-11", "to", "0", "over", "a", "limit")
-    ]
+    assert [line.split(maxsplit=1)[0] for line in why] == ["-13", "-12", "-11"]
+    assert " ".join(why[2].split()) == "-11 to 0 over a limit"
 
 
 def test_the_runtimes_that_were_asked_for_and_are_not_shown_have_their_reason() -> None:
@@ -341,19 +310,21 @@ def test_the_runtimes_that_were_asked_for_and_are_not_shown_have_their_reason() 
     }
     for target, why in (("norm-safe", " (squares vanish)"), ("half", "")):
         said = f"safe in: PyTorch: yes, proven · ONNX and TensorRT: no{why} · sums in fp16: no"
-        assert runtimes_line(Report.model_validate({"target": target, "tiers": tiers})) == said
+        assert terminal.runtimes_line(Report.model_validate({"target": target, "tiers": tiers})) == said
         made = {"schema": 1, "verdict": "safe", "target": target, "tiers": tiers}
-        line = output_line(read(Report, made)).plain
+        line = terminal.output_line(read(Report, made)).plain
         there = ": nothing overflowed on what was run; nothing was audited"
         whole = f" in PyTorch{there}; with norms in fp16: no, squares vanish" if why else there
         assert line == f"output: safe{whole}"
     tiers["norm-fp16"]["reason"], least = OVER, fakes.conversion(safe=False)["regimes"]
     unproven = Report.model_validate({"target": "half", "tiers": tiers})
-    assert "ONNX and TensorRT: not proven · " in runtimes_line(unproven)
-    assert "ONNX and TensorRT: no · " in runtimes_line(read(Report, {"schema": 1, "tiers": tiers, "regimes": least}))
+    assert "ONNX and TensorRT: not proven · " in terminal.runtimes_line(unproven)
+    assert "ONNX and TensorRT: no · " in terminal.runtimes_line(
+        read(Report, {"schema": 1, "tiers": tiers, "regimes": least})
+    )
     tiers["norm-fp16"]["reason"] = SQUARES_UNSEEN  # where nothing was run
     said = "safe in: PyTorch: yes, proven · ONNX and TensorRT: not known · sums in fp16: no"
-    assert runtimes_line(Report.model_validate({"target": "half", "tiers": tiers})) == said
+    assert terminal.runtimes_line(Report.model_validate({"target": "half", "tiers": tiers})) == said
 
 
 def test_help_begins_with_convert_and_has_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,21 +339,19 @@ def verified(**changes: object) -> Verification:
     bounds = {"holds": True, "headroom_bits": 1.0, "max_length": 512, "splits": 8, "train_mode": False}
     found: dict[str, object] = {"verdict": "safe", "verified": True, "source": {}, "report": claim, "files": 6}
     found |= {"checks": {"files": "passed"}, "problems": [], "certificate": bounds, "tiers": {}, "regimes": {}}
-    found |= {
-        "schema": 1,
-        "environment": {"device": "cuda:0 (a card)", "devices": {"audit": ["cuda:0 (a card)", "cpu"]}},
-    }
+    ran = {"device": "cuda:0 (a card)", "devices": {"audit": ["cuda:0 (a card)", "cpu"]}}
+    found |= {"schema": 1, "environment": ran}
     return read(Verification, found | changes)
 
 
 def test_verify_says_first_where_it_ran_and_last_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
-    print_verification(verified(target="half"))
+    terminal.print_verification(verified(target="half"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "device: cuda:0 (a card) and cpu"
     assert lines[-1].endswith("proven for every input of up to 512 positions in PyTorch; nothing was run")
-    print_verification(verified(edits=3))
+    terminal.print_verification(verified(edits=3))
     assert capsys.readouterr().out.rstrip().endswith("; edited at 3 sites, so not quite the source's function")
-    print_verification(verified(environment={"device": "cpu"}))
+    terminal.print_verification(verified(environment={"device": "cpu"}))
     assert capsys.readouterr().out.startswith("device: cpu\n")
 
 
@@ -391,7 +360,7 @@ def test_an_eps_that_is_held_is_said_with_what_it_costs(capsys: pytest.CaptureFi
     for stacks, unit in ((("encoder", "decoder"), " nats"), (("encoder",), " in relative squared error")):
         made = fakes.conversion(stacks=stacks)
         made["plan"] |= {"eps": 1e-6, "eps_held": True, "drift": drift | {"measured_max_logit_error": 0.0}}
-        print_conversion(read(Report, made), tmp_path, verbose=True)
+        terminal.print_conversion(read(Report, made), tmp_path, verbose=True)
         said = capsys.readouterr().out
         held = f"eps: held at 1e-06 for a reader that has its own; that moves the output by 3.00×10⁻⁹{unit}\n"
         assert held in said and ("KL" in said) == (unit == " nats")

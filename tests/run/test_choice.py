@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,17 +176,6 @@ def test_logits_fit_a_budget_that_the_vocabulary_does_not_change(vocabulary: int
     assert positions and max(positions) * vocabulary <= 2**25
     assert 2**23 < sum(positions) * vocabulary <= 2**26
     assert any(b.kind == "random ids" for b in made)
-
-
-def test_without_the_head_the_decoder_is_told_of_its_padding() -> None:
-    model = model_of()
-    padded = next(b for b in batches(model.config, None, None) if b.kind == "padded")
-    states: list[torch.Tensor] = []
-    model.get_decoder().register_forward_hook(lambda module, args, output: states.append(output[0]))
-    with torch.no_grad():
-        run_batch(model, padded)
-        run_batch(model, replace(padded, head=False))
-    assert torch.equal(*states)
 
 
 def test_a_report_lists_the_ids_and_verify_and_the_sweep_run_what_they_say(

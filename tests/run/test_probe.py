@@ -1,6 +1,7 @@
 """The probe covers what it says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_labels_are_the_following_ids_without_padding() -> None:
     assert labels.tolist() == [[5, 6, 7, skip], [8, skip, skip, skip]]
 
 
-def test_the_decoder_is_told_of_its_padding() -> None:
+def test_the_decoder_is_told_of_its_padding_with_and_without_the_head() -> None:
     model = tiny.KINDS["t5"]().eval()
     batch = batches(model.config, None, None)[3]
     told: list[torch.Tensor] = []
@@ -114,8 +115,9 @@ def test_the_decoder_is_told_of_its_padding() -> None:
     )
     with torch.no_grad():
         run_batch(model, batch)
-    assert batch.decoder_attention_mask is not None
-    assert torch.equal(told[0], batch.decoder_attention_mask)
+        run_batch(model, replace(batch, head=False))
+    assert batch.decoder_attention_mask is not None and len(told) == 2
+    assert all(torch.equal(mask, batch.decoder_attention_mask) for mask in told)
 
 
 def test_the_inputs_are_listed_by_kind_with_their_shapes() -> None:

@@ -12,15 +12,7 @@ from bf16_to_fp16.run.interface import config_of
 
 sys.path.insert(0, "benchmarks")
 
-from runtimes import (
-    Arithmetic,
-    Outputs,
-    arithmetic_of_graph,
-    arithmetic_of_profile,
-    inputs_of,
-    log_probabilities,
-    one_batch,
-)
+import runtimes
 
 
 def kernel(name: str, *types: str) -> dict[str, Any]:
@@ -38,17 +30,17 @@ def test_an_fp16_graph_that_onnx_runtime_computes_in_fp32_is_seen_in_its_profile
         kernel("Add", "int64", "int64"),
         kernel("IsInf", "double"),
     ]
-    found = arithmetic_of_profile(events)
+    found = runtimes.arithmetic_of_profile(events)
     assert found.products == {"float32": 1}
     assert found.operations == {"float32": 1, "float16": 1, "float64": 1}
     assert not found.native
-    assert arithmetic_of_profile([kernel("FusedMatMul", "float16")]).native
+    assert runtimes.arithmetic_of_profile([kernel("FusedMatMul", "float16")]).native
 
 
 def test_an_executed_graph_of_openvino_says_the_precision_of_every_node() -> None:
     layers = [("Const", "f32"), ("FullyConnected", "f16"), ("RMS", "f32"), ("MatMul", "f16"), ("Eltwise", "i32")]
     nodes = [{"layerType": layer, "runtimePrecision": precision} for layer, precision in layers]
-    found = arithmetic_of_graph(nodes)
+    found = runtimes.arithmetic_of_graph(nodes)
     assert (found.products, found.operations) == ({"float16": 2}, {"float16": 2, "float32": 1})
     assert found.native
 
@@ -57,17 +49,17 @@ def test_an_executed_graph_of_openvino_says_the_precision_of_every_node() -> Non
     ("products", "native"), [({}, False), ({"float16": 3, "float32": 1}, False), ({"float16": None}, True)]
 )
 def test_only_products_that_are_all_in_fp16_are_native(products: dict[str, int | None], native: bool) -> None:
-    assert Arithmetic(products, {}).native is native
+    assert runtimes.Arithmetic(products, {}).native is native
 
 
 def test_scores_are_the_log_probabilities_of_the_following_ids_and_of_the_end() -> None:
     model = tiny.build("t5", factor=1.0)
     config = config_of(model)
-    batch = one_batch(config, probe.batches(config, None, None))
+    batch = runtimes.one_batch(config, probe.batches(config, None, None))
     assert batch.decoder_input_ids is not None and batch.decoder_attention_mask is not None
     with torch.no_grad():
-        logits = Outputs(model.float().eval())(*inputs_of(batch).values())
-    scores = log_probabilities(logits, batch, config)
+        logits = runtimes.Outputs(model.float().eval())(*runtimes.inputs_of(batch).values())
+    scores = runtimes.log_probabilities(logits, batch, config)
     rows = zip(batch.decoder_input_ids.tolist(), batch.decoder_attention_mask.sum(1).tolist(), strict=True)
     assert len({int(n) for n in batch.decoder_attention_mask.sum(1)}) > 2
     for row, (ids, length) in enumerate(rows):
@@ -79,7 +71,7 @@ def test_scores_are_the_log_probabilities_of_the_following_ids_and_of_the_end() 
 def test_rows_of_every_batch_fit_into_one_of_one_shape() -> None:
     config = tiny.config("t5")
     inputs = probe.batches(config, None, None)
-    one = one_batch(config, inputs, length=24, decoder_length=8)
+    one = runtimes.one_batch(config, inputs, length=24, decoder_length=8)
     assert one.decoder_input_ids is not None and one.decoder_attention_mask is not None
     assert one.input_ids.shape[1] == 24 and one.decoder_input_ids.shape[1] == 8
     assert (one.decoder_input_ids[:, 0] == config.decoder_start_token_id).all()
@@ -88,4 +80,4 @@ def test_rows_of_every_batch_fit_into_one_of_one_shape() -> None:
     assert all(any(torch.equal(first, row) for row in rows) for first in firsts)
     assert len(set(map(len, rows))) > 1
     config.vocab_size = 250_000
-    assert len(one_batch(config, inputs).input_ids) == 4
+    assert len(runtimes.one_batch(config, inputs).input_ids) == 4

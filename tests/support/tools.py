@@ -124,16 +124,3 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
 
 def spiece() -> torch.Tensor:
     return torch.tensor(list(SPIECE), dtype=torch.uint8)
-
-
-def in_fp8(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors as ComfyUI's scaled fp8 files hold them: matrices of linears in e4m3, each with a scale."""
-    found: dict[str, torch.Tensor] = {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
-    for name, tensor in tensors.items():
-        found[name] = tensor
-        if tensor.ndim == 2 and "bias" not in name and "shared" not in name:
-            scale = tensor.float().abs().max() / 448
-            found[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
-            found[name.removesuffix("weight") + "scale_weight"] = scale.reshape(())
-            found[name.removesuffix("weight") + "scale_input"] = torch.tensor(1.0)
-    return found
