@@ -300,11 +300,7 @@ def test_an_infinite_weight_is_named_as_that_and_not_as_large(
 
 def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = log_of(tmp_path / "log.csv", [*[2.0, 2.1] * 50, *[math.nan] * 20])
-    modes: dict[str, list[object]] = {
-        "updates": ["updates", T5],
-        "init": ["init", T5],
-        "losses": ["losses", log],
-    }
+    modes: dict[str, list[object]] = {"updates": ["updates", T5], "init": ["init", T5], "losses": ["losses", log]}
     for mode, arguments in modes.items():
         found = json.loads(advise(capsys, *arguments, "--json", "-"))
         assert (found["schema"], found["mode"]) == (1, mode)

@@ -6,15 +6,7 @@ from typing import Any
 import pytest
 from support import exhaustive, tiny
 from support.contract import layout_of
-from support.priced import (
-    Check,
-    Values,
-    check_asymptotic,
-    check_logits,
-    left_out,
-    logits_of,
-    values_at_sites,
-)
+from support.priced import Check, Values, check_asymptotic, check_logits, left_out, logits_of, values_at_sites
 
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.types import LOGITS, Kind

@@ -12,16 +12,7 @@ from torch.nn import functional
 
 from bf16_to_fp16.auditing.fidelity import fidelity, output_on
 from bf16_to_fp16.auditing.regimes import LOSS_SCALE, audit_model
-from bf16_to_fp16.run.batch import (
-    DATA,
-    GENERATE,
-    IGNORED_LABEL,
-    LONG,
-    PADDED,
-    SHORT,
-    Batch,
-    run_batch,
-)
+from bf16_to_fp16.run.batch import DATA, GENERATE, IGNORED_LABEL, LONG, PADDED, SHORT, Batch, run_batch
 from bf16_to_fp16.run.interface import config_of, gives_probabilities, is_causal, predicts_tokens, takes_decoder_ids
 from bf16_to_fp16.run.probe import batches, random_rows, rows_of
 from bf16_to_fp16.run.stock import described

@@ -420,8 +420,7 @@ ENTRIES = (
         kinds={"ministral3": stock("Ministral3ForCausalLM", LLAMA_SHAPE, rope_parameters=GROWING)}, shape=LLAMA_DRAWN
     ),
     Entry(
-        kinds={"olmo2": stock("Olmo2ForCausalLM", LLAMA_SHAPE)},
-        shape=LLAMA_DRAWN | {"attention_bias": (False, True)},
+        kinds={"olmo2": stock("Olmo2ForCausalLM", LLAMA_SHAPE)}, shape=LLAMA_DRAWN | {"attention_bias": (False, True)}
     ),
     Entry(kinds={"olmo3": olmo3}, shape=LLAMA_DRAWN),
     Entry(
