@@ -41,9 +41,6 @@ def normal(count: int, deviation: float, seed: int = 0) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * deviation
 
 
-# ---- updates that vanish --------------------------------------------------------------------------------------------
-
-
 @BOTH
 @pytest.mark.parametrize("rate", [1e-6, 3e-5, 1e-3])
 def test_as_many_weights_stall_as_a_real_step_leaves(tmp_path: Path, dtype: str, rate: float) -> None:
@@ -79,17 +76,23 @@ def test_the_rule_that_a_practitioner_found_by_hand(tmp_path: Path) -> None:
     assert last["batch_size"] == math.ceil(16 * last["factor"])  # linearly
     moves = advise_updates(file, rate=1.6e-5)
     assert moves["total"]["stalled_fraction"] < 0.15 and moves["advice"] == []
+    assert rules_for(1024)["small"] == math.sqrt(2 / (5 * 1024)) and f"{rules_for(14336)['megatron']:.5f}" == "0.00482"
 
 
-def test_adafactors_updates_go_with_the_tensor_and_adams_do_not(tmp_path: Path) -> None:
+def test_adafactors_updates_go_with_the_tensor_or_a_thousandth_and_adams_do_not(tmp_path: Path) -> None:
     w = normal(20_000, 0.02).bfloat16()
     file = weights(tmp_path, small=w, large=(w * 1024))
-    small_, large = (
-        row["stalled_fraction"] for row in advise_updates(file, rate=2e-3, optimizer="adafactor")["tensors"]
-    )
-    assert small_ == large
-    large, small_ = (row["stalled_fraction"] for row in advise_updates(file, rate=2e-3)["tensors"])
-    assert large > 0.9 and small_ < 0.01
+
+    def stalled(file: Path, **options: Any) -> list[float]:
+        return [row["stalled_fraction"] for row in advise_updates(file, **options)["tensors"]]
+
+    large, small = stalled(file, rate=2e-3, optimizer="adafactor")
+    assert small == large
+    large, small = stalled(file, rate=2e-3)
+    assert large > 0.9 and small < 0.01
+    file = weights(tmp_path, w=normal(20_000, 1e-6))
+    adafactor, adam = (stalled(file, rate=r, optimizer=o) for r, o in ((1e-6, "adafactor"), (1e-9, "adamw")))
+    assert adafactor == adam and 0.3 < adam[0] < 0.9
 
 
 def test_an_overflowing_weight_is_counted_apart(tmp_path: Path) -> None:
@@ -120,22 +123,6 @@ def test_half_a_gap_is_what_must_be_added_to_move(dtype: str) -> None:
     exponents = half_gap_exponents(values.float(), dtype)
     gaps = (bits + 1).view(DTYPES[dtype]).double() - values.double()
     assert torch.equal(torch.ldexp(torch.ones_like(gaps), exponents.int() + 1), gaps)
-
-
-def test_adafactor_takes_small_tensors_for_a_thousandth(tmp_path: Path) -> None:
-    file = weights(tmp_path, w=normal(20_000, 1e-6))
-    adafactor, adam = (
-        advise_updates(file, rate=rate, optimizer=optimizer)["total"]["stalled_fraction"]
-        for rate, optimizer in ((1e-6, "adafactor"), (1e-9, "adamw"))
-    )
-    assert adafactor == adam and 0.3 < adam < 0.9
-
-
-# ---- initialisation -------------------------------------------------------------------------------------------------
-
-
-def test_the_rules_are_the_published_ones() -> None:
-    assert rules_for(1024)["small"] == math.sqrt(2 / (5 * 1024)) and f"{rules_for(14336)['megatron']:.5f}" == "0.00482"
 
 
 @pytest.mark.parametrize(
@@ -216,9 +203,6 @@ def test_an_infinite_weight_is_flagged_and_left_out_of_the_rest(
     assert row["rms"] == pytest.approx(float(finite.square().mean().sqrt()))
 
 
-# ---- loss curves ----------------------------------------------------------------------------------------------------
-
-
 def log_of(path: Path, losses: Any, scales: Any = None) -> Path:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -261,9 +245,6 @@ def test_the_projects_own_finetunes() -> None:
     found = events(read_log(LOGS / "finetune-hot.jsonl"))
     assert [event.kind for event in found] == ["Spike", "Divergence"]
     assert found[1].start == 77 and found[1].end is None  # from there on the forward pass overflows
-
-
-# ---- the command line -----------------------------------------------------------------------------------------------
 
 
 def advise(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

@@ -176,6 +176,14 @@ def test_an_address_is_repeated_as_it_was_given_and_a_page_of_the_hub_told_by_it
         assert str(caught.value) == words
 
 
+def test_a_disk_that_fills_up_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file_download, "http_get", full)
+    assert "the disk is full; free some space, or set HF_HOME" in error_at("org/theirs", hub)
+
+
 def test_what_cannot_be_read_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("them/secret", {}, private=True)
     none = error_at("org/none", hub)
@@ -200,24 +208,16 @@ def fetched(hub: HubServer, files: dict[str, bytes]) -> list[str]:
     return sorted(contents(opened.folder))
 
 
-def test_only_what_stock_code_would_read_is_fetched_shards_and_pickles_where_there_is_nothing_better(
-    hub: HubServer,
-) -> None:
-    files = {
-        "modules.json": json.dumps([{"path": ""}, {"path": "2_Dense"}]).encode(),
-        "2_Dense/model.safetensors": b"x",
-        "README.md": b"card",
-        "spiece.model": b"x",
-        "additional_chat_templates/tool_use.jinja": b"tools",
-        "chat_template.jinja": b"plain",
-        "model.safetensors": save({"w": torch.ones(2)}),
-    }
+def test_only_what_stock_code_would_read_is_fetched(hub: HubServer) -> None:
+    """Shards and pickles where there is nothing better."""
+    modules = json.dumps([{"path": ""}, {"path": "2_Dense"}]).encode()
+    files = {"modules.json": modules, "model.safetensors": save({"w": torch.ones(2)})}
+    files |= dict.fromkeys(("2_Dense/model.safetensors", "README.md", "spiece.model", "chat_template.jinja"), b"x")
+    files |= {"additional_chat_templates/tool_use.jinja": b"tools"}
     others = dict.fromkeys(("model.fp16.safetensors", "pytorch_model.bin", "tf_model.h5"), b"x")
     assert fetched(hub, files | others) == sorted([*files, "config.json"])
-    shards = {
-        "model.safetensors.index.json": b'{"weight_map": {"w": "shard.safetensors"}}',
-        "shard.safetensors": save({"w": torch.ones(2)}),
-    }
+    shards = {"model.safetensors.index.json": b'{"weight_map": {"w": "shard.safetensors"}}'}
+    shards |= {"shard.safetensors": files["model.safetensors"]}
     assert fetched(hub, shards | {"pytorch_model.bin": b"x"}) == ["config.json", *shards]
     pickled = io.BytesIO()
     torch.save({"w": torch.ones(2)}, pickled)
@@ -225,25 +225,18 @@ def test_only_what_stock_code_would_read_is_fetched_shards_and_pickles_where_the
 
 
 PAGE = b"<!DOCTYPE html><html><body>Log in</body></html>"
+NO_REVISION: tuple[object, ...] = (PAGE, b'{"sha": "12', b"\xff\xfe", [], {"siblings": [{"size": 3}]})
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/revision/", PAGE),
-        ("/revision/", b'{"sha": "12'),
-        ("/revision/", b"\xff\xfe"),
-        ("/revision/", []),
-        ("/revision/", {"siblings": [{"size": 3}]}),
+        *(("/revision/", body) for body in NO_REVISION),
         ("/revision/", {"id": "org/theirs", "sha": "../..", "siblings": 3}),
-        ("/tree/", PAGE),
-        ("/tree/", b'[{"type": "file", '),
+        *(("/tree/", body) for body in (PAGE, b'[{"type": "file", ', {"error": "none"}, [3])),
         ("/tree/", [{"type": "file", "path": "config.json"}]),
         ("/tree/", [{"type": "file", "path": "config.json", "size": "x", "oid": "1"}]),
-        ("/tree/", {"error": "none"}),
-        ("/tree/", [3]),
-        ("/resolve/", PAGE),
-        ("/resolve/", b'{"model_type": "t5", '),
+        *(("/resolve/", body) for body in (PAGE, b'{"model_type": "t5", ')),
     ],
 )
 def test_a_hub_that_answers_nonsense_is_one_line(
@@ -252,14 +245,6 @@ def test_a_hub_that_answers_nonsense_is_one_line(
     hub.faults += [Fault("GET", path, 200, body=body, times=99), Fault("HEAD", path, 200, body=body, times=99)]
     assert WRITER not in refused(capsys, "convert", "org/theirs", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_disk_that_fills_up_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(file_download, "http_get", full)
-    assert "the disk is full; free some space, or set HF_HOME" in error_at("org/theirs", hub)
 
 
 def test_what_is_wrong_on_this_machine_is_not_said_of_the_hub_nor_a_password_shown(

@@ -76,10 +76,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left, right)
 
 
-# --- what is there ---------------------------------------------------------------------------------------------------
-
-
-def test_every_tensor_comes_back_with_its_dtype_shape_and_bits(folder: Path) -> None:
+def test_every_tensor_comes_back_with_its_dtype_shape_and_bits_in_memory_of_its_own(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     assert list(checkpoint.tensors) == sorted(tensors())
     for name, tensor in tensors().items():
@@ -87,6 +84,9 @@ def test_every_tensor_comes_back_with_its_dtype_shape_and_bits(folder: Path) -> 
         assert checkpoint.tensors[name].shape == tuple(tensor.shape)
     assert (checkpoint.config, checkpoint.index, checkpoint.revision) == (CONFIG, None, None)
     assert checkpoint.source == str(folder)
+    before = (folder / "model.safetensors").read_bytes()
+    checkpoint.read("a").zero_()
+    assert same(checkpoint.read("a"), tensors()["a"]) and (folder / "model.safetensors").read_bytes() == before
 
 
 def test_rows_are_read_alone(folder: Path) -> None:
@@ -99,14 +99,6 @@ def test_rows_are_read_alone(folder: Path) -> None:
             checkpoint.read_rows(name, start, stop)
 
 
-def test_what_is_read_is_memory_of_its_own(folder: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    before = (folder / "model.safetensors").read_bytes()
-    checkpoint.read("a").zero_()
-    assert same(checkpoint.read("a"), tensors()["a"])
-    assert (folder / "model.safetensors").read_bytes() == before
-
-
 def test_the_hash_is_that_of_the_file(folder: Path) -> None:
     file = folder / "model.safetensors"
     assert open_checkpoint(folder).sha256(file) == hashlib.sha256(file.read_bytes()).hexdigest()
@@ -115,21 +107,22 @@ def test_the_hash_is_that_of_the_file(folder: Path) -> None:
     assert open_checkpoint(folder).sha256(large) == hashlib.sha256(large.read_bytes()).hexdigest()
 
 
-def test_shards_are_read_through_their_index(sharded: Path) -> None:
+def test_shards_are_read_through_their_index_unless_there_is_one_file_and_before_pickles_as_in_stock_code(
+    sharded: Path,
+) -> None:
     checkpoint = open_checkpoint(sharded)
     assert [f.name for f in checkpoint.weight_files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert same(checkpoint.read("a"), torch.ones(2)) and same(checkpoint.read("b"), torch.zeros(2))
     assert checkpoint.index is not None and checkpoint.index["metadata"] == {"total_size": 16}
-
-
-def test_a_single_file_wins_over_an_index_and_safetensors_over_pickles_as_in_stock_code(sharded: Path) -> None:
     torch.save({"old": torch.ones(1)}, sharded / "pytorch_model.bin")
     assert list(open_checkpoint(sharded).tensors) == ["a", "b"]
     save_file({"one": torch.ones(1)}, sharded / "model.safetensors")
     assert list(open_checkpoint(sharded).tensors) == ["one"]
 
 
-def test_a_subfolder_is_a_checkpoint_of_its_own(tmp_path: Path, folder: Path) -> None:
+def test_a_subfolder_is_a_checkpoint_of_its_own_and_a_path_that_is_no_folder_is_named(
+    tmp_path: Path, folder: Path
+) -> None:
     (tmp_path / "pipeline").mkdir()
     os.rename(folder / "config.json", tmp_path / "pipeline" / "config.json")
     os.rename(folder / "model.safetensors", tmp_path / "pipeline" / "model.safetensors")
@@ -144,6 +137,10 @@ def test_a_subfolder_is_a_checkpoint_of_its_own(tmp_path: Path, folder: Path) ->
     for name, problem in (("../pipeline", "leaves"), ("/etc", "leaves"), ("absent", "has no folder")):
         with pytest.raises(UserError, match=problem):
             open_checkpoint(tmp_path, name)
+    with pytest.raises(UserError, match="does not exist"):
+        open_checkpoint(tmp_path / "absent")
+    with pytest.raises(UserError, match="is not a folder"):
+        open_checkpoint(tmp_path / "pipeline" / "config.json")
 
 
 def test_links_of_the_hub_cache_are_followed_and_others_are_not(tmp_path: Path, folder: Path) -> None:
@@ -160,9 +157,6 @@ def test_links_of_the_hub_cache_are_followed_and_others_are_not(tmp_path: Path, 
         (elsewhere / name).symlink_to(f"../blobs/{name}")
     with pytest.raises(UserError, match="outside the folder"):
         open_checkpoint(elsewhere)
-
-
-# --- pytorch_model.bin -----------------------------------------------------------------------------------------------
 
 
 def as_pickle(folder: Path, content: object, **options: Any) -> Path:
@@ -232,8 +226,6 @@ def test_pickles_in_other_containers_are_refused(folder: Path) -> None:
         with pytest.raises(UserError, match=problem):
             open_checkpoint(folder)
 
-
-# --- what is wrong ---------------------------------------------------------------------------------------------------
 
 ENTRY = json.dumps({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}).encode()
 
@@ -378,10 +370,3 @@ def test_a_file_that_shrinks_after_opening_is_an_error_and_not_a_crash(folder: P
     os.truncate(folder / "model.safetensors", 16)
     with pytest.raises(UserError, match="became shorter"):
         checkpoint.read("a")
-
-
-def test_a_path_that_is_no_folder_is_named(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
-        open_checkpoint(tmp_path / "absent")
-    with pytest.raises(UserError, match="is not a folder"):
-        open_checkpoint(folder / "config.json")

@@ -107,10 +107,8 @@ def test_the_names_of_wan_and_of_stock_code_are_each_others_inverse() -> None:
 @pytest.mark.parametrize(
     "prefix",
     [
-        "text_encoders.t5xxl.transformer.",
-        "cond_stage_model.transformer.",
-        "conditioner.embedders.1.model.",
-        "t5xxl.transformer.",
+        *("text_encoders.t5xxl.transformer.", "cond_stage_model.transformer."),
+        *("conditioner.embedders.1.model.", "t5xxl.transformer."),
     ],
 )
 def test_the_encoder_of_a_bundle_is_found_behind_its_prefix(prefix: str, tmp_path: Path) -> None:
@@ -211,7 +209,6 @@ def test_a_given_config_goes_before_the_inferred_one(t5: Path, tmp_path: Path) -
 
 
 def without(*endings: str) -> Any:
-    """Return a change that takes away the tensors whose names end so."""
     return lambda tensors: {n: t for n, t in tensors.items() if not n.endswith(endings)}
 
 
@@ -220,17 +217,13 @@ def in_fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def with_vocabulary(size: int) -> Any:
-    """Return a change of the number of rows of the embedding."""
     return lambda tensors: tensors | {"shared.weight": torch.zeros(size, 24, dtype=torch.bfloat16)}
 
 
 BROKEN = {
     "no bias table": (without("bias.weight"), "no matrix encoder.block.0.layer.0.SelfAttention.relative"),
     "UMT5's vocabulary": (with_vocabulary(256_384), "vocabulary of 256384 is UMT5's, but only one block has"),
-    "a block missing": (
-        lambda t: {n.replace("block.1.", "block.2."): v for n, v in t.items()},
-        "block 1 of the encoder",
-    ),
+    "a block missing": (lambda t: {n.replace("block.1.", "block.2."): v for n, v in t.items()}, "block 1 of the"),
     "a tensor missing": (without("block.1.layer.1.DenseReluDense.wo.weight"), "wo.weight is missing"),
     "a stranger": (lambda t: t | {"vision.weight": torch.ones(2)}, "vision.weight is not part of"),
     "codes": (lambda t: t | {"encoder.x": torch.ones(2, dtype=torch.int8)}, "is I8, quantised"),

@@ -121,9 +121,6 @@ def test_a_report_may_replace_a_file_and_go_to_a_device(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-# --- what is carried over --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["notes.txt", "README.md"])
 def test_what_lies_outside_is_not_carried_over_by_a_link(tmp_path: Path, name: str) -> None:
     for folder in ("source", "out"):

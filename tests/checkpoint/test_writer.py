@@ -74,7 +74,6 @@ def reference(source: torch.Tensor, write: Write) -> np.ndarray:
 
 
 def brute_force(source: torch.Tensor, wanted: np.ndarray, stored: torch.Tensor) -> TensorStats:
-    """Count element by element in Python."""
     lossless = normal = flushed = nonfinite = nonzero = 0
     amax = 0.0
     tiny = torch.finfo(stored.dtype).tiny
@@ -161,16 +160,10 @@ def test_any_shape_cut_into_any_pieces_gives_the_values_and_counts_of_the_whole(
     torch.manual_seed(data.draw(st.integers(0, 1 << 20)))
     scattered = torch.randn(shape) * torch.exp2(torch.randint(-24, 12, shape)) * (torch.rand(shape) > 0.1)
     source = scattered.to(dtype)
-    exponents = [torch.randint(-4, 4, (n,)) if data.draw(st.booleans()) else None for n in (*shape, 0, 0)[:2]]
-    write = Write(
-        "w",
-        shape,
-        "w",
-        exponent=data.draw(st.integers(-3, 3)),
-        row_exponents=exponents[0] if len(shape) > 0 else None,
-        column_exponents=exponents[1] if len(shape) > 1 else None,
-        gain=data.draw(st.sampled_from([1.0, 0.3])),
-    )
+    exponents = [torch.randint(-4, 4, (n,)) if data.draw(st.booleans()) else None for n in shape]
+    rows, columns = (*exponents, None, None)[:2]
+    whole: dict[str, Any] = {"exponent": data.draw(st.integers(-3, 3)), "gain": data.draw(st.sampled_from([1.0, 0.3]))}
+    write = Write("w", shape, "w", row_exponents=rows, column_exponents=columns, **whole)
     folder = tmp_path_factory.mktemp("any")
     checkpoint = checkpoint_of(folder / "in", {"w": source})
     elements = writer.ELEMENTS
@@ -276,17 +269,6 @@ def test_wider_dtypes_come_first_so_that_every_tensor_is_aligned(tmp_path: Path)
     assert places["b"].offset % 8 == 0 and places["a"].offset == places["b"].offset + 12
 
 
-def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
-    checkpoint = mixed(tmp_path / "in")
-    (tmp_path / "out").mkdir()
-    seen: list[tuple[int, int]] = []
-    result = write_fp16(
-        checkpoint, as_is(checkpoint), tmp_path / "out", advance=lambda done, total: seen.append((done, total))
-    )
-    size = sum(f.nbytes for f in result.files)
-    assert seen == sorted(seen) and seen[-1] == (size, size)
-
-
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -382,7 +364,7 @@ def test_memory_does_not_grow_with_the_file_nor_with_its_rows(tmp_path: Path) ->
 
 @pytest.mark.parametrize("hashes", [False, True])
 @pytest.mark.parametrize("resharded", [False, True])
-def test_every_byte_of_a_tensor_is_read_once_and_written_once(
+def test_every_byte_of_a_tensor_is_read_written_and_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashes: bool, resharded: bool
 ) -> None:
     shards = [
@@ -408,18 +390,20 @@ def test_every_byte_of_a_tensor_is_read_once_and_written_once(
     for module in (formats, writer):
         monkeypatch.setattr(module, "read_exactly", counted_read)
     monkeypatch.setattr(os, "write", counted_write)
-    result = write_fp16(
-        checkpoint, as_is(checkpoint), out, hashes=hashes, max_shard_size=1 << 20 if resharded else None
-    )
+    told: list[tuple[int, int]] = []
+    most = 1 << 20 if resharded else None
+    how: dict[str, Any] = {"hashes": hashes, "max_shard_size": most, "advance": lambda *done: told.append(done)}
+    result = write_fp16(checkpoint, as_is(checkpoint), out, **how)
     assert len(result.files) == (5 if resharded else 3)
     assert wrote == sum(record.nbytes for record in result.files)
+    assert told == sorted(told) and told[-1] == (wrote, wrote)
     assert all((out / record.name).stat().st_size == record.nbytes for record in result.files)
     for info in checkpoint.tensors.values():
         begin, end = info.offset, info.offset + info.nbytes
         within = [min(o + n, end) - max(o, begin) for name, o, n in seen if name == str(info.file)]
         # Hashing in the order of the file takes what a new order of the tensors passes over a second time, not more.
-        most = 2 if hashes and resharded else 1
-        assert info.nbytes <= sum(n for n in within if n > 0) <= most * info.nbytes, info.name
+        times = 2 if hashes and resharded else 1
+        assert info.nbytes <= sum(n for n in within if n > 0) <= times * info.nbytes, info.name
     # What is hashed on the way out is not read again.
     assert not [name for name, _, _ in seen if Path(name).parent == out]
 

@@ -32,7 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def save(kind: str, folder: Path) -> Path:
-    """Save a kind's model."""
     # Mistral's weights are Llama's, and the tiny Mistral has no head.
     tiny.save(tiny.small("llama" if kind == "mistral" else kind, **KINDS[kind]), folder)
     if kind == "mistral":

@@ -1,16 +1,24 @@
-"""Whole pipelines in diffusers: the converted one takes the same step in fp32, and in fp16 a nearer one than bf16's."""
+"""Whole pipelines in diffusers: the converted one takes the same step in fp32, and in fp16 a nearer one than bf16's.
+
+Tiny ones of diffusers' own classes, whose text encoders overflow fp16, and one step of what they condition. VAEs are
+left out, since nothing here decodes; weights are random, tokenizers of single bytes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+import transformers
 from diffusers.utils import logging
-from support import diffusion, exhaustive, pipelines
-from support.diffusion import CASES, Case
+from support import causal, exhaustive, pipelines, tiny
+from tokenizers.pre_tokenizers import ByteLevel
 
 from bf16_to_fp16 import convert_pipeline
 from bf16_to_fp16.conversion.pipelines import READ_AT_THE_END, READ_INSIDE
@@ -19,6 +27,280 @@ from bf16_to_fp16.families.known import named
 logging.set_verbosity_error()
 
 ROUNDING = 1e-6  # of fp32, over all layers
+PROMPT = "a lighthouse in a storm"
+LENGTH = 32  # tokens of a prompt
+WIDTH = 24  # of every encoder here
+
+ALONE = {"do_classifier_free_guidance": False}
+SHORT = {"max_sequence_length": LENGTH}
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+CLIP = {"hidden_size": 8, "intermediate_size": 9, "num_attention_heads": 2, "num_hidden_layers": 1}
+CLIP |= {"projection_dim": 8, "max_position_embeddings": 218}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline class, that of its transformer (or the like), its encoders and tokenizers, the transformer's shape and
+    what it gives for what ``encode_prompt`` returns, and what this takes besides the prompt. encoders: the components
+    to be converted. quiet: the transformer's linears whose weights ``quietly`` makes small."""
+
+    kind: str
+    transformer: str
+    parts: Callable[[], Mapping[str, Any]]
+    shape: Mapping[str, Any]
+    step: Callable[[Any, Sequence[torch.Tensor]], Any]
+    options: Mapping[str, Any] = field(default_factory=lambda: SHORT | ALONE)
+    encoders: tuple[str, ...] = ("text_encoder",)
+    quiet: tuple[str, ...] = ()
+    scheduler: Any = diffusers.FlowMatchEulerDiscreteScheduler
+
+    def build(self) -> Any:
+        """Return the pipeline, its encoders in bf16 and all else in fp32."""
+        transformer = quietly(model(self.transformer, **self.shape), *self.quiet)
+        others = {"scheduler": self.scheduler(), "vae": None, "transformer": transformer}
+        return getattr(diffusers, self.kind)(**others, **self.parts())
+
+    def encode(self, pipe: Any) -> list[torch.Tensor]:
+        """Return every tensor that ``encode_prompt`` returns, floating ones in fp32."""
+        with torch.no_grad():
+            return [t.float() if t.is_floating_point() else t for t in flat(pipe.encode_prompt(PROMPT, **self.options))]
+
+    def run(self, pipe: Any, embeddings: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what one step gives, in fp32."""
+        torch.manual_seed(1)
+        with torch.no_grad():
+            made = self.step(partial(pipe.transformer, return_dict=False), embeddings)
+            return torch.cat([t.flatten() for t in flat(made)])
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for each in value or () for t in flat(each)] if isinstance(value, list | tuple) else []
+
+
+def encoder(kind: str, **changes: Any) -> Any:
+    return pipelines.encoder(kind, **changes).to(torch.bfloat16)
+
+
+def headless(kind: str, **changes: Any) -> Any:
+    return encoder(kind, **changes).model
+
+
+def loud(model: Any) -> Any:
+    """Return a tiny encoder, whose stream fits fp16, with a neuron in each layer that does not: its row is larger by a
+    power of two and its column smaller, which changes nothing that the encoder computes."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("up_proj.weight"):
+                weight[:1] *= 2.0**20
+            elif name.endswith("down_proj.weight"):
+                weight[:, :1] *= 2.0**-20
+    return model
+
+
+def t5(kind: str = "t5-encoder") -> dict[str, Any]:
+    return {"text_encoder": encoder(kind), "tokenizer": transformers.ByT5Tokenizer(extra_ids=125)}
+
+
+def of_bytes() -> Any:
+    tokenizer = causal.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return tokenizer
+
+
+def clip_tokenizer() -> Any:
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
+
+
+def clip(projected: bool = False) -> Any:
+    torch.manual_seed(2)
+    config = transformers.CLIPTextConfig(**CLIP, vocab_size=514, bos_token_id=512, eos_token_id=513)
+    return (transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel)(config).eval()
+
+
+def model(kind: str, **shape: Any) -> Any:
+    """Return a component of diffusers in fp32, of random weights."""
+    torch.manual_seed(3)
+    made = getattr(diffusers, kind)(**shape).eval()
+    with torch.no_grad():
+        for weight in made.parameters():
+            if not weight.any():  # some begin as zeros, which would hide everything
+                weight.normal_(std=0.1)
+    return made
+
+
+def quietly(transformer: Any, *weights: str) -> Any:
+    """Return a transformer whose linears of these names bring the states of an encoder, which are large, to the size of
+    what is added to them there, as in trained ones; else the next norm would hide any factor."""
+    with torch.no_grad():
+        for name in weights:
+            transformer.get_parameter(name).mul_(2.0**-18)
+    return transformer
+
+
+def of_clip(*places: str, projected: bool = False) -> dict[str, Any]:
+    """Return a CLIP and its tokenizer for each place, "" or "_2"."""
+    made = [{f"text_encoder{n}": clip(projected), f"tokenizer{n}": clip_tokenizer()} for n in places]
+    return {name: part for each in made for name, part in each.items()}
+
+
+def t5_at(place: str) -> dict[str, Any]:
+    return {f"{name}{place}": part for name, part in t5().items()}
+
+
+def of_bytes_with(encoder: Any, place: str = "") -> dict[str, Any]:
+    return {f"text_encoder{place}": encoder, f"tokenizer{place}": of_bytes()}
+
+
+def hidden(kind: str, layers: int, place: str = "", **changes: Any) -> dict[str, Any]:
+    """Return an encoder whose inner states are read, with its tokenizer."""
+    return of_bytes_with(loud(encoder(kind, num_hidden_layers=layers, factor=10.0, **changes)), place)
+
+
+def hidden_body(kind: str, **changes: Any) -> dict[str, Any]:
+    return of_bytes_with(loud(headless(kind, factor=10.0, **changes)))
+
+
+def hidream_encoders() -> dict[str, Any]:
+    llama = hidden("llama", 3, "_4", attn_implementation="eager")
+    return of_clip("", "_2", projected=True) | t5_at("_3") | llama
+
+
+AT = torch.tensor([500.0])
+SMALL = HEADS | {"in_channels": 4, "num_layers": 1}
+SAME = SMALL | {"out_channels": 4}
+SINGLE = {"num_single_layers": 1}
+SAME_SINGLE = SAME | SINGLE
+AXES = (4, 4, 8)
+LATENTS, FRAMES = (1, 4, 8, 8), (1, 4, 1, 4, 4)
+FLUX2: dict[str, Any] = {"joint_attention_dim": 3 * WIDTH, "timestep_guidance_channels": 8, "guidance_embeds": False}
+FLUX2 |= SMALL | SINGLE | {"axes_dims_rope": (4, 4, 4, 4)}
+PROMPTS = {"prompt_2": None, "prompt_3": None}
+CROPPED = {"prompt_template": {"template": "{}", "crop_start": 0}}
+
+
+def flux2_step(net: Any, e: Sequence[torch.Tensor]) -> Any:
+    return net(torch.randn(1, 4, 4), e[0], AT / 1000, torch.zeros(1, 4, 4), e[1], None)
+
+
+CASES = (
+    Case(
+        *("FluxPipeline", "FluxTransformer2DModel", lambda: of_clip("") | t5_at("_2")),
+        SMALL | SINGLE | {"joint_attention_dim": WIDTH, "pooled_projection_dim": 8, "axes_dims_rope": AXES},
+        lambda net, e: net(torch.randn(1, 4, 4), e[0], e[1], AT / 1000, img_ids=torch.zeros(4, 3), txt_ids=e[2]),
+        SHORT,
+        ("text_encoder_2",),
+    ),
+    Case(
+        *("StableDiffusion3Pipeline", "SD3Transformer2DModel", lambda: of_clip("", "_2", projected=True) | t5_at("_3")),
+        SAME
+        | {"sample_size": 8, "joint_attention_dim": WIDTH, "caption_projection_dim": 32}
+        | {"pooled_projection_dim": 16, "pos_embed_max_size": 8},
+        lambda net, e: net(torch.randn(LATENTS), e[0], e[1], AT),
+        SHORT | ALONE | PROMPTS,
+        ("text_encoder_3",),
+    ),
+    Case(
+        *("PixArtAlphaPipeline", "PixArtTransformer2DModel", t5),
+        SMALL | {"out_channels": 8, "cross_attention_dim": 32, "sample_size": 8, "caption_channels": WIDTH},
+        lambda net, e: net(
+            *(torch.randn(LATENTS), e[0], AT.long()),
+            added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+            encoder_attention_mask=e[1],
+        ),
+        scheduler=diffusers.DDIMScheduler,
+    ),
+    Case(
+        *("LTXPipeline", "LTXVideoTransformer3DModel", t5),
+        SAME | {"cross_attention_dim": 32, "caption_channels": WIDTH},
+        lambda net, e: net(
+            torch.randn(1, 8, 4), e[0], AT, encoder_attention_mask=e[1], num_frames=2, height=2, width=2
+        ),
+    ),
+    Case(
+        *("CogVideoXPipeline", "CogVideoXTransformer3DModel", t5),
+        SAME
+        | {"time_embed_dim": 8, "text_embed_dim": WIDTH, "max_text_seq_length": LENGTH}
+        | {"sample_width": 4, "sample_height": 4, "sample_frames": 5},
+        lambda net, e: net(torch.randn(1, 2, 4, 4, 4), e[0], AT),
+        scheduler=diffusers.DDIMScheduler,
+    ),
+    Case(
+        *("AuraFlowPipeline", "AuraFlowTransformer2DModel", lambda: t5("umt5-encoder")),
+        HEADS
+        | {"sample_size": 8, "in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 1}
+        | {"joint_attention_dim": WIDTH, "caption_projection_dim": 32, "pos_embed_max_size": 16},
+        lambda net, e: net(torch.randn(LATENTS), e[0], AT / 1000),
+    ),
+    Case(
+        *("WanPipeline", "WanTransformer3DModel", lambda: t5("umt5-encoder")),
+        SAME | {"text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 32},
+        lambda net, e: net(torch.randn(FRAMES), AT.long(), e[0]),
+    ),
+    Case(
+        *("SanaPipeline", "SanaTransformer2DModel", lambda: of_bytes_with(headless("gemma2"))),
+        SAME
+        | {"sample_size": 8, "caption_channels": WIDTH}
+        | {"num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32},
+        lambda net, e: net(torch.randn(LATENTS), e[0], AT, encoder_attention_mask=e[1]),
+    ),
+    Case(
+        *("Lumina2Pipeline", "Lumina2Transformer2DModel", lambda: hidden_body("gemma2")),
+        {"sample_size": 8, "in_channels": 4, "hidden_size": 32, "multiple_of": 16}
+        | {"num_layers": 1, "num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1}
+        | {"axes_dim_rope": AXES, "axes_lens": (64, 16, 16), "cap_feat_dim": WIDTH},
+        lambda net, e: net(torch.randn(LATENTS), AT / 1000, e[0], e[1]),
+        SHORT | ALONE | {"system_prompt": "draw"},
+    ),
+    Case(
+        *("ZImagePipeline", "ZImageTransformer2DModel", lambda: hidden_body("qwen3")),
+        {"in_channels": 4, "dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2}
+        | {"n_kv_heads": 2, "cap_feat_dim": WIDTH, "axes_dims": list(AXES), "axes_lens": [128, 16, 16]},
+        lambda net, e: net([torch.randn(4, 1, 8, 8)], AT / 1000, [e[0]]),
+    ),
+    Case(
+        *(
+            "HunyuanVideoPipeline",
+            "HunyuanVideoTransformer3DModel",
+            lambda: hidden_body("llama", num_hidden_layers=4) | of_clip("_2"),
+        ),
+        SAME_SINGLE
+        | {"num_refiner_layers": 1, "guidance_embeds": False, "text_embed_dim": WIDTH, "rope_axes_dim": AXES}
+        | {"pooled_projection_dim": 8},
+        lambda net, e: net(torch.randn(FRAMES), AT.long(), e[0], e[2], e[1]),
+        SHORT | CROPPED,
+    ),
+    Case(
+        *("HiDreamImagePipeline", "HiDreamImageTransformer2DModel", hidream_encoders),
+        SMALL
+        | {"patch_size": 2, "num_single_layers": 2, "caption_channels": [WIDTH, WIDTH], "text_emb_dim": 16}
+        | {"num_routed_experts": 2, "num_activated_experts": 1, "axes_dims_rope": AXES}
+        | {"max_resolution": (16, 16), "llama_layers": [0, 1, 2]},
+        lambda net, e: net(torch.randn(LATENTS), AT.long(), e[0], e[1], e[2])[0],
+        encoders=("text_encoder_3", "text_encoder_4"),
+        quiet=tuple(f"caption_projection.{i}.linear.weight" for i in range(3)),
+    ),
+    *(
+        Case(kind, "Flux2Transformer2DModel", parts, FLUX2, flux2_step, SHORT, quiet=("context_embedder.weight",))
+        for kind, parts in (
+            ("Flux2KleinPipeline", lambda: hidden("qwen3", 28, max_window_layers=28)),
+            ("Flux2Pipeline", lambda: hidden("mistral3", 31)),  # dev, which reads three inner layers
+        )
+    ),
+    Case(
+        *("HunyuanImagePipeline", "HunyuanImageTransformer2DModel", lambda: hidden("qwen2_5_vl", 4) | t5_at("_2")),
+        SAME_SINGLE
+        | {"num_refiner_layers": 1, "text_embed_dim": WIDTH, "text_embed_2_dim": WIDTH, "rope_axes_dim": (8, 8)},
+        lambda net, e: net(torch.randn(1, 4, 4, 4), AT, e[0], e[1], None, e[2], e[3]),
+        {},
+        ("text_encoder", "text_encoder_2"),
+        ("context_embedder.proj_in.weight", "context_embedder.time_text_embed.text_embedder.linear_1.weight"),
+    ),
+)
 
 
 def load(folder: Path) -> Any:
@@ -30,7 +312,6 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def in_16_bits(case: Case, pipe: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the step of a pipeline whose converted encoders compute in ``dtype``, and all else in fp32."""
     for name in case.encoders:
         getattr(pipe, name).to(dtype)
     return case.run(pipe, case.encode(pipe))
@@ -66,8 +347,8 @@ def test_a_converted_pipeline_takes_the_same_step(case: Case, tmp_path: Path) ->
 def test_an_encoder_is_converted_for_the_class_that_loads_it(tmp_path: Path) -> None:
     (case,) = (case for case in CASES if case.kind == "SanaPipeline")
     case.build().save_pretrained(tmp_path / "source")
-    whole = diffusion.encoder("gemma2")  # with the head, which is the embedding and which the pipeline does not load
-    pipelines.tiny.save(whole, tmp_path / "source" / "text_encoder")
+    whole = encoder("gemma2")  # with the head, which is the embedding and which the pipeline does not load
+    tiny.save(whole, tmp_path / "source" / "text_encoder")
     done = convert_pipeline(tmp_path / "source", tmp_path / "out", run_model=False)
     assert "--as Gemma2Model" in done.encoders["text_encoder"].report["command"]
     source, converted = load(tmp_path / "source"), load(tmp_path / "out")

@@ -34,13 +34,8 @@ class Outcome:
 def server(python: str) -> subprocess.Popen[str]:
     """Return the process of another environment that runs its scripts; it ends with this one."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    found = subprocess.Popen(
-        [python, "-I", str(HERE / "serve.py")],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command, pipe = [python, "-I", str(HERE / "serve.py")], subprocess.PIPE
+    found = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
     atexit.register(found.kill)
     return found
 

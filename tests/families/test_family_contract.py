@@ -12,20 +12,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from support import exhaustive, tiny
-from support.contract import (
-    MOVABLE,
-    Drawn,
-    architectures,
-    check_bounds,
-    check_classified,
-    check_couplings,
-    check_outputs,
-    check_round_trip,
-    layout_of,
-    outputs,
-    random_plan,
-)
+from support import contract, exhaustive, tiny
+from support.contract import MOVABLE, layout_of, outputs, random_plan
 
 from bf16_to_fp16 import UserError
 from bf16_to_fp16.families.known import FAMILIES, may_be_absent
@@ -49,9 +37,6 @@ def test_every_family_and_every_tiny_model_is_under_contract() -> None:
     assert len(tiny.KINDS) == sum(len(entry.kinds) for entry in tiny.ENTRIES)
 
 
-# --- each model as it stands -----------------------------------------------------------------------------------------
-
-
 @one_of_each
 def test_each_coupling_leaves_fp32_outputs_bit_identical(kind: str) -> None:
     model = tiny.build(kind)
@@ -66,8 +51,8 @@ def test_each_coupling_leaves_fp32_outputs_bit_identical(kind: str) -> None:
 @each_kind
 def test_all_couplings_at_once_are_exact_and_undone_to_the_bit(kind: str) -> None:
     model = tiny.build(kind)
-    check_classified(model)
-    check_couplings(model, seed=1)
+    contract.check_classified(model)
+    contract.check_couplings(model, seed=1)
 
 
 @each_kind
@@ -76,9 +61,9 @@ def test_every_output_has_the_factor_that_is_told_of_it(kind: str) -> None:
     model = tiny.small(kind)
     layout = layout_of(model)
     plan = random_plan(layout, MOVABLE, seed=2)
-    check_outputs(model, layout, plan)
+    contract.check_outputs(model, layout, plan)
     if layout.head is not None and layout.cap(layout.head) is None:
-        check_outputs(model, layout, plan.model_copy(update={"exponents": plan.exponents | {LOGITS: -2}}))
+        contract.check_outputs(model, layout, plan.model_copy(update={"exponents": plan.exponents | {LOGITS: -2}}))
 
 
 @each_part
@@ -153,9 +138,6 @@ def first_attention(model: Any) -> Attention:
     return next(w for w in layout_of(model).topology if isinstance(w, Attention))
 
 
-# --- architectures that hypothesis draws -----------------------------------------------------------------------------
-
-
 Examples = Callable[..., None]
 
 
@@ -166,16 +148,12 @@ def on_examples(pytestconfig: pytest.Config) -> Examples:
     return lambda entry, count, check, **options: run_on_examples(entry, count // parts, check, **options)
 
 
-def run_on_examples(entry: tiny.Entry, count: int, check: Callable[[Drawn], None], **options: Any) -> None:
-    @settings(
-        max_examples=count,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
-    @given(drawn=architectures(entry, **options))
-    def run(drawn: Drawn) -> None:
+def run_on_examples(entry: tiny.Entry, count: int, check: Callable[[contract.Drawn], None], **options: Any) -> None:
+    slow = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+
+    @settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=slow)
+    @given(drawn=contract.architectures(entry, **options))
+    def run(drawn: contract.Drawn) -> None:
         check(drawn)
 
     run()
@@ -183,10 +161,10 @@ def run_on_examples(entry: tiny.Entry, count: int, check: Callable[[Drawn], None
 
 @each_family
 def test_all_couplings_are_exact_whatever_the_architecture(entry: tiny.Entry, on_examples: Examples) -> None:
-    def check(drawn: Drawn) -> None:
+    def check(drawn: contract.Drawn) -> None:
         model = drawn.build()
-        check_classified(model)
-        check_couplings(model, drawn.seed)
+        contract.check_classified(model)
+        contract.check_couplings(model, drawn.seed)
 
     on_examples(entry, 12, check)
 
@@ -194,21 +172,20 @@ def test_all_couplings_are_exact_whatever_the_architecture(entry: tiny.Entry, on
 @each_family
 def test_no_bound_is_passed(entry: tiny.Entry, on_examples: Examples) -> None:
     factors = (2.0**-10, 1.0, 8.0)
-    on_examples(entry, 6, lambda drawn: check_bounds(drawn.build(), drawn.seed), factors=factors)
+    on_examples(entry, 6, lambda drawn: contract.check_bounds(drawn.build(), drawn.seed), factors=factors)
 
 
 @pytest.mark.parametrize("entry", exhaustive.beyond(UNDONE, tiny.ENTRIES), ids=lambda entry: next(iter(entry.kinds)))
 def test_undo_gives_back_what_was_carried_over(entry: tiny.Entry, on_examples: Examples) -> None:
-    on_examples(entry, 4, lambda drawn: check_round_trip(drawn.build(), drawn.dtype), factors=(1.0, 900.0))
+    on_examples(entry, 4, lambda drawn: contract.check_round_trip(drawn.build(), drawn.dtype), factors=(1.0, 900.0))
 
 
 @each_family
 def test_a_coupling_that_lacks_an_axis_is_noticed(entry: tiny.Entry) -> None:
-    """The control of the exactness above: with one axis of the first block left out, it fails."""
     model = tiny.build(next(iter(entry.kinds)))
     layout = layout_of(model)
     name = f"{first_attention(model).value}.weight"
     tensor = layout.tensors[name]
     wrong = replace(layout, tensors={**layout.tensors, name: replace(tensor, axes=(None, *tensor.axes[1:]))})
     with pytest.raises(AssertionError):
-        check_couplings(model, 1, wrong)
+        contract.check_couplings(model, 1, wrong)

@@ -34,18 +34,12 @@ OPERATIONS = {"layer_norm"}  # torch's names of operations, by which audits name
 ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}  # the names of the shipped checkpoints
 
 FILES = {
-    "advise/initialisation.py",
-    "checkpoint/layouts.py",
-    "checkpoint/naming.py",
-    "checkpoint/pipeline_classes.py",
-    "checkpoint/side_modules.py",
-    "checkpoint/single_file.py",
-    "finetuning/memory.py",
+    *("advise/initialisation.py", "checkpoint/layouts.py", "checkpoint/naming.py", "checkpoint/pipeline_classes.py"),
+    *("checkpoint/side_modules.py", "checkpoint/single_file.py", "finetuning/memory.py"),
 }
 """Tables of what files of single encoders are called and what models they are, by which a file is opened before there
-is a config that could have a family; of what configs of any class call their width and
-deviations or have position biases, of what sentence-transformers calls what its own modules are, and of what
-diffusers' components are called inside."""
+is a config that could have a family; of what configs of any class call their width and deviations or have position
+biases, of what sentence-transformers calls its own modules, and of what diffusers' components are called inside."""
 
 
 def paths_of(topology: Topology) -> Iterator[str]:
@@ -59,9 +53,8 @@ def module_names() -> set[str]:
     """Return every part of a tensor's or a module's path in any family."""
     paths = set()
     for layout in map(layout_of, map(tiny.build, tiny.KINDS)):
-        inside = (
-            (f"{layout.family.projector.tower}.",) if layout.family.projector else ()
-        )  # another model, which has no family
+        # Another model, which has no family.
+        inside = (f"{layout.family.projector.tower}.",) if layout.family.projector else ()
         paths |= {name for name in (*layout.tensors, *layout.dropped) if not name.startswith(inside)}
         paths |= {text.partition(":")[0] for record in layout.topology for text in paths_of(record) if "." in text}
     for family in FAMILIES:

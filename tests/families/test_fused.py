@@ -30,7 +30,6 @@ PARTS = {QKV: [f"self_attn.{name}_proj" for name in "qkv"], GATE_UP: ["mlp.gate_
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``."""
     at, (kv_heads, group, size) = f"layers.{i}", shared_values(config)
     both, qkv, count = f"{at}.{GATE_UP}", f"{at}.{QKV}", number(config, "intermediate_size")
     rows = (kv_heads * group * size, kv_heads * size, kv_heads * size)

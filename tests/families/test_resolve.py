@@ -97,6 +97,10 @@ def test_only_the_embeddings_own_values_that_the_config_does_not_call_apart_are_
     for flag in (True, False):
         own.config["tie_word_embeddings"] = flag
         assert resolve(own).tied is False
+    source = ModelTensors(tiny.build("t5"))
+    source._state["decoder.embed_tokens.weight"] = torch.zeros(97, 24)
+    with pytest.raises(UserError, match=r"decoder\.embed_tokens\.weight differs"):
+        resolve(source)
 
 
 def test_an_explicit_output_scale_overrides_the_tie_flag() -> None:
@@ -108,30 +112,35 @@ def test_an_explicit_output_scale_overrides_the_tie_flag() -> None:
     assert resolve(source).head_scale == 24**-0.5
 
 
-def test_an_encoder_class_leaves_a_files_decoder_behind_and_says_so() -> None:
+def test_what_a_stock_class_ignores_of_a_file_is_left_behind_with_the_reason() -> None:
     source = ModelTensors(tiny.build("gated"))
     source.config["architectures"] = ["T5EncoderModel"]
     layout = resolve(source)
     assert not layout.stock.decodes and not any(name.startswith("decoder.") for name in layout.tensors)
     assert layout.dropped["lm_head.weight"] == "T5EncoderModel ignores it"
     assert "decoder.block.0.layer.0.SelfAttention.q.weight" in layout.dropped
+    source = ModelTensors(tiny.build("mbart-states"))
+    shared = next(iter(source.tensors.values()))
+    source.tensors |= dict.fromkeys(("lm_head.weight", "final_logits_bias"), shared)
+    dropped = resolve(source).dropped
+    assert dropped["lm_head.weight"] == dropped["final_logits_bias"] == "MBartModel ignores it"
+    source = ModelTensors(tiny.build("t5"))
+    name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    source.tensors[name] = next(iter(source.tensors.values()))
+    assert resolve(source).dropped[name] == "stock classes ignore it"
 
 
 def test_a_plan_of_another_checkpoint_is_refused() -> None:
-    layout = resolve(ModelTensors(tiny.build("gated")))
+    layout = layout_of(tiny.build("gated"))
     signal = "encoder.block.0.layer.0.SelfAttention.value"
-    for plan in (
-        Plan(family="pegasus"),
-        Plan(family="t5", exponents={"encoder.block.9.layer.0.SelfAttention.value": 1}),
-        Plan(family="t5", exponents={signal: [1] * 14}),
-        Plan(family="t5", exponents={"encoder.final_layer_norm.output": 1}),
-        Plan(family="t5", exponents={"logits": [1] * 9}),
-    ):
+    exponents: tuple[dict[str, Any], ...] = ({signal.replace("0", "9", 1): 1}, {signal: [1] * 14}, {"logits": [1] * 9})
+    exponents += ({"encoder.final_layer_norm.output": 1},)
+    for plan in (Plan(family="pegasus"), *(Plan(family="t5", exponents=each) for each in exponents)):
         with pytest.raises(UserError, match=r"plan"):
             apply(tiny.build("gated"), layout, plan)
 
 
-def test_a_gain_correction_is_written_and_taken_back_by_the_inverse() -> None:
+def test_a_gain_correction_is_written_and_taken_back_and_a_separated_t5_head_has_its_scale() -> None:
     model = tiny.build("pegasus")
     layout = resolve(source := ModelTensors(model))
     names = [f"{path}.weight" for path in layout.norms[:2]]
@@ -141,46 +150,21 @@ def test_a_gain_correction_is_written_and_taken_back_by_the_inverse() -> None:
     assert inverse(plan).gain_correction == {names[0]: 0.8, names[1]: 1 / 0.75}
     apply(apply(model, layout, plan), layout, inverse(plan))
     assert all(torch.equal(t.bfloat16(), before[n].bfloat16()) for n, t in model.state_dict().items())
-
-
-def test_a_separated_t5_head_is_written_times_its_scale() -> None:
     layout = resolve(source := ModelTensors(tiny.build("t5", d_model=16)), untie=True)
     gains = {w.name: w.gain for w in writes(source, layout, Plan(family="t5")) if w.gain != 1}
     assert gains == {"lm_head.weight": 0.25}
 
 
-def test_an_embedding_that_differs_between_encoder_and_decoder_is_refused() -> None:
-    source = ModelTensors(tiny.build("t5"))
-    source._state["decoder.embed_tokens.weight"] = torch.zeros(97, 24)
-    with pytest.raises(UserError, match=r"decoder\.embed_tokens\.weight differs"):
-        resolve(source)
-
-
-def test_what_is_of_logits_is_left_behind_by_a_class_without_a_head() -> None:
-    source = ModelTensors(tiny.build("mbart-states"))
-    shared = next(iter(source.tensors.values()))
-    source.tensors |= dict.fromkeys(("lm_head.weight", "final_logits_bias"), shared)
-    dropped = resolve(source).dropped
-    assert dropped["lm_head.weight"] == dropped["final_logits_bias"] == "MBartModel ignores it"
-
-
-def test_t5s_stray_cross_attention_bias_is_dropped_with_a_reason() -> None:
-    source = ModelTensors(tiny.build("t5"))
-    name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    source.tensors[name] = next(iter(source.tensors.values()))
-    assert resolve(source).dropped[name] == "stock classes ignore it"
-
-
 def test_what_a_decoder_or_a_user_reads_of_the_first_stack_is_never_moved() -> None:
     for kind in tiny.KINDS:
-        layout = resolve(ModelTensors(tiny.build(kind)))
+        layout = layout_of(tiny.build(kind))
         if layout.stock.decodes or layout.head is None:
             final = layout.stacks()[0].ends.norm
             assert layout.tensors[f"{final}.weight"].axes == (None,), kind
 
 
 def test_the_residual_is_one_signal_for_the_whole_model() -> None:
-    layout = resolve(ModelTensors(tiny.build("umt5")))
+    layout = layout_of(tiny.build("umt5"))
     assert [s.name for s in layout.signals.values() if s.kind is Kind.RESIDUAL] == [RESIDUAL]
 
 
@@ -214,12 +198,9 @@ def test_what_a_config_leaves_out_is_stock_codes_default(family: Family) -> None
     assert missing <= {"num_labels", "classifier_dropout", "head_dim", *family.aliases}
 
 
-# --- what transformers 4.57 is told ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("base", [1e4, 500.0])
 def test_kinds_of_layers_that_4_57_turns_by_one_base_are_said_where_theirs_differ(base: float) -> None:
-    layout = resolve(ModelTensors(tiny.build("olmo3")))
+    layout = layout_of(tiny.build("olmo3"))
     positions = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": base}}
     written = with_older_keys(layout.family, {"rope_parameters": positions})
     assert written["rope_theta"] == base
@@ -240,7 +221,7 @@ def test_kinds_of_layers_that_4_57_turns_by_one_base_are_said_where_theirs_diffe
 def test_what_both_versions_read_is_written_and_what_they_do_not_is_said(
     rotation: dict[str, Any], told: Any, differs: bool
 ) -> None:
-    layout = resolve(ModelTensors(tiny.build("llama")))
+    layout = layout_of(tiny.build("llama"))
     config = {"rope_parameters": rotation}
     written = with_older_keys(layout.family, config)
     added = {key: value for key, value in written.items() if key not in config}

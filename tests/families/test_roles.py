@@ -7,19 +7,16 @@ from bf16_to_fp16.families.places import Place, places, places_by_name
 from bf16_to_fp16.families.roles import layer_of
 
 
-def test_a_layer_is_named_by_the_path_up_to_its_number_else_by_its_first_module() -> None:
-    assert layer_of("encoder.block.3.layer.1:add#2") == "encoder.block.3"
-    assert layer_of("model.decoder.layers.0.fc1") == "model.decoder.layers.0"
-    assert layer_of("lm_head") == "lm_head"
-
-
-def test_the_names_of_sites_say_stack_block_and_operation_of_a_class_that_no_family_knows() -> None:
+def test_the_names_of_sites_say_layer_stack_block_and_operation_of_a_class_that_no_family_knows() -> None:
     found = places_by_name(
         ["encoder.h.3.attn:scores", "encoder.h.3.attn:mul#2", "h.1.mlp:mul", "h.1.mlp.up", "norm:pow"]
     )
     places = [(p.stack, p.block, p.role) for p in found.values()]
     scores = ("encoder", 3, "scores")
     assert places == [scores, scores, (None, 1, "product"), (None, 1, "linear"), (None, None, None)]
+    assert layer_of("encoder.block.3.layer.1:add#2") == "encoder.block.3"
+    assert layer_of("model.decoder.layers.0.fc1") == "model.decoder.layers.0"
+    assert layer_of("lm_head") == "lm_head"
 
 
 def test_a_layout_says_for_what_each_norm_and_output_is() -> None:

@@ -94,13 +94,9 @@ def test_what_a_feed_forward_adds_is_dropped_in_the_layers_own_dropout() -> None
 @pytest.mark.parametrize(
     ("stack", "key", "value"),
     [
-        ("encoder", "query_pre_attn_scalar", 64),
-        ("decoder", "num_hidden_layers", 1),
-        ("encoder", "head_dim", "10"),
-        ("decoder", "rms_norm_eps", 1e-5),
-        ("encoder", "attention_bias", True),
+        *(("encoder", "query_pre_attn_scalar", 64), ("encoder", "head_dim", "10"), ("encoder", "attention_bias", True)),
+        *(("decoder", "num_hidden_layers", 1), ("decoder", "rms_norm_eps", 1e-5), ("encoder", "vocab_size", 98)),
         ("decoder", "attn_logit_softcapping", -1.0),
-        ("encoder", "vocab_size", 98),
     ],
 )
 def test_a_key_inside_that_says_something_else_is_refused_or_read(

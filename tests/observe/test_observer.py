@@ -110,7 +110,7 @@ def test_nan_from_an_entirely_masked_row_counts() -> None:
     assert sites["model:softmax"].nonfinite == 4
 
 
-def test_a_mask_stays_one_through_views() -> None:
+def test_a_mask_stays_one_through_views_and_where_it_is_filled_up_for_a_kernel() -> None:
     def rearranged(x: Tensor) -> Tensor:
         chosen = torch.where(torch.eye(4) > 0, torch.tensor(-torch.inf, dtype=x.dtype), x)
         return chosen[None].expand(2, 4, 4).transpose(1, 2)[:, 1:].clone()
@@ -119,10 +119,6 @@ def test_a_mask_stays_one_through_views() -> None:
     assert site.nonfinite == 0
     assert site.benign == 6
     assert site.amax == 7.0
-
-
-def test_a_mask_that_is_filled_up_for_a_kernel_stays_one() -> None:
-    """As CUDA's fused attention does where its rows are no multiple of 16 bytes."""
 
     def filled_up(x: Tensor) -> Tensor:
         return functional.pad(x.masked_fill(FIRST[:3], -65504.0), (0, 5))[..., :3].clone()
@@ -295,8 +291,6 @@ def test_a_gradient_that_overflows_is_named_after_its_forward() -> None:
 
 
 class Raises(nn.Module):
-    """Fails in the middle."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(2, 2)

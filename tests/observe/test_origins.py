@@ -63,9 +63,6 @@ def test_no_gradient_goes_through_what_a_mask_leaves_out() -> None:
     assert scores.grad is not None and scores.grad.tolist() == [[-1.0, 0.0, 1.0, 0.0], [0.0] * 4]
 
 
-# --- queries and keys that the attack turns --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("stock", "turned"), [(modeling_llama, 12), (modeling_glm4, 12), (modeling_glm4, 6)])
 def test_a_rotation_is_stock_codes(stock: Any, turned: int) -> None:
     """Of pairs of halves, of pairs side by side, and of the first channels of a head alone."""

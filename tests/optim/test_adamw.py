@@ -414,15 +414,9 @@ def test_fsdp2_on_two_processes_gives_the_bits_of_one(warm_python: Path, tmp_pat
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [warm_python, "-c", TWO_PROCESSES, rank, port, str(tmp_path)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1", "-1")
-    ]
+    commands = ([warm_python, "-c", TWO_PROCESSES, rank, port, str(tmp_path)] for rank in ("0", "1", "-1"))
+    how: dict[str, Any] = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **how) for command in commands]
     for process in processes:
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors[-2000:]

@@ -31,7 +31,6 @@ def grid(dtype: torch.dtype) -> Tensor:
 
 
 def pattern(*words: int) -> Tensor:
-    """Return the fp32 values of bit patterns."""
     return torch.tensor([word - ((word >> 31) << 32) for word in words], dtype=torch.int32).view(torch.float32)
 
 
@@ -124,9 +123,6 @@ def rounded(
     return torch.cat(pieces).view(x.shape)
 
 
-# ---- what others got wrong -----------------------------------------------------------------------------------------
-
-
 def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
     least, significand = (-126, 7) if dtype == BF16 else (-14, 10)
     return torch.exp2(x.abs().clamp(min=2.0**-140).log2().floor().clamp(min=least) - significand)
@@ -182,9 +178,6 @@ def test_stochastic_rounding_is_exact(dtype: torch.dtype) -> None:
     assert faults(lambda x, bits: rounding.stochastic(x, dtype, bits), dtype) == []
 
 
-# ---- the other roundings -------------------------------------------------------------------------------------------
-
-
 @DTYPES
 def test_nearest_is_the_cast_except_that_it_saturates(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -204,9 +197,6 @@ def test_fp32_is_left_alone() -> None:
     x = torch.randn(5)
     assert rounding.stochastic(x, torch.float32, torch.zeros(5, dtype=torch.int32)) is x
     assert rounding.nearest(x, torch.float32) is x
-
-
-# ---- random bits ---------------------------------------------------------------------------------------------------
 
 
 def hashed(counter: int, key: tuple[int, int, int]) -> int:
@@ -237,7 +227,7 @@ def joint(a: Tensor, b: Tensor) -> float:
     return chi_square(torch.bincount((a & 0xFF) * 256 + (b & 0xFF), minlength=1 << 16).double())
 
 
-def test_random_bits_are_uniform_and_unrelated() -> None:
+def test_random_bits_are_uniform_and_unrelated_and_a_counter_would_be_seen() -> None:
     count = 1 << 21
     counter = rounding.counters(count)
     keys = [rounding.make_key(0, step, 0) for step in (1, 2)] + [rounding.make_key(0, 1, 1), rounding.make_key(1, 1, 0)]
@@ -258,14 +248,8 @@ def test_random_bits_are_uniform_and_unrelated() -> None:
         "both moments": joint(for_m >> 8, for_v >> 8),
     }
     assert {name: score for name, score in scores.items() if not abs(score) < 5} == {}
-
-
-def test_chi_square_sees_a_counter() -> None:
     assert chi_square(torch.bincount(torch.arange(1 << 18) & 0xFF, minlength=256).double()) < -5
     assert chi_square(torch.bincount(torch.randint(0, 256, (1 << 18,)) | 1, minlength=256).double()) > 5
-
-
-# ---- whole tensors -------------------------------------------------------------------------------------------------
 
 
 @DTYPES

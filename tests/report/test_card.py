@@ -77,7 +77,7 @@ def test_a_card_links_to_the_address_in_the_packages_metadata(
     assert found == ([] if address is None else [address])
 
 
-def test_front_matter_is_inherited_from_the_sources_card(tmp_path: Path) -> None:
+def test_front_matter_is_inherited_from_the_card_of_the_source_or_of_its_pipeline(tmp_path: Path) -> None:
     data = card(tmp_path, fakes.conversion(), readme=SOURCE_CARD, revision="0" * 40).data.to_dict()
     assert data.pop("model-index")
     assert data == {
@@ -90,6 +90,11 @@ def test_front_matter_is_inherited_from_the_sources_card(tmp_path: Path) -> None
         "pipeline_tag": "summarization",
         "tags": ["summarization", "fp16", "bf16-to-fp16"],
     }
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    (tmp_path / "text_encoder_2").mkdir()
+    write_card(tmp_path / "out.md", checkpoint(tmp_path / "text_encoder_2"), fakes.conversion())
+    assert ModelCard.load(tmp_path / "out.md").data.license == "mit"
 
 
 @pytest.mark.parametrize(
@@ -106,14 +111,6 @@ def test_what_the_source_does_not_say_is_not_invented(tmp_path: Path, readme: st
     assert data == {"library_name": "transformers", "tags": ["fp16", "bf16-to-fp16"]}
     assert "names a licence, so none is given here" in written.text
     assert "names languages, so none are given here either" in written.text
-
-
-def test_a_pipelines_card_counts_for_the_model_inside_it(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text("{}")
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
-    (tmp_path / "text_encoder_2").mkdir()
-    write_card(tmp_path / "out.md", checkpoint(tmp_path / "text_encoder_2"), fakes.conversion())
-    assert ModelCard.load(tmp_path / "out.md").data.license == "mit"
 
 
 def test_an_unsafe_verdict_is_the_first_line(tmp_path: Path) -> None:
@@ -152,12 +149,10 @@ def test_a_safe_verdict_comes_with_its_figures(tmp_path: Path) -> None:
     assert all(figure in text for figure in shown)
     assert "bf16-to-fp16 convert someone/summariser-large out\nbf16-to-fp16 undo DIR OUT" in text
     assert "Licence as" not in text and "bf16-to-fp16 verify DIR" in text
+    for family, keeps_wo in (("t5", True), ("umt5", True), ("pegasus", False)):
+        text = card(tmp_path, fakes.conversion() | {"family": family}).text
+        assert ("_keep_in_fp32_modules" in text) is keeps_wo
     assert "so that its activations fit fp16" in text and "which was not enough for fp16" not in text
-
-
-@pytest.mark.parametrize(("family", "said"), [("t5", True), ("umt5", True), ("pegasus", False)])
-def test_the_note_on_wo_is_for_families_that_keep_it(tmp_path: Path, family: str, said: bool) -> None:
-    assert ("_keep_in_fp32_modules" in card(tmp_path, fakes.conversion() | {"family": family}).text) is said
 
 
 def test_hostile_names_cannot_leave_their_place(tmp_path: Path) -> None:
@@ -174,9 +169,6 @@ def test_hostile_names_cannot_leave_their_place(tmp_path: Path) -> None:
     outside = re.sub(r"(`+).*?\1", "", written.text)
     assert not re.search(r"(?<!\\)<(script|b)>", outside)
     assert "one \\| two \\<b\\>bold" in written.text
-
-
-def test_markdown_shows_text_as_it_is() -> None:
     assert prose("max |x|_y\n*z*") == "max \\|x\\|\\_y \\*z\\*"
     assert span("plain") == "`plain`" and span("a``b") == "``` a``b ```"
 
@@ -240,7 +232,7 @@ def test_what_is_not_certified_is_listed_in_the_card(tmp_path: Path) -> None:
     assert "No input can make any operation overflow" not in text
 
 
-def test_fidelity_is_given_as_eval_results(tmp_path: Path) -> None:
+def test_fidelity_is_given_as_eval_results_where_it_was_measured(tmp_path: Path) -> None:
     report = fakes.conversion() | {"inputs": {"seed": 0, "data": {"name": "mine.txt", "rows": 8}}}
     results = card(tmp_path, report).data.get("eval_results")
     assert results is not None
@@ -248,33 +240,25 @@ def test_fidelity_is_given_as_eval_results(tmp_path: Path) -> None:
     assert {r.metric_type: r.metric_value for r in results} == measured
     assert {r.dataset_name for r in results} == {"built-in probe of bf16_to_fp16 and mine.txt"}
     assert {r.task_type for r in results} == {"text2text-generation"}
+    report["fidelity"] |= {"kl_fp16": None, "max_logit_error_fp16": None}
+    results = card(tmp_path, report).data.get("eval_results")
+    assert results is not None and [r.metric_type for r in results] == ["top1_agreement"]
+    assert card(tmp_path, report | {"fidelity": None}).data.to_dict().keys() == {"library_name", "tags"}
 
 
 @pytest.mark.parametrize(
     ("name", "task"),
     [
-        ("T5ForSequenceClassification", "text-classification"),
-        ("T5ForTokenClassification", "token-classification"),
-        ("T5ForQuestionAnswering", "question-answering"),
-        ("T5EncoderModel", "feature-extraction"),
-        ("T5Model", "feature-extraction"),
-        ("PegasusForConditionalGeneration", "text2text-generation"),
-        ("Gemma3ForCausalLM", "text-generation"),
-        ("Gemma3TextModel", "feature-extraction"),
+        *(("T5ForSequenceClassification", "text-classification"), ("T5EncoderModel", "feature-extraction")),
+        *(("T5ForTokenClassification", "token-classification"), ("T5ForQuestionAnswering", "question-answering")),
+        *(("PegasusForConditionalGeneration", "text2text-generation"), ("Gemma3ForCausalLM", "text-generation")),
+        *(("T5Model", "feature-extraction"), ("Gemma3TextModel", "feature-extraction")),
     ],
 )
 def test_the_figures_stand_under_what_the_class_does(name: str, task: str) -> None:
     results = cards.eval_results(read(Report, fakes.conversion()), class_named(name), None)
     assert {result.task_type for result in results} == {task}
     assert any("token" in str(result.metric_name) for result in results) is task.endswith("-generation")
-
-
-def test_no_figure_is_given_where_none_was_measured(tmp_path: Path) -> None:
-    assert card(tmp_path, fakes.conversion() | {"fidelity": None}).data.to_dict().keys() == {"library_name", "tags"}
-    report = fakes.conversion()
-    report["fidelity"] |= {"kl_fp16": None, "max_logit_error_fp16": None}
-    results = card(tmp_path, report).data.get("eval_results")
-    assert results is not None and [r.metric_type for r in results] == ["top1_agreement"]
 
 
 def test_the_plan_stands_in_the_card_in_full(tmp_path: Path) -> None:
@@ -295,15 +279,14 @@ def test_the_plan_stands_in_the_card_in_full(tmp_path: Path) -> None:
     assert shown["residual_exponent"] == -3 and shown["eps"] == 1.5625e-8
 
 
-def test_a_finetunes_card_has_the_recipe_and_the_originals_name(tmp_path: Path) -> None:
+def test_a_finetunes_card_has_recipe_and_original_and_says_that_the_weights_were_trained_and_how_far_they_went(
+    tmp_path: Path,
+) -> None:
     report = fakes.conversion() | {"finetune": {"recipe": {"source": "someone/summariser-large", "steps": 5}}}
     written = card(tmp_path, report)
     assert written.data.get("base_model") == "someone/summariser-large"
     recipe = written.text.split("```yaml\n")[2].split("```")[0]
     assert yaml.safe_load(recipe) == report["finetune"]["recipe"]
-
-
-def test_a_finetunes_card_says_that_the_weights_were_trained_and_how_far_they_went(tmp_path: Path) -> None:
     plain = card(tmp_path, fakes.conversion()).text
     kept = {"measure": "kl", "kl_bf16": 0.01, "kl_fp16": 2.5, "top1_bf16": 0.99, "top1_fp16": 0.321}
     evaluations = [{"held_out_loss": 2.0}, {"step": 50}, {"held_out_loss": None}, {"held_out_loss": 2.125}]

@@ -57,12 +57,7 @@ def test_an_audit_names_every_site_that_broke(source: Path, capsys: pytest.Captu
     assert cli.main(["audit", str(source), "--regime", "half"]) == 1
     out = capsys.readouterr().out
     command = f"bf16-to-fp16 convert {source} theirs-fp16\n"  # as it was given, which the report does not keep
-    assert (
-        out.startswith("unsafe: ")
-        and out.count("unsafe: ") == 1
-        and out.count("\nnext: ") == 1
-        and out.endswith(command)
-    )
+    assert out.startswith("unsafe: ") and out.count("unsafe: ") == out.count("\nnext: ") == 1 and out.endswith(command)
     assert report["next"].endswith("bf16-to-fp16 convert theirs theirs-fp16")
 
 

@@ -29,18 +29,7 @@ from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.report.answers import PipelineReport, Verification
 from bf16_to_fp16.report.build import descended, replaced_by, signals_of
 from bf16_to_fp16.report.remedies import going_on
-from bf16_to_fp16.report.schema import (
-    REPORT,
-    Inputs,
-    Lineage,
-    RegimeEntry,
-    Report,
-    Source,
-    SunkSignal,
-    Text,
-    json_schema,
-    read,
-)
+from bf16_to_fp16.report.schema import REPORT, Inputs, Lineage, RegimeEntry, Report, Source, Text, json_schema, read
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import Fidelity, ReportObject, dump
@@ -156,15 +145,9 @@ def keys_of(model: type[BaseModel]) -> dict[str, str]:
     return {field.alias or name: name for name, field in model.model_fields.items()}
 
 
-# --- the published schema --------------------------------------------------------------------------------------------
-
-
-def test_the_published_schema_is_current() -> None:
+def test_the_published_schema_is_current_describes_every_part_and_takes_keys_to_come() -> None:
     """``python -m bf16_to_fp16.report.schema > docs/report.schema.json`` makes it so."""
     assert (ROOT / "docs" / "report.schema.json").read_text(encoding="utf-8") == json_schema()
-
-
-def test_the_schema_describes_every_part_and_takes_keys_to_come() -> None:
     schema = json.loads(json_schema())
     parts = {"Report": schema, **schema["$defs"]}
     for name, part in parts.items():
@@ -174,15 +157,11 @@ def test_the_schema_describes_every_part_and_takes_keys_to_come() -> None:
     assert set(schema["properties"]) == set(keys_of(Report))
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
-
-
-def test_what_is_written_has_the_keys_that_are_declared_and_no_other(written: dict[str, ReportObject]) -> None:
+def test_what_is_written_has_the_keys_that_are_declared_and_every_key_is_written(
+    written: dict[str, ReportObject],
+) -> None:
     for name, part in written.items():
         assert not any(each.model_extra for each in parts_of(part)), name
-
-
-def test_every_field_is_one_that_something_writes(written: dict[str, ReportObject]) -> None:
     found: dict[type[ReportObject], set[str]] = {}
     for part in written.values():
         for each in parts_of(part):
@@ -207,15 +186,12 @@ def test_every_field_is_read_here_or_told_to_readers() -> None:
     assert set(keys_of(Report)) <= told
 
 
-# --- what is read ----------------------------------------------------------------------------------------------------
-
-
 def test_a_report_that_is_read_and_written_again_is_the_same_to_the_byte(converted: Path) -> None:
     text = (converted / REPORT).read_text(encoding="utf-8")
     assert as_text(dump(read(Report, json.loads(text)))) == text
 
 
-def test_keys_of_another_version_stay(converted: Path) -> None:
+def test_keys_of_another_version_stay_and_no_part_can_be_changed(converted: Path) -> None:
     data = json.loads((converted / REPORT).read_text())
     del data["precision"], data["regimes"]["half"]["underflow"]
     data["source"]["certificate"] = data["regimes"]["half"]["sites"][0]["oddity"] = {"b": 1, "a": [None, 2]}
@@ -223,6 +199,8 @@ def test_keys_of_another_version_stay(converted: Path) -> None:
     report = read(Report, data)
     assert report.precision == [] and report.regimes["half"].underflow == []
     assert read(Text, {"name": "mine"}).rows is None
+    with pytest.raises(ValidationError, match="frozen"):
+        report.proof = "certified"
     assert json.loads(as_text(dump(report))) == data
 
 
@@ -240,9 +218,15 @@ def test_a_finetunes_report_has_the_keys_of_a_conversion_and_its_own(written: di
     assert isinstance(lineage, Lineage) and list(dump(lineage.source)) == ["path", "revision", "sha256", "other_sha256"]
 
 
-def test_parts_cannot_be_changed() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        SunkSignal(name="a", amax=1.0).name = "b"
+def test_the_report_of_a_finetune_has_its_recipe_as_written_and_what_became_of_it(source: Path, tmp_path: Path) -> None:
+    recipe = parse_recipe({"source": str(source), "out": "out", "data": {"path": "texts.jsonl"}})
+    run = Run(tmp_path, Outcome(10, 100, (), (), ()), {}, 1, ["cpu"], None)
+    found = lineage_of(open_checkpoint(source), recipe, recipe.settled(), run).finetune
+    assert found.recipe["penalty"]["certify"] is None and found.settled == {"penalty.certify": True}
+    assert found.holds_bounds
+    decided = recipe.model_copy(update={"penalty": recipe.penalty.model_copy(update={"certify": False})})
+    written = lineage_of(open_checkpoint(source), decided, decided, run).finetune
+    assert written.settled == {} and not written.holds_bounds
 
 
 @pytest.mark.parametrize(

@@ -61,11 +61,9 @@ def test_rows_of_texts_begin_where_the_model_has_a_token_for_it(kind: str) -> No
 @pytest.mark.parametrize(
     ("changes", "longest"),
     [
-        ({"sliding_window": 16}, 512),  # most rows are past it
-        ({"sliding_window": 512}, 528),
-        ({"sliding_window": 600}, 616),
+        # Past a window of 16 most rows are.
+        *(({"sliding_window": n}, longest) for n, longest in ((16, 512), (512, 528), (600, 616), (4096, 512))),
         ({"sliding_window": 600, "max_position_embeddings": 610}, 512),
-        ({"sliding_window": 4096}, 512),
     ],
 )
 def test_one_row_is_longer_than_a_sliding_window(changes: dict[str, Any], longest: int) -> None:
@@ -156,14 +154,11 @@ def test_in_training_it_is_pulled_by_its_next_tokens_and_a_token_alone_has_none(
 @pytest.mark.parametrize(
     ("name", "decoder", "predicts", "ends"),
     [
-        ("Gemma3ForCausalLM", False, True, False),
-        ("GPT2LMHeadModel", False, True, False),
-        ("BartForCausalLM", False, True, False),
+        *((name, False, True, False) for name in ("Gemma3ForCausalLM", "GPT2LMHeadModel", "BartForCausalLM")),
         ("BartForConditionalGeneration", True, True, False),
         ("BartModel", True, False, False),
         ("BartForSequenceClassification", False, False, True),
-        ("T5EncoderModel", False, False, False),
-        ("Gemma3TextModel", False, False, False),
+        *((name, False, False, False) for name in ("T5EncoderModel", "Gemma3TextModel")),
     ],
 )
 def test_a_class_says_itself_what_it_takes_and_gives(name: str, decoder: bool, predicts: bool, ends: bool) -> None:

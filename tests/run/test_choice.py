@@ -108,11 +108,16 @@ def test_the_id_that_drives_the_strongest_neuron_is_chosen() -> None:
     assert 1500 in [i for ids in ids_of(model).values() for i in ids]
 
 
-def test_the_choice_depends_on_weights_and_seed() -> None:
+def test_the_choice_depends_on_weights_and_seed_and_without_weights_is_random() -> None:
     model = model_of()
     first = ids_of(model)
     assert ids_of(model) == first
     assert ids_of(model, seed=1) != first
+    config = model_of().config
+    (drawn,) = (b.chosen for b in batches(config, None, None) if b.chosen)
+    assert list(drawn) == ["special", "random"]
+    ids = [i for reason in drawn.values() for i in reason]
+    assert len(ids) == len(set(ids)) == choice.CHOSEN
 
 
 def test_the_table_is_read_once_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,14 +162,6 @@ def test_chosen_ids_are_run_in_long_rows_in_pairs_and_alone() -> None:
         assert batch.decoder_input_ids is not None
         assert torch.equal(batch.decoder_input_ids, batch.input_ids.flip(1))
     assert describe_batches(made, seed=0)["chosen"] == ids
-
-
-def test_without_weights_ids_are_drawn_at_random() -> None:
-    config = model_of().config
-    (drawn,) = (b.chosen for b in batches(config, None, None) if b.chosen)
-    assert list(drawn) == ["special", "random"]
-    ids = [i for reason in drawn.values() for i in reason]
-    assert len(ids) == len(set(ids)) == choice.CHOSEN
 
 
 @pytest.mark.parametrize("vocabulary", [32128, 250112])

@@ -7,17 +7,8 @@ from support import config_edits, exhaustive
 
 from bf16_to_fp16.run import agreement
 
-EDITS = {
-    "t5": 300,
-    "umt5": 100,
-    "longt5": 200,
-    "switch": 200,
-    "pegasus": 200,
-    "mbart": 100,
-    "bigbird_pegasus": 100,
-    "gemma3": 200,
-    "llama-biased": 200,
-}
+EDITS = {"t5": 300} | dict.fromkeys(("longt5", "switch", "pegasus", "gemma3", "llama-biased"), 200)
+EDITS |= dict.fromkeys(("umt5", "mbart", "bigbird_pegasus"), 100)
 """Edits of each kind, one in four together with another: every key of most, fewer of what others repeat."""
 
 

@@ -29,6 +29,8 @@ def test_the_sweep_shows_every_id_once_on_each_side(vocabulary: int) -> None:
 def test_no_sequence_is_longer_than_the_positions(kind: str, longest: int) -> None:
     made = batches(tiny.config(kind), None, None)
     assert max(b.input_ids.shape[1] for b in made) == longest
+    config = tiny.config("pegasus", max_position_embeddings=12)
+    assert max(random_rows(config, seed=seed).input_ids.shape[1] for seed in range(20)) == 12
 
 
 @pytest.mark.parametrize("kind", ["t5", "pegasus", "t5-encoder"])
@@ -73,11 +75,6 @@ def test_random_rows_have_all_lengths_and_ends_and_special_tokens(kind: str) -> 
         assert len(decoders) == 60 and all((ids[:, 0] == config.decoder_start_token_id).all() for ids in decoders)
 
 
-def test_random_rows_fit_the_positions() -> None:
-    config = tiny.config("pegasus", max_position_embeddings=12)
-    assert max(random_rows(config, seed=seed).input_ids.shape[1] for seed in range(20)) == 12
-
-
 def test_given_rows_are_run_as_they_are() -> None:
     batch = rows_of(tiny.config("t5"), [([5, 6, 7], [0, 9]), ([8], [0, 3, 4])], "given")
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 0, 0]] and batch.attention_mask.sum() == 4
@@ -93,9 +90,6 @@ def test_an_encoder_gets_nothing_for_a_decoder_whatever_the_flag_says(kind: str)
     made = batches(config, None, None)
     assert len(made) > 4
     assert all(b.decoder_input_ids is None and not b.generate for b in made)
-
-
-# --- batches ---------------------------------------------------------------------------------------------------------
 
 
 def test_labels_are_the_following_ids_without_padding() -> None:

@@ -66,14 +66,11 @@ def test_fast_products_of_fp32_weights_are_those_of_onednn_where_torch_has_it() 
             assert kernels.dtypes == ([] if torch.backends.mkldnn.is_available() else [torch.float32])
 
 
-def test_a_bias_with_gaps_is_read_by_its_strides() -> None:
+def test_a_bias_with_gaps_and_a_whole_matrix_are_added_and_nothing_summed_as_by_torch() -> None:
     x, w, pairs = torch.ones(2, 8), torch.ones(4, 8), torch.arange(8.0).view(4, 2)
     for bias in (pairs[:, 1], pairs[0, :1].expand(4)):
         with FastProducts():
             assert torch.equal(nn.functional.linear(x, w, bias), 8 + bias.expand(2, 4))
-
-
-def test_fast_products_add_a_whole_matrix_and_sum_nothing_as_torch_does() -> None:
     x, w, added = (torch.randint(-2, 3, shape).float() for shape in ((4, 8), (5, 8), (4, 5)))
     with FastProducts():
         both = torch.addmm(added, x, w.t()), nn.functional.linear(x[:, :0], w[:, :0].contiguous())

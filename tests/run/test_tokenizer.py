@@ -55,16 +55,15 @@ def test_texts_are_run_whatever_their_file_is_called(kind: str, source: Path, tm
     assert sum(len(batch.input_ids) for batch in made) == len(TEXTS)
 
 
-def test_a_target_is_shifted_behind_the_start_token(source: Path, tmp_path: Path) -> None:
+def test_a_target_is_shifted_behind_the_start_token_and_input_goes_before_text_and_any_other_column(
+    source: Path, tmp_path: Path
+) -> None:
     path = write("jsonl", tmp_path, [{"input": TEXTS[0], "target": TEXTS[1]}])
     batch = batches(tiny.config("t5"), source, str(path))[0]
     words = json.loads((source / "tokenizer.json").read_text())["model"]["vocab"]
     assert batch.decoder_input_ids is not None
     assert batch.decoder_input_ids[0].tolist() == [0, *(words[w] for w in TEXTS[1].split()[:-1])]
     assert batch.labels()[0].tolist()[:3] == [words[w] for w in TEXTS[1].split()[:3]]
-
-
-def test_the_column_input_goes_before_text_and_any_other(source: Path, tmp_path: Path) -> None:
     config = tiny.config("t5")
     rows = [{"title": "it", "text": "it rained", "input": "the cat sat"}]
     made = batches(config, source, str(write("jsonl", tmp_path, rows)))
@@ -73,16 +72,15 @@ def test_the_column_input_goes_before_text_and_any_other(source: Path, tmp_path:
     assert made[0].input_ids.shape[1] == 1
 
 
-def test_examples_and_length_are_capped_and_drawn_from_the_whole_file(source: Path, tmp_path: Path) -> None:
+def test_examples_and_length_are_capped_and_drawn_from_the_whole_file_and_a_large_vocabulary_gets_fewer_rows(
+    source: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "long.txt"
     path.write_text("\n".join(["cat"] * 100 + ["the dog sat " * 50] * 100))
     made = batches(tiny.config("t5"), source, str(path), examples=20, length=30)
     data = [b for b in made if not b.generate]
     assert sum(len(b.input_ids) for b in data) == 20
     assert {1, 30} == {int(n) for b in data for n in b.attention_mask.sum(1)}
-
-
-def test_a_large_vocabulary_gets_fewer_rows(source: Path, tmp_path: Path) -> None:
     path = write("jsonl", tmp_path, [{"text": text, "target": "the cat " * 150} for text in TEXTS * 2])
     made = batches(tiny.config("t5", vocab_size=250_000), source, str(path))
     assert max(len(b.input_ids) for b in made) == 1

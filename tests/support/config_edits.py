@@ -43,7 +43,7 @@ LOADER = (
     *("quantization_config", "rope_local_base_freq", "rope_scaling", "rope_theta", "scale_decoder_outputs"),
     *("sliding_window", "sliding_window_pattern", "sub_configs", "text_config", "tie_encoder_decoder"),
     *("tie_word_embeddings", "to_dict", "torch_dtype", "transformers_weights", "use_bidirectional_attention"),
-    *("weight_mapping"),
+    "weight_mapping",
 )
 """Names that the loader, masks, caches and classes look for besides the fields of the config class."""
 

@@ -90,64 +90,30 @@ def conversion(
         broken = site(BROKEN, 65536.0, nonfinite=1200, saturated=34, headroom_bits=math.log2(65504 / 65536))
         regimes["half"] = regime([broken] + [s for s in regimes["half"]["sites"] if s["name"] != BROKEN])
     kl = "decoder" in stacks
-    return {
-        "schema": 1,
-        "verdict": "safe" if safe else "unsafe",
-        "proof": "observed",
-        "family": "t5",
-        "source": {
-            "path": "someone/summariser-large",
-            "revision": "0" * 40,
-            "sha256": {"model.safetensors": "ab" * 32},
-            "dtype": "BF16",
-            "dtypes": {},
-            "made": [],
-            "dropped": {},
-            "config_changes": {"layer_norm_epsilon": {"before": 1e-6, "after": 1.5625e-8}},
-            "carried_over": ["spiece.model", "generation_config.json"],
-            "left_out": ["model.safetensors"],
-        },
-        "output": {"files": [{"name": "model.safetensors", "nbytes": 4_000_000, "sha256": "cd" * 32}]},
-        "regimes": regimes,
-        "fidelity": {
-            "measure": "kl" if kl else "relative squared error",
-            "kl_bf16": 2.4e-4,
-            "kl_fp16": 6.0e-6,
-            "max_logit_error_bf16": 0.58,
-            "max_logit_error_fp16": 0.083,
-            "top1_bf16": 0.977 if kl else None,
-            "top1_fp16": 0.998 if kl else None,
-            "positions": 4096,
-            "reference": "fp32 source",
-        },
-        "weights": {
-            "elements": 783_150_080,
-            "lossless_fraction": 0.99999987,
-            "normal_fraction": 0.9996,
-            "flushed_to_zero": 0,
-            "nonfinite": 0,
-            "amax": 432.0,
-        },
-        "plan": {
-            "family": "t5",
-            "residual_exponent": -3,
-            "exponents": {
-                "encoder.block.0.layer.0.SelfAttention.value": [0] * 500 + [1] * 9 + [-2] * 3,
-                "encoder.block.2.layer.1.DenseReluDense.neuron": [0] * 1000 + [-1] * 20 + [-4] * 4,
-                "decoder.block.1.layer.0.layer_norm": -2,
-            },
-            "untied_head": False,
-            "eps": 1.5625e-8,
-            "gain_correction": {},
-            "drift": None,
-            "margin_bits": 1.25,
-        },
-        "signals": signals(blocks, stacks),
-        "unsafe": [] if safe else [LIMIT],
-        "next": "" if safe else f"finetune it: {COMMAND}",
-        "command": "bf16-to-fp16 convert someone/summariser-large out",
-        "environment": {"versions": {"torch": "2.13.0", "safetensors": None}, "python": "3.11.7", "device": "cpu"},
+    source: dict[str, Any] = {"path": "someone/summariser-large", "revision": "0" * 40, "dtype": "BF16", "dtypes": {}}
+    source |= {"sha256": {"model.safetensors": "ab" * 32}, "made": [], "dropped": {}}
+    source |= {"config_changes": {"layer_norm_epsilon": {"before": 1e-6, "after": 1.5625e-8}}}
+    source |= {"carried_over": ["spiece.model", "generation_config.json"], "left_out": ["model.safetensors"]}
+    fidelity: dict[str, Any] = {"measure": "kl" if kl else "relative squared error", "reference": "fp32 source"}
+    fidelity |= {"kl_bf16": 2.4e-4, "kl_fp16": 6.0e-6, "max_logit_error_bf16": 0.58, "max_logit_error_fp16": 0.083}
+    fidelity |= {"top1_bf16": 0.977 if kl else None, "top1_fp16": 0.998 if kl else None, "positions": 4096}
+    weights: dict[str, Any] = {"elements": 783_150_080, "lossless_fraction": 0.99999987, "normal_fraction": 0.9996}
+    weights |= {"flushed_to_zero": 0, "nonfinite": 0, "amax": 432.0}
+    exponents = {
+        "encoder.block.0.layer.0.SelfAttention.value": [0] * 500 + [1] * 9 + [-2] * 3,
+        "encoder.block.2.layer.1.DenseReluDense.neuron": [0] * 1000 + [-1] * 20 + [-4] * 4,
+        "decoder.block.1.layer.0.layer_norm": -2,
     }
+    plan: dict[str, Any] = {"family": "t5", "residual_exponent": -3, "exponents": exponents, "untied_head": False}
+    plan |= {"eps": 1.5625e-8, "gain_correction": {}, "drift": None, "margin_bits": 1.25}
+    report: dict[str, Any] = {"schema": 1, "verdict": "safe" if safe else "unsafe", "proof": "observed", "family": "t5"}
+    report |= {"source": source, "regimes": regimes, "fidelity": fidelity, "weights": weights, "plan": plan}
+    report |= {"output": {"files": [{"name": "model.safetensors", "nbytes": 4_000_000, "sha256": "cd" * 32}]}}
+    report |= {"signals": signals(blocks, stacks), "unsafe": [] if safe else [LIMIT]}
+    report |= {"next": "" if safe else f"finetune it: {COMMAND}"}
+    report |= {"command": "bf16-to-fp16 convert someone/summariser-large out"}
+    versions = {"torch": "2.13.0", "safetensors": None}
+    return report | {"environment": {"versions": versions, "python": "3.11.7", "device": "cpu"}}
 
 
 def audit() -> dict[str, Any]:

@@ -35,12 +35,8 @@ from bf16_to_fp16.run.texts import texts
 
 SECONDS = 60.0  # the longest that one command may take, on a machine that has other work
 
-WEIGHTS, INDEX, PICKLE, REPORT = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "fp16_report.json",
-)
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE, REPORT = "pytorch_model.bin", "fp16_report.json"
 
 NUMBERS = (-1, 0, 1, 2, 3, 24, 97, 2**16, 2**31, 2**48, 2**62, 2**64, 10**30, 0.5, -0.5, 1e-6, 1e-50, 1e308)
 WORDS = ("", "x", "BF16", "F32", "I8", "F64", "relu", "gelu_new", "gated-silu", "../x", "/etc/passwd", "\0", "\ud800")
@@ -125,9 +121,8 @@ def safetensors(draw: st.DrawFn, data: bytes) -> bytes:
         header = draw(documents(json.loads(header)))
         length = len(header)
     elif what == "length":
-        length = draw(
-            st.one_of(st.sampled_from((0, 1, length - 1, length + 1, 2**31, 2**63)), st.integers(0, 2**64 - 1))
-        )
+        odd = st.sampled_from((0, 1, length - 1, length + 1, 2**31, 2**63))
+        length = draw(st.one_of(odd, st.integers(0, 2**64 - 1)))
     elif what == "tensors":
         rest = draw(blobs(rest))
     else:
@@ -146,12 +141,8 @@ class Originals:
     recipe: Mapping[str, Any]
 
 
-LISTING = json.dumps(
-    [
-        {"path": path, "type": f"sentence_transformers.models.{kind}"}
-        for path, kind in (("", "Transformer"), ("1_Pooling", "Pooling"))
-    ]
-)
+KINDS = (("", "Transformer"), ("1_Pooling", "Pooling"))
+LISTING = json.dumps([{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in KINDS])
 """A ``modules.json`` of an encoder and its pooling."""
 
 
@@ -173,16 +164,10 @@ def originals(root: Path) -> Originals:
     folders["converted"] = root / "converted"
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(["convert", str(folders["t5"]), str(folders["converted"]), "--no-audit"]) in (0, 1)
-    recipe = {
-        "source": "somewhere",
-        "out": "out",
-        "precision": ["bf16", "fp16"],
-        "data": {"path": "text.txt", "input_length": 16, "held_out": 0.1},
-        "schedule": {"steps": 3, "learning_rate": 1e-3},
-        "penalty": {"headroom_bits": 2.0},
-        "optimizer": {"relative": True, "moments": "fp32"},
-        "checkpointing": {"every": 2},
-    }
+    recipe: dict[str, Any] = {"source": "somewhere", "out": "out", "precision": ["bf16", "fp16"]}
+    recipe |= {"data": {"path": "text.txt", "input_length": 16, "held_out": 0.1}}
+    recipe |= {"schedule": {"steps": 3, "learning_rate": 1e-3}, "penalty": {"headroom_bits": 2.0}}
+    recipe |= {"optimizer": {"relative": True, "moments": "fp32"}, "checkpointing": {"every": 2}}
     return Originals(folders, recipe)
 
 
@@ -213,9 +198,7 @@ def cases(good: Originals) -> dict[str, st.SearchStrategy[Case]]:
         "index": configs(INDEX, "sharded"),
         "config": configs("config.json", "t5", "gated", "pegasus"),
         "side files": st.one_of(
-            configs("modules.json", "t5"),
-            configs("tokenizer_config.json", "t5"),
-            configs("generation_config.json", "t5"),
+            *(configs(f"{name}.json", "t5") for name in ("modules", "tokenizer_config", "generation_config"))
         ),
         "report": configs(REPORT, "converted"),
         "recipe": st.one_of(

@@ -31,14 +31,8 @@ def command(
 
 def run(arguments: list[str], environment: Mapping[str, str] = ON_CPU, status: int = 0, folder: Path = ROOT) -> str:
     """Run a command in the repository's folder, or another, and return what it said."""
-    process = subprocess.Popen(
-        arguments,
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(arguments, cwd=folder, env={**os.environ, **environment}, **streams)
     try:
         said, _ = process.communicate(timeout=400)
     except BaseException:

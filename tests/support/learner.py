@@ -31,19 +31,9 @@ def without_edits(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny_model(seed: int = 0, dropout: float = 0.1) -> Any:
     """Return it with random weights, under eager attention."""
     torch.manual_seed(seed)
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=384,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=1,
-            num_heads=2,
-            feed_forward_proj="gated-gelu",
-            decoder_start_token_id=0,
-            dropout_rate=dropout,
-        )
-    )
+    shape: dict[str, Any] = {"vocab_size": 384, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    shape |= {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0, "dropout_rate": dropout}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape))
     model.set_attn_implementation("eager")
     return model
 
@@ -58,17 +48,11 @@ def saved(folder: Path, lines: int, dropout: float = 0.1, dtype: torch.dtype = t
 
 def recipe_tree(source: Path, out: Path) -> dict[str, Any]:
     """Return what recipes of a short training of the model on its text have in common."""
+    data = {"path": str(source / "text.txt"), "first_sentinel": 383, "input_length": 48, "target_length": 24}
     return {
         "source": str(source),
         "out": str(out),
-        "data": {
-            "path": str(source / "text.txt"),
-            "first_sentinel": 383,
-            "input_length": 48,
-            "target_length": 24,
-            "batch_size": 4,
-            "held_out": 0.1,
-        },
+        "data": data | {"batch_size": 4, "held_out": 0.1},
         "schedule": {"steps": 6, "learning_rate": 0.003},
         # Of the KL alone a student that begins as its teacher would learn nothing.
         "distillation": {"weight": 0.5},
@@ -134,15 +118,9 @@ def rows_of(run: Path, key: str = "step") -> list[dict[str, Any]]:
 
 
 def recipe_for(folder: Path, out: Path, **changes: Any) -> Recipe:
-    tree = recipe_tree(folder, out) | {
-        "device": "cpu",
-        "schedule": {"steps": 8, "learning_rate": 0.003},
-        "precision": "fp16",
-        "optimizer": {"relative": False},
-        "penalty": {"form": "none"},
-        "checkpointing": {"every": 4},
-        "evaluation": {"every": 100},
-    }
+    tree = recipe_tree(folder, out) | {"device": "cpu", "precision": "fp16", "optimizer": {"relative": False}}
+    tree |= {"schedule": {"steps": 8, "learning_rate": 0.003}, "penalty": {"form": "none"}}
+    tree |= {"checkpointing": {"every": 4}, "evaluation": {"every": 100}}
     return parse_recipe(changed(tree, changes))
 
 

@@ -255,201 +255,164 @@ PEGASUS_DRAWN |= {"decoder_attention_heads": (1, 2, 3), "encoder_ffn_dim": range
 PEGASUS_DRAWN |= {"decoder_ffn_dim": range(1, 51), "encoder_layers": (1, 2), "decoder_layers": (1, 2)}
 PEGASUS_DRAWN |= {"activation_function": ("relu", "relu", "gelu", "gelu_new", "silu"), "scale_embedding": (False, True)}
 LLAMA_DRAWN: dict[str, Sequence[Any]] = {"hidden_size": (12, 24, 36), "num_attention_heads": (2, 4)}
-LLAMA_DRAWN |= {
-    "num_key_value_heads": (1, 2),
-    "head_dim": (2, 6, 10),
-    "intermediate_size": range(1, 51),
-    "num_hidden_layers": (1, 2),
-}
-VL_SHAPE = {key: value for key, value in LLAMA_SHAPE.items() if key != "head_dim"} | {
-    "rope_parameters": MROPE | {"mrope_section": [1, 1, 1]}
-}
+LLAMA_DRAWN |= {"num_key_value_heads": (1, 2), "head_dim": (2, 6, 10)}
+LLAMA_DRAWN |= {"intermediate_size": range(1, 51), "num_hidden_layers": (1, 2)}
+VL_SHAPE = {key: value for key, value in LLAMA_SHAPE.items() if key != "head_dim"}
+VL_SHAPE |= {"rope_parameters": MROPE | {"mrope_section": [1, 1, 1]}}
+MBARTS = {"mbart": "ForConditionalGeneration", "mbart-states": "Model"}
 VL_DRAWN = {key: value for key, value in LLAMA_DRAWN.items() if key in ("intermediate_size", "num_hidden_layers")}
 ENTRIES = (
     Entry(
-        kinds={
-            "t5": t5,
-            "gated": gated,
-            "gelu": lambda **changes: gated("gelu", **changes),
-            "silu": lambda **changes: gated("gated-silu", **changes),
-            "t5-encoder": t5_encoder,
-            "t5-states": of_t5("T5Model"),
-            "t5-classifier": of_t5("T5ForSequenceClassification", feed_forward_proj="gated-gelu"),
-            "t5-token-classifier": of_t5("T5ForTokenClassification", num_labels=3),
-            "t5-spans": of_t5("T5ForQuestionAnswering", feed_forward_proj="gated-gelu"),
-        },
-        shape=T5_DRAWN,
+        {"t5": t5, "gated": gated, "t5-encoder": t5_encoder, "t5-states": of_t5("T5Model")}
+        | {"gelu": partial(gated, "gelu"), "silu": partial(gated, "gated-silu")}
+        | {"t5-classifier": of_t5("T5ForSequenceClassification", feed_forward_proj="gated-gelu")}
+        | {"t5-token-classifier": of_t5("T5ForTokenClassification", num_labels=3)}
+        | {"t5-spans": of_t5("T5ForQuestionAnswering", feed_forward_proj="gated-gelu")},
+        T5_DRAWN,
         # Plain feed-forwards give smaller products than gated ones.
         outliers={"t5": 100.0, "gelu": 100.0, "t5-states": 100.0, "t5-token-classifier": 100.0},
         alike=("t5-states",),
     ),
     Entry(
-        kinds={
-            "mt5": lambda **changes: untied(of_t5("MT5ForConditionalGeneration")(**changes)),
+        {"mt5": lambda **changes: untied(of_t5("MT5ForConditionalGeneration")(**changes))}
+        | {
             "mt5-encoder": of_t5("MT5EncoderModel"),
             "mt5-classifier": of_t5("MT5ForSequenceClassification", num_labels=3),
         },
-        shape=T5_DRAWN,
+        T5_DRAWN,
         alike=("mt5", "mt5-encoder", "mt5-classifier"),
     ),
     Entry(
-        kinds={
-            "umt5": lambda **changes: untied(of_t5("UMT5ForConditionalGeneration")(**changes)),
-            "umt5-encoder": of_t5("UMT5EncoderModel"),
-            "umt5-spans": of_t5("UMT5ForQuestionAnswering"),
-        },
-        shape=T5_DRAWN,
+        {"umt5": lambda **changes: untied(of_t5("UMT5ForConditionalGeneration")(**changes))}
+        | {"umt5-encoder": of_t5("UMT5EncoderModel"), "umt5-spans": of_t5("UMT5ForQuestionAnswering")},
+        T5_DRAWN,
         alike=("umt5-encoder",),
     ),
     Entry(
-        kinds={
-            "longt5": longt5,
-            "longt5-local": lambda **changes: longt5(**{"encoder_attention_type": "local"} | changes),
-            "longt5-tied": lambda **changes: longt5(**TIED_LONGT5 | changes),
-            "longt5-encoder": lambda **changes: longt5("LongT5EncoderModel", **changes),
-            "longt5-states": lambda **changes: longt5("LongT5Model", **changes),
-        },
-        shape=T5_DRAWN | {"local_radius": range(5), "global_block_size": range(1, 7)},
+        {"longt5": longt5, "longt5-local": lambda **changes: longt5(**{"encoder_attention_type": "local"} | changes)}
+        | {"longt5-tied": lambda **changes: longt5(**TIED_LONGT5 | changes)}
+        | {"longt5-encoder": partial(longt5, "LongT5EncoderModel"), "longt5-states": partial(longt5, "LongT5Model")},
+        T5_DRAWN | {"local_radius": range(5), "global_block_size": range(1, 7)},
         outliers={"longt5-tied": 100.0},
         alike=("longt5-encoder", "longt5-states"),
     ),
     Entry(
-        kinds={
-            "switch": switch,
-            "switch-untied": lambda **changes: switch(**UNTIED_SWITCH | changes),
-            "switch-encoder": lambda **changes: switch("SwitchTransformersEncoderModel", **changes),
-            "switch-states": lambda **changes: switch("SwitchTransformersModel", **changes),
-        },
-        shape=T5_DRAWN
-        | {
-            "num_sparse_encoder_layers": range(3),
-            "num_sparse_decoder_layers": range(3),
-            "num_experts": range(1, 5),
-            "router_bias": (False, True),
-        },
+        {"switch": switch, "switch-untied": lambda **changes: switch(**UNTIED_SWITCH | changes)}
+        | {"switch-encoder": partial(switch, "SwitchTransformersEncoderModel")}
+        | {"switch-states": partial(switch, "SwitchTransformersModel")},
+        T5_DRAWN
+        | dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), range(3))
+        | {"num_experts": range(1, 5), "router_bias": (False, True)},
         outliers=dict.fromkeys(("switch", "switch-untied", "switch-encoder", "switch-states"), 100.0),
         alike=("switch-encoder", "switch-states"),
     ),
-    Entry(kinds={"pegasus": pegasus}, shape=PEGASUS_DRAWN, outliers={"pegasus": 100.0}, wide=20.0),
+    Entry({"pegasus": pegasus}, PEGASUS_DRAWN, outliers={"pegasus": 100.0}, wide=20.0),
     Entry(
-        kinds={
-            "mbart": stock("MBartForConditionalGeneration", PEGASUS_SHAPE),
-            "mbart-states": stock("MBartModel", PEGASUS_SHAPE),
-        },
-        shape=PEGASUS_DRAWN,
+        {kind: stock(f"MBart{name}", PEGASUS_SHAPE) for kind, name in MBARTS.items()},
+        PEGASUS_DRAWN,
         outliers={"mbart": 100.0, "mbart-states": 100.0},
         wide=20.0,
         alike=("mbart-states",),
     ),
     Entry(
-        kinds={"bigbird_pegasus": bigbird_pegasus},
-        shape=PEGASUS_DRAWN | {"use_bias": (False, True)},
+        {"bigbird_pegasus": bigbird_pegasus},
+        PEGASUS_DRAWN | {"use_bias": (False, True)},
         outliers={"bigbird_pegasus": 100.0},
         wide=20.0,
     ),
     Entry(
-        kinds={
+        {
             "gemma3": gemma3,
             "gemma3-untied": stock("Gemma3ForCausalLM", GEMMA3_SHAPE, **UNTIED_GEMMA3),
             "embeddinggemma": stock("Gemma3TextModel", GEMMA3_SHAPE, use_bidirectional_attention=True),
         },
-        shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
+        LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
         alike=("gemma3-untied",),
     ),
     Entry(
-        kinds={"gemma3-images": gemma3_images, "gemma3-images-states": headless(gemma3_images)},
-        shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
+        {"gemma3-images": gemma3_images, "gemma3-images-states": headless(gemma3_images)},
+        LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
         alike=("gemma3-images", "gemma3-images-states"),
     ),
     Entry(
-        kinds={"gemma2": stock("Gemma2ForCausalLM", GEMMA3_SHAPE, **CAPS)},
-        shape=LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64), "attn_logit_softcapping": (0.5, 50.0, None)},
+        {"gemma2": stock("Gemma2ForCausalLM", GEMMA3_SHAPE, **CAPS)},
+        LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64), "attn_logit_softcapping": (0.5, 50.0, None)},
     ),
-    Entry(kinds={"gemma": stock("GemmaForCausalLM", GEMMA3_SHAPE)}, shape=LLAMA_DRAWN),
+    Entry({"gemma": stock("GemmaForCausalLM", GEMMA3_SHAPE)}, LLAMA_DRAWN),
     Entry(
-        kinds={
+        {
             "llama": stock("LlamaForCausalLM", LLAMA_SHAPE),
             "llama-biased": stock("LlamaForCausalLM", LLAMA_SHAPE, **BIASED_LLAMA),
         },
-        shape=LLAMA_DRAWN | {"attention_bias": (False, True), "mlp_bias": (False, True)},
+        LLAMA_DRAWN | {"attention_bias": (False, True), "mlp_bias": (False, True)},
     ),
+    Entry({"mistral": stock("MistralModel", LLAMA_SHAPE, sliding_window=6)}, LLAMA_DRAWN, alike=("mistral",)),
+    Entry({"qwen2": stock("Qwen2ForCausalLM", LLAMA_SHAPE, **SLIDING_QWEN2)}, LLAMA_DRAWN),
+    Entry({"qwen3": stock("Qwen3ForCausalLM", LLAMA_SHAPE)}, LLAMA_DRAWN),
     Entry(
-        kinds={"mistral": stock("MistralModel", LLAMA_SHAPE, sliding_window=6)}, shape=LLAMA_DRAWN, alike=("mistral",)
-    ),
-    Entry(kinds={"qwen2": stock("Qwen2ForCausalLM", LLAMA_SHAPE, **SLIDING_QWEN2)}, shape=LLAMA_DRAWN),
-    Entry(kinds={"qwen3": stock("Qwen3ForCausalLM", LLAMA_SHAPE)}, shape=LLAMA_DRAWN),
-    Entry(
-        kinds={
+        {
             "seed_oss": stock("SeedOssForCausalLM", LLAMA_SHAPE),
             "seed_oss-biased": stock("SeedOssModel", LLAMA_SHAPE, attention_out_bias=True, mlp_bias=True),
         },
-        shape=LLAMA_DRAWN | dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), (False, True)),
+        LLAMA_DRAWN | dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), (False, True)),
     ),
     Entry(
-        kinds={"glm4": stock("Glm4ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},
-        shape=LLAMA_DRAWN | {"head_dim": (4, 8, 10), "attention_bias": (False, True)},
+        {"glm4": stock("Glm4ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},
+        LLAMA_DRAWN | {"head_dim": (4, 8, 10), "attention_bias": (False, True)},
     ),
     Entry(
-        kinds={"qwen2_5_vl": QWEN2_5_VL, "qwen2_5_vl-states": headless(QWEN2_5_VL)},
-        shape=VL_DRAWN,
-        alike=("qwen2_5_vl-states",),
+        {"qwen2_5_vl": QWEN2_5_VL, "qwen2_5_vl-states": headless(QWEN2_5_VL)}, VL_DRAWN, alike=("qwen2_5_vl-states",)
     ),
+    Entry({"qwen2_5_vl_text": stock("Qwen2_5_VLTextModel", VL_SHAPE)}, VL_DRAWN, alike=("qwen2_5_vl_text",)),
     Entry(
-        kinds={"qwen2_5_vl_text": stock("Qwen2_5_VLTextModel", VL_SHAPE)}, shape=VL_DRAWN, alike=("qwen2_5_vl_text",)
-    ),
-    Entry(
-        kinds={"qwen3_vl": QWEN3_VL, "qwen3_vl-states": headless(QWEN3_VL)},
-        shape={key: values for key, values in LLAMA_DRAWN.items() if key != "head_dim"},
+        {"qwen3_vl": QWEN3_VL, "qwen3_vl-states": headless(QWEN3_VL)},
+        {key: values for key, values in LLAMA_DRAWN.items() if key != "head_dim"},
         alike=("qwen3_vl-states",),
     ),
     Entry(
-        kinds={"qwen3_vl_text": stock("Qwen3VLTextModel", LLAMA_SHAPE, rope_parameters=MROPE)},
-        shape=LLAMA_DRAWN,
+        {"qwen3_vl_text": stock("Qwen3VLTextModel", LLAMA_SHAPE, rope_parameters=MROPE)},
+        LLAMA_DRAWN,
         alike=("qwen3_vl_text",),
     ),
     Entry(
-        kinds={
+        {
             "mistral3": mistral3,
             "mistral3-states": headless(mistral3),
             "mistral3-growing": partial(mistral3, "ministral3"),
         },
-        shape=LLAMA_DRAWN,
+        LLAMA_DRAWN,
         alike=("mistral3-states", "mistral3-growing"),
     ),
+    Entry({"ministral3": stock("Ministral3ForCausalLM", LLAMA_SHAPE, rope_parameters=GROWING)}, LLAMA_DRAWN),
+    Entry({"olmo2": stock("Olmo2ForCausalLM", LLAMA_SHAPE)}, LLAMA_DRAWN | {"attention_bias": (False, True)}),
+    Entry({"olmo3": olmo3}, LLAMA_DRAWN),
     Entry(
-        kinds={"ministral3": stock("Ministral3ForCausalLM", LLAMA_SHAPE, rope_parameters=GROWING)}, shape=LLAMA_DRAWN
+        {"mixtral": experts("MixtralForCausalLM", num_local_experts=3)},
+        LLAMA_DRAWN | {"num_local_experts": range(2, 5), "num_experts_per_tok": (1, 2)},
     ),
     Entry(
-        kinds={"olmo2": stock("Olmo2ForCausalLM", LLAMA_SHAPE)}, shape=LLAMA_DRAWN | {"attention_bias": (False, True)}
-    ),
-    Entry(kinds={"olmo3": olmo3}, shape=LLAMA_DRAWN),
-    Entry(
-        kinds={"mixtral": experts("MixtralForCausalLM", num_local_experts=3)},
-        shape=LLAMA_DRAWN | {"num_local_experts": range(2, 5), "num_experts_per_tok": (1, 2)},
-    ),
-    Entry(
-        kinds={
+        {
             "qwen3_moe": experts("Qwen3MoeForCausalLM", **OF_QWEN3_MOE),
             "qwen3_moe-mixed": experts(
                 "Qwen3MoeForCausalLM", **OF_QWEN3_MOE, decoder_sparse_step=2, norm_topk_prob=True
             ),
         },
-        shape=LLAMA_DRAWN | {"num_experts": range(2, 6), "moe_intermediate_size": range(1, 30)},
+        LLAMA_DRAWN | {"num_experts": range(2, 6), "moe_intermediate_size": range(1, 30)},
     ),
     Entry(
-        kinds={"olmoe": experts("OlmoeForCausalLM", **OF_OLMOE)},
-        shape={key: drawn for key, drawn in LLAMA_DRAWN.items() if key not in ("head_dim", "hidden_size")}
+        {"olmoe": experts("OlmoeForCausalLM", **OF_OLMOE)},
+        {key: drawn for key, drawn in LLAMA_DRAWN.items() if key not in ("head_dim", "hidden_size")}
         | {"num_experts": range(2, 6), "attention_bias": (False, True)},
     ),
     Entry(
-        kinds={
+        {
             "glm4_moe": experts("Glm4MoeForCausalLM", **OF_GLM4_MOE),
             "glm4_moe-shared": experts("Glm4MoeForCausalLM", **OF_GLM4_MOE | LARGE_SHARED, first_k_dense_replace=0),
         },
-        shape={key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"}
+        {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"}
         | {"n_routed_experts": range(3, 6), "moe_intermediate_size": range(1, 30), "attention_bias": (False, True)},
     ),
-    Entry(kinds={"t5gemma": t5gemma}, shape=LLAMA_DRAWN | {"attn_logit_softcapping": (0.5, None)}),
+    Entry({"t5gemma": t5gemma}, LLAMA_DRAWN | {"attn_logit_softcapping": (0.5, None)}),
 )
 """One for each family; a new one adds its own here."""
 
