@@ -29,15 +29,9 @@ def test_the_sizes_by_which_headers_are_checked_are_those_of_torch() -> None:
 
 def tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {
-        "a": torch.randn(5, 3).bfloat16(),
-        "b": torch.randn(7),
-        "c": torch.randn(2, 3, 2).half(),
-        "d": torch.randn(3).double(),
-        "empty": torch.empty(0, 4),
-        "ids": torch.arange(6).view(2, 3),
-        "scalar": torch.tensor(2.5),
-    }
+    stored = {"a": torch.randn(5, 3).bfloat16(), "b": torch.randn(7), "c": torch.randn(2, 3, 2).half()}
+    stored |= {"d": torch.randn(3).double(), "empty": torch.empty(0, 4), "ids": torch.arange(6).view(2, 3)}
+    return stored | {"scalar": torch.tensor(2.5)}
 
 
 @pytest.fixture
@@ -59,12 +53,6 @@ def sharded(tmp_path: Path) -> Path:
 def write_index(folder: Path, placed: object) -> None:
     index = {"metadata": {"total_size": 16}, "weight_map": placed}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def raw(folder: Path, header: object, data: bytes = b"") -> None:
-    """Write a safetensors file with this header, as JSON or as the bytes given."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def entry(begin: int, end: int, dtype: object = "F32", shape: object = None) -> dict[str, object]:
@@ -307,13 +295,14 @@ def in_place(file: Path, make: Callable[[Path], object]) -> None:
 def test_a_damaged_checkpoint_is_refused_in_one_line_that_names_it(folder: Path, case: str) -> None:
     if case in BAD_HEADERS:
         header, count, problem = BAD_HEADERS[case]
-        raw(folder, header, bytes(count))
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(count))
     elif case in BAD_WEIGHTS:
         data, problem = BAD_WEIGHTS[case]
         (folder / "model.safetensors").write_bytes(data)
     elif case in BAD_CONFIGS:
-        text, problem = BAD_CONFIGS[case]
-        (folder / "config.json").write_text(text)
+        config, problem = BAD_CONFIGS[case]
+        (folder / "config.json").write_text(config)
     else:
         damage, problem = BAD_FOLDERS[case]
         damage(folder)

@@ -17,14 +17,9 @@ sys.path.insert(0, "benchmarks")
 
 from runtimes import measure
 
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
+KINDS: dict[str, dict[str, Any]] = {kind: {} for kind in ("llama", "mistral", "qwen3", "gemma", "gemma3")} | {
     "qwen2": {"hidden_size": 40, "use_sliding_window": False},  # mlx-lm has no head_dim here and no windows
-    "qwen3": {},
-    "gemma": {},
     "gemma2": {"sliding_window": 4096},  # mlx-lm has no windows here
-    "gemma3": {},
     "gemma3-untied": {"final_logit_softcapping": None},  # mlx-lm has no cap here
     "glm4": {"head_dim": 8},  # of which an even part is rotated
 }

@@ -4,8 +4,6 @@ Tiny ones of diffusers' own classes, whose text encoders overflow fp16, and one 
 left out, since nothing here decodes; weights are random, tokenizers of single bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -175,7 +173,8 @@ SMALL = HEADS | {"in_channels": 4, "num_layers": 1}
 SAME = SMALL | {"out_channels": 4}
 SINGLE = {"num_single_layers": 1}
 SAME_SINGLE = SAME | SINGLE
-AXES = (4, 4, 8)
+AXES, SIZES = (4, 4, 8), {"num_frames": 2, "height": 2, "width": 2}
+NO_SIZES = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
 LATENTS, FRAMES = (1, 4, 8, 8), (1, 4, 1, 4, 4)
 FLUX2: dict[str, Any] = {"joint_attention_dim": 3 * WIDTH, "timestep_guidance_channels": 8, "guidance_embeds": False}
 FLUX2 |= SMALL | SINGLE | {"axes_dims_rope": (4, 4, 4, 4)}
@@ -207,19 +206,13 @@ CASES = (
     Case(
         *("PixArtAlphaPipeline", "PixArtTransformer2DModel", t5),
         SMALL | {"out_channels": 8, "cross_attention_dim": 32, "sample_size": 8, "caption_channels": WIDTH},
-        lambda net, e: net(
-            *(torch.randn(LATENTS), e[0], AT.long()),
-            added_cond_kwargs={"resolution": None, "aspect_ratio": None},
-            encoder_attention_mask=e[1],
-        ),
+        lambda net, e: net(torch.randn(LATENTS), e[0], AT.long(), encoder_attention_mask=e[1], **NO_SIZES),
         scheduler=diffusers.DDIMScheduler,
     ),
     Case(
         *("LTXPipeline", "LTXVideoTransformer3DModel", t5),
         SAME | {"cross_attention_dim": 32, "caption_channels": WIDTH},
-        lambda net, e: net(
-            torch.randn(1, 8, 4), e[0], AT, encoder_attention_mask=e[1], num_frames=2, height=2, width=2
-        ),
+        lambda net, e: net(torch.randn(1, 8, 4), e[0], AT, encoder_attention_mask=e[1], **SIZES),
     ),
     Case(
         *("CogVideoXPipeline", "CogVideoXTransformer3DModel", t5),

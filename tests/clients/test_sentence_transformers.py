@@ -11,14 +11,9 @@ from torch import Tensor
 
 from bf16_to_fp16 import convert
 
-KINDS: dict[str, dict[str, Any]] = {
-    "qwen3": {"tie_word_embeddings": True},
-    "gemma3": {},
-    "gemma2": {},
-    "llama": {},
-    "t5-encoder": {},
-    "t5": {},  # sentence-t5: of a whole model, the encoder alone is loaded
-}
+KINDS: dict[str, dict[str, Any]] = {"qwen3": {"tie_word_embeddings": True}}
+# Of t5 as of sentence-t5, which is a whole model, the encoder alone is loaded.
+KINDS |= {kind: {} for kind in ("gemma3", "gemma2", "llama", "t5-encoder", "t5")}
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(["qwen3", "gemma3", "t5-encoder"], KINDS))

@@ -4,9 +4,8 @@ Usage: ``python logits.py [--dtype float32|float16] FOLDER INPUTS.npz OUT.npz [F
 
 INPUTS holds int64 ``input_ids``, whose rows have one end token each, and ``attention_mask``, and ``decoder_input_ids``
 for models that take them. OUT gets ``output`` (fp32: the logits, of a span those of its start, or the last hidden
-state), ``missing`` and
-``unexpected`` (names of tensors that stock code filled at random or dropped) and ``version`` (of
-transformers). The package under test is not imported.
+state), ``missing`` and ``unexpected`` (names of tensors that stock code filled at random or dropped) and ``version``
+(of transformers). The package under test is not imported.
 """
 
 import argparse
@@ -40,14 +39,10 @@ def compute(folder: Path, inputs: Path, out: Path, dtype: torch.dtype) -> None:
         arrays.pop("decoder_input_ids", None)
     with torch.no_grad():
         result = model.eval()(**arrays)
-    output = next(iter(result.values()))
-    np.savez(
-        out,
-        output=output.float().numpy(),
-        missing=np.array(sorted(loading["missing_keys"]), dtype=str),
-        unexpected=np.array(sorted(loading["unexpected_keys"]), dtype=str),
-        version=np.array(transformers.__version__),
-    )
+    output = next(iter(result.values())).float().numpy()
+    missing, unexpected = (np.array(sorted(loading[f"{kind}_keys"]), dtype=str) for kind in ("missing", "unexpected"))
+    version = np.array(transformers.__version__)
+    np.savez(out, output=output, missing=missing, unexpected=unexpected, version=version)
 
 
 if __name__ == "__main__":

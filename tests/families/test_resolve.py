@@ -173,8 +173,7 @@ def test_the_residual_is_one_signal_for_the_whole_model() -> None:
     [
         ({"num_labels": 3}, True),
         ({"num_labels": 1}, False),
-        ({"num_labels": 3, "problem_type": "regression"}, False),
-        ({"num_labels": 3, "problem_type": "multi_label_classification"}, False),
+        *(({"num_labels": 3, "problem_type": kind}, False) for kind in ("regression", "multi_label_classification")),
     ],
 )
 def test_labels_are_a_choice_where_there_are_several_and_one_is_meant(changes: dict[str, Any], is_choice: bool) -> None:

@@ -12,12 +12,11 @@ from transformers.models.llama import modeling_llama
 from bf16_to_fp16.observe.origins import MASKED_REACH, ceiling, masked_span
 from bf16_to_fp16.observe.points import rotated
 
+WHOLE, SHARED = (torch.rand(2, n, 4, 5, generator=torch.Generator().manual_seed(0)) < 0.5 for n in (3, 1))
 MASKS = {
-    "whole": torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)) < 0.5,
-    "one for all heads": torch.rand(2, 1, 4, 5, generator=torch.Generator().manual_seed(1)) < 0.5,
-    "expanded over heads": (torch.rand(2, 1, 4, 5, generator=torch.Generator().manual_seed(2)) < 0.5).expand(
-        2, 3, 4, 5
-    ),
+    "whole": WHOLE,
+    "one for all heads": SHARED,
+    "expanded over heads": SHARED.flip(0).expand(2, 3, 4, 5),
     "fewer dimensions": torch.ones(4, 5).triu(1).bool(),
     "keys alone": torch.arange(5) > 2,
     "expanded keys": (torch.arange(5) > 2).expand(2, 3, 4, 5),

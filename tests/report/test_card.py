@@ -80,16 +80,10 @@ def test_a_card_links_to_the_address_in_the_packages_metadata(
 def test_front_matter_is_inherited_from_the_card_of_the_source_or_of_its_pipeline(tmp_path: Path) -> None:
     data = card(tmp_path, fakes.conversion(), readme=SOURCE_CARD, revision="0" * 40).data.to_dict()
     assert data.pop("model-index")
-    assert data == {
-        "base_model": "someone/summariser-large",
-        "language": ["en", "de"],
-        "library_name": "transformers",
-        "license": "other",
-        "license_name": "our-own",
-        "license_link": "https://example.org/licence",
-        "pipeline_tag": "summarization",
-        "tags": ["summarization", "fp16", "bf16-to-fp16"],
-    }
+    wanted: dict[str, Any] = {"license_name": "our-own", "license_link": "https://example.org/licence"}
+    wanted |= {"license": "other", "base_model": "someone/summariser-large", "library_name": "transformers"}
+    wanted |= {"pipeline_tag": "summarization", "tags": ["summarization", "fp16", "bf16-to-fp16"]}
+    assert data == wanted | {"language": ["en", "de"]}
     (tmp_path / "model_index.json").write_text("{}")
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
     (tmp_path / "text_encoder_2").mkdir()

@@ -56,10 +56,6 @@ MISSING = "needs a headless browser: install chromium (Debian, Ubuntu: apt-get i
 PATIENCE = 60.0  # seconds to wait for an answer
 
 
-def executable() -> str | None:
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
-
-
 class Browser:
     """One page of a headless Chromium, with what it logged, threw and asked for since the last ``open``."""
 
@@ -72,13 +68,9 @@ class Browser:
         # Its protocol speaks through descriptors 3 and 4, which a shell puts there from wherever they are.
         redirected = f'exec "$@" 3<&{commands} 4>&{answers}'
         options += ["--remote-debugging-pipe", f"--user-data-dir={self.profile}", "about:blank"]
-        self.process = subprocess.Popen(
-            ["bash", "-c", redirected, "bash", program, *options],
-            pass_fds=(commands, answers),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        started: list[str] = ["bash", "-c", redirected, "bash", program, *options]
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        self.process = subprocess.Popen(started, pass_fds=(commands, answers), **streams)
         os.close(commands)
         os.close(answers)
         os.set_blocking(self._read, False)
@@ -185,7 +177,7 @@ class Browser:
 def chromium() -> Iterator[Browser]:
     """Give a headless Chromium. Without one the tests of this section are skipped, or fail where
     ``NEED_BROWSER`` is set."""
-    program = executable()
+    program = next((found for name in NAMES if (found := shutil.which(name))), None)
     if program is None:
         (pytest.fail if os.environ.get("NEED_BROWSER") else pytest.skip)(MISSING)
     running = Browser(program)

@@ -149,7 +149,7 @@ def test_lanes_of_every_way_in_one_walk_share_no_weights(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("kind", "amp", "casts"), [("pegasus", False, False), ("gated", True, False), ("t5", True, True)]
+    ("kind", "amp", "casts"), [("pegasus", False, False), ("gated", True, False), ("gated", True, True)]
 )
 def test_a_walk_holds_the_weights_of_one_place_through_a_generation_too(
     kind: str, amp: bool, casts: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch

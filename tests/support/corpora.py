@@ -47,14 +47,9 @@ def mbart_like() -> Any:
     return transformers.MBartTokenizer(vocab=pieces("<pad>", "</s>", "<s>", "<unk>", "<mask>"), src_lang="ro_RO")
 
 
-TOKENIZERS: dict[str, Callable[[], Any]] = {
-    "t5": t5_like,
-    "umt5": lambda: t5_like(300),
-    "mt5": mt5_like,
-    "pegasus": pegasus_like,
-    "mbart": mbart_like,
-    "byt5": lambda: transformers.ByT5Tokenizer(extra_ids=125),
-}
+TOKENIZERS: dict[str, Callable[[], Any]] = {"t5": t5_like, "mt5": mt5_like, "pegasus": pegasus_like}
+TOKENIZERS |= {"umt5": lambda: t5_like(300), "mbart": mbart_like}
+TOKENIZERS |= {"byt5": lambda: transformers.ByT5Tokenizer(extra_ids=125)}
 
 
 def rng(seed: int = 0) -> np.random.Generator:

@@ -7,8 +7,6 @@ lack. Libraries beneath are built for the system that they run on and keep what 
 enough, so that worker processes live there too.
 """
 
-from __future__ import annotations
-
 import builtins
 import ctypes
 import errno

@@ -52,13 +52,8 @@ def regime(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a regime with the totals of its sites."""
     totals = {key: sum(s[key] for s in found) for key in ("nonfinite", "saturated")}
     tight, places = found[0], places_by_name(s["name"] for s in found)
-    return {
-        **totals,
-        "amax": tight["amax"],
-        "headroom_bits": tight["headroom_bits"],
-        "nonfinite_logits": 0,
-        "sites": [s | places[s["name"]].to_json() for s in found],
-    }
+    least = {key: tight[key] for key in ("amax", "headroom_bits")}
+    return {**totals, **least, "nonfinite_logits": 0, "sites": [s | places[s["name"]].to_json() for s in found]}
 
 
 def signals(blocks: int, stacks: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -44,13 +44,13 @@ class Job:
     ``inputs``, and ``kept`` those besides ``out`` that it may leave."""
 
     name: str
-    arguments: Sequence[str]
+    command: str
     inputs: tuple[str, ...] = ("source",)
     kept: tuple[str, ...] = ()
     prepare: Callable[[Path], None] | None = None
 
     def words(self, root: Path) -> list[str]:
-        return [word.format(root=root) for word in self.arguments]
+        return [word.format(root=root) for word in self.command.split()]
 
 
 def replaced(root: Path) -> None:
@@ -61,26 +61,21 @@ def replaced(root: Path) -> None:
     (root / "out" / "fp16_report.json").write_text(json.dumps(listed))
 
 
-JOBS = {
-    job.name: job
-    for job in (
-        Job("convert", ("convert", "{root}/source", "{root}/out", "--no-audit", "--target", "half")),
-        Job(
-            "convert --force",  # with a plan, so that what it writes is all that it does
-            ("convert", "{root}/source", "{root}/out", "--no-audit", "--force", "--plan", "{root}/converted"),
-            ("source", "converted"),
-            prepare=replaced,
-        ),
-        Job("undo", ("undo", "{root}/converted", "{root}/out"), ("converted",)),
-        Job("convert a pipeline", ("convert", "{root}/pipeline", "{root}/out", "--no-audit"), ("pipeline",)),
-        Job(
-            "finetune",
-            ("finetune", "{root}/recipe.yaml", "--set", "source={root}/source", "--set", "out={root}/out"),
-            ("source", "recipe.yaml", "text.txt"),
-            ("out.run",),
-        ),
-    )
-}
+COMMANDS = (
+    Job("convert", "convert {root}/source {root}/out --no-audit --target half"),
+    Job(
+        "convert --force",  # with a plan, so that what it writes is all that it does
+        *("convert {root}/source {root}/out --no-audit --force --plan {root}/converted", ("source", "converted")),
+        prepare=replaced,
+    ),
+    Job("undo", "undo {root}/converted {root}/out", ("converted",)),
+    Job("convert a pipeline", "convert {root}/pipeline {root}/out --no-audit", ("pipeline",)),
+    Job(
+        *("finetune", "finetune {root}/recipe.yaml --set source={root}/source --set out={root}/out"),
+        *(("source", "recipe.yaml", "text.txt"), ("out.run",)),
+    ),
+)
+JOBS = {job.name: job for job in COMMANDS}
 """Every command that writes a folder at a place of the user's."""
 
 

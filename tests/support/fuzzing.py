@@ -88,18 +88,14 @@ def blobs(draw: st.DrawFn, data: bytes, most: int = 3) -> bytes:
         at = draw(st.integers(0, max(0, len(data) - 1)))
         length = draw(st.sampled_from((1, 2, 8, 64, 1000)))
         action = draw(st.sampled_from(("flip", "cut", "delete", "repeat", "insert", "zero")))
+        part, rest = data[at : at + length], b"" if action == "cut" else data[at + length :]
         if action == "flip" and data:
-            data = data[:at] + bytes([data[at] ^ (1 << draw(st.integers(0, 7)))]) + data[at + 1 :]
-        elif action == "cut":
-            data = data[:at]
-        elif action == "delete":
-            data = data[:at] + data[at + length :]
-        elif action == "repeat":
-            data = data[:at] + data[at : at + length] * 2 + data[at + length :]
+            part = bytes([part[0] ^ (1 << draw(st.integers(0, 7)))]) + part[1:]
         elif action == "insert":
-            data = data[:at] + draw(st.binary(max_size=16)) + data[at:]
+            part = draw(st.binary(max_size=16)) + part
         else:
-            data = data[:at] + bytes(len(data[at : at + length])) + data[at + length :]
+            part = {"cut": b"", "delete": b"", "repeat": part * 2}.get(action, bytes(len(part)))
+        data = data[:at] + part + rest
     return data
 
 
@@ -255,10 +251,6 @@ def command_line(*arguments: str) -> Callable[[Path], None]:
     return act
 
 
-def opened(root: Path) -> None:
-    resolve(open_checkpoint(root / "in"))
-
-
 CONVERT = command_line("convert", "{root}/in", "{root}/out", "--no-audit")
 AUDITED = command_line("convert", "{root}/in", "{root}/out")
 UNDO = command_line("undo", "{root}/in", "{root}/out")
@@ -285,7 +277,8 @@ def run(good: Originals, case: Case, *, thorough: bool = False) -> str:
                 return "accepted"
             shutil.copytree(good.folders[folder], root / "in")
             (root / "in" / file).write_bytes(data)
-            opened(root) if folder != "converted" else None
+            if folder != "converted":
+                resolve(open_checkpoint(root / "in"))
         except UserError as error:
             assert "\n" not in str(error) and 0 < len(str(error)) < 2000, str(error)[:3000]
             return "refused"

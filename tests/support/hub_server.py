@@ -201,9 +201,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         ("POST", r"/lfs/verify", "verify"),
         ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)", "commit"),
         ("GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
-        ("HEAD", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
         ("GET", r"/cdn/(?P<oid>[0-9a-f]{64})", "cdn"),
-        ("HEAD", r"/cdn/(?P<oid>[0-9a-f]{64})", "cdn"),
     )
 
     def do_GET(self) -> None:
@@ -239,7 +237,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         for method, pattern, name in self.ROUTES:
             match = re.fullmatch(pattern, url.path)
-            if method == self.command and match:
+            if match and method == self.command.replace("HEAD", "GET"):
                 found = {key: urllib.parse.unquote(value or "") for key, value in match.groupdict().items()}
                 unheard = fault is not None and fault.after
                 kept, self.wfile = self.wfile, io.BytesIO() if unheard else self.wfile

@@ -1,7 +1,5 @@
 """Starting a finetune in as many processes as a user would, on the CPU, and ending all of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

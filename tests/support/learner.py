@@ -49,15 +49,10 @@ def saved(folder: Path, lines: int, dropout: float = 0.1, dtype: torch.dtype = t
 def recipe_tree(source: Path, out: Path) -> dict[str, Any]:
     """Return what recipes of a short training of the model on its text have in common."""
     data = {"path": str(source / "text.txt"), "first_sentinel": 383, "input_length": 48, "target_length": 24}
-    return {
-        "source": str(source),
-        "out": str(out),
-        "data": data | {"batch_size": 4, "held_out": 0.1},
-        "schedule": {"steps": 6, "learning_rate": 0.003},
-        # Of the KL alone a student that begins as its teacher would learn nothing.
-        "distillation": {"weight": 0.5},
-        "checkpointing": {"every": 2},
-    }
+    tree: dict[str, Any] = {"source": str(source), "out": str(out), "data": data | {"batch_size": 4, "held_out": 0.1}}
+    tree |= {"schedule": {"steps": 6, "learning_rate": 0.003}, "checkpointing": {"every": 2}}
+    # Of the KL alone a student that begins as its teacher would learn nothing.
+    return tree | {"distillation": {"weight": 0.5}}
 
 
 def changed(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,20 +34,11 @@ def sites_of(model: Any, batch: Batch, **options: Any) -> dict[str, Site]:
     return {site.name: site for site in observer.sites()}
 
 
-class Computes(nn.Module):
-    """A module that is one function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 def sites_in(module: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Site]:
     """Return what an observer sees of a module, or of one that computes a function, by name."""
-    module = module if isinstance(module, nn.Module) else Computes(module)
-    with SiteObserver(module) as observer:
-        module(x)
+    made = module if isinstance(module, nn.Module) else nn.Module()
+    if made is not module:
+        made.forward = module
+    with SiteObserver(made) as observer:
+        made(x)
     return {site.name: site for site in observer.sites()}

@@ -5,8 +5,6 @@ Activations are replaced by ReLU, a classifier's tanh by the sign, attention wei
 all to the expert that it prefers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

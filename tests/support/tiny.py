@@ -70,13 +70,9 @@ t5 = of_t5("T5ForConditionalGeneration")  # v1.0: ReLU, tied head
 t5_encoder = of_t5("T5EncoderModel", feed_forward_proj="gated-gelu")
 
 pegasus = stock("PegasusForConditionalGeneration", PEGASUS_SHAPE)
-bigbird_pegasus = stock(  # of full attention, whose decoder starts with a token that has an embedding
-    "BigBirdPegasusForConditionalGeneration",
-    PEGASUS_SHAPE,
-    attention_type="original_full",
-    use_bias=True,
-    decoder_start_token_id=2,
-)
+FULL: dict[str, Any] = {"attention_type": "original_full", "use_bias": True}
+FULL |= {"decoder_start_token_id": 2}  # which has an embedding
+bigbird_pegasus = stock("BigBirdPegasusForConditionalGeneration", PEGASUS_SHAPE, **FULL)
 gemma3 = stock("Gemma3ForCausalLM", GEMMA3_SHAPE)
 
 
@@ -209,6 +205,7 @@ def experts(name: str, **own: Any) -> Callable[..., Any]:
 
 
 OF_QWEN3_MOE = {"num_experts": 4, "moe_intermediate_size": 19}
+EVERY_OTHER = {"decoder_sparse_step": 2, "norm_topk_prob": True}
 OF_GLM4_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 19, "head_dim": 12, "routed_scaling_factor": 2.5}
 OF_OLMOE = {"head_dim": None, "num_experts": 5}
 LARGE_SHARED = {"n_shared_experts": 2, "num_experts_per_tok": 3, "norm_topk_prob": False, "use_qk_norm": True}
@@ -259,6 +256,8 @@ LLAMA_DRAWN |= {"num_key_value_heads": (1, 2), "head_dim": (2, 6, 10)}
 LLAMA_DRAWN |= {"intermediate_size": range(1, 51), "num_hidden_layers": (1, 2)}
 VL_SHAPE = {key: value for key, value in LLAMA_SHAPE.items() if key != "head_dim"}
 VL_SHAPE |= {"rope_parameters": MROPE | {"mrope_section": [1, 1, 1]}}
+GEMMA_DRAWN = LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)}
+ONE_HEAD_DIM = {key: values for key, values in LLAMA_DRAWN.items() if key != "head_dim"}
 MBARTS = {"mbart": "ForConditionalGeneration", "mbart-states": "Model"}
 VL_DRAWN = {key: value for key, value in LLAMA_DRAWN.items() if key in ("intermediate_size", "num_hidden_layers")}
 ENTRIES = (
@@ -321,39 +320,32 @@ ENTRIES = (
         wide=20.0,
     ),
     Entry(
-        {
-            "gemma3": gemma3,
-            "gemma3-untied": stock("Gemma3ForCausalLM", GEMMA3_SHAPE, **UNTIED_GEMMA3),
-            "embeddinggemma": stock("Gemma3TextModel", GEMMA3_SHAPE, use_bidirectional_attention=True),
-        },
-        LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
+        {"gemma3": gemma3, "gemma3-untied": stock("Gemma3ForCausalLM", GEMMA3_SHAPE, **UNTIED_GEMMA3)}
+        | {"embeddinggemma": stock("Gemma3TextModel", GEMMA3_SHAPE, use_bidirectional_attention=True)},
+        GEMMA_DRAWN,
         alike=("gemma3-untied",),
     ),
     Entry(
         {"gemma3-images": gemma3_images, "gemma3-images-states": headless(gemma3_images)},
-        LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)},
+        GEMMA_DRAWN,
         alike=("gemma3-images", "gemma3-images-states"),
     ),
     Entry(
         {"gemma2": stock("Gemma2ForCausalLM", GEMMA3_SHAPE, **CAPS)},
-        LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64), "attn_logit_softcapping": (0.5, 50.0, None)},
+        GEMMA_DRAWN | {"attn_logit_softcapping": (0.5, 50.0, None)},
     ),
     Entry({"gemma": stock("GemmaForCausalLM", GEMMA3_SHAPE)}, LLAMA_DRAWN),
     Entry(
-        {
-            "llama": stock("LlamaForCausalLM", LLAMA_SHAPE),
-            "llama-biased": stock("LlamaForCausalLM", LLAMA_SHAPE, **BIASED_LLAMA),
-        },
+        {"llama": stock("LlamaForCausalLM", LLAMA_SHAPE)}
+        | {"llama-biased": stock("LlamaForCausalLM", LLAMA_SHAPE, **BIASED_LLAMA)},
         LLAMA_DRAWN | {"attention_bias": (False, True), "mlp_bias": (False, True)},
     ),
     Entry({"mistral": stock("MistralModel", LLAMA_SHAPE, sliding_window=6)}, LLAMA_DRAWN, alike=("mistral",)),
     Entry({"qwen2": stock("Qwen2ForCausalLM", LLAMA_SHAPE, **SLIDING_QWEN2)}, LLAMA_DRAWN),
     Entry({"qwen3": stock("Qwen3ForCausalLM", LLAMA_SHAPE)}, LLAMA_DRAWN),
     Entry(
-        {
-            "seed_oss": stock("SeedOssForCausalLM", LLAMA_SHAPE),
-            "seed_oss-biased": stock("SeedOssModel", LLAMA_SHAPE, attention_out_bias=True, mlp_bias=True),
-        },
+        {"seed_oss": stock("SeedOssForCausalLM", LLAMA_SHAPE)}
+        | {"seed_oss-biased": stock("SeedOssModel", LLAMA_SHAPE, attention_out_bias=True, mlp_bias=True)},
         LLAMA_DRAWN | dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), (False, True)),
     ),
     Entry(
@@ -364,22 +356,15 @@ ENTRIES = (
         {"qwen2_5_vl": QWEN2_5_VL, "qwen2_5_vl-states": headless(QWEN2_5_VL)}, VL_DRAWN, alike=("qwen2_5_vl-states",)
     ),
     Entry({"qwen2_5_vl_text": stock("Qwen2_5_VLTextModel", VL_SHAPE)}, VL_DRAWN, alike=("qwen2_5_vl_text",)),
-    Entry(
-        {"qwen3_vl": QWEN3_VL, "qwen3_vl-states": headless(QWEN3_VL)},
-        {key: values for key, values in LLAMA_DRAWN.items() if key != "head_dim"},
-        alike=("qwen3_vl-states",),
-    ),
+    Entry({"qwen3_vl": QWEN3_VL, "qwen3_vl-states": headless(QWEN3_VL)}, ONE_HEAD_DIM, alike=("qwen3_vl-states",)),
     Entry(
         {"qwen3_vl_text": stock("Qwen3VLTextModel", LLAMA_SHAPE, rope_parameters=MROPE)},
         LLAMA_DRAWN,
         alike=("qwen3_vl_text",),
     ),
     Entry(
-        {
-            "mistral3": mistral3,
-            "mistral3-states": headless(mistral3),
-            "mistral3-growing": partial(mistral3, "ministral3"),
-        },
+        {"mistral3": mistral3, "mistral3-states": headless(mistral3)}
+        | {"mistral3-growing": partial(mistral3, "ministral3")},
         LLAMA_DRAWN,
         alike=("mistral3-states", "mistral3-growing"),
     ),
@@ -391,12 +376,8 @@ ENTRIES = (
         LLAMA_DRAWN | {"num_local_experts": range(2, 5), "num_experts_per_tok": (1, 2)},
     ),
     Entry(
-        {
-            "qwen3_moe": experts("Qwen3MoeForCausalLM", **OF_QWEN3_MOE),
-            "qwen3_moe-mixed": experts(
-                "Qwen3MoeForCausalLM", **OF_QWEN3_MOE, decoder_sparse_step=2, norm_topk_prob=True
-            ),
-        },
+        {"qwen3_moe": experts("Qwen3MoeForCausalLM", **OF_QWEN3_MOE)}
+        | {"qwen3_moe-mixed": experts("Qwen3MoeForCausalLM", **OF_QWEN3_MOE | EVERY_OTHER)},
         LLAMA_DRAWN | {"num_experts": range(2, 6), "moe_intermediate_size": range(1, 30)},
     ),
     Entry(
@@ -405,11 +386,9 @@ ENTRIES = (
         | {"num_experts": range(2, 6), "attention_bias": (False, True)},
     ),
     Entry(
-        {
-            "glm4_moe": experts("Glm4MoeForCausalLM", **OF_GLM4_MOE),
-            "glm4_moe-shared": experts("Glm4MoeForCausalLM", **OF_GLM4_MOE | LARGE_SHARED, first_k_dense_replace=0),
-        },
-        {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"}
+        {"glm4_moe": experts("Glm4MoeForCausalLM", **OF_GLM4_MOE)}
+        | {"glm4_moe-shared": experts("Glm4MoeForCausalLM", **OF_GLM4_MOE | LARGE_SHARED, first_k_dense_replace=0)},
+        ONE_HEAD_DIM
         | {"n_routed_experts": range(3, 6), "moe_intermediate_size": range(1, 30), "attention_bias": (False, True)},
     ),
     Entry({"t5gemma": t5gemma}, LLAMA_DRAWN | {"attn_logit_softcapping": (0.5, None)}),
