@@ -146,7 +146,7 @@ def test_what_stock_code_draws_follows_its_own_rule(tmp_path: Path, kind: str, s
     assert [name for name in found["far"] if "relative_attention_bias" not in name and name != own_head] == []
 
 
-def test_what_is_far_is_flagged_and_nothing_else(tmp_path: Path) -> None:
+def test_what_is_more_than_four_times_as_large_or_small_is_flagged_and_nothing_else(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = tiny.t5(d_model=96)
     block = model.encoder.block[1].layer
@@ -154,11 +154,14 @@ def test_what_is_far_is_flagged_and_nothing_else(tmp_path: Path) -> None:
         block[0].SelfAttention.o.weight.mul_(5)
         block[1].DenseReluDense.wi.weight.mul_(0.2)
         block[1].layer_norm.weight.mul_(3)
-    found = advise_init(tiny.save(model, tmp_path / "model"), tensors=["encoder.block.1.*"])
-    assert found["far"] == [
-        "encoder.block.1.layer.0.SelfAttention.o.weight",
-        "encoder.block.1.layer.1.DenseReluDense.wi.weight",
-    ]
+        for stack, times in (("encoder", (4.0, 4.125, 1.0)), ("decoder", (0.25, 0.24))):
+            for i, factor in enumerate(times):
+                model.get_submodule(f"{stack}.block.{i}.layer.0.layer_norm").weight.fill_(factor)
+    tensors = ["encoder.block.1.*", "*.layer.0.layer_norm.weight"]
+    found = advise_init(tiny.save(model, tmp_path / "model"), tensors=tensors)
+    norms = [f"{stack}.block.1.layer.0.layer_norm.weight" for stack in ("decoder", "encoder")]
+    o, wi = (f"encoder.block.1.layer.{name}.weight" for name in ("0.SelfAttention.o", "1.DenseReluDense.wi"))
+    assert found["far"] == [norms[0], o, norms[1], wi]
     wide = next(row for row in found["tensors"] if row["name"].endswith("o.weight"))
     assert wide["times"] == pytest.approx(5, rel=0.1)
 
@@ -178,15 +181,6 @@ def test_position_biases_heads_norms_and_other_deviations_have_their_own_rules(t
     pegasus = advise_init(tiny.save(tiny.pegasus(d_model=96, init_std=0.07), tmp_path / "pegasus"))["tensors"]
     drawn = [row for row in pegasus if row["name"].endswith(("proj.weight", "fc1.weight"))]
     assert len(drawn) > 10 and all(row["own_rule"] == 0.07 and 0.9 < row["times"] < 1.1 for row in drawn)
-
-
-def test_far_is_more_than_four_times_either_way(tmp_path: Path) -> None:
-    model = tiny.t5()
-    for stack, times in (("encoder", (4.0, 4.125, 1.0)), ("decoder", (0.25, 0.24))):
-        for i, factor in enumerate(times):
-            model.get_submodule(f"{stack}.block.{i}.layer.0.layer_norm").weight.data.fill_(factor)
-    found = advise_init(tiny.save(model, tmp_path / "model"), tensors=["*.layer.0.layer_norm.weight"])
-    assert found["far"] == ["decoder.block.1.layer.0.layer_norm.weight", "encoder.block.1.layer.0.layer_norm.weight"]
 
 
 def test_an_infinite_weight_is_flagged_and_left_out_of_the_rest(

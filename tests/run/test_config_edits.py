@@ -1,10 +1,12 @@
 """Every key that stock code knows, and some that nobody does, edited: refused, not certified, or under every bound."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from support import config_edits, exhaustive
 
+from bf16_to_fp16.quiet import quiet
 from bf16_to_fp16.run import agreement
 
 EDITS = {"t5": 300} | dict.fromkeys(("longt5", "switch", "pegasus", "gemma3", "llama-biased"), 200)
@@ -24,9 +26,15 @@ def test_an_edited_config_is_refused_or_not_certified_or_agrees(
 ) -> None:
     case = config_edits.original(kind, tmp_path)
     assert config_edits.judge(case, {}) == "agrees"
-    outcomes = config_edits.run(case, number, seed)
-    assert not outcomes.failures, outcomes.failures
-    assert min(outcomes.counts["refused"], outcomes.counts["agrees"]) > number / 10
+    counts, failures = Counter[str](), list[str]()
+    with quiet():
+        for edit in case.drawn(number, seed):
+            try:
+                counts[config_edits.judge(case, edit)] += 1
+            except Exception as error:
+                failures.append(f"{kind} {edit}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    assert not failures, failures
+    assert min(counts["refused"], counts["agrees"]) > number / 10
 
 
 def test_without_the_door_an_edit_passes_its_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,6 @@ under every bound on a run that hits them hard.
 import copy
 import json
 import random
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +27,6 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.known import family_of, names_of, stock_class
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.observe.observer import SiteObserver
-from bf16_to_fp16.quiet import quiet
 from bf16_to_fp16.run import agreement
 from bf16_to_fp16.run.interface import config_of, takes_decoder_ids
 from bf16_to_fp16.run.stock import load
@@ -130,14 +127,6 @@ def run_on(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, **decoder)[0]
 
 
-@dataclass
-class Outcomes:
-    """What came of the edits, and those that should not have ended so."""
-
-    counts: Counter[str]
-    failures: list[str]
-
-
 def passed(half: Any, ids: torch.Tensor, layout: Layout, certificate: Certificate) -> list[str]:
     """Return the sites of a folder's stock model, as ``.half()`` runs it, that pass their bounds: those that a free
     norm's output reaches on adverse inputs, and all of them on token ids."""
@@ -173,17 +162,3 @@ def judge(case: Original, edit: dict[str, Any]) -> str:
         wrong = passed(half, case.ids, layout, certificate)
         assert not wrong, wrong[:3]
     return "agrees"
-
-
-def run(case: Original, number: int, seed: int = 0) -> Outcomes:
-    """Judge so many edits of a folder."""
-    outcomes = Outcomes(Counter(), [])
-    with quiet():
-        for edit in case.drawn(number, seed):
-            try:
-                outcomes.counts[judge(case, edit)] += 1
-            except Exception as error:
-                outcomes.counts["failed"] += 1
-                said = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:300]
-                outcomes.failures.append(f"{case.kind} {edit}: {said}")
-    return outcomes
