@@ -383,6 +383,18 @@ def test_a_bad_batch_is_skipped_counted_and_named(make: Make, tmp_path: Path) ->
     assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step not in (3, 6))
 
 
+def test_a_pass_for_which_no_row_of_the_probe_is_left_counts_nothing(make: Make) -> None:
+    passes = {"batch_size": 1, "gradient_accumulation": 40}
+    trainer = make(penalty={"form": "smooth-max", "headroom_bits": 14.0}, data=passes)
+    assert trainer.penalty is not None and len(trainer._drawn().input_ids) < 40
+    noted: dict[int, dict[str, float]] = {}
+    with trainer.penalty:
+        for index in (0, 39):
+            trainer.penalty._reached = noted[index] = {}
+            assert (float(trainer._reach_beyond_the_data(index)) > 0) == (index == 0)
+    assert noted[0] and not noted[39]
+
+
 @pytest.mark.parametrize("weight", [0.5, 0.0])
 def test_a_probe_that_overflows_skips_no_step(weight: float, make: Make, tmp_path: Path) -> None:
     """What the penalty is there for: ids that no text has overflow inside the model."""
