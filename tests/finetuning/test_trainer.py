@@ -387,12 +387,13 @@ def test_a_pass_for_which_no_row_of_the_probe_is_left_counts_nothing(make: Make)
     passes = {"batch_size": 1, "gradient_accumulation": 40}
     trainer = make(penalty={"form": "smooth-max", "headroom_bits": 14.0}, data=passes)
     assert trainer.penalty is not None and len(trainer._drawn().input_ids) < 40
-    noted: dict[int, dict[str, float]] = {}
+    noted = {}
     with trainer.penalty:
         for index in (0, 39):
-            trainer.penalty._reached = noted[index] = {}
             assert (float(trainer._reach_beyond_the_data(index)) > 0) == (index == 0)
-    assert noted[0] and not noted[39]
+            noted[index] = len(trainer.penalty._reached)
+            trainer.penalty()
+    assert noted[0] > 9 and noted[39] == 0
 
 
 @pytest.mark.parametrize("weight", [0.5, 0.0])
