@@ -21,6 +21,7 @@ from ..numerics import FP16_MAX
 from ..progress import Advance, Progress
 from ..run import probe
 from ..run.batch import Batch
+from ..run.padding import CAUSAL
 from ..run.stock import all_half, any_config, attentions_of, described, from_files
 from .regimes import DTYPES, RegimeResult, SiteResult, audit_each, audit_model, beside_fp32, check_names
 
@@ -72,6 +73,9 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
         raise UserError(f"{folder}/config.json: no vocab_size, and the audit runs token ids; give a model of text")
     inputs = copy(text)
     inputs.architectures = names[:1]
+    with torch.device("meta"):
+        modules = kind._from_config(copy(config)).modules()
+    setattr(inputs, CAUSAL, any(getattr(module, "is_causal", False) for module in modules))
     kept = attentions_of(names[0], attention, progress)
     # A decoder beside an encoder needs to be told with what to begin.
     starts = [getattr(text, key, None) for key in ("decoder_start_token_id", "bos_token_id")]

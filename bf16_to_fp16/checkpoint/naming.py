@@ -9,7 +9,7 @@ command line reads the layouts before anything heavy is imported, so nothing her
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -59,7 +59,7 @@ WAN = Naming("Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.weight"
 NAMINGS = (STOCK, WAN)
 
 WITH_IMAGES = {
-    ("language_model.", "multi_modal_projector."): (
+    ("multi_modal_projector.", "language_model."): (
         ("language_model.lm_head.", "lm_head."),
         ("language_model.model.", "model.language_model."),
         ("vision_tower.vision_model.", "model.vision_tower."),
@@ -69,8 +69,8 @@ WITH_IMAGES = {
     ("visual.", "model.layers."): (("visual.", "model.visual."), ("model.", "model.language_model.")),
 }
 """How names begin in files of stock classes that read images as well, of LLaVA's kind and of Qwen2.5-VL's, and how in
-their modules, by beginnings by which the kind is known: every version of transformers writes the former and reads
-either, but 4.57 of a vision tower no other than its own."""
+their modules, by beginnings by which the kind is known, its own first. Every version of transformers writes the former
+and reads either, but 4.57 of a vision tower no other than its own."""
 
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
@@ -97,13 +97,14 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
     return stored
 
 
-def in_modules(name: str, known: Container[str]) -> str:
+def in_modules(name: str, known: Collection[str]) -> str:
     """Return which of the ``known`` names of modules' tensors one is that may be written as in files, else the name."""
     if name in known:
         return name
     others = (
         other + name.removeprefix(begin)
-        for pairs in WITH_IMAGES.values()
+        for (own, _), pairs in WITH_IMAGES.items()
+        if any(f".{own}" in f".{each}" for each in known)
         for begin, other in pairs
         if name.startswith(begin)
     )

@@ -155,10 +155,10 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
     """Return a report's next step with the path as it was given, of which the report has the last part only."""
     from ..checkpoint.contents import is_converted
     from ..families.known import named
-    from ..report.remedies import going_on_from
+    from ..report.remedies import going_on_from, tower_alone
 
     folder = local_source(source)
-    if not report.next or folder is None or named(report.family) is None:
+    if not report.next or folder is None or named(report.family) is None or tower_alone(report.family, report.regimes):
         return report.next
     return going_on_from(source, report.regimes, is_converted(folder / (subfolder or "")), subfolder, report.target)
 

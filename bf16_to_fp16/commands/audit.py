@@ -28,7 +28,7 @@ from ..families.older import differences
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.regimes import regimes_of, speaking_of, tiers_of
-from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
+from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, tower_alone, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source
 from ..results import dump
 from ..run.batch import describe_batches
@@ -91,13 +91,13 @@ def audit(
         model = open_any(checkpoint.folder, attention, progress)
         inputs = batches_of(model, data, seed, sweep=sweep)
         family, attention = model.name, model.attention
+        known = {"blind_padding": any(batch.blind for batch in inputs)}
         run = partial(audit_any, model, inputs)
     with progress.step(f"Auditing {', '.join(regimes)}") as advance:
         results = on.run("audit", lambda place: run(device=place, advance=advance, **how))
     if layout is not None and (converted or attack_steps is not None):
         known |= {"target": BOUNDED_FOR, "older": differences(layout, checkpoint.config) if converted else []}
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
-    described = describe_batches(inputs, seed=seed, data=data)
     entries = regimes_of(results)
     attacked_sites = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
     safe = not attacked_sites and verdict(results) == "safe"
@@ -111,10 +111,10 @@ def audit(
         source=Source.of(checkpoint),
         train_mode=train_mode,
         attention=list(attention),
-        inputs=Inputs.model_validate(described),
+        inputs=Inputs.model_validate(describe_batches(inputs, seed=seed, data=data)),
         regimes=entries,
-        unsafe=[*unsafe_sites(entries, converted=converted, convertible=layout is not None), *attacked_sites],
-        next="" if safe else then,
+        unsafe=[*unsafe_sites(entries, family, converted=converted, convertible=layout is not None), *attacked_sites],
+        next="" if safe else tower_alone(family, entries) or then,
         **proven,
         environment=Environment.model_validate(on.environment()),
     )

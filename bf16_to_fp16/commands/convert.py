@@ -136,7 +136,8 @@ def convert_by(
     if not place.dry_run:  # said before anything is computed
         nbytes = sum(2 * math.prod(tensor.shape) for tensor in opened.layout.tensors.values())
         how = {"of": str(place.out.parent), "otherwise": "choose an output path on another"}
-        check_free_space(str(place.out), nbytes, place.out.absolute().parent, **how)
+        times = 1 if options.layout == FOLDER_LAYOUT else 2  # one file is packed from a folder
+        check_free_space(str(place.out), times * nbytes, place.out.absolute().parent, **how)
     decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
     opened = opened.under(decided)
     if options.exact and opened.edits is not None:

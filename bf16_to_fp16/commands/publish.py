@@ -26,7 +26,7 @@ from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.card import warned
 from ..report.page import render
-from ..report.remedies import CONVERT_AGAIN, going_on_from
+from ..report.remedies import CONVERT_AGAIN, going_on_from, tower_alone
 from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, UnsafeEntry
 from ..results import dump
 from ..verification.files import check_hashes
@@ -125,7 +125,8 @@ def now_unsafe(report: Report, found: Verified, name: str) -> Report:
     ]
     said: dict[str, Any] = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "unsafe": unsafe}
     regimes = found.sections.get("regimes") or report.regimes
-    return report.model_copy(update=said | {"regimes": regimes, "next": going_on_from(name, regimes, converted=True)})
+    then = tower_alone(report.family, regimes) or going_on_from(name, regimes, converted=True)
+    return report.model_copy(update=said | {"regimes": regimes, "next": then})
 
 
 @quiet()
@@ -200,7 +201,7 @@ def send(
     if revision in (None, "main") and not create_pr and not api.repo_exists(repo):
         api.create_repo(repo, private=not public)
         progress.say(f"Created {repo}, {'public' if public else 'private'}")
-    there = api.repo_info(repo, revision=revision)
+    there = with_retries(lambda: api.repo_info(repo, revision=revision))
     if there.private is not True and not public:
         raise UserError(f"{repo} is not private, so nothing was uploaded; give --public, or choose another name")
     held = listed(api, repo, there.sha)
@@ -225,8 +226,15 @@ def send(
             parent_commit=there.sha,
         )
     place = commit.pr_revision if create_pr else revision
-    if wrong := missing_from(listed(api, repo, place), upload):
-        raise UserError(f"{repo} does not hold what was uploaded ({wrong[0]}); run the same command again")
+    try:
+        wrong = missing_from(listed(api, repo, place), upload)
+    except Exception:  # which holds the token in its request
+        if commit.pr_url is None:
+            raise
+        raise UserError(f"{commit.pr_url} is open, and could not be looked at again; look at it yourself") from None
+    if wrong:
+        again = "run the same command again" if commit.pr_url is None else f"close {commit.pr_url} and try again"
+        raise UserError(f"{repo} does not hold what was uploaded ({wrong[0]}); {again}")
     url = commit.pr_url or done["url"]
     return done | {"uploaded": missing, "commit": commit.oid, "pull_request": commit.pr_url, "url": url}
 

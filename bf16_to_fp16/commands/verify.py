@@ -57,7 +57,7 @@ from ..report.build import (
 )
 from ..report.facts import missed
 from ..report.regimes import regimes_of, tiers_of
-from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, SHORT, UNSAFE_BY_REPORT, unsafe_sites
+from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, SHORT, UNSAFE_BY_REPORT, tower_alone, unsafe_sites
 from ..report.stored import originals, read_packed
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
 from ..rescaling.edits import listed_edits
@@ -211,7 +211,7 @@ def check_contents(
     if place.is_file():
         found.add("files", check_tensors(place, checkpoint, read_packed(place)))
         if original is not None:
-            found.add("files", check_tokenizer(checkpoint, original))
+            found.add("files", check_tokenizer(checkpoint, original, read_packed(place)))
     else:
         found.add("files", check_unread(checkpoint, report))
         if report.output.card_edited:
@@ -252,7 +252,8 @@ def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
         yield schema.REPORT, f"says itself that it is safe, but short of what was asked: {missed(report)}", SHORT
         return
     if not report.safe:
-        yield schema.REPORT, "says itself that the checkpoint is unsafe in fp16", UNSAFE_BY_REPORT
+        remedy = tower_alone(report.family, report.regimes) or UNSAFE_BY_REPORT
+        yield schema.REPORT, "says itself that the checkpoint is unsafe in fp16", remedy
         return
     unsafe = [*report.unsafe, *unsafe_sites(report.regimes, report.family, converted=True)]
     if report.fidelity is not None:
@@ -333,10 +334,10 @@ def replay(
     keys = ["dtype", "dtypes", "made", "dropped", "replaced", *([] if original.home in VIEWS else ["config_changes"])]
     of_source = differences({k: said.get(k) for k in keys}, {k: again_of.get(k) for k in keys}, "source")
     found.add("replay", of_source)
-    if original.home not in VIEWS:  # one file of weights has no config and nothing beside it
+    if original.home not in VIEWS:  # one file of weights has no config
         found.add("replay", different_config(edited_config(layout, plan), checkpoint.config))
-        if checkpoint.folder not in VIEWS:
-            found.add("replay", different_files(original, checkpoint.folder, report.source.subfolder))
+    if checkpoint.folder not in VIEWS:
+        found.add("replay", different_files(original, checkpoint.folder, report.source.subfolder))
     return layout
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..report.build import FP16_RANGE_BITS
 from ..report.facts import Distance, distances
-from ..report.remedies import going_on
+from ..report.remedies import going_on, tower_alone
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
 from ..wording import bits, counted, excess, in_bits, scientific
 from .recipe import CERTIFIABLE, Penalty, Recipe
@@ -138,5 +138,7 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
         return report
     attacked = report.attack is not None and report.attack.worst_headroom_bits < 0
     lost, lacks = bool(quality), bool(unproven)
-    remedy = how_to_go_on(recipe, run, delivered, command, lost=lost, unproven=lacks, attacked=attacked)
+    remedy = tower_alone(report.family, report.regimes) or how_to_go_on(
+        recipe, run, delivered, command, lost=lost, unproven=lacks, attacked=attacked
+    )
     return going_on(report, missed, remedy)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -82,6 +82,9 @@ OF_A_RUN = {
 }
 """What the folder of a run may hold before its first state."""
 
+Alone = Callable[[], "Conversion | None"]
+"""Makes the output by a conversion alone; None where that is not enough."""
+
 START_BATCHES = 4  # batches that the start must hold before the first step
 
 
@@ -114,12 +117,10 @@ def finetune(
     checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
     check_out(out, recipe.source, checkpoint.folder, force=force)
     progress = shown_by(progress)
-    run = train_on_device(recipe, checkpoint, progress, may_stop=not force)
-    if run.unneeded:
-        progress.say(UNNEEDED)
-        target = recipe.target if "target" in recipe.model_fields_set else AUTO
-        options = replace(options_of(recipe, subfolder=recipe.subfolder), prove=False, target=target)
-        return convert_by(options, recipe.source, Destination(out, force=force), endpoint=endpoint, progress=progress)
+    alone = None if force else partial(converted_alone, recipe, progress, endpoint)
+    run = train_on_device(recipe, checkpoint, progress, alone)
+    if run.converted is not None:
+        return run.converted
     if run.weights is None:
         return None
     provenance = Provenance(
@@ -153,7 +154,7 @@ def options_of(recipe: Recipe, **others: Any) -> Options:
 @dataclass(frozen=True)
 class Run:
     """A run that has ended: what it did, on which data and devices, the trained fp32 weights (None on every process but
-    the first), and whether a conversion alone is all there is to do (False on those)."""
+    the first), and the conversion that made them unneeded (None on those)."""
 
     folder: Path
     outcome: Outcome
@@ -161,14 +162,14 @@ class Run:
     processes: int
     devices: Sequence[str]
     weights: Mapping[str, torch.Tensor] | None
-    unneeded: bool = False
+    converted: Conversion | None = None
 
 
-def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress, *, may_stop: bool = False) -> Run:
+def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress, alone: Alone | None = None) -> Run:
     first = int(os.environ.get("RANK", "0")) == 0
     device = Device(recipe.device, progress if first else None)
     try:
-        run = train(recipe, checkpoint, device.asked, progress=progress, may_stop=may_stop)
+        run = train(recipe, checkpoint, device.asked, progress=progress, alone=alone)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{device.name} is out of memory; give a smaller data.batch_size and more data.gradient_accumulation, or"
@@ -183,11 +184,11 @@ def train(
     place: torch.device | None = None,
     *,
     progress: Progress | bool | None = None,
-    may_stop: bool = False,
+    alone: Alone | None = None,
 ) -> Run:
     """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run that the recipe's folder holds.
 
-    place: the device, by default the recipe's. may_stop: not to train a start that has all that the recipe asks for.
+    place: the device, by default the recipe's. alone: tried before training a start that has all that is asked for.
     """
     from accelerate.utils import broadcast_object_list
 
@@ -223,12 +224,16 @@ def train(
     student.set_input_embeddings(student.get_input_embeddings())
     fits = False
     if not RunFolder(folder).steps():
-        enough = main and is_enough(recipe, rehearse(recipe, folder, corpus, progress)) and may_stop
-        if broadcast_object_list([enough])[0]:
-            if main:
-                shutil.rmtree(folder)
+        enough = main and is_enough(recipe, rehearse(recipe, folder, corpus, progress))
+        converted = alone() if enough and alone is not None else None
+        if broadcast_object_list([converted is not None])[0]:
+            if main:  # of the folder what this run has written, and nothing else
+                shutil.rmtree(start)
+                (folder / START_OUTPUTS).unlink(missing_ok=True)
+                with suppress(OSError):
+                    folder.rmdir()
             accelerator.end_training()
-            return Run(folder, Outcome(0, 0, (), (), ()), {}, accelerator.num_processes, (), None, enough)
+            return Run(folder, Outcome(0, 0, (), (), ()), {}, accelerator.num_processes, (), None, converted)
         tried = student
         if weights_in_parts(accelerator):  # no card need hold it whole
             tried = deal_out(load(start, torch.float32, attention="eager").requires_grad_(False), accelerator.device)
@@ -244,6 +249,22 @@ def train(
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), weights if main else None)
+
+
+def converted_alone(recipe: Recipe, progress: Progress, endpoint: str | None = None) -> Conversion | None:
+    """Convert the source of a recipe to its output and return what that gave; None, and nothing is there, where it is
+    not safe, or lacks a certificate that is asked for."""
+    progress.say("The start has all that is asked for: trying a conversion alone")
+    out, target = Path(recipe.out), recipe.target if "target" in recipe.model_fields_set else AUTO
+    options = replace(options_of(recipe, subfolder=recipe.subfolder), target=target)
+    with scratch(out) as beside:
+        work = beside / out.name
+        result = convert_by(options, recipe.source, Destination(work), endpoint=endpoint, progress=progress)
+        if not result.safe or (options.prove and result.report["proof"] != "certified"):
+            return None
+        put_in_place(work, out.absolute(), force=False)
+    progress.say(UNNEEDED)
+    return replace(result, out=out)
 
 
 @quiet()

@@ -254,15 +254,14 @@ def tower_advice(report: schema.Report) -> tuple[str, str]:
 
 
 def has_blind_padding(family: str | None) -> bool:
-    """Return whether padding may see no token: of a class of no known family it is taken to."""
     known_family = named(family)
-    return known_family is None or known_family.blind_padding
+    return known_family is not None and known_family.blind_padding
 
 
 def padding_advice(report: schema.Report) -> str:
     title = "the stock class" if (family := named(report.family)) is None else f"stock {family.title}"
     if report.padding == 0:
-        if not has_blind_padding(report.family):
+        if not report.blind_padding and not has_blind_padding(report.family):
             return ""
         ran = {entry.attention for regime in report.regimes.values() for entry in regime.runs}
         first = "" if ran == {"eager"} else f"use SDPA{'' if ran else ', where the class has it'}, or "

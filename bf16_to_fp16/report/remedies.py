@@ -106,13 +106,19 @@ def other_output(name: str, *, drifts: bool, ran: bool) -> UnsafeEntry:
 
 
 def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
-    """Return how stock code runs a converted model of which only the vision tower overflows: with that, and what reads
-    it, in fp32. Empty where anything else is over the limit in fp32."""
+    """Return how stock code runs a model of which only the vision tower overflows: with that, and what reads
+    it, in fp32. Empty where anything else is over the limit in fp32, and where autocast alone was run, under which a
+    stream that is kept in fp32 has no limit."""
     known = named(family)
     projector = None if known is None else known.projector
     broken = [site for regime in regimes.values() for site in regime.broken_sites]
     over = [f".{site.name}" for site in broken if site.limit and site.fp32 and site.fp32 > site.limit]
-    if projector is None or not over or not all(f".{projector.tower}." in name for name in over):
+    if (
+        projector is None
+        or not over
+        or {*regimes} == {"amp"}
+        or not all(f".{projector.tower}." in name for name in over)
+    ):
         return ""
     prefix = over[0][1 : over[0].index(f".{projector.tower}.") + 1]
     paths = [projector.tower] + [projector.at] * (not projector.at.startswith(f"{projector.tower}."))
@@ -134,8 +140,7 @@ def unsafe_sites(
     remedy = NO_FAMILY if not convertible else PENALTY if converted else NOT_CONVERTED
     if clean and (converted or not convertible):
         remedy += f", or use {clean}, which is clean"
-    if converted:
-        remedy = tower_alone(family, regimes) or remedy
+    remedy = tower_alone(family, regimes) or remedy
     rows = []
     for signal in dict.fromkeys(signal for sites in broken.values() for signal in sites):
         where = {name: sites[signal] for name, sites in broken.items() if signal in sites}

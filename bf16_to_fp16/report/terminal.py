@@ -198,6 +198,8 @@ def runtimes_line(report: schema.Report) -> str:
     said, proven = [], "proven"
     if tower := facts.tower_of(report.family):
         proven += f", the {tower} aside"
+    if MODULES in report.source.carried_over:
+        proven += " to the encoder's last states"
     for tier in TIERS:
         if (entry := report.tiers.get(tier.name)) is not None:
             why = f" ({entry.reason})" if entry.reason and tier.target == report.target else ""
@@ -600,14 +602,17 @@ def print_verification(result: answers.Verification) -> None:
     screen, environment = console(), result.environment
     ran = list(dict.fromkeys(name for names in environment.devices.values() for name in names))
     screen.say(f"device: {wording.listed(ran) if ran else environment.device}")
-    outcomes = result.checks | ({"report": "passed, and says not safe"} if result.as_reported else {})
+    own = [problem for problem in result.problems if problem.check == "report"] if result.as_reported else []
+    outcomes = result.checks | dict.fromkeys((problem.check for problem in own), "passed")
     rows = [(CHECK_NAMES.get(check, check), outcome) for check, outcome in outcomes.items()]
     screen.table(Table((Column("check", 0), Column("result", 1)), rows))
-    if result.as_reported:
+    if own:
+        for note in result.notes:
+            screen.say(f"note: {note}")
         broken = sum(problem.check == "audit" for problem in result.problems)
         again = f"; {wording.counted(broken, 'site')} broke again when run" if broken else ""
-        (own,) = (problem for problem in result.problems if problem.check == "report")
-        said = f"{wording.counted(result.files, 'file')} as recorded; the report {own.reason}{again}; {own.remedy}"
+        files = wording.counted(result.files, "file")
+        said = f"{files} as recorded; the report {own[0].reason}{again}; {own[0].remedy}"
         screen.print(bad("as reported", said))
         return
     for problem in result.problems:

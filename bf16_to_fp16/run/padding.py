@@ -20,6 +20,9 @@ from .batch import PADDED, Batch, stack
 from .interface import decoder_start, pad_id, takes_decoder_ids
 from .stock import setting
 
+CAUSAL = "attends_causally"
+"""What an audit of a class of no known family adds to its config."""
+
 
 def padded(
     config: Any,
@@ -90,7 +93,7 @@ def _is_borne(config: Any, batch: Batch) -> bool:
 
 def is_blind(config: Any, batch: Batch) -> bool:
     """Return whether padding may see no position, on any side: left of a row under a causal mask, or half a sliding
-    window away from it. Stock code of no known family is taken to mask as most does."""
+    window away from it. Of a class of no known family its attention says whether it is causal (``CAUSAL``)."""
     family = of_model_type(config.model_type)
     if family is not None and not family.blind_padding:
         return False
@@ -98,6 +101,7 @@ def is_blind(config: Any, batch: Batch) -> bool:
     if batch.decoder_attention_mask is not None:
         sides.append((getattr(config, "decoder", config), batch.decoder_attention_mask))
     causal = not takes_decoder_ids(config) and not getattr(config, "use_bidirectional_attention", False)
+    causal = causal and (family is not None or getattr(config, CAUSAL, False))
     return any(_is_blind(own, mask, causal or i > 0) for i, (own, mask) in enumerate(sides))
 
 

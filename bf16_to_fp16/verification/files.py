@@ -11,11 +11,11 @@ from ..checkpoint.files import read_json
 from ..checkpoint.folder import TEMPLATES, is_code, is_weights, sha256_of
 from ..checkpoint.headers import read_whole_header
 from ..checkpoint.layouts import LAYOUTS
-from ..checkpoint.naming import SPIECE, SPIECE_FILE
+from ..checkpoint.naming import SPIECE, SPIECE_FILE, STOCK
 from ..checkpoint.packed import recorded_sha256
 from ..checkpoint.packing import tensors_sha256
 from ..checkpoint.places import contained
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.reader import VIEWS, Checkpoint
 from ..checkpoint.variants import variant_name
 from ..families.layout import Layout
 from ..report.remedies import REMOVE
@@ -113,10 +113,11 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, 
             yield name, reason, REMOVE
 
 
-def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint) -> Iterator[tuple[str, ...]]:
-    """Yield a tokenizer inside one file of weights that is not the one that its original has."""
-    one, other = (each.folder / SPIECE_FILE for each in (checkpoint, original))
-    if one.is_file() and not (other.is_file() and one.read_bytes() == other.read_bytes()):
+def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
+    """Yield the tokenizer of one file of weights where it is not the one that is inside its original."""
+    files = (checkpoint.folder / SPIECE_FILE, original.folder / SPIECE_FILE)
+    found, wanted = (file.read_bytes() if file.is_file() else None for file in files)
+    if found != (wanted if original.home in VIEWS and LAYOUTS[inside.layout].naming is STOCK else None):
         yield SPIECE, "is not the original's tokenizer"
 
 
@@ -131,6 +132,8 @@ def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterato
     elif recorded != tensors_sha256(file):
         yield file.name, "the tensors were changed or damaged since"
     for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
-        if (name not in ours or info.dtype != "F16") and (name, info.dtype) != (SPIECE, "U8"):
+        if name == SPIECE and naming is STOCK and info.dtype == "U8" and len(info.shape) == 1:
+            continue
+        if name not in ours or info.dtype != "F16":
             reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"
             yield name, reason

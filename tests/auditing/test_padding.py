@@ -13,12 +13,14 @@ import transformers
 from support import exhaustive, tiny
 from support.contract import certified
 
-from bf16_to_fp16 import convert, verify
+from bf16_to_fp16 import audit, convert, verify
+from bf16_to_fp16.auditing.any_model import batches_of, open_any
 from bf16_to_fp16.auditing.regimes import audit_model
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.known import spare_padding
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import MASK_REASON
+from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.run import choice
 from bf16_to_fp16.run.batch import Batch, run_batch, seen_padding
 from bf16_to_fp16.run.padding import is_blind
@@ -246,6 +248,7 @@ def test_rows_shorter_than_a_block_of_sums_are_run(tmp_path: Path) -> None:
     assert "chosen ids" in {batch["kind"] for batch in report["inputs"]["batches"]}
 
 
+@pytest.mark.usefixtures("whole_probe_once")
 def test_the_audit_of_any_class_leaves_out_padding_that_sees_nothing_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,3 +266,13 @@ def test_the_audit_of_any_class_leaves_out_padding_that_sees_nothing_and_says_so
     for attention in ("eager", "sdpa"):
         assert main(["audit", str(tmp_path / "granite"), "--attention", attention]) == 0
         assert "left padding and padding beyond a sliding window can make their row NaN" in capsys.readouterr().out
+
+
+def test_an_encoder_of_no_known_family_sees_its_whole_row_however_it_is_padded(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    tiny.save(transformers.BertModel(transformers.BertConfig(vocab_size=97, **shape)), tmp_path / "bert")
+    report = audit(tmp_path / "bert", regimes=("half",), attention=("eager",))
+    assert report["verdict"] == "safe" and not report["blind_padding"]
+    bert = open_any(tmp_path / "bert", ("eager",), Progress())
+    assert not any(batch.blind for batch in batches_of(bert, None, 0))

@@ -266,9 +266,25 @@ def test_a_file_with_tensors_that_convert_does_not_write_is_found_out(files: Any
     def other_words(tensors: dict[str, torch.Tensor]) -> None:
         tensors["spiece_model"] = tensors["spiece_model"].flip(0)
 
-    changed = rewritten(file, tmp_path / "y.safetensors", other_words)
-    found = verify(changed, original=sources["t5"], run_model=False)
-    assert [p["reason"] for p in found["problems"]] == ["is not the original's tokenizer"]
+    def no_words(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["spiece_model"]
+
+    def with_words(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["spiece_model"] = tools.spiece()
+
+    def in_rows(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["spiece_model"] = tensors["spiece_model"][None]
+
+    for layout, change, reason in (
+        ("single", other_words, "is not the original's tokenizer"),
+        ("single", no_words, "is not the original's tokenizer"),
+        ("single", in_rows, "is not among the tensors that convert writes"),
+        ("wan", with_words, "is not among the tensors that convert writes"),
+    ):
+        kind, of_layout, _ = files[layout]
+        changed = rewritten(of_layout, tmp_path / "y.safetensors", change)
+        found = verify(changed, original=sources[kind], run_model=False)
+        assert (p := found["problems"][0])["name"] == "spiece_model" and p["reason"] == reason
     for change, names in ((scaled, [f"{name}.scale_weight", "scaled_fp8"]), (wide, [f"{name}.weight"])):
         found = verify(rewritten(file, tmp_path / "x.safetensors", change), run_model=False)
         assert [p["name"] for p in found["problems"] if p["check"] == "files"] == names

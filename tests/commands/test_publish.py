@@ -218,9 +218,11 @@ def test_no_fault_opens_a_second_pull_request(send: Callable[..., Any], hub: Hub
     hub.add("me/out", {})
     hub.faults.append(Fault("GET", "/tree/refs", 503, times=3))
     assert send(converted, create_pr=True)["pull_request"].endswith("/discussions/1")
-    hub.faults.append(Fault("GET", "/api/models/", 503, times=99))
+    hub.faults.append(Fault("GET", "/tree/refs", 503, times=99))
+    assert "/discussions/2 is open, and could not be looked at again" in send(converted, create_pr=True)
+    hub.faults[:] = [Fault("GET", "/api/models/", 503, times=99)]
     assert "answers 503; run the same command again" in send(converted, create_pr=True)
-    assert [branch for branch in hub.repos["me/out"].branches if "pr" in branch] == ["refs/pr/1"]
+    assert [branch for branch in hub.repos["me/out"].branches if "pr" in branch] == ["refs/pr/1", "refs/pr/2"]
 
 
 def test_a_branch_must_exist_and_then_gets_the_files(

@@ -78,13 +78,6 @@ def test_a_name_of_300_letters_is_one_line(command: str, tmp_path: Path, capsys:
     assert "File name too long" in said and len(said) < 250
 
 
-def test_an_output_in_a_thousand_folders_is_one_line(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = refused(capsys, "convert", source, f"{tmp_path}/{'x/' * 1000}", "--no-audit")
-    assert "choose another output path" in said and [path.name for path in tmp_path.iterdir()] == []
-
-
 def test_a_tokenizer_that_fails_at_the_first_text_is_one_line(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,29 +184,11 @@ def test_a_second_sigterm_leaves_the_cleaning_up_alone(tmp_path: Path) -> None:
 # --- sentences -------------------------------------------------------------------------------------------------------
 
 
-class _AnswerError(Exception):
-    """An answer of a server."""
-
-    def __init__(self, status: int, **headers: str) -> None:
-        super().__init__("answered")
-        self.response = type("Response", (), {"status_code": status, "headers": headers})()
-
-
-def explained(error: Exception) -> str:
-    return explain(error, "me/x", "https://hub", None, None, writing=False)
-
-
-def test_advice_to_try_again_is_a_sentence() -> None:
-    assert explained(_AnswerError(503)).endswith("run the same command again later")
-    assert explained(_AnswerError(429, **{"Retry-After": "0"})).endswith("run the same command again in some minutes")
-    assert explained(_AnswerError(429, **{"Retry-After": "7"})).endswith("run the same command again in 7 s")
-
-
 def test_an_answer_that_is_no_hubs_is_not_put_down_to_a_full_disk() -> None:
     with pytest.raises(ValueError) as raised:
         time.strptime("nonsense", "%Y")  # as the client reads a date
-    said = explained(raised.value)
-    assert "does not answer as a Hub does" in said and "free space" not in said
+    said = explain(raised.value, "me/x", "https://hub", None, None, writing=False)
+    assert "hub did not answer as a Hub does" in said and "free" not in said
 
 
 # --- control characters ----------------------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from support import tiny
 from support.folders import seen
 
-from bf16_to_fp16 import UserError, convert, undo, verify
+from bf16_to_fp16 import UserError, audit, convert, undo, verify
+from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.report.terminal import runtimes_line, source_line
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "mistral3")
 LAST = {
@@ -73,6 +75,7 @@ def test_no_stricter_arithmetic_takes_the_proof_where_nothing_overflows(tmp_path
                 weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
     result = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out")
     assert (result.report["target"], result.report["proof"]) == ("half", "certified")
+    assert "the vision tower aside" in source_line(read(Report, result.report)).plain
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "gemma3-images"])
@@ -89,6 +92,10 @@ def test_where_the_tower_alone_overflows_next_names_the_modules_that_stock_code_
     told = result.report["next"]
     assert not result.safe and told.startswith("only the vision tower overflows")
     assert {entry["remedy"] for entry in result.report["unsafe"] if entry["kind"] == "broke"} == {told}
+    audited = audit(out)
+    assert audited["next"] == told and {entry["remedy"] for entry in audited["unsafe"]} == {told}
+    assert verify(out)["problems"][-1]["remedy"] == told
+    assert "the vision tower aside" in runtimes_line(read(Report, result.report))
     wanted, paths = seen(out), re.findall(r'model\.get_submodule\("([^"]+)"\)\.float\(\)', told)
     assert not seen(out, torch.float16).isfinite().all()
     assert (seen(out, torch.float16, paths) - wanted).abs().max() <= 0.05 * wanted.abs().max()

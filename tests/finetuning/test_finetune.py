@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
 from support.learner import changed, recipe_tree, rows_of, saved, tiny_model, without_edits
 from support.program import refused
@@ -25,7 +26,7 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
-from bf16_to_fp16.finetuning.run import finetune, make_accelerator, train, train_on_device
+from bf16_to_fp16.finetuning.run import converted_alone, finetune, make_accelerator, train, train_on_device
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.progress import Progress
@@ -288,13 +289,18 @@ def test_a_run_of_what_a_conversion_certifies_converts_it_and_says_so(
     recipe.write_text(yaml.safe_dump(tree | {"device": "cpu", "evaluation": {"every": 100}}))
     steps, half = ("--set", "schedule.steps=2"), ("--set", "target=half", "--set", "penalty.headroom_bits=0.5")
     for settings, more in ((steps, ""), (half, " --target half")):
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        (tmp_path / "elsewhere" / ".env").touch()
+        (tmp_path / "out.run").unlink(missing_ok=True)
+        (tmp_path / "out.run").symlink_to("elsewhere")
         assert main(["finetune", str(recipe), *settings]) == 0
         assert "Nothing to train: after a conversion alone no input can overflow it (--force" in capsys.readouterr().err
         report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
         assert report["proof"] == "certified" and "finetune" not in report
         assert report["command"] == f"bf16-to-fp16 convert {source.name} out{more}"
         assert verify(tmp_path / "out")["verified"]
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "recipe.yaml"]
+        assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == [".env"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out", "out.run", "recipe.yaml"]
         shutil.rmtree(tmp_path / "out")
     assert main(["finetune", str(recipe), *steps, "--force"]) == 0
     printed = capsys.readouterr()
@@ -304,6 +310,22 @@ def test_a_run_of_what_a_conversion_certifies_converts_it_and_says_so(
     # The start is certified, and nothing is nearer to the original.
     assert (report["finetune"]["steps"], report["finetune"]["kept"]) == (2, 0)
     assert report["finetune"]["fidelity"]["kl_fp16"] == report["fidelity"]["kl_fp16"]
+
+
+def test_what_a_conversion_alone_does_not_make_safe_or_prove_is_trained(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of the conversion nothing is left."""
+    loud = saved(tmp_path / "loud", 60, dtype=torch.bfloat16)
+    weights = load_file(loud / "model.safetensors")
+    weights["encoder.block.0.layer.0.SelfAttention.q.weight"].mul_(1e6)
+    save_file(weights, loud / "model.safetensors", {"format": "pt"})
+    recipe = read_recipe(written(loud, tmp_path))
+    without_edits(monkeypatch)
+    assert converted_alone(recipe, Progress()) is None
+    assert {path.name for path in tmp_path.iterdir()} == {"loud", "recipe.yaml"}
+    run = train_on_device(read_recipe(written(source, tmp_path)), open_checkpoint(source), Progress(), lambda: None)
+    assert run.converted is None and run.outcome.steps == 6
 
 
 def test_a_recipe_is_met_where_all_that_it_asks_for_is_there() -> None:

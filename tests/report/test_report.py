@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from pydantic import BaseModel, ValidationError
 from support import tiny
 
@@ -59,6 +60,9 @@ def converted(source: Path) -> Path:
 def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ReportObject]:
     """A report of every command as it was made, with everything that it can hold; checked as what is written is."""
     attacked = audit(source, regimes=("half",), attention=("eager",), attack_steps=1)
+    torch.manual_seed(0)
+    shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    other = transformers.BertModel(transformers.BertConfig(**shape, num_attention_heads=4))
     recipe = parse_recipe({"source": str(source), "out": "out", "data": {"path": "texts.jsonl"}})
     folder = tmp_path_factory.mktemp("run")
     changed = Path(shutil.copytree(converted, folder / "changed"))
@@ -91,6 +95,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     gated = convert(tiny.save(model, folder / "gated"), folder / "gated-fp16", max_kl=1.0).report
     return {
         "convert": report,
+        "audit of no family": Report.model_validate(audit(tiny.save(other, folder / "bert"), regimes=("half",))),
         "convert with edits": Report.model_validate(gated),
         "convert a pipeline": PipelineReport.model_validate(whole.report),
         "convert its encoder": Report.model_validate(whole.encoders["text_encoder"].report),
