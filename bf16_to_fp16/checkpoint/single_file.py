@@ -74,9 +74,13 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
     with writing(folder, SCRATCH_REMEDY):
         write_json(folder / "config.json", settled)
-        models = [i for name, i in every.items() if name.split(".")[-1] == SPIECE and i.dtype == "U8"]
+        models = [name for name, info in every.items() if name.split(".")[-1] == SPIECE and info.dtype == "U8"]
         if len(models) == 1:  # as a stock folder has it, byte for byte
-            (folder / SPIECE_FILE).write_bytes(formats.bytes_of(formats.read_range(models[0], models[0].shape, 0)))
+            model = every[models[0]]
+            (folder / SPIECE_FILE).write_bytes(formats.bytes_of(formats.read_range(model, model.shape, 0)))
+    carried = models if len(models) == 1 else []
+    if aside := [name for name in sorted(mine) if name.endswith(ASIDE) and before + name not in carried]:
+        notes.append(f"{file.name}: leaves out {shortened(', '.join(aside))}, which stock code does not read")
     return SingleFile(file, folder, settled, tensors, states, tuple(notes))
 
 

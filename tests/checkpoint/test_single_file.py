@@ -142,10 +142,19 @@ def test_of_two_encoders_one_has_to_be_named(tmp_path: Path, capsys: pytest.Capt
 def test_a_tokenizer_inside_a_file_comes_out_byte_for_byte_and_is_no_quantised_weight(
     umt5: Path, tmp_path: Path
 ) -> None:
+    assert not any("leaves out" in note for note in open_checkpoint(umt5).notes)
     convert(umt5, tmp_path / "out", run_model=False)
     assert (tmp_path / "out/spiece.model").read_bytes() == tools.SPIECE
     undo(tmp_path / "out", tmp_path / "back")
     same(tmp_path / "back", encoder("umt5-encoder"))
+
+
+def test_what_stock_code_does_not_read_is_left_out_and_said(tmp_path: Path) -> None:
+    others = {"logit_scale": torch.ones(()), "spiece_model": tools.spiece().float()}
+    file = tools.write(tmp_path / "clip.safetensors", tools.stored(encoder()) | others)
+    notes = open_checkpoint(file).notes
+    assert "clip.safetensors: leaves out logit_scale, spiece_model, which stock code does not read" in notes
+    assert "leaves out" not in "".join(open_checkpoint(convert(file, tmp_path / "out", run_model=False).out).notes)
 
 
 def test_the_config_is_told_from_names_and_shapes(t5: Path, umt5: Path) -> None:
