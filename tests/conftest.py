@@ -25,7 +25,6 @@ from bf16_to_fp16.run import probe
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--exhaustive``, which ``make test-all`` gives."""
     parser.addoption("--exhaustive", action="store_true", help="also run the tests that are marked exhaustive")
 
 
@@ -87,7 +86,6 @@ def brief_runs() -> Iterator[tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]]:
 
 @pytest.fixture(scope="module")
 def pictures(brief_runs: tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]) -> Iterator[None]:
-    """Let a file's pages have them."""
     brief_runs[0].undo()
     yield
     brief.draw_nothing(brief_runs[0])
@@ -95,7 +93,6 @@ def pictures(brief_runs: tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]) -> Itera
 
 @pytest.fixture(scope="module")
 def whole_probe(brief_runs: tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]) -> Iterator[None]:
-    """Let a file's runs have all of it."""
     brief_runs[1].undo()
     yield
     brief.probe_briefly(brief_runs[1])
@@ -103,7 +100,6 @@ def whole_probe(brief_runs: tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]) -> It
 
 @pytest.fixture
 def whole_probe_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test's runs have all of it."""
     monkeypatch.setattr(probe, "_probe", brief.WHOLE_PROBE)
 
 

@@ -1,7 +1,5 @@
 """The folders show the flow: imports go one way, as the layers in pyproject.toml say, and nothing hides a circle."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -14,7 +12,6 @@ LINT = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Check the imports of the package below ``folder`` against the pyproject.toml beside it."""
     return subprocess.run(LINT, cwd=folder, capture_output=True, text=True)
 
 

@@ -1,7 +1,5 @@
 """What a card computes in decides the precision of a finetune, and one that torch cannot use is not passed over."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -58,7 +58,6 @@ def under(
 
 
 def is_taken(case: config_edits.Original, edit: dict[str, object]) -> bool:
-    """Return whether a folder is taken with an edited config."""
     (case.folder / "config.json").write_text(json.dumps(case.config | edit))
     try:
         agreed_layout(open_checkpoint(case.folder))

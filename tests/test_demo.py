@@ -98,7 +98,6 @@ def test_the_demo_ends_with_the_table_of_the_readme(demo: Any, pytestconfig: pyt
 
 
 def command(python: Path, *arguments: str, cwd: Path, whole: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
     return subprocess.run(
         [python, "-m", "bf16_to_fp16", *arguments],
         cwd=cwd,

@@ -26,8 +26,6 @@ DEMO_DATA = Path(__file__).parents[1] / "bf16_to_fp16" / "demo_data"
 
 
 class Said(Progress):
-    """Progress that keeps what it says."""
-
     def __init__(self) -> None:
         super().__init__(quiet=True)
         self.lines: list[str] = []
@@ -200,7 +198,6 @@ def test_bounds_and_audit_on_a_gpu_are_those_of_the_cpu(source: Path) -> None:
 
 @pytest.fixture(scope="module", params=["t5-gated-bytes", "pegasus-bytes"])
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A demo checkpoint as it is converted on each device."""
     folder = tmp_path_factory.mktemp("converted")
     for name in ("cpu", "cuda"):
         assert convert(DEMO_DATA / request.param, folder / name, device=name).safe

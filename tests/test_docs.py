@@ -31,7 +31,6 @@ TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def build(folder: Path) -> tuple[int, str, Path]:
-    """Build the site of the mkdocs.yml in ``folder``; return the exit status, what was said, and the site."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", "built"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     return done.returncode, done.stderr, folder / "built"

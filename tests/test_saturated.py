@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("whole_probe")  # whose rows decide what an
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the checkpoints that this file has made."""
     return tmp_path_factory.mktemp("saturated")
 
 

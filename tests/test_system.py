@@ -61,7 +61,6 @@ COMMANDS = (
 
 @pytest.fixture(scope="module")
 def here(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Return what the commands make here."""
     place = tmp_path_factory.mktemp("here")
 
     def run() -> int:

@@ -64,7 +64,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A Gemma 2, and its conversion."""
     root = tmp_path_factory.mktemp("served")
     source = tiny.save(tiny.small("gemma2"), root / "source")
     assert convert(source, root / "out").report["verdict"] == "safe"
@@ -72,7 +71,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def dtype_of(module: Any, folder: Path, dtype: Any = "float16") -> torch.dtype:
-    """Return the dtype in which vLLM would run a folder."""
     config = transformers.AutoConfig.from_pretrained(folder)
     decided: torch.dtype = getattr(module, vllm_plugin.DECIDES)(str(folder), config, dtype, is_pooling_model=False)
     return decided

@@ -109,7 +109,6 @@ def test_a_seed_decides_everything_and_nothing_else_is_touched(few_forwards: Non
 
 
 def adversary_of(model: Any) -> _Adversary:
-    """Return the searches of a model, on 6 positions."""
     return _Adversary(model.requires_grad_(False), resolve(ModelTensors(model)), 0, 6)
 
 

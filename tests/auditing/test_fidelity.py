@@ -37,8 +37,6 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
 
 
 def measure(reference: Any, bf16: Any, fp16: Any, inputs: Sequence[Batch]) -> Fidelity:
-    """The fidelity of models in memory, on the inputs that are compared."""
-
     def outputs(model: Any) -> list[torch.Tensor]:
         with torch.no_grad():
             return [output_on(batch, run_batch(model, batch)) for batch in compared(inputs)]

@@ -27,7 +27,6 @@ def model_of(**factors: float) -> tuple[Any, list[Any]]:
 
 
 def gradients_of(model: Any, inputs: list[Any], scale: float, *, amp: bool) -> list[dict[str, torch.Tensor]]:
-    """Return the gradients of the weights, batch by batch, as stock code makes them."""
     found = []
     for batch in inputs:
         model.zero_grad()

@@ -71,7 +71,6 @@ def few(folder: Path, *kinds: str) -> list[Batch]:
 
 
 def half_of(folder: Path, **options: Any) -> RegimeResult:
-    """Return what pure half shows of a folder on a few batches."""
     return audit_folder(folder, inputs=few(folder), regimes=("half",), **options)["half"]
 
 

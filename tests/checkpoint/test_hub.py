@@ -40,14 +40,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(hub: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    """A Hub with the source under org/theirs, and waits that are not waited for."""
     hub.add("org/theirs", contents(source), private=False)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     return hub
 
 
 def error_at(source: str, hub: HubServer) -> str:
-    """Return the line that opening a Hub id is refused with, which holds no token."""
     with pytest.raises(UserError) as caught:
         open_checkpoint(source, endpoint=hub.endpoint)
     assert "\n" not in str(caught.value) and WRITER not in str(caught.value) and caught.value.__cause__ is None

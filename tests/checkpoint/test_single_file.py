@@ -24,7 +24,6 @@ SHAPE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance"
 
 
 def encoder(kind: str = "t5-encoder", seed: int = 0, **changes: Any) -> Any:
-    """Return a small stock encoder with the published models' buckets."""
     gate = {"feed_forward_proj": "gated-gelu"} if kind != "umt5-encoder" else {}
     return tiny.build(kind, seed, **SHAPE | gate | changes)
 
@@ -36,13 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def t5(folder: Path) -> Path:
-    """Return a T5 encoder in a file, as ComfyUI's ``t5xxl_bf16.safetensors``."""
     return tools.write(folder / "t5xxl_bf16.safetensors", tools.stored(encoder()))
 
 
 @pytest.fixture(scope="module")
 def umt5(folder: Path) -> Path:
-    """Return a UMT5 encoder in a file with its tokenizer, as ComfyUI's ``umt5_xxl_bf16.safetensors``."""
     tensors = tools.stored(encoder("umt5-encoder")) | {"spiece_model": tools.spiece()}
     return tools.write(folder / "umt5_xxl_bf16.safetensors", tensors)
 

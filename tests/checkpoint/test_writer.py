@@ -31,7 +31,6 @@ EVERY_FP16 = EVERY_BF16.view(torch.float16)
 
 
 def checkpoint_of(folder: Path, *shards: dict[str, torch.Tensor]) -> Checkpoint:
-    """Store tensors as a checkpoint of one file or of shards and open it."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     if len(shards) == 1:

@@ -53,18 +53,15 @@ class Case:
     scheduler: Any = diffusers.FlowMatchEulerDiscreteScheduler
 
     def build(self) -> Any:
-        """Return the pipeline, its encoders in bf16 and all else in fp32."""
         transformer = quietly(model(self.transformer, **self.shape), *self.quiet)
         others = {"scheduler": self.scheduler(), "vae": None, "transformer": transformer}
         return getattr(diffusers, self.kind)(**others, **self.parts())
 
     def encode(self, pipe: Any) -> list[torch.Tensor]:
-        """Return every tensor that ``encode_prompt`` returns, floating ones in fp32."""
         with torch.no_grad():
             return [t.float() if t.is_floating_point() else t for t in flat(pipe.encode_prompt(PROMPT, **self.options))]
 
     def run(self, pipe: Any, embeddings: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return what one step gives, in fp32."""
         torch.manual_seed(1)
         with torch.no_grad():
             made = self.step(partial(pipe.transformer, return_dict=False), embeddings)
@@ -121,7 +118,6 @@ def clip(projected: bool = False) -> Any:
 
 
 def model(kind: str, **shape: Any) -> Any:
-    """Return a component of diffusers in fp32, of random weights."""
     torch.manual_seed(3)
     made = getattr(diffusers, kind)(**shape).eval()
     with torch.no_grad():
@@ -141,7 +137,6 @@ def quietly(transformer: Any, *weights: str) -> Any:
 
 
 def of_clip(*places: str, projected: bool = False) -> dict[str, Any]:
-    """Return a CLIP and its tokenizer for each place, "" or "_2"."""
     made = [{f"text_encoder{n}": clip(projected), f"tokenizer{n}": clip_tokenizer()} for n in places]
     return {name: part for each in made for name, part in each.items()}
 
@@ -155,7 +150,6 @@ def of_bytes_with(encoder: Any, place: str = "") -> dict[str, Any]:
 
 
 def hidden(kind: str, layers: int, place: str = "", **changes: Any) -> dict[str, Any]:
-    """Return an encoder whose inner states are read, with its tokenizer."""
     return of_bytes_with(loud(encoder(kind, num_hidden_layers=layers, factor=10.0, **changes)), place)
 
 

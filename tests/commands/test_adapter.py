@@ -1,7 +1,5 @@
 """LoRA adapters taken to a converted checkpoint and back: with the adapter it still computes the same function."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -76,12 +74,10 @@ def pair(pairs: Callable[[str], Pair], request: pytest.FixtureRequest) -> Pair:
 
 @pytest.fixture
 def gated(pairs: Callable[[str], Pair]) -> Pair:
-    """The pair for what does not depend on the kind."""
     return pairs("gated")
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return random numbers."""
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8).to(dtype)
 
 
@@ -103,7 +99,6 @@ def adapter_for(source: Path, folder: Path, dtype: torch.dtype = torch.float32, 
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], source: Path, **config: Any) -> dict[str, Any]:
-    """Write an adapter's folder."""
     folder.mkdir(parents=True)
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     given = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "base_model_name_or_path": str(source)}
@@ -127,7 +122,6 @@ def merged(folder: Path, adapter: Path) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two models give the same bits."""
     return all(torch.equal(a, b) for a, b in zip(outputs(one), outputs(other), strict=True))
 
 
@@ -182,7 +176,6 @@ PEFT_CASES: dict[str, dict[str, Any]] = {
 
 
 def with_peft(source: Path, folder: Path, case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Write an adapter that PEFT made and somebody trained, and return what the source computes with it."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = peft.get_peft_model(load(source, torch.float32), peft.LoraConfig(r=3, **case)).eval()

@@ -1,7 +1,5 @@
 """``audit`` of models that belong to no family: the same regimes and sites, and what it cannot give is said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ tensor and a remedy, no traceback, nothing at OUT and nothing beside it. Of each
 that it refuses is in its own tests (test_reader, test_resolve, test_tokenizer, test_recipe, test_corpus).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -64,8 +62,6 @@ def convert(at: Place, *options: str) -> list[str]:
 
 
 def row(what: str, names: str, remedy: str, *options: str) -> Callable[[Damage], Damage]:
-    """Add a row to the table."""
-
     def add(damage: Damage) -> Damage:
         assert what not in ROWS
         ROWS[what] = damage, names, remedy, options
@@ -293,12 +289,10 @@ row("a recipe with unknown keys", "recipe.yaml: unknown key schedule.step", "did
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small sound checkpoint."""
     return tiny.save(tiny.build("gated", factor=1.0), tmp_path_factory.mktemp("good") / "source")
 
 
 def below(root: Path) -> dict[str, str]:
-    """Return every path below a folder with what it holds."""
     return {
         str(path.relative_to(root)): f"-> {os.readlink(path)}" if path.is_symlink() else str(path.stat().st_mtime_ns)
         for path in root.rglob("*")
@@ -345,7 +339,6 @@ def test_nothing_is_kept_of_a_header_that_is_too_long(good: Path, tmp_path: Path
 
 
 def refused(folder: Path) -> int:
-    """Return 0 where a folder is refused as bad input."""
     try:
         open_checkpoint(folder)
     except UserError:

@@ -1,7 +1,5 @@
 """A plan that centres keys from folder to folder: written, verified, undone, in memory and with adapters."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -53,7 +51,6 @@ def plan_of(source: Path, folder: Path) -> tuple[Path, Plan]:
 
 @pytest.fixture(scope="module", params=sorted(DTYPES))
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Plan]:
-    """Return a source, its conversion by a hand-made plan that centres keys, and that plan."""
     root, kind = tmp_path_factory.mktemp(request.param), request.param
     source = tiny.save(tiny.small(kind, factor=1.0, dtype=DTYPES[kind]), root / "source", DTYPES[kind])
     path, plan = plan_of(source, root)

@@ -1,7 +1,5 @@
 """The main job from folder to folder, on trained-like models of every family that overflow fp16."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -46,8 +44,6 @@ Converted = tuple[Path, Conversion]
 
 @pytest.fixture(scope="module")
 def conversion_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Converted]:
-    """Return a function that gives a source folder of a kind and its conversion, which it makes once."""
-
     def converted(kind: str) -> Converted:
         root = tmp_path_factory.mktemp(kind)
         source = tiny.save(tiny.small(kind), root / "source")
@@ -58,13 +54,11 @@ def conversion_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], C
 
 @pytest.fixture(params=exhaustive.beyond(FEW, KINDS))
 def converted(request: pytest.FixtureRequest, conversion_of: Callable[[str], Converted]) -> Converted:
-    """Return a source folder of each kind and its conversion."""
     return conversion_of(request.param)
 
 
 @pytest.fixture
 def gated(conversion_of: Callable[[str], Converted]) -> Converted:
-    """Return one of them, where the kind makes no difference."""
     return conversion_of("gated")
 
 

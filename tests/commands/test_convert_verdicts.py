@@ -1,7 +1,5 @@
 """What convert says of its output: safe, proven, inexact or unsafe, and why."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Same input, same bytes out: whatever the number of threads, the source's shards, or the order of the file system."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -27,7 +25,6 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def source(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source in one file, with files beside it."""
     folder = tiny.save(model, tmp_path_factory.mktemp("determinism") / "source")
     for name in ("tokenizer.json", "spiece.model", "special_tokens_map.json", "added_tokens.json"):
         (folder / name).write_text(json.dumps({"name": name}))
@@ -36,12 +33,10 @@ def source(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(source: Path) -> dict[str, str]:
-    """The hashes of its conversion."""
     return converted(source, source.parent / "reference")
 
 
 def converted(source: Path, out: Path, **options: Any) -> dict[str, str]:
-    """Convert without running the model and return the hashes of all files."""
     result = convert(source, out, **{"run_model": False, "max_shard_size": ONE_FILE} | options)
     assert result.out is not None
     return faults.content(result.out) | {"plan": result.plan.model_dump_json()}
@@ -73,7 +68,6 @@ def test_the_shards_of_the_source_change_no_byte(
 
 
 def backwards(file: Path) -> None:
-    """Store the tensors of a safetensors file in the opposite order."""
     data = file.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + length])

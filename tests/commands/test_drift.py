@@ -1,7 +1,5 @@
 """Where eps is fixed or gains round, the output drifts: by what was predicted, and by no more than is worth it."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Killed, interrupted, out of space: the output is whole or absent, a second run succeeds, nothing stays beside it."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import multiprocessing
@@ -50,12 +48,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def whole(inputs: Path) -> Callable[[str], faults.Whole]:
-    """Return a function that gives a job's run when nothing disturbs it, which it runs once."""
     return functools.cache(lambda name: faults.undisturbed(JOBS[name], inputs))
 
 
 def assert_a_second_run_succeeds(name: str, root: Path, wanted: dict[str, str]) -> None:
-    """The same command, after a kill: status 0 or 1, the whole output and no strays."""
     if not JOBS[name].prepare and (root / "out").exists():
         shutil.rmtree(root / "out")
     assert faults.run(JOBS[name], root, log=root / "log") in (0, 1), (root / "log").read_text()
@@ -249,7 +245,6 @@ def test_what_another_process_works_in_is_not_taken_for_a_leftover(tmp_path: Pat
 
 
 def rewritten(file: Path) -> None:
-    """Change a byte in place, and put the time of the last change back."""
     before = file.stat()
     with open(file, "r+b") as stream:
         stream.seek(-1, os.SEEK_END)
@@ -258,7 +253,6 @@ def rewritten(file: Path) -> None:
 
 
 def exchanged(file: Path) -> None:
-    """Put another file of the same bytes in its place."""
     copy = file.with_suffix(".other")
     shutil.copy2(file, copy)
     os.rename(copy, file)

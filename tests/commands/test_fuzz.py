@@ -1,7 +1,5 @@
 """Mutated files of every kind lead to a result or to one error line."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from pathlib import Path
@@ -28,7 +26,6 @@ MEMORY = 512 << 20  # bytes beyond what this process had
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> fuzzing.Originals:
-    """Sound input."""
     return fuzzing.originals(tmp_path_factory.mktemp("good"))
 
 

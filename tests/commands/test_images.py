@@ -1,7 +1,5 @@
 """A model that reads images: its text stack and projector are rescaled, its vision tower is carried over as it is."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -89,14 +87,12 @@ def with_processor(folder: Path) -> Path:
 
 
 def edited(folder: Path, key: str, value: object) -> None:
-    """Give a folder's config another value for a key."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(with_value(config, key, value)))
 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return a source under published names and what its conversion wrote."""
     root = tmp_path_factory.mktemp("images")
     source = with_processor(saved(root / "source"))
     assert convert(source, root / "out").safe

@@ -1,7 +1,5 @@
 """``convert --layout`` writes one file that other tools' own classes load, and ``undo`` brings the source back."""
 
-from __future__ import annotations
-
 import base64
 import json
 import zlib
@@ -27,7 +25,6 @@ SHAPE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance"
 
 
 def encoder(kind: str, **changes: Any) -> Any:
-    """Return a small stock encoder with the published models' buckets."""
     return tiny.build(kind, **SHAPE | changes)
 
 
@@ -36,7 +33,6 @@ IDS = torch.tensor([[5, 9, 2, 77, 1]])
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return an encoder of each kind in one file, with its tokenizer inside."""
     folder = tmp_path_factory.mktemp("sources")
     return {
         "t5": tools.write(
@@ -62,7 +58,6 @@ def files(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def expected(kind: str) -> torch.Tensor:
-    """Return the last states of the source in fp32."""
     with torch.no_grad():
         return encoder(f"{kind}-encoder")(IDS)[0]
 

@@ -1,7 +1,5 @@
 """Conversions of what no exact exponent reaches: edited, priced, told, verified, replayed and undone."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -66,15 +64,12 @@ def saturated_qwen(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Converted:
-    """A source, what was converted from it, and its report."""
-
     source: Path
     out: Path
     report: Any
 
     @property
     def config(self) -> Any:
-        """The source's config."""
         return json.loads((self.source / "config.json").read_text())
 
 
@@ -93,7 +88,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Converted:
 
 
 def is_near(predicted: float, measured: float) -> bool:
-    """Return whether a predicted cost is within a factor 3 of the measured one, or both are noise."""
     return max(predicted, measured) < FLOOR or max(predicted, measured) <= 3 * min(predicted, measured)
 
 

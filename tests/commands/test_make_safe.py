@@ -1,7 +1,5 @@
 """``make_fp16_safe``: a model in memory made safe for fp16 AMP before a training, and undone after it, exactly."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -37,23 +35,19 @@ FAMILIES = [
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return a copy of every tensor of a model."""
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Return whether two models have the same bits."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Return a batch to train on."""
     ids = torch.randint(3, 97, (4, 12), generator=torch.Generator().manual_seed(3))
     return {"input_ids": ids, "labels": ids[:, :7].flip(1)}
 
 
 def trained(model: Any, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[float]:
-    """Take some steps and return the losses."""
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()

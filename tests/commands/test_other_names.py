@@ -1,7 +1,5 @@
 """Tensors under the names of another class: refused, with how to save them in a form that converts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ IDS = torch.tensor([[5, 9, 2, 77, 1]])
 
 
 def logits(folder: Path, name: str) -> torch.Tensor:
-    """Return what the stock class of this name in a folder gives first, in fp32."""
     model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return model(input_ids=IDS)[0]

@@ -28,7 +28,6 @@ IDS = torch.arange(3, 23).view(2, 10)
 
 
 def last_states(folder: Path, kind: str = "AutoModel", dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the last states that a stock class gives on a few ids, [rows, positions, channels]."""
     model: Any = getattr(transformers, kind).from_pretrained(folder, dtype=dtype)
     with torch.no_grad():
         states: torch.Tensor = model(input_ids=IDS).last_hidden_state
@@ -36,13 +35,11 @@ def last_states(folder: Path, kind: str = "AutoModel", dtype: torch.dtype = torc
 
 
 def off(states: torch.Tensor, others: torch.Tensor) -> float:
-    """Return the relative error of states beside others."""
     return float((states - others).norm() / others.norm())
 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A Gemma 2 whose embedding is its head, and what it is converted to."""
     folder = tmp_path_factory.mktemp("tied")
     source = tiny.save(tiny.small("gemma2"), folder / "source")
     convert(source, folder / "out")

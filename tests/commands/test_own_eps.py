@@ -1,7 +1,5 @@
 """Whoever reads a converted checkpoint with an eps of their own computes the source all the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -49,7 +47,6 @@ def quiet_at_first(kind: str, shape: str, eps: float = 1e-6) -> Any:
 
 
 def read_by_wan(config: Any, file: Path) -> Any:
-    """Return the tool's own class with the weights of a file."""
     made = tools.Wan(config)
     tensors = load_file(file)
     made.load_state_dict(tensors, strict=True)
@@ -98,7 +95,6 @@ def test_a_config_with_another_eps_than_the_tool_is_planned_for_the_tool_and_com
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Return a Llama and its conversion for whoever reads it with an eps of their own."""
     folder = tmp_path_factory.mktemp("held")
     source = tiny.save(tiny.small("llama"), folder / "source")
     return source, convert(source, folder / "out", eps="fixed")

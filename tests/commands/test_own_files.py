@@ -1,7 +1,5 @@
 """The user's own files: --force replaces what this program wrote and nothing else, and no report overwrites a file."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -22,7 +20,6 @@ from bf16_to_fp16.errors import UserError
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a source, and what was converted from it: a folder, a file and their way back."""
     root = tmp_path_factory.mktemp("made")
     source = tiny.save(tiny.small("t5-encoder"), root / "source")
     (source / "special_tokens_map.json").write_text("{}")
@@ -34,7 +31,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A copy of it for one test."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     capsys.readouterr()
     return tmp_path

@@ -1,8 +1,6 @@
 """Whole pipelines: every text encoder is converted where ``from_pretrained`` looks for it, all else is there byte for
 byte, and ``undo`` gives the source back."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -45,7 +43,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def out(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It, converted."""
     out = tmp_path_factory.mktemp("ours") / "sd-fp16"
     assert main(["convert", str(source), str(out), "--no-audit"]) == 0
     return out
@@ -53,12 +50,10 @@ def out(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A pipeline with one encoder."""
     return pipelines.make(tmp_path / "flux", {"text_encoder_2": pipelines.encoder()})
 
 
 def states(folder: Path, name: str, dtype: torch.dtype, **options: Any) -> torch.Tensor:
-    """Return the last states of a component that stock code loads as the pipeline's index says."""
     library, kind = json.loads((folder / "model_index.json").read_text())[name]
     assert library == "transformers"
     model = getattr(transformers, kind).from_pretrained(folder, subfolder=name, dtype=dtype, **options).to(dtype)

@@ -1,8 +1,6 @@
 """Publishing to a Hub of one's own: what goes up is what was converted, nothing leaves unchecked, every fault is a line
 with its remedy, and the token is nowhere."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -38,7 +36,6 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small converted checkpoint in two shards, with a card and a tokenizer's file."""
     root = tmp_path_factory.mktemp("a-private-place")
     source = tiny.save(tiny.build("t5-encoder", num_layers=2), root / "summariser", max_shard_size="12KB")
     (source / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# Theirs\n")
@@ -49,13 +46,11 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(converted: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may damage."""
     return Path(shutil.copytree(converted, tmp_path / "copy"))
 
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The waits between tries, which are noted and not waited for."""
     noted: list[float] = []
     monkeypatch.setattr(time, "sleep", noted.append)
     return noted
@@ -103,7 +98,6 @@ def send(hub: HubServer, capsys: pytest.CaptureFixture[str], caplog: pytest.LogC
 
 
 def error_of(result: tuple[int, str, str]) -> str:
-    """Return the one line of a run that failed."""
     status, out, err = result
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert (status, out, len(lines)) == (2, "", 1) and err.splitlines()[-1] == lines[0]

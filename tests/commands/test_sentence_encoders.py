@@ -1,7 +1,5 @@
 """Folders of sentence-transformers: what stands behind the encoder is carried over and run by an audit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -64,12 +62,10 @@ def sentence_encoder(
 
 
 def drawn(rows: int, columns: int = WIDTH, scale: float = 1.0) -> Tensor:
-    """Return random weights in fp32."""
     return scale * torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
 
 
 def listed(folder: Path, change: Callable[..., object]) -> Path:
-    """Change the list of a folder's modules, and return the folder."""
     listing = json.loads((folder / "modules.json").read_text())
     change(listing)
     (folder / "modules.json").write_text(json.dumps(listing))
@@ -88,7 +84,6 @@ def with_another_dense(folder: Path, weight: Tensor, place: int = 3, **config: A
 
 
 def behind(report: Any) -> set[str]:
-    """Return the sites behind the encoder that an audit saw."""
     return {site["name"] for site in report["regimes"]["half"]["sites"] if site["name"][0].isdigit()}
 
 

@@ -1,7 +1,5 @@
 """What convert takes and gives back: dtypes, shards, pickles, parts that a file lacks, and values that it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever is given or closed, a command ends in a promised status and one line, and prints no control character."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A converted folder in transformers 5, 4.57 and CTranslate2, against the same library on the source."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -63,7 +61,6 @@ Logits = Callable[[str], dict[str, tuple[Outcome, Outcome]]]
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Pairs:
-    """Return (source, converted) folders by kind, the trained demonstration checkpoints among them."""
     root = tmp_path_factory.mktemp("stock")
     made: Pairs = {}
     for kind in KINDS if pytestconfig.getoption("--exhaustive") else sorted({*KINDS} - {*MORE}):
@@ -85,8 +82,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
 
 @pytest.fixture(scope="module")
 def logits(pairs: Pairs, warm_python: Path, compat_python: Path) -> Logits:
-    """Return a function that gives a version's fp32 logits of every source and what it became, computed once."""
-
     def computed(version: str) -> dict[str, tuple[Outcome, Outcome]]:
         python = warm_python if version == "5" else compat_python
         outcomes = compute_logits([folder for pair in pairs.values() for folder in pair], python)

@@ -40,7 +40,6 @@ def saved(kind: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """Return (source, converted) folders by kind, the first without tokenizers, as their ids alone are run."""
     root, made = tmp_path_factory.mktemp("towers"), dict[str, tuple[Path, Path]]()
     for kind in KINDS:
         source = saved(kind, root / kind)

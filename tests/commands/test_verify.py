@@ -1,7 +1,5 @@
 """``verify``: an untouched checkpoint passes every check, and each kind of damage is found by the check named here."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -42,14 +40,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(source: Path) -> Path:
-    """A converted checkpoint in two shards."""
     assert convert(source, source.parent / "out", target="norm-safe").safe
     return source.parent / "out"
 
 
 @pytest.fixture
 def folder(converted: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may damage."""
     return Path(shutil.copytree(converted, tmp_path / "out"))
 
 
@@ -65,7 +61,6 @@ def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problems(folder: Path, **options: Any) -> list[tuple[str, str, str]]:
-    """Return (check, name, reason) of everything that does not hold."""
     result = verify(folder, **options)
     assert result["verified"] is (not result["problems"]) and (result["verdict"] == "safe") is result["verified"]
     assert all(p["remedy"] for p in result["problems"])
@@ -73,7 +68,6 @@ def problems(folder: Path, **options: Any) -> list[tuple[str, str, str]]:
 
 
 def reweigh(file: Path, part: str, change: Callable[[torch.Tensor], object]) -> None:
-    """Change in place every weight of a file whose name ends so."""
     weights = load_file(file)
     for name in (name for name in weights if name.endswith(part)):
         change(weights[name])
@@ -81,7 +75,6 @@ def reweigh(file: Path, part: str, change: Callable[[torch.Tensor], object]) -> 
 
 
 def edit(file: Path, place: str, value: object) -> None:
-    """Set a dotted key of a JSON file."""
     data = json.loads(file.read_text())
     *above, last = place.split(".")
     at = data
@@ -92,7 +85,6 @@ def edit(file: Path, place: str, value: object) -> None:
 
 
 def swap(folder: Path) -> None:
-    """Exchange the two shards."""
     one, two = (folder / ONE).read_bytes(), (folder / TWO).read_bytes()
     (folder / ONE).write_bytes(two)
     (folder / TWO).write_bytes(one)

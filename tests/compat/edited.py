@@ -30,7 +30,6 @@ def main() -> None:
 
 
 def logits_of(folder: Path, config: dict[str, object]) -> list[object] | None:
-    """Load a folder with a config, run it once, and return its logits; None where stock code raises."""
     (folder / "config.json").write_text(json.dumps(config))
     ids = torch.arange(24).reshape(2, 12) * 3 % 90
     try:

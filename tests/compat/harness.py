@@ -65,7 +65,6 @@ def read_config(folder: Path) -> dict[str, object]:
 
 
 def edit_config(folder: Path, **values: object) -> None:
-    """Set keys of a folder's config.json and leave the others as they are."""
     config = read_config(folder) | values
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
@@ -115,12 +114,10 @@ def compute_logits(folders: Sequence[Path], python: str | Path, dtype: str = "fl
 
 
 def compute_scores(folders: Sequence[Path], python: str | Path) -> list[np.ndarray]:
-    """Return each folder's CTranslate2 log-probabilities, in the second environment's ``python``."""
     return [arrays["output"] for arrays in run_jobs(folders, python, "score_ct2.py")]
 
 
 def run_jobs(folders: Sequence[Path], python: str | Path, script: str, *options: str) -> list[dict[str, np.ndarray]]:
-    """Run a script once over several folders and return the arrays that it saved for each."""
     with tempfile.TemporaryDirectory() as scratch:
         jobs: list[Path] = []
         for number, folder in enumerate(folders):

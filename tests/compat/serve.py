@@ -25,8 +25,6 @@ USED = ("T5", "MT5", "UMT5", "Pegasus", "MBart")
 
 
 def run(script: str, arguments: list[str]) -> tuple[int, str, str]:
-    """Run a script in a fork, as if it had been started, and return its exit status and what it printed."""
-
     def started() -> None:
         signal.alarm(TIMEOUT_SECONDS)
         sys.argv = [script, *arguments]

@@ -1,7 +1,5 @@
 """Which edits are taken, by what each costs: with a trial whose costs are given, and on files."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -218,7 +216,6 @@ def test_only_logits_of_a_language_model_without_a_soft_cap_are_scaled_afterward
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    """A trial of a tiny model with plain GELU and a head of its own."""
     root = tmp_path_factory.mktemp("trial")
     source = open_checkpoint(tiny.save(tiny.small("gelu", factor=1.0), root / "source"))
     layout = resolve(source)

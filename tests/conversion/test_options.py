@@ -1,7 +1,5 @@
 """The options of ``convert``: one field each, from which the command line, the published command and the API come."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from pathlib import Path

@@ -50,7 +50,6 @@ def paths_of(topology: Topology) -> Iterator[str]:
 
 
 def module_names() -> set[str]:
-    """Return every part of a tensor's or a module's path in any family."""
     paths = set()
     for layout in map(layout_of, map(tiny.build, tiny.KINDS)):
         # Another model, which has no family.

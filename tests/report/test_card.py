@@ -45,7 +45,6 @@ def write_card(path: Path, source: Checkpoint, report: dict[str, Any]) -> None:
 def checkpoint(
     folder: Path, *, readme: str | bytes | None = None, revision: str | None = None, **config: Any
 ) -> Checkpoint:
-    """Return a source in ``folder`` with a card of its own or none."""
     if readme is not None:
         (folder / "README.md").write_bytes(readme.encode() if isinstance(readme, str) else readme)
     config = {"architectures": ["T5ForConditionalGeneration"]} | config

@@ -39,7 +39,6 @@ def brackets(sites: list[dict[str, Any]], stack: str) -> list[pictures.Bracket]:
 
 
 def drawn_bracket(found: float, top: float) -> str:
-    """Return the picture of a certificate that bounds one residual by ``top``."""
     made = pages.certificate(blocks=1) | {"sites": [pages.bound("encoder.block.0.layer.0:add", "residual", top, found)]}
     return str(pictures.bracket_pictures(read(CertificateEntry, made))[0].svg)
 

@@ -125,14 +125,12 @@ class Browser:
             self.events.append(self._message())
 
     def run(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression; raise RuntimeError where it throws."""
         answer = self.command("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"].get("text", "") + str(answer["result"].get("description")))
         return answer["result"].get("value")
 
     def click(self, selector: str) -> None:
-        """Press the mouse in the middle of the first element that a CSS selector finds."""
         self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
         box = self.run(
             f"(r => [r.x + r.width / 2, r.y + r.height / 2])"
@@ -142,18 +140,15 @@ class Browser:
             self.command("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
     def type(self, selector: str, text: str) -> None:
-        """Type text into the first element that a CSS selector finds, in place of what is there."""
         self.run(f"(e => {{ e.focus(); e.select(); }})(document.querySelector({json.dumps(selector)}))")
         self.command("Input.insertText", text=text)
 
     def problems(self) -> list[str]:
-        """Return what the page logged or threw since it was opened."""
         self.run("1")
         kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
 
     def requests(self) -> list[str]:
-        """Return the addresses that were asked for since the page was opened, itself left out."""
         sent = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
         return [url for url in sent if not url.startswith(("file:", "data:"))]
 
@@ -211,14 +206,12 @@ def test_a_page_holds_its_shape_and_says_nothing_to_the_console(
 
 
 def column(chromium: Browser, number: int) -> list[str]:
-    """Return the text of a column of the site table's rows that are shown."""
     shown = "[...document.querySelectorAll('#site-table tbody tr')].filter((row) => row.checkVisibility())"
     rows = chromium.run(f"{shown}.map((row) => row.cells[{number}].textContent)")
     return [str(row) for row in rows]
 
 
 def press(chromium: Browser, title: str) -> int:
-    """Press the heading of a title, and return the number of its column."""
     headings = chromium.run("[...document.querySelectorAll('#site-table th')].map((th) => th.textContent)")
     number = [str(heading) for heading in headings].index(title)
     chromium.click(f"#site-table th:nth-child({number + 1}) button")

@@ -128,7 +128,6 @@ def test_a_value_that_several_heads_read_is_reported_as_each_of_them_has_it() ->
 
 
 def parts_of(part: ReportObject) -> Iterator[ReportObject]:
-    """Yield a part and all that are in it."""
     yield part
     waiting: list[Any] = [getattr(part, name) for name in part.model_fields_set]
     while waiting:
@@ -142,7 +141,6 @@ def parts_of(part: ReportObject) -> Iterator[ReportObject]:
 
 
 def kinds(base: type[ReportObject] = ReportObject) -> set[type[ReportObject]]:
-    """Return the types of entries, without those that others only derive from."""
     return {leaf for kind in base.__subclasses__() for leaf in (kinds(kind) or {kind})}
 
 

@@ -1,7 +1,5 @@
 """Centred keys: the same function, smaller keys, and a way back."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -22,7 +20,6 @@ KINDS = ("pegasus", "mbart", "bigbird_pegasus")
 
 
 def centring(model: torch.nn.Module) -> Plan:
-    """Return the plan that does nothing but centre all keys."""
     layout = layout_of(model)
     return Plan(family=layout.family.name, centred_keys=[w.at for w in centrable(layout)])
 

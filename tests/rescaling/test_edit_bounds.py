@@ -1,7 +1,5 @@
 """The bounds of an edit's error that docs/edits.md proves: no input passes them, and the figures there are theirs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +18,6 @@ EXPONENTS = (1, 2, 5, 10)
 
 
 def scores(seed: int, size: float) -> Tensor:
-    """Return rows of scores, fp64 [256, 32]."""
     return size * torch.randn(256, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 

@@ -1,7 +1,5 @@
 """Edits: as large as bounds ask for and no larger, told apart from what is exact, and taken back to the bit."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

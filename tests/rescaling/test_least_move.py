@@ -48,7 +48,6 @@ def signals(source: Path, kind: Kind) -> list[str]:
 
 
 def nonzero(plan: Plan) -> dict[str, int]:
-    """Return how many channels of each signal a plan moves."""
     exponents = {name: [e] if isinstance(e, int) else e for name, e in plan.exponents.items()}
     return {name: sum(e != 0 for e in each) for name, each in exponents.items() if any(each)}
 

@@ -14,7 +14,6 @@ from bf16_to_fp16.rescaling.rounding_loss import GRID, STEP_NOISE, LossTable, ch
 
 
 def at(table: LossTable, exponent: int) -> list[float]:
-    """Return the number of inexact elements and the error of the first channel at an exponent."""
     return [float(table.lossy[0, exponent + GRID]), float(table.error[0, exponent + GRID])]
 
 

@@ -8,5 +8,4 @@ from support import words
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a word tokenizer and the configuration it belongs to."""
     return words.save(tmp_path_factory.mktemp("source"))

@@ -33,13 +33,11 @@ Folders = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """One small certified folder of each kind, made when it is asked for."""
     root = tmp_path_factory.mktemp("folders")
     return cache(lambda kind: tiny.save(tiny.build(kind, factor=1.0), root / kind))
 
 
 def edited(folder: Path, to: Path, **changes: Any) -> Path:
-    """Copy a folder, with other keys in its config; ... removes one."""
     shutil.copytree(folder, to)
     config = json.loads((folder / "config.json").read_text()) | changes
     (to / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))

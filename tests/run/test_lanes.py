@@ -48,7 +48,6 @@ WAYS = {
 
 
 def run(model: Any, batch: Batch, amp: bool) -> list[Tensor]:
-    """What stock code gives, of a generation the ids."""
     with torch.no_grad(), torch.autocast("cpu", torch.float16) if amp else nullcontext():
         if not batch.generate:
             return [run_batch(model, batch)[0]]
@@ -65,7 +64,6 @@ def shown(site: Site) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module", autouse=True)
 def two_at_once() -> Iterator[None]:
-    """Have two lanes run at once, on a thread each."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

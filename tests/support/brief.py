@@ -49,6 +49,5 @@ def evaluate_briefly(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_runs() -> None:
-    """Do so for the rest of this process."""
     for each in (draw_nothing, probe_briefly, evaluate_briefly):
         each(pytest.MonkeyPatch())

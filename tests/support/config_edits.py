@@ -104,7 +104,6 @@ class Original:
 
 
 def original(kind: str, root: Path) -> Original:
-    """Make a certified folder of one layer a stack."""
     folder = tiny.save(tiny.build(kind, 1, factor=1.0, **SMALL.get(kind, ONE_LAYER)), root / kind)
     weights = load_file(folder / "model.safetensors")
     save_file({name: t * 2 for name, t in weights.items()}, folder / "other.safetensors", {"format": "pt"})
@@ -115,13 +114,11 @@ def original(kind: str, root: Path) -> Original:
 
 
 def keys_of(checkpoint: Checkpoint) -> str:
-    """Return the keys that the bounds of a checkpoint are made from, and their values."""
     family, config = family_of(checkpoint.config), checkpoint.config
     return json.dumps([stock_class(config), agreement.understood(family, config)])
 
 
 def run_on(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a model, or the last hidden state."""
     with torch.no_grad():
         decoder = {"decoder_input_ids": ids.flip(0)[:, :7]} if takes_decoder_ids(config_of(model)) else {}
         return model(input_ids=ids, **decoder)[0]

@@ -121,14 +121,12 @@ def uniform_plan(layout: Layout) -> Plan:
 
 
 def certified(model: Any, arithmetic: Arithmetic | None = None, **options: Any) -> tuple[Layout, Certificate]:
-    """Return a model's layout and the certificate of its own weights."""
     source = ModelTensors(model)
     layout = resolve(source)
     return layout, bound(layout, source_weights(source, layout), arithmetic, **options)
 
 
 def broken(certificate: Certificate, seen: dict[str, float], kinds: tuple[str, ...] = ()) -> list[str]:
-    """Return the sites whose observed value passes its bound."""
     bounds = {s.name: s for s in certificate.sites if s.kind not in (*kinds, "normalised")}
     # An inf says nothing where some bound lies beyond fp16: it may come from there.
     return [

@@ -130,7 +130,6 @@ def translate_ends_of_lines() -> None:
 
 
 def pretend(name: str) -> None:
-    """Make this process one on another system."""
     import accelerate  # noqa: F401  (these look for what their system has when they are imported)
     import psutil
     from torch.utils import cpp_extension  # noqa: F401
@@ -179,7 +178,6 @@ if "FAKED_SYSTEM" in os.environ:
 
 
 def main(commands: list[list[str]]) -> None:
-    """Import every module of the package and run command lines, each of which must end well."""
     import importlib
     import pkgutil
 

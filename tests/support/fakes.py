@@ -49,7 +49,6 @@ def sites(blocks: int, stacks: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def regime(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a regime with the totals of its sites."""
     totals = {key: sum(s[key] for s in found) for key in ("nonfinite", "saturated")}
     tight, places = found[0], places_by_name(s["name"] for s in found)
     least = {key: tight[key] for key in ("amax", "headroom_bits")}

@@ -105,7 +105,6 @@ def place(job: Job, inputs: Path) -> Path:
 
 
 def run(job: Job, root: Path, *, log: Path | None = None) -> int:
-    """Run a job undisturbed in a child and return its exit status."""
     return forked.in_a_fork(lambda: main(job.words(root)), log)[0]
 
 
@@ -164,7 +163,6 @@ class Whole:
 
 
 def undisturbed(job: Job, inputs: Path) -> Whole:
-    """Run a job undisturbed, and return what it did and made."""
     root = place(job, inputs)
     prepare(job, root)
     read, write = os.pipe()
@@ -188,7 +186,6 @@ def undisturbed(job: Job, inputs: Path) -> Whole:
 
 
 def prepare(job: Job, root: Path) -> None:
-    """Put in the way what the job is to replace, unless it is there."""
     if job.prepare is not None and not (root / "out").exists():
         job.prepare(root)
 

@@ -51,14 +51,12 @@ def forge(
 
 
 def copied(folder: Path, place: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Return a copy of a converted folder whose report was changed."""
     shutil.copytree(folder, place)
     forge(place, change, views=False)
     return place
 
 
 def relist(folder: Path, report: dict[str, Any], *, new: bool = False) -> None:
-    """Give the listed files the hashes that they have."""
     there = {str(entry["name"]): entry for entry in records(folder) if entry["name"] != REPORT}
     listed = [entry["name"] for entry in report["output"]["files"]]
     names = [*(n for n in listed if n in there), *(n for n in there if new and n not in listed and n[0] != ".")]

@@ -46,7 +46,6 @@ values = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(WORDS), st.sampled_
 
 
 def nodes(tree: Any) -> list[tuple[Any, Any]]:
-    """Return every node of a JSON tree as its container and its key there, in order."""
     found: list[tuple[Any, Any]] = []
     keys = list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
     for key in keys:

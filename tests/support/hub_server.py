@@ -60,7 +60,6 @@ class Fault:
     times: int = 1
 
     def takes(self, method: str, path: str) -> bool:
-        """Return whether it strikes now; it counts down when it does."""
         if self.times and method == self.method and re.search(self.path, path):
             self.times -= 1
             return True
@@ -79,7 +78,6 @@ class Repo:
     pulls: int = 0
 
     def commit(self, files: dict[str, bytes], message: str, branch: str) -> str:
-        """Add a commit and return its id."""
         oid = hashlib.sha1(f"{len(self.commits)} {message}".encode()).hexdigest()
         self.commits[oid] = files
         self.branches[branch] = oid
@@ -87,7 +85,6 @@ class Repo:
         return oid
 
     def resolve(self, revision: str) -> str | None:
-        """Return the commit of a branch or a commit id, None for neither."""
         return self.branches.get(revision) or (revision if revision in self.commits else None)
 
 
@@ -120,7 +117,6 @@ class HubServer(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def start(self) -> HubServer:
-        """Serve in a thread of its own."""
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return self
 
@@ -158,25 +154,21 @@ class HubServer(http.server.ThreadingHTTPServer):
         self.struck = lambda count: False
 
     def add(self, name: str, files: dict[str, bytes], *, private: bool = True) -> Repo:
-        """Make a repository with these files and return it."""
         repo = self.repos[name] = Repo(private, name.partition("/")[0])
         repo.commit({".gitattributes": b"*.safetensors filter=lfs\n"} | files, "initial", "main")
         return repo
 
     def clear_faults(self) -> None:
-        """Let everything go well from now on, and forget what was asked before."""
         self.faults.clear()
         self.seen.clear()
 
     def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
-        """Return the files of a repository but the Hub's own."""
         repo = self.repos[name]
         oid = repo.resolve(revision)
         assert oid is not None
         return {path: data for path, data in repo.commits[oid].items() if path != ".gitattributes"}
 
     def count(self, pattern: str) -> int:
-        """Return how many requests ("METHOD path") matched."""
         return sum(bool(re.search(pattern, line)) for line in self.seen)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -268,7 +260,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def fail(self, status: int, code: str, message: str) -> None:
-        """Answer an error as the Hub words it."""
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
         self.reply(status, {"error": message}, headers)
 
@@ -476,7 +467,6 @@ def is_large(path: str) -> bool:
 
 
 def git_oid(data: bytes) -> str:
-    """Return git's SHA-1 of a file."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 

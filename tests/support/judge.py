@@ -34,7 +34,6 @@ class Judged:
 
 
 def load(folder: Path, dtype: torch.dtype, attention: str) -> Any:
-    """Return the model of the class in its configuration, every parameter in one precision."""
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
     kind = getattr(transformers, name)
     model = kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention).to(dtype).eval()
@@ -87,7 +86,6 @@ def random_batches(model: Any, count: int, length: int, seed: int) -> list[Batch
 
 @torch.no_grad()
 def outputs(model: Any, batches: Sequence[Batch]) -> list[Tensor]:
-    """Return fp64 [positions, logits or channels] of each batch."""
     found = []
     for batch in batches:
         inputs = {name: ids for name, ids in batch.items() if name != "target"}

@@ -28,7 +28,6 @@ def command(
 
 
 def run(arguments: list[str], environment: Mapping[str, str] = ON_CPU, status: int = 0, folder: Path = ROOT) -> str:
-    """Run a command in the repository's folder, or another, and return what it said."""
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(arguments, cwd=folder, env={**os.environ, **environment}, **streams)
     try:
@@ -54,7 +53,6 @@ def two_ranks(python: Path, file: str, folder: Path, count: int = 2) -> list[Any
 
 
 def work(file: str, folder: str, count: str, number: str) -> None:
-    """Be one of them."""
     import torch
 
     torch.set_num_threads(1)

@@ -29,7 +29,6 @@ def without_edits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tiny_model(seed: int = 0, dropout: float = 0.1) -> Any:
-    """Return it with random weights, under eager attention."""
     torch.manual_seed(seed)
     shape: dict[str, Any] = {"vocab_size": 384, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     shape |= {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0, "dropout_rate": dropout}
@@ -39,7 +38,6 @@ def tiny_model(seed: int = 0, dropout: float = 0.1) -> Any:
 
 
 def saved(folder: Path, lines: int, dropout: float = 0.1, dtype: torch.dtype = torch.float32, layers: int = 2) -> Path:
-    """Save the model with its tokenizer and so many lines of ``text.txt``, and return the folder."""
     tiny_model(dropout=dropout).to(dtype).save_pretrained(folder)
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(folder)
     (folder / "text.txt").write_text("".join(f"{TEXT}{i}\n" for i in range(lines)))
@@ -120,7 +118,6 @@ def recipe_for(folder: Path, out: Path, **changes: Any) -> Recipe:
 
 
 def amp(precision: str, scale: float = 1.0) -> MixedPrecision:
-    """The precision on a CPU, with another first loss scale."""
     made = MixedPrecision(precision, torch.device("cpu"))
     if made.loss_scale is not None:
         made.loss_scale.scale = scale
@@ -128,7 +125,6 @@ def amp(precision: str, scale: float = 1.0) -> MixedPrecision:
 
 
 def scaled(trainer: Trainer, scale: float) -> Trainer:
-    """The trainer with another first loss scale."""
     assert trainer.mixed_precision.loss_scale is not None
     trainer.mixed_precision.loss_scale.scale = scale
     return trainer

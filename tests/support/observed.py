@@ -15,7 +15,6 @@ from . import tiny
 
 
 def model_of(kind: str, attention: str = "eager") -> Any:
-    """Return a model as it is drawn, in eval mode, its class named as in a folder."""
     torch.manual_seed(0)
     model = tiny.KINDS[kind]().eval()
     model.config.architectures = [type(model).__name__]
@@ -28,14 +27,12 @@ def padded(model: Any) -> Batch:
 
 
 def sites_of(model: Any, batch: Batch, **options: Any) -> dict[str, Site]:
-    """Return what an observer sees of a model on a batch, by name; of a name in several formats one."""
     with torch.no_grad(), SiteObserver(model, **options) as observer:
         run_batch(model, batch)
     return {site.name: site for site in observer.sites()}
 
 
 def sites_in(module: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Site]:
-    """Return what an observer sees of a module, or of one that computes a function, by name."""
     made = module if isinstance(module, nn.Module) else nn.Module()
     if made is not module:
         made.forward = module

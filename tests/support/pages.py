@@ -19,7 +19,6 @@ KINDS = {"SelfAttention:scores": "scores", "DenseReluDense:mul": "product"}
 
 
 def render(report: dict[str, Any]) -> str:
-    """Return the page of a report that is given as JSON data."""
     return page.render(read(Report, report))
 
 
@@ -68,7 +67,6 @@ class Page(HTMLParser):
 
 
 def requests(html: str) -> list[str]:
-    """Return every address that a browser would load for the page."""
     loading = [attrs for tag, attrs in Page(html).tags if tag != "a"]  # a link is followed by nobody but the reader
     found = [v for attrs in loading for k, v in attrs.items() if k in LOADING and v and v[0] != "#"]
     found += [u for u in re.findall(r"url\(([^)]*)\)", html) if not u.strip("\"'").startswith("#")]

@@ -30,5 +30,4 @@ def text(path: Path) -> str:
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Return every node of a module, the module first."""
     return tuple(ast.walk(ast.parse(text(path))))

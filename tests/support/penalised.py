@@ -45,8 +45,6 @@ def reached(model: Any, ids: Tensor) -> dict[str, float]:
 
 
 class Two(nn.Module):
-    """Two linears, the values of which a test sets."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 5, bias=False), nn.Linear(5, 4, bias=False)
@@ -61,8 +59,6 @@ def two() -> tuple[Two, Tensor]:
 
 
 class Scaled(nn.Module):
-    """x times a tensor of any values."""
-
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight
@@ -82,7 +78,6 @@ class One:
         self.penalty = ActivationPenalty(self.model, **given).attach()
 
     def call(self, *sizes: float) -> list[float]:
-        """The totals of a call for each size."""
         return [total.item() for total in self.called(*sizes)]
 
     def called(self, *sizes: float) -> list[Tensor]:

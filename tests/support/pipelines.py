@@ -28,7 +28,6 @@ def encoder(kind: str = "t5-encoder", **changes: Any) -> Any:
 
 
 def llama(**changes: Any) -> Any:
-    """Return the body of a Llama that overflows fp16, as HunyuanVideo loads it."""
     model = encoder("llama", num_hidden_layers=4, **changes).model
     model.config.architectures = ["LlamaModel"]
     return model

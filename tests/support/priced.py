@@ -26,7 +26,6 @@ Check = Callable[[Any, Layout, Values], None]
 
 
 def exponents(size: int, generator: torch.Generator) -> list[int]:
-    """Return exponents from −3 to 3 that are not 0."""
     drawn = torch.randint(1, 4, (size,), generator=generator) * (torch.randint(2, (size,), generator=generator) * 2 - 1)
     found: list[int] = drawn.tolist()
     return found
@@ -157,7 +156,6 @@ def left_out(layout: Layout, kind: Kind) -> Iterator[tuple[str, Layout]]:
 
 
 def without_axis(tensor: ResolvedTensor, position: int, axis: Axis) -> ResolvedTensor:
-    """Return a tensor of which one axis carries one signal less."""
     kept = [each for each in carried_by(tensor.axes[position]) if each != axis]
     rest = kept[0].beside(*kept[1:]) if kept else None
     return replace(tensor, axes=tuple(rest if p == position else a for p, a in enumerate(tensor.axes)))

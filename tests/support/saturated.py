@@ -236,7 +236,6 @@ def batches(model: Any, rows: int, seed: int) -> Iterator[Batch]:
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy in nats."""
     inputs = batch if model.config.is_encoder_decoder else {"input_ids": batch["input_ids"]}
     logits = model(**inputs, use_cache=False).logits.float()
     return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch["labels"].flatten())
@@ -261,7 +260,6 @@ def train(model: Any, kind: Kind, sites: tuple[Site, ...], steps: int, seed: int
 
 
 def missing(seen: Tensor, site: Site) -> Tensor:
-    """Return the factor from what was seen to the target of each unit."""
     return torch.tensor(site.targets) / seen.clamp_min(1e-3)
 
 
@@ -269,7 +267,6 @@ def missing(seen: Tensor, site: Site) -> Tensor:
 
 
 def load(folder: Path, **changes: Any) -> Any:
-    """Return the model of a folder in fp32, in eager attention."""
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
     name = "T5ForSequenceClassification" if "num_labels" in changes else name
     kind = getattr(transformers, name)
@@ -277,7 +274,6 @@ def load(folder: Path, **changes: Any) -> Any:
 
 
 def new(name: str) -> Any:
-    """Return a small causal model with random weights."""
     torch.manual_seed(3)
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**SMALL, attn_implementation="eager"))

@@ -156,7 +156,6 @@ QWEN3_VL = qwen_vl("Qwen3VL", **DEEP)
 
 
 def headless(made: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes the same model without its head."""
     return lambda **changes: made(**changes).model
 
 
@@ -479,7 +478,6 @@ def unnormed(sublayer: Attention | FeedForward) -> tuple[str, ...]:
 
 
 def small(kind: str, seed: int = 0, **options: Any) -> Any:
-    """Return a model as ``build`` does, of no more layers than differ."""
     return build(kind, seed, **few_layers(kind) | options)
 
 

@@ -19,8 +19,6 @@ SPIECE = bytes(range(256)) * 5 + b"odd length"  # stands for the bytes of a Sent
 
 
 class Gain(nn.Module):
-    """A norm's gain, with the root mean square taken in fp32."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -31,7 +29,6 @@ class Gain(nn.Module):
 
 
 def buckets(length: int, number: int = 32, farthest: int = 128) -> torch.Tensor:
-    """Return the bucket of every pair of positions."""
     distance = torch.arange(length)[None] - torch.arange(length)[:, None]
     half, exact = number // 2, number // 4
     far = exact + (distance.abs().float().clamp(min=1) / exact).log() / math.log(farthest / exact) * (half - exact)
@@ -47,8 +44,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, bias: 
 
 
 class WanBlock(nn.Module):
-    """A block as Wan names it."""
-
     def __init__(self, width: int, inner: int, hidden: int, heads: int) -> None:
         super().__init__()
         linear = lambda a, b: nn.Linear(a, b, bias=False)  # noqa: E731
@@ -69,8 +64,6 @@ class WanBlock(nn.Module):
 
 
 class Wan(nn.Module):
-    """Wan's encoder."""
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         c = config

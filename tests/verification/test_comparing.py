@@ -1,7 +1,5 @@
 """How far a recorded number may be from one that was found again, on both sides of each limit."""
 
-from __future__ import annotations
-
 import pytest
 
 from bf16_to_fp16.verification.comparing import near

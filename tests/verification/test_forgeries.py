@@ -1,7 +1,5 @@
 """Forging a converted folder or file, its hashes refreshed: verify finds it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -36,7 +34,6 @@ def folder(converted: Path, tmp_path: Path) -> Path:
 
 
 def doubled(report: dict[str, Any], *path: str) -> None:
-    """Double a number of a report."""
     for key in path[:-1]:
         report = report[key]
     report[path[-1]] *= 4
