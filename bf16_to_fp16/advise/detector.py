@@ -1,7 +1,7 @@
 """Spikes, divergences and plateaus of a training loss, while a run trains or from its log.
 
-Each loss is compared with the median of a window of calm losses (on a steep fall with a line through them), in units
-of their median absolute deviation, so that neither noise nor earlier spikes move the level. A spike comes back, fast
+Each loss is compared with the median of a window of calm losses (on a fall with a line through them), in units of
+their median absolute deviation, so that neither noise nor earlier spikes move the level. A spike comes back, fast
 or slowly; a divergence stays. A slow rise or a standstill shows in the medians of chunks of the curve.
 """
 
@@ -11,9 +11,8 @@ import copy
 import math
 import statistics
 import sys
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 MAD_TO_SIGMA = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
@@ -40,8 +39,8 @@ CAUSES: dict[Kind, str] = {
 class Event:
     """An event from step ``start`` to ``end`` (None while it lasts).
 
-    ``size``: how far the loss rose above its level before; of a plateau the share by which it fell. Of a spike,
-    ``recovery`` is fast within an eighth of the window, and ``z`` its height in robust standard deviations.
+    ``size``: how far the loss rose above its level before; of a plateau the share by which it fell. ``recovery`` is
+    fast within an eighth of the window.
     """
 
     kind: Kind
@@ -49,19 +48,17 @@ class Event:
     end: int | None
     size: float
     recovery: Literal["fast", "slow", "open"] = "open"
-    z: float = math.inf
 
 
 @dataclass
 class _Excursion:
     place: int  # of its event in the list
-    first: int  # count of losses at its start
     level: float
-    sigma: float
     back: float  # it is over when the median of the recent losses is at most this
-    last_above: int
     peak: float
-    recent: deque[float]
+    recent: list[float]
+    losses: int = 1
+    last_above: int = 1
 
 
 class Detector:
@@ -76,75 +73,48 @@ class Detector:
             raise ValueError("a window of at least 16 losses and a positive z")
         self.z, self.window = z, window
         self.fast = window // 8
-        # More than the window, so that after rewinding there is something to compare with.
-        self._calm: deque[tuple[int, float]] = deque(maxlen=8 * window)
-        self._tail: deque[float] = deque(maxlen=4 * window)  # z-scores of calm losses
-        self._found: list[Event] = []
-        self._count = 0
-        self._step: int | None = None
+        self.events: list[Event] = []  # in the order of their discovery
+        self._calm: list[float] = []
+        self._tail: list[float] = []  # z-scores of calm losses
         self._excursion: _Excursion | None = None
-        self._chunk: list[tuple[int, float]] = []
-        self._chunks: list[tuple[int, int, float]] = []  # first step, last step, median
-        self._lowest: tuple[int, float] | None = None  # last step and median of the lowest chunk
-        self._rising = 0
-        self._drift: int | None = None
-        self._plateau: tuple[int, float, int] | None = None  # place, level, chunks that left it
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """Everything found so far, in the order of its discovery, as it stands now."""
-        return tuple(self._found)
+        self._chunk: list[float] = []
+        self._chunk_start = 0
+        self._chunks: list[list[Any]] = []  # first step, last step, median
+        self._rising = 0  # chunks far above the lowest one
+        self._lowest: list[Any] | None = None
+        self._drift: int | None = None  # place of a slow rise
+        self._plateau: int | None = None
+        self._flat = 0.0  # level of the plateau
+        self._left = 0  # chunks that left it
 
     def update(self, step: int, loss: float) -> tuple[Event, ...]:
-        """Take in the next loss and return the events that it starts or ends; a step that goes back is a rewind."""
-        known = list(self._found)
-        if self._step is not None and step < self._step:
-            self.rewind(step)
-        self._step = step
-        self._count += 1
-        self._loss(step, loss if math.isfinite(loss) else math.inf)
-        pairs = zip(self._found, known, strict=False)
-        changed = [event for event, before in pairs if event.end != before.end or event.kind != before.kind]
-        return (*changed, *self._found[len(known) :])
-
-    def rewind(self, step: int) -> None:
-        """Forget the losses after ``step``: the run goes on from there."""
+        """Take in the next loss and return the events that it starts or ends."""
+        known = {(event.kind, event.start, event.end) for event in self.events}
+        loss = loss if math.isfinite(loss) else math.inf
         if self._excursion is not None:
-            self._end(self._excursion.place, self._step if self._step is not None else step)
-            self._excursion = None
-        self._calm = deque([(at, loss) for at, loss in self._calm if at <= step], maxlen=self._calm.maxlen)
-        self._chunk = [(at, loss) for at, loss in self._chunk if at <= step]
-        chunks = [chunk for chunk in self._chunks if chunk[1] <= step]
-        if len(chunks) < len(self._chunks):
-            self._chunks = chunks
-            lowest = min(chunks, key=lambda chunk: chunk[2], default=None)
-            self._lowest, self._rising = None if lowest is None else lowest[1:], 0
-            for place in (self._drift, None if self._plateau is None else self._plateau[0]):
-                if place is not None:
-                    self._end(place, max(step, self._found[place].start))
-            self._drift = self._plateau = None
+            self._follow(self._excursion, step, loss)
+        elif len(self._calm) >= self.window // 2:
+            self._compare(step, loss)
+        elif math.isfinite(loss):
+            self._accept(step, loss)
+        else:  # wrong, whatever the others are
+            self._begin(step, loss, 0.0, sys.float_info.max)
+        return tuple(event for event in self.events if (event.kind, event.start, event.end) not in known)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {name: [*value] if isinstance(value, deque) else value for name, value in vars(self).items()}
-        state["_found"] = [vars(event) for event in self._found]
-        if self._excursion is not None:
-            recent = self._excursion.recent
-            state["_excursion"] = vars(self._excursion) | {"recent": [*recent], "patient": recent.maxlen}
-        return copy.deepcopy(state)
+        excursion = None if self._excursion is None else asdict(self._excursion)
+        return copy.deepcopy(vars(self) | {"events": [*map(asdict, self.events)], "_excursion": excursion})
 
-    def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        state: dict[str, Any] = copy.deepcopy(dict(given))
-        self._calm = deque(map(tuple, state.pop("_calm")), maxlen=8 * state["window"])
-        self._tail = deque(state.pop("_tail"), maxlen=4 * state["window"])
-        self._chunk, self._chunks = ([tuple(row) for row in state.pop(name)] for name in ("_chunk", "_chunks"))
-        self._found = [Event(**event) for event in state.pop("_found")]
-        if (excursion := state.pop("_excursion")) is not None:
-            excursion = _Excursion(recent=deque(excursion.pop("recent"), maxlen=excursion.pop("patient")), **excursion)
-        self._excursion = excursion
-        for name, value in state.items():
-            setattr(self, name, tuple(value) if isinstance(value, list) else value)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(copy.deepcopy(dict(state)))
+        self.events = [Event(**event) for event in state["events"]]
+        excursion = state["_excursion"]
+        self._excursion = None if excursion is None else _Excursion(**copy.deepcopy(excursion))
 
-    # -- levels
+    def _change(self, place: int, **values: Any) -> None:
+        self.events[place] = replace(self.events[place], **values)
+
+    # -- spikes
 
     def _yardstick(self) -> tuple[float, float]:
         """Level and robust standard deviation of the calm losses: their median and its deviations, or a line's.
@@ -153,91 +123,63 @@ class Detector:
         the medians of both halves leaves clearly less, it is the yardstick; but no level under all of the last losses,
         since a fall flattens.
         """
-        losses = [loss for _, loss in [*self._calm][-self.window :]]
-        level = statistics.median(losses)
-        spread = MAD_TO_SIGMA * statistics.median(abs(loss - level) for loss in losses)
+        losses = self._calm
+        level, spread = _median_and_spread(losses)
         half = len(losses) // 2
         slope = (statistics.median(losses[-half:]) - statistics.median(losses[:half])) / (len(losses) - half)
         if slope < 0:
-            flat = [loss + slope * (len(losses) - 1 - i) for i, loss in enumerate(losses)]
-            end = statistics.median(flat)
-            scatter = MAD_TO_SIGMA * statistics.median(abs(loss - end) for loss in flat)
+            end, scatter = _median_and_spread([loss + slope * (len(losses) - 1 - i) for i, loss in enumerate(losses)])
             if scatter < _STEEP * spread:
                 level, spread = max(end, min(losses[-self.fast :])), scatter
         return level, max(spread, _LEAST_SIGMA * abs(level), 1e-12)
 
-    def _loss(self, step: int, loss: float) -> None:
-        if self._excursion is not None:
-            self._follow(self._excursion, step, loss)
-        elif len(self._calm) < self.window // 2:
-            # Nothing to compare with yet, but a loss that is not finite is wrong whatever the others are.
-            if math.isfinite(loss):
-                self._accept(step, loss)
-            else:
-                self._begin(Event("Spike", step, None, math.inf), 0.0, 1e-12, loss, sys.float_info.max)
+    def _compare(self, step: int, loss: float) -> None:
+        level, sigma = self._yardstick()
+        z = (loss - level) / sigma
+        # Noise with long tails falls far as well as it rises; a spike stands clear of that too. What fell further
+        # than a spike rises was no noise.
+        tail = min(-min(self._tail, default=0.0), self.z)
+        if z > max(self.z, _CLEAR * tail):
+            self._begin(step, loss, level, level + self.z / 2 * sigma)
         else:
-            level, sigma = self._yardstick()
-            z = (loss - level) / sigma
-            # Noise with long tails falls far as well as it rises; a spike stands clear of that too. What fell further
-            # than a spike rises was no noise.
-            tail = min(-min(self._tail, default=0.0), self.z)
-            if z > max(self.z, _CLEAR * tail):
-                self._begin(Event("Spike", step, None, loss - level, "open", z), level, sigma, loss)
-            else:
-                self._tail.append(z)
-                self._accept(step, loss)
+            self._tail = [*self._tail, z][-4 * self.window :]
+            self._accept(step, loss)
 
-    def _begin(self, event: Event, level: float, sigma: float, loss: float, back: float | None = None) -> None:
-        limit = level + self.z / 2 * sigma if back is None else back
-        recent = deque([loss], maxlen=3 if back is None else self.fast)
-        self._found.append(event)
-        place = len(self._found) - 1
-        self._excursion = _Excursion(place, self._count, level, sigma, limit, self._count, loss, recent)
+    def _begin(self, step: int, loss: float, level: float, back: float) -> None:
+        self._excursion = _Excursion(len(self.events), level, back, peak=loss, recent=[loss])
+        self.events.append(Event("Spike", step, None, loss - level))
 
     def _follow(self, excursion: _Excursion, step: int, loss: float) -> None:
-        excursion.recent.append(loss)
-        place, event = excursion.place, self._found[excursion.place]
-        if loss > excursion.peak:
-            excursion.peak = loss
-            change: dict[str, Any] = {"size": loss - excursion.level if math.isfinite(loss) else math.inf}
-            if event.kind == "Spike":
-                change["z"] = change["size"] / excursion.sigma
-            self._found[place] = event = replace(event, **change)
+        excursion.recent = [*excursion.recent, loss][-3:]
+        excursion.losses += 1
         if loss > excursion.back:
-            excursion.last_above = self._count
-        lasted = excursion.last_above - excursion.first + 1
-        full = len(excursion.recent) == excursion.recent.maxlen
-        if full and statistics.median(excursion.recent) <= excursion.back:
-            recovery = "fast" if lasted <= self.fast else "slow"
-            self._end(place, step, **({"recovery": recovery} if event.kind == "Spike" else {}))
+            excursion.last_above = excursion.losses
+        excursion.peak = max(excursion.peak, loss)
+        self._change(excursion.place, size=excursion.peak - excursion.level)
+        median = statistics.median(excursion.recent)
+        if len(excursion.recent) == 3 and median <= excursion.back:
+            self._change(excursion.place, end=step, recovery="fast" if excursion.last_above <= self.fast else "slow")
             self._excursion = None
             for value in excursion.recent:
                 if value <= excursion.back:
                     self._accept(step, value)
             return
-        lost = self._count - excursion.first >= self.fast and not any(map(math.isfinite, excursion.recent))
-        patience = self.window
-        if statistics.median(excursion.recent) - excursion.level < (excursion.peak - excursion.level) / 2:
-            patience *= 4  # it is on its way back
-        if (lost or self._count - excursion.first >= patience) and event.kind == "Spike":
-            self._found[place] = Event("Divergence", event.start, None, event.size)
-            if not lost:
-                # From here on the new level is the one to compare with.
-                self._excursion = None
-                self._calm.clear()
-                self._chunk.clear()
-                self._chunks.clear()
-                self._lowest = None
-
-    def _end(self, place: int, step: int, **change: Any) -> None:
-        self._found[place] = replace(self._found[place], end=step, **change)
+        coming_back = median - excursion.level < (excursion.peak - excursion.level) / 2
+        if excursion.losses > self.fast and math.isinf(min(excursion.recent)):
+            self._change(excursion.place, kind="Divergence")
+        elif excursion.losses > self.window * (4 if coming_back else 1):
+            self._change(excursion.place, kind="Divergence")
+            # From here on the new level is the one to compare with.
+            self._excursion, self._lowest = None, None
+            self._calm, self._chunk, self._chunks = [], [], []
 
     def _accept(self, step: int, loss: float) -> None:
-        self._calm.append((step, loss))
-        self._chunk.append((step, loss))
+        self._calm = [*self._calm, loss][-self.window :]
+        if not self._chunk:
+            self._chunk_start = step
+        self._chunk.append(loss)
         if len(self._chunk) == self.window // 4:
-            first, last = self._chunk[0][0], self._chunk[-1][0]
-            self._chunks.append((first, last, statistics.median(value for _, value in self._chunk)))
+            self._chunks.append([self._chunk_start, step, statistics.median(self._chunk)])
             self._chunk = []
             self._slow_rise()
             self._standstill()
@@ -248,11 +190,7 @@ class Detector:
         """A gradual divergence: two chunks in a row far above the lowest one."""
         _, last, level = self._chunks[-1]
         if self._lowest is None or level < self._lowest[1]:
-            self._lowest, self._rising = (last, level), 0
-            if self._drift is not None:
-                self._end(self._drift, last)
-                self._drift = None
-            return
+            self._lowest, self._rising = [last, level], 0
         start, lowest = self._lowest
         _, sigma = self._yardstick()
         # The yardstick of a rising window has the rise in it, so that this errs towards silence.
@@ -260,53 +198,69 @@ class Detector:
         high = level - lowest > max(self.z * spread, 0.05 * abs(lowest))
         self._rising = self._rising + 1 if high else 0
         if self._drift is not None:
-            event = self._found[self._drift]
-            self._found[self._drift] = replace(event, size=max(event.size, level - lowest))
-            if level - lowest < event.size / 2:
-                self._end(self._drift, last)
+            size = max(self.events[self._drift].size, level - lowest)
+            self._change(self._drift, size=size)
+            if level - lowest < size / 2:
+                self._change(self._drift, end=last)
                 self._drift = None
         elif self._rising == 2:
-            self._drift = len(self._found)
-            self._found.append(Event("Divergence", start, None, level - lowest))
+            self._drift = len(self.events)
+            self.events.append(Event("Divergence", start, None, level - lowest))
 
     def _standstill(self) -> None:
         """A plateau: no change over the last chunks, and known well enough to say so."""
-        first, _, level = self._chunks[-1]
+        _, _, level = self._chunks[-1]
         if self._plateau is not None:
-            place, flat, left = self._plateau
-            self._found[place] = replace(self._found[place], size=(flat - level) / abs(flat) if flat else 0.0)
-            left = left + 1 if abs(level - flat) > 2 * _FLAT * abs(flat) else 0
-            self._plateau = (place, flat, left)
-            if left == 2:
-                self._end(place, self._chunks[-3][1] if len(self._chunks) > 2 else first)
+            self._change(self._plateau, size=(self._flat - level) / abs(self._flat) if self._flat else 0.0)
+            self._left = self._left + 1 if abs(level - self._flat) > 2 * _FLAT * abs(self._flat) else 0
+            if self._left == 2:
+                self._change(self._plateau, end=self._chunks[-2][0])
                 self._plateau = None
                 del self._chunks[:-2]
             return
         length = _FLAT_CHUNKS
         while length <= len(self._chunks):
             part = self._chunks[-length:]
-            fall, error = _trend([median for _, _, median in part])
-            middle = statistics.median(median for _, _, median in part)
-            if abs(fall) <= 2 * error + 1e-12 and abs(fall) + 2 * error <= _FLAT * abs(middle):
-                self._plateau = (len(self._found), middle, 0)
-                self._found.append(Event("Plateau", part[0][0], None, fall / abs(middle) if middle else 0.0))
+            medians = [median for _, _, median in part]
+            fall, error = _fall(medians)
+            middle = abs(statistics.median(medians))
+            if abs(fall) <= 2 * error + 1e-12 and abs(fall) + 2 * error <= _FLAT * middle:
+                self._plateau, self._flat, self._left = len(self.events), statistics.median(medians), 0
+                self.events.append(Event("Plateau", part[0][0], None, fall / middle if middle else 0.0))
                 return
             length *= 2
 
 
-def _trend(values: Sequence[float]) -> tuple[float, float]:
-    """By how much a straight line through the values falls from the first to the last, and its standard error."""
-    count = len(values)
-    mean, middle = math.fsum(values) / count, (count - 1) / 2
-    across = count * (count * count - 1) / 12
-    slope = math.fsum((k - middle) * (value - mean) for k, value in enumerate(values)) / across
-    rest = math.fsum((value - mean - slope * (k - middle)) ** 2 for k, value in enumerate(values))
-    return -slope * (count - 1), math.sqrt(rest / (count - 2) / across) * (count - 1)
+def _median_and_spread(losses: list[float]) -> tuple[float, float]:
+    level = statistics.median(losses)
+    return level, MAD_TO_SIGMA * statistics.median(abs(loss - level) for loss in losses)
+
+
+def _fall(values: list[float]) -> tuple[float, float]:
+    """Return by how much a straight line through the values falls from first to last, and its standard error."""
+    places = range(len(values))
+    slope, start = statistics.linear_regression(places, values)
+    rest = math.fsum((value - start - slope * place) ** 2 for place, value in zip(places, values, strict=True))
+    across = statistics.variance(places) * (len(values) - 1)
+    return -slope * (len(values) - 1), math.sqrt(rest / (len(values) - 2) / across) * (len(values) - 1)
 
 
 def events(losses: Iterable[tuple[int, float]], *, z: float = 6.0, window: int = 64) -> list[Event]:
-    """Return the events of a whole curve of steps and losses, by step; ``end`` is None where one was not over."""
+    """Return the events of a whole curve of steps and losses, by step; ``end`` is None where one was not over.
+
+    A step that goes back is a rewind: the losses from there on are judged without those that they replace.
+    """
     detector = Detector(z=z, window=window)
+    found: dict[tuple[int, str], Event] = {}
+    curve: list[tuple[int, float]] = []
     for step, loss in losses:
+        if curve and step < curve[-1][0]:
+            found |= {(e.start, e.kind): e if e.end else replace(e, end=curve[-1][0]) for e in detector.events}
+            curve = [row for row in curve if row[0] < step]
+            detector = Detector(z=z, window=window)
+            for row in curve:
+                detector.update(*row)
+        curve.append((step, loss))
         detector.update(step, loss)
-    return sorted(detector.events, key=lambda event: event.start)
+    found |= {(event.start, event.kind): event for event in detector.events}
+    return [found[key] for key in sorted(found)]

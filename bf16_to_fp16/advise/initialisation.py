@@ -11,7 +11,7 @@ Root mean squares stand for standard deviations: means of weights are near 0, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..families.configs import axis_size
 from ..families.known import family_of
 from ..families.types import Family, Initialisation
-from ..progress import Progress, shown_by
+from ..progress import Progress
 from ..report.screen import console
 from ..wording import counted
 
@@ -58,23 +58,19 @@ def deviation(
 def advise_init(
     source: str | Path,
     *,
-    tensors: Sequence[str] = (),
     subfolder: str | None = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Return the rules for a hidden size, and how far each tensor of a checkpoint is from its family's.
 
-    source: folder or Hub id, or a hidden size such as "14336". tensors: names with wildcards. In ``tensors`` of the
-    result ``times`` is ``rms`` over ``own_rule``, the family's, and ``far`` is 4 times either way. Raises UserError for
-    a source that cannot be read or is of no known family.
+    source: folder or Hub id, or a hidden size such as "14336". In ``tensors`` of the result ``times`` is
+    ``rms`` over ``own_rule``, the family's, and ``far`` is 4 times either way. Raises UserError for a source that
+    cannot be read or is of no known family.
     """
     text = str(source)
-    result: dict[str, Any] = {"mode": "init", "source": None, "tensors": [], "far": []}
     if text.isdecimal() and not Path(text).exists():
-        if tensors or subfolder is not None:
-            raise UserError(f"{text} is a hidden size; leave out --tensor and --subfolder, or give a checkpoint")
-        return result | {"rules": rules_for(int(text))}
-    from .weights import chosen, open_weights  # not for a width, which needs no torch
+        return {"mode": "init", "source": None, "tensors": [], "far": [], "rules": rules_for(int(text))}
+    from .weights import floating_names, open_weights  # not for a width, which needs no torch
 
     checkpoint = open_weights(source, subfolder)
     if not checkpoint.config:
@@ -83,16 +79,14 @@ def advise_init(
         family = family_of(checkpoint.config)
     except UserError as error:
         raise UserError(f"{checkpoint.source}/{error}") from None
-    names = chosen(checkpoint, tensors)
-    with shown_by(progress).step("Measuring the weights") as advance:
-        for place, name in enumerate(names, 1):
-            result["tensors"].append(beside_rule(checkpoint, family, name))
-            advance(place, len(names))
-    return result | {
+    rows = [beside_rule(checkpoint, family, name) for name in floating_names(checkpoint, progress)]
+    return {
+        "mode": "init",
         "source": checkpoint.source,
         "family": family.name,
         "rules": rules_for(axis_size(family, checkpoint.config, "model")),
-        "far": [row["name"] for row in result["tensors"] if row["far"]],
+        "tensors": rows,
+        "far": [row["name"] for row in rows if row["far"]],
     }
 
 

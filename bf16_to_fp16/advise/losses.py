@@ -32,53 +32,46 @@ def read_log(path: str | Path) -> list[tuple[int, float]]:
     """
     path = Path(path)
     if path.is_dir():
-        logs = [
-            *path.glob("log.jsonl"),
-            *path.glob("trainer_state.json"),
-            *path.glob("checkpoint-*/trainer_state.json"),
-        ]
+        names = ("log.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json")
+        logs = [log for name in names for log in path.glob(name)]
         if not logs:
             raise UserError(f"{path}: no trainer_state.json and no log.jsonl in the folder; give the log's file")
         path = max(logs, key=lambda log: (log.parent == path, log.stat().st_mtime, log.parent.name))
     try:
-        rows = rows_of(path.read_text(encoding="utf-8-sig"), path.suffix.lower())
-        curve = curve_of([row for row in rows if isinstance(row, Mapping)])
+        rows = _rows(path.read_text(encoding="utf-8-sig"), path.suffix.lower())
+        curve = _curve([row for row in rows if isinstance(row, Mapping)])
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; {KINDS}") from error
-    except (ValueError, TypeError, OverflowError, csv.Error) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, csv.Error) as error:
         raise UserError(f"{path}: cannot be read as a log ({first_line(error)}); {KINDS}") from error
     if not curve:
         raise UserError(f"{path}: no losses in it; name their column {LOSS_NAMES[0]} or {LOSS_NAMES[1]}")
     return curve
 
 
-def rows_of(text: str, suffix: str) -> list[Any]:
+def _rows(text: str, suffix: str) -> list[Any]:
     if suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
-    if suffix not in (".json", ".jsonl"):
+    if suffix == ".json":
+        return list(loads(text)["log_history"])
+    if suffix != ".jsonl":
         raise ValueError(f"unknown kind of log {suffix!r}")
+    *lines, last = [line for line in text.split("\n") if line.strip()] or [text]
+    rows = [loads(line) for line in lines]
     try:
-        tree = loads(text)
+        return [*rows, loads(last)]
     except ValueError:
-        *lines, last = [line for line in text.split("\n") if line.strip()] or [text]
-        rows = [loads(line) for line in lines]
-        try:
-            return [*rows, loads(last)]
-        except ValueError:
-            if not rows:
-                raise
-            return rows  # of a run that was killed while it wrote
-    return list(tree.get("log_history", [tree])) if isinstance(tree, dict) else list(tree)
+        if not rows:
+            raise
+        return rows  # of a run that was killed while it wrote
 
 
-def curve_of(rows: list[Mapping[str, Any]]) -> list[tuple[int, float]]:
+def _curve(rows: list[Mapping[str, Any]]) -> list[tuple[int, float]]:
     names = {name for row in rows for name in row}
-    loss, step = (next((name for name in known if name in names), "") for known in (LOSS_NAMES, STEP_NAMES))
+    loss, step = (next((name for name in known if name in names), None) for known in (LOSS_NAMES, STEP_NAMES))
     curve: list[tuple[int, float]] = []
-    if not loss:
-        return curve
     for number, row in enumerate(rows):
-        value = row.get(loss)
+        value = None if loss is None else row.get(loss)
         if value is None and "skipped_examples" in row:
             value = math.nan  # a step that a finetune could not take; its log has null for NaN
         if value is None or str(value).strip() == "":
@@ -86,7 +79,7 @@ def curve_of(rows: list[Mapping[str, Any]]) -> list[tuple[int, float]]:
         size = float(value)
         # JSON has no infinity, and this project's logs write the largest double for it.
         size = math.copysign(math.inf, size) if abs(size) == sys.float_info.max else size
-        at = row.get(step)
+        at = None if step is None else row.get(step)
         after = curve[-1][0] + 1 if curve else number
         curve.append((after if at is None or at == "" else int(float(at)), size))
     return curve

@@ -12,7 +12,8 @@ and with it, linearly (Goyal et al., arXiv:1706.02677), the batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from ..families.roles import layer_of
 from ..numerics import BF16_SIGNIFICANT_BITS, FP16_SIGNIFICANT_BITS
-from ..progress import Progress, shown_by
+from ..progress import Progress
 from ..quiet import quiet
 from ..report.screen import console
 from ..wording import counted, rounded_up
-from .weights import chosen, open_weights, tensor_pieces
+from .weights import floating_names, open_weights, tensor_pieces
 
 OPTIMIZERS = ("adamw", "adam", "adafactor", "lion")
 
@@ -47,41 +48,27 @@ LOWEST = -200  # exponent of the first bin of a histogram
 
 @dataclass
 class Layer:
-    """Elements of a tensor by the learning rate from which they move.
+    """``overflow``: elements that are not finite in the format; ``moves``: the others by the rate that moves them."""
 
-    ``moves``: their number by that rate. ``lost``: elements that do not move at the rate that was asked for.
-    ``overflow``: elements that are not finite in the format.
-    """
-
-    name: str
-    elements: int = 0
-    lost: int = 0
     overflow: int = 0
-    moves: dict[float, int] = field(default_factory=dict)
+    moves: Counter[float] = field(default_factory=Counter)
 
-    def join(self, other: Layer) -> None:
-        for name in ("elements", "lost", "overflow"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for rate, count in other.moves.items():
-            self.moves[rate] = self.moves.get(rate, 0) + count
-
-    def rate_for_half(self) -> float | None:
-        reached = 0
-        for rate in sorted(self.moves):
-            reached += self.moves[rate]
-            if 2 * reached >= sum(self.moves.values()):
-                return rate
-        return None
-
-    def to_json(self) -> dict[str, Any]:
-        finite = self.elements - self.overflow
+    def to_json(self, name: str, rate: float) -> dict[str, Any]:
+        finite = self.moves.total()
+        stalled = sum(count for least, count in self.moves.items() if least > rate)
+        half, reached = None, 0
+        for least in sorted(self.moves):
+            reached += self.moves[least]
+            if 2 * reached >= finite:
+                half = least
+                break
         return {
-            "name": self.name,
-            "elements": self.elements,
-            "stalled": self.lost,
-            "stalled_fraction": self.lost / finite if finite else 0.0,
+            "name": name,
+            "elements": finite + self.overflow,
+            "stalled": stalled,
+            "stalled_fraction": stalled / finite if finite else 0.0,
             "overflow": self.overflow,
-            "rate_for_half": self.rate_for_half(),
+            "rate_for_half": half,
         }
 
 
@@ -92,75 +79,58 @@ def advise_updates(
     rate: float = 1e-4,
     optimizer: str = "adamw",
     dtype: str = "bf16",
-    batch_size: int | None = None,
-    tensors: Sequence[str] = (),
     subfolder: str | None = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Return which share of a checkpoint's weights an optimizer's update would not move, and what to do about it.
 
-    rate: the learning rate. optimizer: one of ``OPTIMIZERS``. dtype: of the weights, "bf16" or "fp16". tensors: names
-    with wildcards.
+    rate: the learning rate. optimizer: one of ``OPTIMIZERS``. dtype: of the weights, "bf16" or "fp16".
 
-    The result has ``layers`` and ``tensors`` (name, elements, ``stalled`` ones and their fraction, ``overflow`` for
-    those that the format does not hold, ``rate_for_half``, at which half of them move), the same for all as ``total``,
-    and ``advice``. Raises UserError for settings or a source that cannot be used.
+    The result has ``layers`` (name, elements, ``stalled`` ones and their fraction, ``overflow`` for those that the
+    format does not hold, ``rate_for_half``, at which half of them move), the same for all as ``total``, and ``advice``.
+    Raises UserError for settings or a source that cannot be used.
     """
-    if optimizer not in OPTIMIZERS:
-        raise UserError(f"optimizer {optimizer!r} is not known; choose from {', '.join(OPTIMIZERS)}")
-    if dtype not in FORMATS:
-        raise UserError(f"dtype {dtype!r} is not a 16-bit format; choose from {', '.join(FORMATS)}")
+    for value, choices in ((optimizer, OPTIMIZERS), (dtype, FORMATS)):
+        if value not in choices:
+            raise UserError(f"{value!r} is not known; choose from {', '.join(choices)}")
     if not 0 < rate < math.inf:
         raise UserError(f"the learning rate is {rate:g}; give a positive number")
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"the batch size is {batch_size}; give at least 1")
     checkpoint = open_weights(source, subfolder)
-    names = chosen(checkpoint, tensors)
-    rows: list[Layer] = []
-    with shown_by(progress).step("Looking at the weights") as advance:
-        for place, name in enumerate(names):
-            rows.append(_moving(checkpoint, name, dtype, rate, optimizer))
-            advance(place + 1, len(names))
-    total = Layer("all")
-    layers: dict[str, Layer] = {}
-    for row in rows:
-        layer = layers.setdefault(layer_of(row.name), Layer(layer_of(row.name)))
-        for sums in (layer, total):
-            sums.join(row)
+    total = Layer()
+    layers: defaultdict[str, Layer] = defaultdict(Layer)
+    for name in floating_names(checkpoint, progress):
+        overflow, moves = _moving(checkpoint, name, dtype, optimizer)
+        for sums in (layers[layer_of(name)], total):
+            sums.overflow += overflow
+            sums.moves.update(moves)
     result = {
         "mode": "updates",
         "source": checkpoint.source,
         "optimizer": optimizer,
         "dtype": dtype,
         "learning_rate": rate,
-        "batch_size": batch_size,
-        "total": total.to_json(),
-        "layers": [layer.to_json() for layer in layers.values()],
-        "tensors": [row.to_json() for row in rows],
+        "total": total.to_json("all", rate),
+        "layers": [layer.to_json(name, rate) for name, layer in layers.items()],
     }
     return result | {"advice": _advice(result)}
 
 
-def _moving(checkpoint: Checkpoint, name: str, dtype: str, rate: float, optimizer: str) -> Layer:
-    row = Layer(name)
+def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tuple[int, dict[float, int]]:
+    """Return how many elements are not finite in the format, and how many of the others move from which rate on."""
     exponents = torch.zeros(512, dtype=torch.int64)
-    square = 0.0
+    square, overflow = 0.0, 0
     for part in tensor_pieces(checkpoint, name):
         narrow = part.to(FORMATS[dtype][0])
         finite = narrow[narrow.isfinite()].float()
-        row.overflow += part.numel() - finite.numel()
+        overflow += part.numel() - finite.numel()
         square += float(finite.double().square().sum())
         exponents += torch.bincount(half_gap_exponents(finite, dtype) - LOWEST, minlength=512)
     elements = int(exponents.sum())
     size = 1.0  # of an update, in units of the learning rate
     if optimizer == "adafactor":
         size = max(SMALLEST_SCALE, math.sqrt(square / elements) if elements else 0.0)
-    row.elements = row.overflow + elements
-    for exponent in exponents.nonzero().flatten().tolist():
-        moves_from = math.ldexp(1.0, exponent + LOWEST) / size
-        row.moves[moves_from] = int(exponents[exponent])
-        row.lost += row.moves[moves_from] * (moves_from > rate)
-    return row
+    held = exponents.nonzero().flatten().tolist()
+    return overflow, {math.ldexp(1.0, exponent + LOWEST) / size: int(exponents[exponent]) for exponent in held}
 
 
 def half_gap_exponents(x: Tensor, dtype: str) -> Tensor:
@@ -171,35 +141,26 @@ def half_gap_exponents(x: Tensor, dtype: str) -> Tensor:
 
 
 def _advice(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    total = result["total"]
+    total, dtype = result["total"], result["dtype"]
     if total["stalled_fraction"] <= 0.5:
         return []
-    dtype = result["dtype"]
     stochastic = 'bf16_to_fp16.AdamW(..., rounding="stochastic") moves every weight as far as it should on average'
-    remedies: list[dict[str, Any]] = [
+    needed = rounded_up(total["rate_for_half"], 3)
+    factor = needed / result["learning_rate"]
+    return [
         {"what": "stochastic-rounding", "why": f"{stochastic}, with weights in {dtype} and no copy"},
         {
             "what": "fp32-master",
             "why": f"an fp32 copy of the weights keeps what {dtype} loses, for 4 bytes more a weight",
         },
+        {
+            "what": "learning-rate",
+            "learning_rate": needed,
+            "factor": factor,
+            "why": f"a learning rate of {needed:.3g} ({factor:.3g} times as much) moves half of the weights; scale the"
+            " batch size by the same factor; it may still be too high to train with",
+        },
     ]
-    needed = total["rate_for_half"]
-    if needed is not None:
-        needed = rounded_up(needed, 3)
-        factor = needed / result["learning_rate"]
-        batch = result["batch_size"] and math.ceil(result["batch_size"] * factor)
-        bigger = f"the batch size to {batch:,}" if batch else "the batch size by the same factor"
-        remedies.append(
-            {
-                "what": "learning-rate",
-                "learning_rate": needed,
-                "factor": factor,
-                "batch_size": batch,
-                "why": f"a learning rate of {needed:.3g} ({factor:.3g} times as much) moves half of the weights;"
-                f" scale {bigger}; it may still be too high to train with",
-            }
-        )
-    return remedies
 
 
 def print_updates(result: Mapping[str, Any]) -> None:

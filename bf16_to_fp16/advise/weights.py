@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from ..checkpoint.formats import read_pickle
 from ..checkpoint.headers import FLOATING_DTYPES, read_header
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError
+from ..progress import Progress, shown_by
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,21 +30,15 @@ def open_weights(source: str | Path, subfolder: str | None = None) -> Checkpoint
     return open_checkpoint(source, subfolder)
 
 
-def chosen(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> list[str]:
-    """Return the names of the tensors that match one of ``patterns`` (shell wildcards), all where there are none.
-
-    Raises UserError where none matches, and for a tensor of whole numbers.
-    """
-    names = [n for n in checkpoint.tensors if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)]
+def floating_names(checkpoint: Checkpoint, progress: Progress | bool | None) -> Iterator[str]:
+    """Yield the floating tensors' names and show the progress; raise UserError where there are none."""
+    names = [name for name, info in checkpoint.tensors.items() if info.dtype in FLOATING_DTYPES]
     if not names:
-        known = ", ".join(list(checkpoint.tensors)[:3])
-        raise UserError(f"{checkpoint.source}: no tensor {' or '.join(patterns)}; it has {known}, ...")
-    for name in names:
-        if (dtype := checkpoint.tensors[name].dtype) not in FLOATING_DTYPES:
-            raise UserError(
-                f"{checkpoint.source}: tensor {name} is {dtype}, whole numbers; choose floating ones with --tensor"
-            )
-    return names
+        raise UserError(f"{checkpoint.source}: it holds no floating tensors; give a checkpoint's weights")
+    with shown_by(progress).step("Looking at the weights") as advance:
+        for place, name in enumerate(names):
+            yield name
+            advance(place + 1, len(names))
 
 
 def tensor_pieces(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:

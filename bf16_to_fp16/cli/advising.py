@@ -25,9 +25,6 @@ def advise_command() -> None:
     """Advise on training in 16 bits: updates that vanish, initialisation, loss curves."""
 
 
-tensors = click.option("--tensor", "tensors", multiple=True, metavar="NAME", help="Only these, with *; repeatable.")
-
-
 @advise_command.command("updates")
 @source
 @click.option("--lr", "rate", type=float, default=1e-4, show_default=True, help="The learning rate.")
@@ -40,8 +37,6 @@ tensors = click.option("--tensor", "tensors", multiple=True, metavar="NAME", hel
 @click.option(
     "--dtype", type=click.Choice(["bf16", "fp16"]), default="bf16", show_default=True, help="Format of the weights."
 )
-@click.option("--batch-size", type=int, metavar="N", help="Examples of a step, to advise on with the rate.")
-@tensors
 @subfolder
 @json_file
 def updates_command(source: str, json_file: str | None, **options: Any) -> int:
@@ -54,17 +49,15 @@ def updates_command(source: str, json_file: str | None, **options: Any) -> int:
 
 @advise_command.command("init")
 @source
-@tensors
 @subfolder
 @json_file
-def init_command(source: str, tensors: tuple[str, ...], subfolder: str | None, json_file: str | None) -> int:
+def init_command(source: str, subfolder: str | None, json_file: str | None) -> int:
     """Say how large weights should begin; SOURCE is a checkpoint or a hidden size."""
     if not source.isdecimal():
         check_there(source, or_file=True)
     from ..advise.initialisation import advise_init, print_init
 
-    result = advise_init(source, tensors=tensors, subfolder=subfolder, progress=make_progress())
-    return answer(json_file, result, print_init)
+    return answer(json_file, advise_init(source, subfolder=subfolder, progress=make_progress()), print_init)
 
 
 @advise_command.command("losses")

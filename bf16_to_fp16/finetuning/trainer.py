@@ -411,12 +411,10 @@ class Trainer:
 
     def _rewind(self, state: int, spike: int) -> None:
         now, rewinds, data_step = self.position.step, list(self.position.rewinds), self.training_batches.steps
-        skipped, detector = list(self.position.skipped), self.watch.detector.state_dict()
+        skipped = list(self.position.skipped)
         self._load(state)
         left_out = max(LEFT_OUT, data_step - self.training_batches.steps)
         self.training_batches.skip(left_out)
-        self.watch.detector.load_state_dict(detector)
-        self.watch.detector.rewind(state)
         self.position.skipped = skipped
         note = {"spike": spike, "noticed": now, "back_to": state, "steps_of_data_left_out": left_out}
         self.position.rewinds = [*rewinds, note]

@@ -67,13 +67,12 @@ def test_the_rate_for_half_moves_half_and_half_of_it_does_not(tmp_path: Path) ->
 def test_the_rule_that_a_practitioner_found_by_hand(tmp_path: Path) -> None:
     """At a hidden size of 14336 and the usual initialisation 5e-7 trains next to nothing in bf16, and 1.6e-5 does."""
     file = weights(tmp_path, w=normal(1 << 16, rules_for(14336)["megatron"]).bfloat16())
-    found = advise_updates(file, rate=5e-7, batch_size=16)
+    found = advise_updates(file, rate=5e-7)
     assert found["total"]["stalled_fraction"] > 0.9
     assert [item["what"] for item in found["advice"]] == ["stochastic-rounding", "fp32-master", "learning-rate"]
     last = found["advice"][2]
     assert 5e-6 < last["learning_rate"] <= 1.6e-5
     assert last["factor"] == pytest.approx(last["learning_rate"] / 5e-7)
-    assert last["batch_size"] == math.ceil(16 * last["factor"])  # linearly
     moves = advise_updates(file, rate=1.6e-5)
     assert moves["total"]["stalled_fraction"] < 0.15 and moves["advice"] == []
     assert rules_for(1024)["small"] == math.sqrt(2 / (5 * 1024)) and f"{rules_for(14336)['megatron']:.5f}" == "0.00482"
@@ -84,7 +83,7 @@ def test_adafactors_updates_go_with_the_tensor_or_a_thousandth_and_adams_do_not(
     file = weights(tmp_path, small=w, large=(w * 1024))
 
     def stalled(file: Path, **options: Any) -> list[float]:
-        return [row["stalled_fraction"] for row in advise_updates(file, **options)["tensors"]]
+        return [row["stalled_fraction"] for row in advise_updates(file, **options)["layers"]]
 
     large, small = stalled(file, rate=2e-3, optimizer="adafactor")
     assert small == large
@@ -98,7 +97,7 @@ def test_adafactors_updates_go_with_the_tensor_or_a_thousandth_and_adams_do_not(
 def test_an_overflowing_weight_is_counted_apart(tmp_path: Path) -> None:
     file = weights(tmp_path, zero=torch.zeros(50), w=torch.tensor([1.0, 1e6, math.inf]))
     found = advise_updates(file, rate=1e-4, dtype="fp16")
-    w, zero = found["tensors"]
+    w, zero = found["layers"]
     assert (w["overflow"], w["stalled"], w["stalled_fraction"]) == (2, 1, 1.0)
     assert (zero["overflow"], zero["stalled"]) == (0, 0) and zero["rate_for_half"] is not None
 
@@ -157,12 +156,12 @@ def test_what_is_more_than_four_times_as_large_or_small_is_flagged_and_nothing_e
         for stack, times in (("encoder", (4.0, 4.125, 1.0)), ("decoder", (0.25, 0.24))):
             for i, factor in enumerate(times):
                 model.get_submodule(f"{stack}.block.{i}.layer.0.layer_norm").weight.fill_(factor)
-    tensors = ["encoder.block.1.*", "*.layer.0.layer_norm.weight"]
-    found = advise_init(tiny.save(model, tmp_path / "model"), tensors=tensors)
+    found = advise_init(tiny.save(model, tmp_path / "model"))
+    found["far"] = [name for name in found["far"] if "relative_attention_bias" not in name]
     norms = [f"{stack}.block.1.layer.0.layer_norm.weight" for stack in ("decoder", "encoder")]
     o, wi = (f"encoder.block.1.layer.{name}.weight" for name in ("0.SelfAttention.o", "1.DenseReluDense.wi"))
     assert found["far"] == [norms[0], o, norms[1], wi]
-    wide = next(row for row in found["tensors"] if row["name"].endswith("o.weight"))
+    wide = next(row for row in found["tensors"] if row["name"] == o)
     assert wide["times"] == pytest.approx(5, rel=0.1)
 
 
@@ -191,7 +190,7 @@ def test_an_infinite_weight_is_flagged_and_left_out_of_the_rest(
     name = "encoder.block.0.layer.0.SelfAttention.q.weight"
     w = model.get_parameter(name).data
     w[1, 2] = math.inf
-    (row,) = advise_init(tiny.save(model, tmp_path / "model"), tensors=[name])["tensors"]
+    (row,) = (row for row in advise_init(tiny.save(model, tmp_path / "model"))["tensors"] if row["name"] == name)
     finite = w.bfloat16().double()[w.isfinite()]
     assert (row["nonfinite"], row["elements"], row["far"]) == (1, w.numel(), True)
     assert row["rms"] == pytest.approx(float(finite.square().mean().sqrt()))
@@ -247,8 +246,8 @@ def advise(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_every_mode_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = advise(capsys, "updates", T5, "--lr", "5e-7", "--batch-size", 32)
-    assert "encoder.block.3" in out and "1,616,512" in out and "the batch size to 15,680" in " ".join(out.split())
+    out = advise(capsys, "updates", T5, "--lr", "5e-7")
+    assert "encoder.block.3" in out and "1,616,512" in out
     assert re.search(r"1\. bf16_to_fp16\.AdamW.*2\. an fp32 copy.*3\. a learning rate of 0\.000245", out, re.S)
     assert "nothing to do" in advise(capsys, "updates", T5, "--lr", "0.01")
     out = advise(capsys, "init", T5)
@@ -293,8 +292,7 @@ def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         (["updates", "{t5}", "--dtype", "fp8"], "'fp8' is not one of 'bf16', 'fp16'"),
         (["updates", "{t5}", "--lr", "0"], "the learning rate is 0; give a positive number"),
         (["updates", "{t5}", "--lr", "nan"], "the learning rate is nan; give a positive number"),
-        (["updates", "{t5}", "--tensor", "x.*"], "no tensor x.*; it has "),
-        (["updates", "{ids}"], "tensor w is I64, whole numbers"),
+        (["updates", "{ids}"], "it holds no floating tensors"),
         (["init", "{ids}"], "a file alone does not say what its tensors are"),
         (["updates", "{tmp}/none"], "none does not exist"),
         (["updates", "{tmp}/empty.csv"], "is not a checkpoint; give its folder, a .safetensors file or a Hub id"),
@@ -304,7 +302,6 @@ def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         (["losses", "{tmp}/short.csv"], "10 losses are too few for a --window of 64"),
         (["losses", "{tmp}/long.csv", "--window", "3"], "a window of 3 and a z of 6 compare nothing"),
         (["init", "512", "--lr", "1e-4"], "No such option '--lr'"),
-        (["losses", "{tmp}/long.csv", "--tensor", "a"], "No such option '--tensor'"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -26,15 +26,10 @@ def test_a_trainers_state_is_read(tmp_path: Path) -> None:
     assert read_log(path) == read_log(folder) == read_log(tmp_path / "run") == CURVE
 
 
-def test_rows_of_csv_and_json_are_read(tmp_path: Path) -> None:
+def test_rows_of_csv_and_jsonl_are_read(tmp_path: Path) -> None:
     lines = tmp_path / "log.jsonl"
     lines.write_text("\n".join(map(json.dumps, ROWS)) + '\n{"step": 60, "lo', encoding="utf-8")  # killed in a write
     assert read_log(lines) == CURVE
-    array = tmp_path / "log.json"
-    array.write_text(json.dumps(ROWS), encoding="utf-8")
-    assert read_log(array) == CURVE
-    array.write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
-    assert read_log(array) == CURVE
     table = tmp_path / "log.csv"
     with table.open("w", newline="", encoding="utf-8-sig") as file:
         writer = csv.DictWriter(file, ["step", "note", "loss", "loss_scale"])
