@@ -66,6 +66,9 @@ Row = tuple[str, str | None]  # text and target of a row; a row whose text is bl
 
 
 class _Rows:
+    """The rows of some data: ``training`` and ``held_out`` are their numbers, ``sizes`` their characters, 0 if blank.
+    whole: all of them are held out."""
+
     def __init__(self, data: Data, seed: int, *, whole: bool = False) -> None:
         self.dataset, self.columns = open_texts(
             data.path,
@@ -74,46 +77,25 @@ class _Rows:
             input_column=data.input_column,
             target_column=data.target_column,
         )
-        self.sizes = self._sizes()
+        contents = itertools.chain.from_iterable(map(self._rows, self.dataset.iter(batch_size=10_000)))
+        sizes = (len(text) + len(target or "") if text and text.strip() else 0 for text, target in contents)
+        self.sizes = np.fromiter(sizes, np.int64)
         rows = np.flatnonzero(self.sizes)
         if not len(rows):
             raise UserError(f"{data.path}: no examples in it; give data with at least one line of text")
         # At least one where any are wanted, and never all.
         share = min(max(1, round(len(rows) * data.held_out)), len(rows) - 1) if data.held_out else 0
-        count = len(rows) if whole else share
         mixed = np.random.default_rng([seed, _SPLIT]).permutation(rows)
-        self.kept_out = mixed[:count].tolist()
-        self.training = np.sort(mixed[count:])
+        count = len(rows) if whole else share
+        self.held_out, self.training = mixed[:count].tolist(), np.sort(mixed[count:])
 
-    def _sizes(self) -> np.ndarray:
-        import pyarrow.compute as compute
-
-        sizes = [np.zeros(0, np.int64)]
-        for table in self.dataset.with_format("arrow").iter(batch_size=10_000):
-            parts = [compute.fill_null(table.column(name), "") for name in self.columns if name is not None]
-            lengths = [compute.utf8_length(part).to_numpy().astype(np.int64) for part in parts]
-            blank = compute.utf8_length(compute.utf8_trim_whitespace(parts[0])).to_numpy() == 0
-            sizes.append(np.where(blank, 0, sum(lengths)))
-        return np.concatenate(sizes)
-
-    def read(self, rows: Sequence[int]) -> list[Row]:
-        part = self.dataset[[int(row) for row in rows]]
+    def _rows(self, part: Mapping[str, list[Any]]) -> Iterator[Row]:
         text, target = self.columns
         targets = part[target] if target is not None else itertools.repeat(None)
-        return list(zip(part[text], targets, strict=False))
+        return zip(part[text], targets, strict=False)
 
-    def held_out(self, count: int | None) -> tuple[list[int], list[Row]]:
-        rows = self.kept_out[:count]
-        return rows, self.read(rows) if rows else []
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "rows": len(self.sizes),
-            "blank": int((self.sizes == 0).sum()),
-            "training": len(self.training),
-            "held_out": len(self.kept_out),
-            "characters": int(self.sizes.sum()),
-        }
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        return list(self._rows(self.dataset[[int(row) for row in rows]]))
 
 
 def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator) -> np.ndarray:
@@ -165,20 +147,12 @@ class Corpus:
             self.target_length = min(self.target_length, max(1, longest // 2))
             longest -= self.target_length
         self.input_length = min(data.input_length, longest)
-        whole = self.objective == "denoising"
-        density, span = objectives.DENSITY, objectives.BYTE_SPAN if self.conventions.bytes else objectives.SUBWORD_SPAN
-        if whole:
-            density, span = objectives.DENOISING_DENSITY, objectives.DENOISING_SPAN
-        self.density, self.mean_span = data.noise_density or density, data.mean_span_length or span
         before, after = self.conventions.before, self.conventions.after
         # A decoder begins with a token that it is given, and must learn to end, whatever the tokenizer puts there.
         self.target_frame = before[before[:1] == (decoder_start(config),) :], after or (self.conventions.end,)
-        self.window = max(1, self.input_length - max(1, len(before) + len(after)))
-        if whole:
-            self.window = max(1, min(self.window, self.target_length - sum(map(len, self.target_frame))))
-        if self.objective == "span-corruption":
-            lengths, count = (self.input_length, self.target_length), len(self.conventions.sentinels)
-            self.window = objectives.window_length(*lengths, self.density, self.mean_span, count)
+        density, span = self.conventions.noise
+        self.density, self.mean_span = data.noise_density or density, data.mean_span_length or span
+        self.window = self._window()
         # Text may spell a special token; taken for one it would break the target. Bytes are text, whatever they mean.
         highest = objectives.BYTE_SENTINEL if self.conventions.bytes else -1
         named = [k for k in self.conventions.sentinels if k > highest]
@@ -186,40 +160,26 @@ class Corpus:
         self._reserved = {*named, *before, *after, *(getattr(self.conventions, name) for name in names)}
 
     def _objective(self) -> objectives.Objective:
-        asked, path = self.data.objective, self.data.path
-        paired = all(source.columns[1] is not None for source in (self.rows, self.held_out_rows))
         if not self.predicts:
-            if asked not in ("auto", "none"):
-                raise UserError(
-                    f"objective {asked} needs a model that predicts tokens, and this one does not; use auto"
-                )
             return "text"
-        if self.causal and asked in ("span-corruption", "gap-sentences", "denoising"):
-            raise UserError(f"objective {asked} needs a decoder beside an encoder, and this model has none; use auto")
-        if not self.causal and asked == "next-token":
-            raise UserError("objective next-token needs a model that goes on with its input; use auto")
-        if asked == "none" or (asked == "auto" and paired):
-            if not paired:
-                raise UserError(
-                    f"{path}: objective none needs targets; name target_column, or let plain text have objective auto"
-                )
+        if all(rows.columns[1] is not None for rows in (self.rows, self.held_out_rows)):
             return "pairs"
         if self.causal:
             return "next-token"
-        by_tokenizer: dict[Any, tuple[bool, str]] = {
-            "gap-sentences": (self.conventions.mask is not None, "no <mask_1> for a sentence; use span-corruption"),
-            "denoising": (self.conventions.span_mask is not None, "no mask for any span; let the objective be auto"),
-            "span-corruption": (
-                bool(self.conventions.sentinels),
-                "no sentinels for span corruption; give data.first_sentinel, or targets",
-            ),
-        }
-        made_by = (name for name, (there, _) in by_tokenizer.items() if there)
-        chosen: objectives.Objective = next(made_by, "span-corruption") if asked == "auto" else asked
-        there, lacking = by_tokenizer[chosen]
-        if not there:
-            raise UserError(f"{self.folder}: the tokenizer has {lacking}")
-        return chosen
+        if self.conventions.objective is None:
+            raise UserError(
+                f"{self.folder}: the tokenizer has no sentinels and no mask; give data.first_sentinel, or targets"
+            )
+        return self.conventions.objective
+
+    def _window(self) -> int:
+        if self.objective == "span-corruption":
+            lengths, count = (self.input_length, self.target_length), len(self.conventions.sentinels)
+            return objectives.window_length(*lengths, self.density, self.mean_span, count)
+        window = self.input_length - max(1, len(self.conventions.before) + len(self.conventions.after))
+        if self.objective == "denoising":
+            window = min(window, self.target_length - sum(map(len, self.target_frame)))
+        return max(1, window)
 
     def tokens(self, text: str) -> list[int]:
         """Return the ids of plain text, without the end and without special tokens that the text happens to spell."""
@@ -240,79 +200,55 @@ class Corpus:
         text, target = content
         if self.objective == "pairs":
             if target is None:
-                raise UserError(f"{self.data.path}: row {row} has no target; give every row one, or an objective")
-            if not self.causal:
-                before, after = self.target_frame
-                room = max(1, self.target_length - len(before) - len(after))
-                ids = self._cut(target, room, add_special_tokens=False)
-                return self._cut(text, self.input_length), [*before, *ids, *after]
-            answer = self._cut(target, self.target_length - 1, add_special_tokens=False)
-            prompt = without_end(torch.tensor(self._cut(text, self.input_length)), self.tokenizer)
-            return prompt.tolist(), [*answer, self.conventions.end]
+                raise UserError(f"{self.data.path}: row {row} has no target; give every row one")
+            return self._pair(text, target)
         rng = np.random.default_rng([self.seed, _HELD_OUT if held_out else _TRAINING, epoch, row])
         if len(text) > (most := self.window * _CHARACTERS):
             first = _first(len(text), most, rng)
             text = text[first : first + most]
-        if self.objective == "gap-sentences":
-            return self._gaps(text, rng)
-        if self.objective == "denoising":
-            return self._denoised(text, rng)
-        tokens, end = self.tokens(text), self.conventions.end
+        if self.objective in ("gap-sentences", "denoising"):
+            return self._of_sentences(text, rng)
+        tokens, given = self.tokens(text), self.conventions
         if self.objective == "next-token":
-            tokens = [*tokens, end]
+            tokens = [*tokens, given.end]
         first = _first(len(tokens), self.window, rng)
         tokens = tokens[first : first + self.window]
         if self.objective == "next-token":
-            given = max(1, len(self.conventions.before))
-            tokens = [*self.conventions.before, *tokens]
-            return tokens[:given], tokens[given:]
+            tokens, known = [*given.before, *tokens], max(1, len(given.before))
+            return tokens[:known], tokens[known:]
         if self.objective == "text":
-            return [*self.conventions.before, *tokens, *self.conventions.after], []
+            return [*given.before, *tokens, *given.after], []
         spans = objectives.noise_spans(len(tokens), self.density, self.mean_span, rng)
-        return objectives.span_corruption(tokens, spans, self.conventions.sentinels, end)
+        return objectives.span_corruption(tokens, spans, given.sentinels, given.end)
+
+    def _pair(self, text: str, target: str) -> tuple[list[int], list[int]]:
+        source = self._cut(text, self.input_length)
+        if self.causal:
+            answer = self._cut(target, self.target_length - 1, add_special_tokens=False)
+            return without_end(torch.tensor(source), self.tokenizer).tolist(), [*answer, self.conventions.end]
+        before, after = self.target_frame
+        room = max(1, self.target_length - len(before) - len(after))
+        return source, [*before, *self._cut(target, room, add_special_tokens=False), *after]
 
     def _cut(self, text: str, length: int, **options: Any) -> list[int]:
         # No token is longer than this, so that the cut text has the same first ids.
         ids = self.tokenizer(text[: 64 * length], truncation=True, max_length=length, **options)["input_ids"]
         return self._checked(list(ids))
 
-    def _denoised(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    def _of_sentences(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
         sentences = [self.tokens(sentence) for sentence in objectives.split_sentences(text)]
         first = _first(sum(map(len, sentences)), self.window, rng)
         pieces, place = [], 0
         for ids in sentences:
             pieces.append(ids[max(0, first - place) : max(0, first + self.window - place)])
             place += len(ids)
-        mask = self.conventions.span_mask
-        assert mask is not None
-        source, target = objectives.denoising(
-            pieces, density=self.density, mean_span=self.mean_span, mask=mask, rng=rng
-        )
+        given, noise = self.conventions, {"density": self.density, "mean_span": self.mean_span}
+        if given.mask is not None:
+            return objectives.gap_sentences(pieces, mask=given.mask, end=given.end, most=self.target_length, rng=rng)
+        assert given.span_mask is not None
+        source, target = objectives.denoising(pieces, **noise, mask=given.span_mask, rng=rng)
         before, after = self.target_frame
-        return [*self.conventions.before, *source, *self.conventions.after], [*before, *target, *after]
-
-    def _gaps(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-        limit = min(self.window, self.target_length - 1)
-        sentences: list[tuple[str, list[int]]] = []
-        for sentence in objectives.split_sentences(text):
-            ids = self.tokens(sentence)
-            parts = [ids[k : k + limit] for k in range(0, len(ids), limit)]
-            texts = [sentence] if len(parts) == 1 else [self.tokenizer.decode(part) for part in parts]
-            sentences += zip(texts, parts, strict=True)
-        lengths = np.array([len(ids) for _, ids in sentences], np.int64)
-        # Any sentence from which the rest still fills the window may be the first.
-        rest = np.cumsum(lengths[::-1])[::-1]
-        last = int((rest > self.window).sum())
-        first = int(rng.integers(last + 1))
-        fitting = int((np.cumsum(lengths[first:]) <= self.window).sum())
-        sentences = sentences[first : first + fitting]
-        if len(sentences) == 1 and len(sentences[0][1]) > 1:
-            ids = sentences[0][1]
-            sentences = [("", ids[: len(ids) // 2]), ("", ids[len(ids) // 2 :])]
-        mask = self.conventions.mask
-        assert mask is not None
-        end = self.conventions.end
-        return objectives.gap_sentences(sentences, mask=mask, end=end, target_length=self.target_length, rng=rng)
+        return [*given.before, *source, *given.after], [*before, *target, *after]
 
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
         pairs = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]
@@ -331,21 +267,14 @@ class Corpus:
     def training_batches(self, rank: int = 0, world: int = 1) -> TrainingBatches:
         return TrainingBatches(self, rank, world)
 
-    def check_processes(self, count: int) -> None:
-        examples = len(self.rows.training)
-        if examples < count:
-            raise UserError(
-                f"{self.data.path}: {examples} examples to train on are too few for {count} processes;"
-                " give more data or launch fewer processes"
-            )
-
     def held_out(self, examples: int | None = None, rank: int = 0, world: int = 1) -> list[TrainingBatch]:
         """Return the held-out batches of one of ``world`` processes, the same at every call.
 
         examples: at most so many in all. Every process gets equally many batches; one for which none is left gets a
         batch without examples, whose labels are all −100.
         """
-        numbers, contents = self.held_out_rows.held_out(examples)
+        numbers = self.held_out_rows.held_out[:examples]
+        contents = self.held_out_rows.read(numbers) if numbers else []
         rows = [(0, row, content) for row, content in zip(numbers, contents, strict=True)]
         rows.sort(key=lambda item: -len(item[2][0]))
         size = self.data.batch_size * world
@@ -368,7 +297,13 @@ class Corpus:
         return [self.batch(rows[first : first + size], held_out=True) for first in range(0, len(rows), size)]
 
     def describe(self) -> dict[str, Any]:
-        described = self.rows.describe() | {
+        sizes = self.rows.sizes
+        described: dict[str, Any] = {
+            "rows": len(sizes),
+            "blank": int((sizes == 0).sum()),
+            "training": len(self.rows.training),
+            "held_out": len(self.held_out_rows.held_out),
+            "characters": int(sizes.sum()),
             "path": self.data.path,
             "objective": self.objective,
             "input_length": self.input_length,
@@ -376,14 +311,10 @@ class Corpus:
             "window": self.window,
             "seed": self.seed,
         }
-        if self.data.held_out_path is not None:
-            described["held_out"] = self.held_out_rows.describe()["held_out"]
         if self.objective in ("span-corruption", "denoising"):
-            described["noise_density"], described["mean_span_length"] = self.density, self.mean_span
+            described |= {"noise_density": self.density, "mean_span_length": self.mean_span}
         if self.objective == "span-corruption":
             described["first_sentinel"] = self.conventions.sentinels[0]
-        if self.objective == "gap-sentences":
-            described["gap_ratio"], described["mask"] = objectives.GAP_RATIO, self.conventions.mask
         return described
 
 
@@ -408,9 +339,7 @@ class TrainingBatches(Iterator[TrainingBatch]):
     is made up; each process then takes its share of each forward pass.
     """
 
-    def __init__(self, corpus: Corpus, rank: int = 0, world: int = 1) -> None:
-        if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} of {world}")
+    def __init__(self, corpus: Corpus, rank: int, world: int) -> None:
         self.corpus, self.rank, self.world = corpus, rank, world
         self.pass_examples = corpus.data.batch_size * world
         self.step_examples = self.pass_examples * corpus.data.gradient_accumulation
@@ -443,21 +372,17 @@ class TrainingBatches(Iterator[TrainingBatch]):
         self._pass = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "pass": self._pass, "settings": self._settings()}
-
-    def _settings(self) -> dict[str, Any]:
-        described = {key: value for key, value in self.corpus.describe().items() if key != "path"}
-        return described | {
-            "step_examples": self.step_examples,
-            "gradient_accumulation": self.corpus.data.gradient_accumulation,
-        }
+        settings = self.corpus.describe() | {"step_examples": self.step_examples}
+        settings["gradient_accumulation"] = self.corpus.data.gradient_accumulation
+        del settings["path"]
+        return {"steps": self.steps, "pass": self._pass, "settings": settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where ``state`` was taken: the next batch is, bit for bit, the one that came next there.
 
         Raises UserError where data or settings are others than there, since every following batch would differ.
         """
-        now, then = self._settings(), state["settings"]
+        now, then = self.state_dict()["settings"], state["settings"]
         if not state["pass"]:  # between two steps it does not matter how a step is cut into passes
             now, then = ({**settings, "gradient_accumulation": None} for settings in (now, then))
         changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]

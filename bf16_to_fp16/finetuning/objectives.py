@@ -1,7 +1,7 @@
 """What the families were pretrained on, made from plain text: span corruption, gap sentences, denoising, next tokens.
 
 Span corruption (Raffel et al. 2020, §3.1.4): spans of tokens become sentinels, and the target lists them. Gap sentences
-(Zhang et al. 2020, PEGASUS): the sentences that share most words with the rest are masked, and are the target.
+(Zhang et al. 2020, PEGASUS, "Random"): some of the sentences are masked, and are the target.
 Denoising (Liu et al. 2020, mBART): the sentences change places, spans become one mask each, and the target is the text
 as it was. The next token of a causal language model: the target is the text behind its first token.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,12 +26,10 @@ SENTINELS = 100  # most sentinels of one example: what T5 was pretrained with
 BYTE_SENTINEL = 258
 """First sentinel of ByT5 (Xue et al. 2022), which counts down through byte ids: no UTF-8 text has bytes from 248."""
 
-DENSITY, SUBWORD_SPAN, BYTE_SPAN = 0.15, 3.0, 20.0
-"""Share of the tokens that are noise (T5), and mean length of a span of subwords (T5) and of bytes (ByT5)."""
+SUBWORDS, BYTES, WHOLE_TEXT = (0.15, 3.0), (0.15, 20.0), (0.35, 3.5)
+"""Share of the tokens that are noise, and mean length of a span: T5's, ByT5's, and mBART's."""
 
 GAP_RATIO = 0.3  # share of the sentences that gap sentences take out, between Pegasus's 0.15 and 0.45
-
-DENOISING_DENSITY, DENOISING_SPAN = 0.35, 3.5  # the same where a text is denoised as a whole (mBART)
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
@@ -114,42 +111,29 @@ def split_sentences(text: str) -> list[str]:
 _SENTENCE_END = re.compile(r"""[.!?]+["'”’»)\]]*\s+(?![a-zß-öø-ÿ\s])|[。！？]+[」』”’）]*\s*|\s*\n\s*""")
 
 
-def principal_sentences(sentences: Sequence[str], rng: np.random.Generator | None = None) -> list[int]:
-    """Return the indices of the sentences by ROUGE-1 F1 between one's words and all the others' (PEGASUS's "Ind-Orig"),
-    the largest first; with ``rng`` times 0.8 to 1.2 at random, as for PEGASUS large. Equal ones keep their order."""
-    words = [Counter(re.findall(r"\w+", sentence.lower())) for sentence in sentences]
-    total = sum(words, Counter[str]())
-    everything = max(1, total.total())
-    # With `shared` words in common, precision shared/size and recall shared/(everything − size) give this F1.
-    shared = [sum(min(count, total[word] - count) for word, count in counts.items()) for counts in words]
-    scores = [2 * words_shared / everything for words_shared in shared]
-    noise = np.ones(len(words)) if rng is None else rng.uniform(0.8, 1.2, len(words))
-    return sorted(range(len(words)), key=lambda k: (-scores[k] * noise[k], k))
-
-
 def gap_sentences(
-    sentences: Sequence[tuple[str, Sequence[int]]],
-    *,
-    mask: int,
-    end: int,
-    target_length: int,
-    rng: np.random.Generator,
+    sentences: Sequence[Sequence[int]], *, mask: int, end: int, most: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids: the principal sentences become ``mask``, and the target lists them.
+    """Return (input, target) ids: some sentences become a ``mask`` each, and the target of at most so many ids, ``end``
+    included, lists them.
 
-    sentences: text and ids of each. At least one is masked and, of two or more, at least one is kept; one that no
-    longer fits into the target of ``target_length`` ids, ``end`` included, is passed over.
+    At least one is masked and, of two or more, at least one is kept; one sentence alone, or one that is longer than a
+    target, is taken for several.
     """
-    wanted = max(1, min(round(len(sentences) * GAP_RATIO), len(sentences) - 1))
-    room = target_length - 1
+    room = most - 1
+    parts = [ids[k : k + room] for ids in sentences for k in range(0, len(ids), room)]
+    if len(parts) == 1 and len(parts[0]) > 1:
+        half = len(parts[0]) // 2
+        parts = [parts[0][:half], parts[0][half:]]
+    wanted = max(1, min(round(len(parts) * GAP_RATIO), len(parts) - 1))
     chosen: set[int] = set()
-    for k in principal_sentences([text for text, _ in sentences], rng):
-        if len(chosen) < wanted and len(sentences[k][1]) <= room:
+    for k in rng.permutation(len(parts)):
+        if len(chosen) < wanted and len(parts[k]) <= room:
             chosen.add(k)
-            room -= len(sentences[k][1])
+            room -= len(parts[k])
     source: list[int] = []
     target: list[int] = []
-    for k, (_, ids) in enumerate(sentences):
+    for k, ids in enumerate(parts):
         if k in chosen:
             target += ids
         source += [mask] if k in chosen else ids
@@ -170,6 +154,20 @@ class Conventions:
     span_mask: int | None = None
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+
+    @property
+    def objective(self) -> Objective | None:
+        """What plain text is turned into for an encoder and decoder; None where the tokenizer has no id for it."""
+        if self.mask is not None:
+            return "gap-sentences"
+        if self.span_mask is not None:
+            return "denoising"
+        return "span-corruption" if self.sentinels else None
+
+    @property
+    def noise(self) -> tuple[float, float]:
+        """Return the share of the tokens that are noise, and the mean length of a span."""
+        return WHOLE_TEXT if self.objective == "denoising" else BYTES if self.bytes else SUBWORDS
 
 
 def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = None) -> Conventions:

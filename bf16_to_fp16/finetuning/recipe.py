@@ -58,9 +58,6 @@ class Data(Section):
     split: NonBlank = _key("train", "split of the Hub dataset")
     input_column: NonBlank | None = _key(None, "column of the texts; else `input`, `text` or the first text")
     target_column: NonBlank | None = _key(None, "column of the targets; else `target`, where there is one")
-    objective: Literal["auto", "span-corruption", "gap-sentences", "denoising", "next-token", "none"] = _key(
-        "auto", "what plain text is turned into; auto: targets where there are any, else the model's own"
-    )
     noise_density: float | None = _key(
         None, "share of the tokens taken out in spans; default 0.15, denoising 0.35", gt=0, lt=1
     )
@@ -77,10 +74,6 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Data:
-        if self.target_column is not None and self.objective not in ("auto", "none"):
-            raise ValueError(
-                f"objective {self.objective} makes its own targets; remove target_column, or set objective to none"
-            )
         if self.target_column is not None and self.target_column == self.input_column:
             raise ValueError("input_column and target_column are the same column; name two")
         return self

@@ -208,7 +208,6 @@ def train(
         seed=recipe.seed,
     )
     accelerator = make_accelerator(recipe, place)
-    corpus.check_processes(accelerator.num_processes)
     main = accelerator.is_main_process
     progress = shown_by(progress) if main else Progress(quiet=True)
     say_where_saved_again(checkpoint, progress)

@@ -21,7 +21,6 @@ import yaml
 from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
 from support.forked import in_a_fork
-from support.launching import command, run
 from transformers import ByT5Tokenizer
 
 from bf16_to_fp16 import cli
@@ -411,14 +410,3 @@ def test_without_a_tokenizer_it_works_and_says_so(
     one_file = ["convert", str(good), str(tmp_path / "file.safetensors"), "--layout", "single", "--no-audit"]
     assert cli.main(one_file) in (0, 1)  # which never holds one
     assert "has no tokenizer" not in capfd.readouterr().err
-
-
-def test_more_processes_than_examples_are_one_line(good: Path, warm_python: Path, tmp_path: Path) -> None:
-    """The real launcher, two processes and one example."""
-    shutil.copytree(good, tmp_path / "source")
-    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "source")
-    file = recipe(Place(tmp_path), content=b"one line\n", data={"first_sentinel": 96})[1]
-    said = run(command(warm_python, "ddp", 2, Path(file), tmp_path / "out"), status=1)  # the launcher's own status
-    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert "text.txt" in line and "2 processes" in line and "launch fewer processes" in line
-    assert not (tmp_path / "out").exists()

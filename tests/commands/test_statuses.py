@@ -84,7 +84,7 @@ def test_a_tokenizer_that_fails_at_the_first_text_is_one_line(
     config.write_text(json.dumps({**json.loads(config.read_text()), "model_max_length": [1]}))
     (tmp_path / "text.txt").write_text("some words\n" * 9)
     (tmp_path / "recipe.yaml").write_text(
-        f"source: {tmp_path}/source\nout: {tmp_path}/out\ndata: {{path: {tmp_path}/text.txt, objective: none}}\n"
+        f"source: {tmp_path}/source\nout: {tmp_path}/out\ndata: {{path: {tmp_path}/text.txt}}\n"
     )
     assert "no usable tokenizer" in refused(capsys, "finetune", tmp_path / "recipe.yaml")
 

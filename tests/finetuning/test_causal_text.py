@@ -14,7 +14,6 @@ from support.contract import layout_of
 from support.learner import recipe_tree
 from tokenizers import processors
 
-from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus
 from bf16_to_fp16.finetuning.distillation import Teacher, arguments, counted_positions, task_loss
 from bf16_to_fp16.finetuning.recipe import Data, parse_recipe
@@ -147,9 +146,3 @@ def test_what_no_text_goes_through_waits_for_no_gradient() -> None:
     frozen = {name.split(".")[1] for name, p in model.named_parameters() if not p.requires_grad}
     trained = {name.split(".")[1] for name, p in model.named_parameters() if p.requires_grad}
     assert frozen == {"vision_tower", "multi_modal_projector"} and trained == {"language_model"}
-
-
-@pytest.mark.parametrize("objective", ["span-corruption", "gap-sentences"])
-def test_an_objective_of_a_decoder_is_refused_in_one_line(objective: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="needs a decoder beside an encoder, and this model has none; use auto"):
-        opened(tmp_path, [{"text": "a"}], objective=objective)

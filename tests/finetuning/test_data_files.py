@@ -53,11 +53,11 @@ NAMED = {"text": "not me", "document": "d", "summary": "s", "target": "t", "numb
 @pytest.mark.parametrize(
     ("row", "columns", "text", "target"),
     [
-        (NAMED, {"input_column": "document", "target_column": "summary", "objective": "none"}, "d", "s"),
+        (NAMED, {"input_column": "document", "target_column": "summary"}, "d", "s"),
         (NAMED, {"target_column": "summary"}, "not me", "s"),
-        (NAMED, {"input_column": "document", "objective": "span-corruption"}, "d", None),
+        (NAMED, {"input_column": "document"}, "d", "t"),
         # A target that is named as the input is not its own answer, nor is a named target the input.
-        (NAMED, {"input_column": "target", "objective": "auto"}, "t", None),
+        (NAMED, {"input_column": "target"}, "t", None),
         ({"answer": "a", "question": "q", "other": "o"}, {"target_column": "answer"}, "q", "a"),
         ({"target": "t", "answer": "a"}, {"target_column": "answer"}, "t", "a"),
     ],

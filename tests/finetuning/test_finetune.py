@@ -80,8 +80,7 @@ def test_a_pegasus_whose_head_stands_apart_is_finetuned_with_one_embedding(tmp_p
             part.embed_tokens.weight.copy_(model.model.shared.weight)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "apart")
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "apart")
-    changes = {"data": {"objective": "span-corruption"}, "schedule": {"steps": 1}}
-    recipe = written(source, tmp_path, source=str(tmp_path / "apart"), **changes)
+    recipe = written(source, tmp_path, source=str(tmp_path / "apart"), schedule={"steps": 1})
     result = finetune(recipe)
     assert result is not None and result.safe
     embedding = load(tmp_path / "out", torch.float32).model

@@ -116,9 +116,9 @@ def test_the_status_of_a_launch_is_that_of_the_command(tmp_path: Path, warm_pyth
     """An error of a process is one line, and 2."""
     source = saved(tmp_path / "source", 1)
     (tmp_path / "recipe.yaml").write_text(f"source: {source}\nout: out\ndata: {{path: shipped:held_out.txt}}\n")
-    words = ["launch", "recipe.yaml", "--gpus", "2", "--run", "--set", "data.objective=gap-sentences"]
+    words = ["launch", "recipe.yaml", "--gpus", "2", "--run", "--set", "data.first_sentinel=999"]
     command = [str(warm_python), "-m", "bf16_to_fp16", *words]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | ON_CPU, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line]
-    assert line.startswith("error: ") and "use span-corruption" in line
+    assert line.startswith("error: ") and "data.first_sentinel is 999" in line

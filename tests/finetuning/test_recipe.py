@@ -39,7 +39,7 @@ def test_five_lines_are_a_recipe_with_usable_defaults(tmp_path: Path) -> None:
     assert (recipe.source, recipe.out, recipe.data.path) == ("org/model", "model-fp16", "texts.jsonl")
     assert (recipe.precision, recipe.rescale, recipe.target) == (("bf16", "fp16"), True, "half")
     assert (recipe.optimizer.relative, recipe.schedule.learning_rate) == (True, 4e-3)
-    assert (recipe.data.objective, recipe.data.noise_density) == ("auto", None)
+    assert recipe.data.noise_density is None
     assert recipe.logging.wandb.mode == "off"
     assert recipe.seed == 3
 
@@ -156,7 +156,6 @@ def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
         ("schedule={bf16_steps: 10, steps: 10}", "schedule: bf16_steps of 10 leaves no step for fp16"),
         ("penalty.certify=maybe", "penalty.certify is 'maybe'; it should be a valid boolean"),
         ("penalty.certify=true; target=train", "penalty.certify is for target half, and target is train"),
-        ("data={path: a, objective: gap-sentences, target_column: b}", "data: objective gap-sentences makes its own"),
         ("data={path: a, input_column: b, target_column: b}", "data: input_column and target_column are the same"),
         ("data={}", "data.path is missing; add it: a .jsonl"),
         ("seed=4294967296", "seed is 4294967296; it should be less than"),
