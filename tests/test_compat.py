@@ -98,15 +98,6 @@ def test_what_is_taken_is_the_same_model_in_both_versions_or_none_in_4(
         assert relative_error(np.array(logits), np.array(right)) < 1e-5, edit
 
 
-def test_without_the_door_4_would_make_another_model(tmp_path: Path, compat_python: Path) -> None:
-    """The control of the one above."""
-    case = config_edits.original("t5", tmp_path)
-    kept_out: list[dict[str, object]] = [{"tie_encoder_decoder": True}, {"tie_word_embeddings": None}]
-    _, (own, *others) = under(compat_python, case, [{}, *kept_out])
-    assert all(logits is not None and logits != own for logits in others)
-    assert not any(is_taken(case, edit) for edit in kept_out)
-
-
 def test_a_tied_mt5_that_5_saves_without_a_flag_is_tied_in_4_once_converted(
     tmp_path: Path, warm_python: Path, compat_python: Path
 ) -> None:

@@ -8,25 +8,27 @@ import pytest
 from bf16_to_fp16.progress import Progress, VisibleConsole, roughly, shown_by
 
 
+def on(terminal: bool) -> tuple[Progress, io.StringIO]:
+    screen, file = Progress(), io.StringIO()
+    screen.console = VisibleConsole(file=file, force_terminal=terminal, width=100)
+    return screen, file
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_step_shows_how_far_it_is_on_a_terminal_and_is_one_line_elsewhere(terminal: bool) -> None:
-    screen = Progress()
-    screen.console = VisibleConsole(file=io.StringIO(), force_terminal=terminal, width=100)
+    screen, file = on(terminal)
     with screen.step("Observing") as advance:
         for done in range(1, 61):
             advance(done, 60)
-    assert isinstance(screen.console.file, io.StringIO)
-    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", screen.console.file.getvalue())
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", file.getvalue())
     assert ("60/60" in text and "0:00:00" in text) if terminal else text == "Observing\n"
 
 
 def test_a_step_without_a_known_total_counts_nothing() -> None:
-    screen = Progress()
-    screen.console = VisibleConsole(file=io.StringIO(), force_terminal=True, width=100)
+    screen, file = on(terminal=True)
     with screen.step("Fetching"):
         pass
-    assert isinstance(screen.console.file, io.StringIO)
-    assert "Fetching" in screen.console.file.getvalue() and "/?" not in screen.console.file.getvalue()
+    assert "Fetching" in file.getvalue() and "/?" not in file.getvalue()
 
 
 def test_a_library_call_shows_its_progress_where_it_is_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,9 +47,7 @@ def test_a_time_is_said_in_the_unit_in_which_it_is_an_estimate() -> None:
 
 
 def test_what_is_to_be_said_once_is_not_said_again() -> None:
-    screen = Progress()
-    screen.console = VisibleConsole(file=io.StringIO())
+    screen, file = on(terminal=False)
     for text in ("Device: cpu", "Device: cpu", "Device: cuda"):
         screen.say(text, once=True)
-    assert isinstance(screen.console.file, io.StringIO)
-    assert screen.console.file.getvalue() == "Device: cpu\nDevice: cuda\n"
+    assert file.getvalue() == "Device: cpu\nDevice: cuda\n"

@@ -4,7 +4,6 @@ Where vLLM is not installed, a module stands in for its own: made of its list's 
 they do. The tests take vLLM's own where it can be imported.
 """
 
-import json
 import logging
 import shutil
 import sys
@@ -18,6 +17,7 @@ import pytest
 import torch
 import transformers
 from support import tiny
+from support.forging import flip, forge
 from support.parsed import ROOT
 
 from bf16_to_fp16 import convert, vllm_plugin
@@ -86,32 +86,16 @@ def test_a_converted_folder_runs_in_fp16_and_its_source_does_not(vllm: Any, fold
     assert dtype_of(vllm, folders["out"], "bfloat16") == torch.bfloat16
 
 
-def changed_weights(folder: Path) -> None:
-    data = bytearray((folder / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(data)
-
-
-def called_unsafe(folder: Path) -> None:
-    report = json.loads((folder / REPORT).read_text())
-    (folder / REPORT).write_text(json.dumps(report | {"verdict": "unsafe"}))
-
-
-def further_weights(folder: Path) -> None:
-    shutil.copy(folder / "model.safetensors", folder / "more.safetensors")
-
-
-def broken_report(folder: Path) -> None:
-    (folder / REPORT).write_text("{")
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (changed_weights, "model.safetensors was changed, damaged or cut short"),
-        (called_unsafe, f"{REPORT} says unsafe"),
-        (further_weights, "more.safetensors is not in the report"),
-        (broken_report, "not valid JSON"),
+        (lambda folder: flip(folder / "model.safetensors"), "model.safetensors was changed, damaged or cut short"),
+        (lambda folder: forge(folder, {"verdict": "unsafe"}, views=False), f"{REPORT} says unsafe"),
+        (
+            lambda folder: shutil.copy(folder / "model.safetensors", folder / "more.safetensors"),
+            "more.safetensors is not in the report",
+        ),
+        (lambda folder: (folder / REPORT).write_text("{"), "not valid JSON"),
         (lambda folder: (folder / REPORT).unlink(), None),
     ],
     ids=["changed weights", "unsafe", "further weights", "broken report", "no report"],

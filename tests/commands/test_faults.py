@@ -8,7 +8,6 @@ import random
 import resource
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 from support import exhaustive, faults, forked
 from support.faults import JOBS
-from support.hub_server import HubServer
 
 from bf16_to_fp16.checkpoint import staging
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -94,44 +92,6 @@ def test_a_finetune_that_is_killed_goes_on_to_the_same_bits_and_leaves_no_strays
     assert not faults.wrong_after(job, root, whole("finetune").content, strays=False)
     states = [path.name for path in (root / "out.run").iterdir()]
     assert not [name for name in states if name.startswith(".")]
-
-
-def test_a_publication_that_is_killed_leaves_all_or_nothing_and_a_second_run_succeeds(inputs: Path) -> None:
-    root = faults.place(JOBS["undo"], inputs)  # which begins with a converted folder too
-    before = faults.content(root / "converted")
-    server = HubServer().start()
-    try:
-        began = time.monotonic()
-        assert faults.published(server, root) == 0, (root / "log").read_text()
-        took, requests = time.monotonic() - began, len(server.seen)
-        wanted, stored = server.files(faults.PUBLISHED), server.count("PUT")
-        assert not faults.wrong_on_hub(server, root, before, wanted) and stored > 1
-        put, commit = (next(n for n, s in enumerate(server.seen, 1) if what in s) for what in ("PUT ", "/commit/"))
-        chance = random.Random(11)
-        places = {
-            put,
-            -put,
-            commit,
-            -commit,
-            *chance.sample([s * n for n in range(1, requests + 1) for s in (1, -1)], 6),
-        }
-        half = 0
-        for at in sorted(places):
-            server.clear()
-            assert faults.published(server, root, at=at) == -signal.SIGKILL, (root / "log").read_text()
-            assert not faults.wrong_on_hub(server, root, before, wanted), at
-            half += 0 < len(server.objects) < stored
-            kept = len(server.objects)
-            assert faults.published(server, root) == 0, (root / "log").read_text()
-            assert server.files(faults.PUBLISHED) == wanted and not faults.wrong_on_hub(server, root, before, wanted)
-            assert server.count("PUT") == stored - kept  # what arrived is not sent again
-            assert len(server.repos[faults.PUBLISHED].messages) == 2  # the empty repository, and one upload
-        assert half
-        server.clear()
-        faults.published(server, root, seconds=chance.uniform(0, took))
-        assert not faults.wrong_on_hub(server, root, before, wanted)
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Mutated files of every kind lead to a result or to one error line."""
 
 import resource
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -59,29 +57,3 @@ def test_what_is_not_mutated_is_accepted(good: fuzzing.Originals) -> None:
     report = (good.folders["converted"] / fuzzing.REPORT).read_bytes()
     assert fuzzing.run(good, ("converted", fuzzing.REPORT, report)) == "accepted"
     assert fuzzing.run(good, ("recipe", "yaml", fuzzing.as_yaml(dict(good.recipe)))) == "accepted"
-
-
-def test_a_traceback_a_hang_and_a_second_error_line_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fuzzer's own checks fail where they should."""
-    with pytest.raises(fuzzing.TooLongError), fuzzing.limited(0.05):
-        while True:
-            pass
-
-    def twice(arguments: list[str]) -> int:
-        print("error: one\nerror: two", file=sys.stderr)
-        return 2
-
-    def leaves(arguments: list[str]) -> int:
-        print("error: one", file=sys.stderr)
-        (tmp_path / ".out.partial").mkdir()
-        return 2
-
-    def raises(arguments: list[str]) -> int:
-        raise KeyError("plan")
-
-    for broken, error in ((twice, AssertionError), (leaves, AssertionError), (raises, KeyError)):
-        monkeypatch.setattr(fuzzing.cli, "main", broken)
-        with pytest.raises(error):
-            fuzzing.CONVERT(tmp_path)

@@ -376,17 +376,16 @@ def test_what_changes_on_the_hub_meanwhile_is_noticed_and_a_full_cache_too(
 ) -> None:
     repo = hub.add("me/flux", contents(small))
 
-    def pushed(count: int) -> bool:
-        if count > 0 and "resolve" in hub.seen[-1] and TRANSFORMER in hub.seen[-1] and len(repo.commits) == 1:
+    def pushed() -> None:
+        if "resolve" in hub.seen[-1] and TRANSFORMER in hub.seen[-1] and len(repo.commits) == 1:
             repo.commit(contents(small) | {"text_encoder_2/README.md": b"another"}, "meanwhile", "main")
-        return False
 
     words = ("convert", "me/flux", tmp_path / "out", "--no-audit")
     with monkeypatch.context() as patch:
         usage = shutil.disk_usage(tmp_path)
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
         assert "needs 2.2 MB and the disk of the cache has 1.0 kB" in refused(capsys, *words)
-    hub.struck = pushed
+    hub.before = pushed
     assert "me/flux was changed on the Hub meanwhile" in refused(capsys, *words)
     assert not (tmp_path / "out").exists() and len(repo.commits) == 2
     assert main([*map(str, words)]) == 0

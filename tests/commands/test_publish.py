@@ -187,12 +187,11 @@ def test_a_repository_that_turns_out_public_gets_no_byte(
 ) -> None:
     """A server may not do as ``create`` asks."""
 
-    def made_public(*_: Any, **__: Any) -> bool:
+    def made_public() -> None:
         for repo in hub.repos.values():
             repo.private = False
-        return False
 
-    hub.struck = made_public
+    hub.before = made_public
     assert "me/out is not private, so nothing was uploaded" in send(converted)
     assert hub.count("^POST /api/repos/create") == 1
     assert hub.files("me/out") == {} and not hub.objects and hub.count("^PUT ") == 0

@@ -178,14 +178,3 @@ def test_no_bound_is_passed(entry: tiny.Entry, on_examples: Examples) -> None:
 @pytest.mark.parametrize("entry", exhaustive.beyond(UNDONE, tiny.ENTRIES), ids=lambda entry: next(iter(entry.kinds)))
 def test_undo_gives_back_what_was_carried_over(entry: tiny.Entry, on_examples: Examples) -> None:
     on_examples(entry, 4, lambda drawn: contract.check_round_trip(drawn.build(), drawn.dtype), factors=(1.0, 900.0))
-
-
-@each_family
-def test_a_coupling_that_lacks_an_axis_is_noticed(entry: tiny.Entry) -> None:
-    model = tiny.build(next(iter(entry.kinds)))
-    layout = layout_of(model)
-    name = f"{first_attention(model).value}.weight"
-    tensor = layout.tensors[name]
-    wrong = replace(layout, tensors={**layout.tensors, name: replace(tensor, axes=(None, *tensor.axes[1:]))})
-    with pytest.raises(AssertionError):
-        contract.check_couplings(model, 1, wrong)

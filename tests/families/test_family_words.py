@@ -108,25 +108,3 @@ def test_only_the_families_spell_out_what_is_theirs() -> None:
         for word in found_in(parsed.nodes(path), known)
     }
     assert found == ALLOWED
-
-
-LINES = [
-    ("scaled = family.name == 'umt5'", "umt5"),
-    ("rows = [('T5 (heads of 64)', 1)]", "t5"),
-    ("from .families.pegasus import PEGASUS", "pegasus"),
-    ("ends = name.endswith(('.wo', '.fc2'))", "wo"),
-    ("kept = ('wo',)", "wo"),
-    ("module = f'{path}.o'", "o"),
-    ("x = 'encoder.block.0.layer.1'", "block"),
-    ("bias = self.tensor('final_logits_bias')", "final_logits_bias"),
-    ("layers = getattr(config, 'num_decoder_layers', None)", "num_decoder_layers"),
-    ("stock = 'T5EncoderModel'", "T5EncoderModel"),
-]
-"""Lines that spell out what is a family's, and the word."""
-
-
-def test_a_line_that_does_is_found_and_docstrings_and_common_words_are_not() -> None:
-    for line, word in LINES:
-        assert word in found_in([*ast.walk(ast.parse(line))], words()), line
-    for line in ("'''Of T5's wo.'''", "x = 'a layer of dropout'", "x = '-shared'", "x = 'decoder'"):
-        assert found_in([*ast.walk(ast.parse(line))], words()) == set(), line

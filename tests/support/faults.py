@@ -15,8 +15,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +22,7 @@ from typing import Any
 
 import torch
 import yaml
-from huggingface_hub import constants
 from support import forked, pipelines, tiny
-from support.hub_server import WRITER, HubServer
 from support.learner import recipe_tree
 from transformers import ByT5Tokenizer
 
@@ -217,58 +213,6 @@ def fail(number: int) -> Callable[[], None]:
 
 
 DISK = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
-
-
-# --- publishing ------------------------------------------------------------------------------------------------------
-
-PUBLISHED = "me/out"
-
-
-def published(server: HubServer, root: Path, *, at: int = 0, seconds: float | None = None) -> int:
-    """Publish ``root``/converted in a child and return its exit status.
-
-    at: the count of the request on which it is killed, before the server carries it out, or negative: after. seconds:
-    after which it is killed instead. What it had sent beside that request (files go up side by side) does not arrive.
-    """
-
-    def act() -> int:
-        os.environ["HF_TOKEN"] = WRITER
-        constants.HF_HUB_CACHE = str(root / "cache")
-        return main(["publish", f"{root}/converted", PUBLISHED, "-y", "--endpoint", server.endpoint])
-
-    server.seen.clear()
-    began, dead = threading.Event(), threading.Event()
-
-    def struck(count: int) -> bool:
-        if count == at:
-            began.wait(60)
-            os.kill(number, signal.SIGKILL)
-            dead.set()
-        return dead.is_set()
-
-    server.struck = struck
-    number = forked.child(act, root / "log")
-    began.set()
-    if seconds is not None:
-        time.sleep(seconds)
-        with server.turn:
-            os.kill(number, signal.SIGKILL)  # still ours, even where it has ended
-            dead.set()
-    status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
-    server.settle()
-    server.struck = lambda count: False
-    return status
-
-
-def wrong_on_hub(server: HubServer, root: Path, before: dict[str, str], wanted: dict[str, bytes]) -> str:
-    """Return what is wrong after a publication that was killed: a repository that holds some files and not all, a
-    folder that changed, or anything beside it; "" for nothing."""
-    if PUBLISHED in server.repos and server.files(PUBLISHED) not in ({}, wanted):
-        return f"half a repository: {sorted(server.files(PUBLISHED))}"
-    if content(root / "converted") != before:
-        return "the folder is no longer what it was"
-    names = {path.name for path in root.iterdir()} - {"converted", "cache", "log"}
-    return f"strays: {sorted(names)}" if names else ""
 
 
 # --- what must be so afterwards --------------------------------------------------------------------------------------
