@@ -8,9 +8,9 @@ Random bits belong to (seed, step, parameter's position, element's index in the 
 knows its place in the whole, so FSDP2 gives the bits of a single process; under DDP every replica draws the same.
 
 One function updates a piece of consecutive elements: eagerly, on pieces that stay in a processor's caches; or compiled
-by torch.compile into one kernel that reads and writes everything once. Small pieces are packed together. On a CPU all
-give the same bits, because every operation that is used is rounded correctly there: ``rsqrt`` is, while the eager
-``sqrt`` of torch's Intel builds is not. On an accelerator compiled divisions are not, and the two agree to rounding.
+by torch.compile into one kernel that reads and writes everything once. On a CPU both give the same bits, because every
+operation that is used is rounded correctly there: ``rsqrt`` is, while the eager ``sqrt`` of torch's Intel builds is
+not. On an accelerator compiled divisions are not, and the two agree to rounding.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import functools
 import itertools
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,28 +34,15 @@ from . import rounding
 ROUNDINGS = ("stochastic", "nearest")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+CHUNK = 1 << 16  # elements of an eager piece: small for a processor's caches, large for the cost of calling
+LONGEST = 1 << 24  # elements of any other piece
 COMPILED_FROM = 1 << 24  # parameters of a group from which a compiled step earns the seconds that compiling it takes
-
-
-class _Sizes(NamedTuple):
-    """Elements of the longest piece, of a pack of pieces, and of the longest piece that is packed."""
-
-    piece: int
-    pack: int
-    packed: int
-
-
-def _sizes(device: torch.device, compiled: bool) -> _Sizes:
-    # Eager pieces stay in a CPU's caches; a call on an accelerator costs as much as copying a million elements.
-    if device.type == "cpu":
-        return _Sizes(1 << 24 if compiled else rounding.CHUNK, rounding.CHUNK, 1 << 14)
-    return _Sizes(1 << 24, 1 << 22, 1 << 20)
 
 
 # ---- one step of some elements -------------------------------------------------------------------------------------
 
 
-def _coefficients(group: dict[str, Any], step: int, unscale: float, device: torch.device) -> Tensor:
+def _coefficients(group: dict[str, Any], unscale: float, step: int, device: torch.device) -> Tensor:
     lr, (beta1, beta2), weight_decay = float(group["lr"]), group["betas"], group["weight_decay"]
     root = math.sqrt(1 - beta2**step)
     rate = lr * root / (1 - beta1**step)
@@ -68,10 +55,9 @@ _Tensors = tuple[Tensor, ...]
 """Parameter, gradient and both moments: flat and of one length."""
 
 
-def _update(tensors: _Tensors, counter: Tensor | None, key: Tensor, coefficients: Tensor, how: str) -> None:
-    """Step some elements in place, eagerly or inside torch.compile.
+def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> None:
+    """Step some elements in place, eagerly or inside torch.compile; key: as ``rounding`` takes it.
 
-    counter: int32, None for 0, 1, 2, …. key: as ``rounding`` takes it, for all elements or a column for each.
     What changes is in tensors: for a number a kernel is compiled anew.
     """
     parameter, grad, exp_avg, exp_avg_sq = tensors
@@ -87,9 +73,7 @@ def _update(tensors: _Tensors, counter: Tensor | None, key: Tensor, coefficients
 
     stochastic = how == "stochastic" and parameter.dtype != torch.float32
     if stochastic or exp_avg.dtype != torch.float32:
-        if counter is None:
-            counter = rounding.counters(len(parameter), parameter.device)
-        bits = rounding.random_bits(counter, key)
+        bits = rounding.random_bits(rounding.counters(len(parameter), parameter.device), key)
     if exp_avg.dtype != torch.float32:
         for_m, for_v = rounding.more_bits(bits, key)
         m, v = rounding.stochastic(m, exp_avg.dtype, for_m), rounding.stochastic(v, exp_avg.dtype, for_v)
@@ -116,26 +100,10 @@ def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[
     tensors = [torch.zeros(64, dtype=dtype, device=device) for dtype in kind]
     key, numbers = torch.zeros(3, dtype=torch.int32, device=device), torch.ones(8, device=device)
     try:
-        update(tuple(tensors), None, key, numbers, how)
+        update(tuple(tensors), key, numbers, how)
     except Exception as error:  # no compiler, one that fails, a full disk: what it raises is not said
         return first_line(error)
     return update
-
-
-# ---- pieces of consecutive elements --------------------------------------------------------------------------------
-
-
-class _Piece(NamedTuple):
-    tensors: _Tensors
-    key: tuple[int, int, int]
-
-    @property
-    def length(self) -> int:
-        return len(self.tensors[0])
-
-    @property
-    def kind(self) -> tuple[torch.dtype, ...]:
-        return tuple(tensor.dtype for tensor in self.tensors)
 
 
 def local_runs(parameter: Tensor) -> list[tuple[int, int]]:
@@ -162,53 +130,6 @@ def local_runs(parameter: Tensor) -> list[tuple[int, int]]:
     return [(start, math.prod(local[cut:])) for start in starts]
 
 
-def _pieces(
-    tensors: _Tensors, runs: Iterable[tuple[int, int]], identity: tuple[int, int, int], size: int
-) -> list[_Piece]:
-    """Cut a parameter's flat tensors, which lie at the indices of ``runs``, into pieces of at most ``size`` elements.
-
-    identity: seed, step, parameter.
-    """
-    pieces, done = [], 0
-    for run, length in runs:
-        for start, stop, block, first in rounding.index_blocks(run, run + length, size):
-            part = tuple(tensor[done : done + stop - start] for tensor in tensors)
-            pieces.append(_Piece(part, rounding.make_key(*identity, block, first)))
-            done += stop - start
-    return pieces
-
-
-def _packs(pieces: Iterable[_Piece], sizes: _Sizes) -> Iterator[list[_Piece]]:
-    packs: dict[Any, list[_Piece]] = {}
-    filled: dict[Any, int] = {}
-    for piece in pieces:
-        if piece.length > sizes.packed:
-            yield [piece]
-            continue
-        if piece.kind in packs and filled[piece.kind] + piece.length > sizes.pack:
-            yield packs.pop(piece.kind)
-        pack = packs.setdefault(piece.kind, [])
-        filled[piece.kind] = piece.length + (filled[piece.kind] if pack else 0)
-        pack.append(piece)
-    yield from packs.values()
-
-
-def _step_pack(pack: list[_Piece], update: Callable[..., None], *rest: Any) -> None:
-    """Update a piece, or several with as many operations: on copies end to end, which are copied back."""
-    device, lengths = pack[0].tensors[0].device, [piece.length for piece in pack]
-    keys = torch.tensor([piece.key for piece in pack], dtype=torch.int32, device=device)
-    if len(pack) == 1:
-        return update(pack[0].tensors, None, keys[0], *rest)
-    columns = [list(column) for column in zip(*(p.tensors for p in pack), strict=True)]
-    joined = [torch.cat(column) for column in columns]
-    counts, counter = torch.tensor(lengths, device=device), rounding.counters(max(lengths), device)
-    keys = keys.T.repeat_interleave(counts, dim=1, output_size=sum(lengths))
-    update(tuple(joined), torch.cat([counter[:length] for length in lengths]), keys, *rest)
-    for place, (column, source) in enumerate(zip(columns, joined, strict=True)):
-        if place != 1:  # of the gradient nothing has changed
-            torch._foreach_copy_(column, list(source.split(lengths)))
-
-
 def _kernel(tensors: _Tensors, group: dict[str, Any], compiles: bool) -> Callable[..., None]:
     """Return what updates such tensors: ``_update``, or it compiled.
 
@@ -219,16 +140,6 @@ def _kernel(tensors: _Tensors, group: dict[str, Any], compiles: bool) -> Callabl
     if isinstance(update, str) and group["compile"]:
         raise UserError(f"AdamW: torch.compile makes no step here ({update}); leave it to compile=None")
     return _update if isinstance(update, str) else update
-
-
-def _advance(pieces: Sequence[_Piece], group: dict[str, Any], step: int, unscale: float, compiles: bool) -> None:
-    if not pieces:
-        return
-    device = pieces[0].tensors[0].device
-    coefficients = _coefficients(group, step, unscale, device)
-    for pack in _packs(pieces, _sizes(device, compiles)):
-        update = _kernel(pack[0].tensors, group, compiles)
-        _step_pack(pack, update, coefficients, group["rounding"])
 
 
 # ---- the optimizer -------------------------------------------------------------------------------------------------
@@ -306,34 +217,26 @@ class AdamW(Optimizer):
                 f"AdamW: the loss scale is {scale:g}, so the gradients are lost; find what overflows, or restart from a"
                 " checkpoint with a new GradScaler"
             )
-        place = itertools.count()
+        places = itertools.count()
         for group in self.param_groups:
             compiles = group["compile"]
             if compiles is None:
                 compiles = sum(parameter.numel() for parameter in group["params"]) >= COMPILED_FROM
-            copies: list[tuple[Tensor, Tensor]] = []
-            work: dict[tuple[torch.device, int], list[_Piece]] = {}
-            for parameter in group["params"]:
-                index = next(place)
-                if parameter.grad is None:
-                    continue
-                tensors, step, strided = self._tensors(parameter, group)
-                size = _sizes(tensors[0].device, _kernel(tensors, group, compiles) is not _update).piece
-                pieces = _pieces(tensors, local_runs(parameter), (int(group["seed"]), step, index), size)
-                work.setdefault((tensors[0].device, step), []).extend(pieces)
-                if strided is not None:
-                    copies.append((strided, tensors[0]))
-            for (_, step), pieces in work.items():
-                _advance(pieces, group, step, 1 / scale, compiles)
-            for target, value in copies:
-                target.copy_(value.view(target.shape))
+            coefficients = functools.cache(functools.partial(_coefficients, group, 1 / scale))
+            for parameter, place in zip(group["params"], places, strict=False):
+                if parameter.grad is not None:
+                    self._advance(parameter, place, group, coefficients, compiles)
         return loss
 
-    def _tensors(self, parameter: Tensor, group: dict[str, Any]) -> tuple[_Tensors, int, Tensor | None]:
-        """Return the flat local tensors of a parameter's step, its number from 1, and the parameter to copy back to.
-
-        The last is None for a contiguous one, which is stepped in place.
-        """
+    def _advance(
+        self,
+        parameter: Tensor,
+        place: int,
+        group: dict[str, Any],
+        coefficients: Callable[[int, torch.device], Tensor],
+        compiles: bool,
+    ) -> None:
+        """Step the local elements of a parameter, in pieces of consecutive ones."""
         state, local = self.state[parameter], _local(parameter)
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
@@ -341,10 +244,21 @@ class AdamW(Optimizer):
                 zeros = torch.zeros(local.shape, dtype=MOMENTS[group["moments"]], device=local.device)
                 state[name] = _like(parameter, zeros)
         state["step"] += 1
-        flat = local.contiguous().view(-1)
-        tensors = (flat, _gradient(parameter).contiguous().view(-1))
-        moments = (_local(state[name]).view(-1) for name in ("exp_avg", "exp_avg_sq"))
-        return (*tensors, *moments), int(state["step"]), None if local.is_contiguous() else local
+        moments = (_local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
+        tensors = tuple(t.contiguous().view(-1) for t in (local, _gradient(parameter), *moments))
+        step, device = int(state["step"]), local.device
+        update = _kernel(tensors, group, compiles)
+        eager = update is _update and device.type == "cpu"
+        done = 0
+        for run, length in local_runs(parameter):
+            for start, stop, block, first in rounding.index_blocks(run, run + length, CHUNK if eager else LONGEST):
+                key = rounding.make_key(int(group["seed"]), step, place, block, first)
+                piece = tuple(tensor[done : done + stop - start] for tensor in tensors)
+                words = torch.tensor(key, dtype=torch.int32, device=device)
+                update(piece, words, coefficients(step, device), group["rounding"])
+                done += stop - start
+        if not local.is_contiguous():
+            local.copy_(tensors[0].view(local.shape))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what state_dict() returned, in the dtypes in which it was saved.

@@ -31,9 +31,6 @@ from ..numerics import FP16_STEP
 Key = tuple[int, int, int] | Tensor  # three int32 words: Python integers, or an int32 tensor whose first dimension is 3
 BLOCK_BITS = 31  # elements with indices in the same block of 2³¹ share a key; the index within the block is hashed
 
-CHUNK = 1 << 16
-"""Elements that are worked on at a time in eager mode: small for the caches, large for the cost of calling."""
-
 _SIGN = -(1 << 31)
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
@@ -146,7 +143,7 @@ def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
 # ---- whole tensors -------------------------------------------------------------------------------------------------
 
 
-def index_blocks(start: int, stop: int, chunk: int = CHUNK) -> Iterator[tuple[int, int, int, int]]:
+def index_blocks(start: int, stop: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
     """Cut the indices from ``start`` to ``stop`` at block borders and after every ``chunk`` elements.
 
     Yields (start, stop, block, counter of the first).

@@ -25,7 +25,7 @@ NARROW = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 ALL = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 ROUNDINGS = pytest.mark.parametrize("how", ["stochastic", "nearest"])
 SHAPES = [(40, 30), (7,), (), (3, 5, 2), (129, 130), (0, 4), (11,)]
-LARGE = (1 << 14) + 1  # is not packed
+LARGE = (1 << 14) + 1
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
@@ -167,13 +167,12 @@ def test_a_gradient_whose_square_is_inf_moves_nothing_as_under_torchs(dtype: tor
 @ALL
 @ROUNDINGS
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-def test_chunks_and_packing_do_not_change_a_bit(
+def test_chunks_do_not_change_a_bit(
     dtype: torch.dtype, how: str, moments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = []
-    for piece, pack, packed in ((1 << 18, 1 << 18, 1 << 14), (1000, 1000, 500), (40, 40, 40), (1 << 20, 1, 0)):
-        sizes = module._Sizes(piece, pack, packed)
-        monkeypatch.setattr(module, "_sizes", lambda *_, sizes=sizes: sizes)  # no option cuts a step elsewhere
+    for chunk in (1 << 16, 1000, 40):
+        monkeypatch.setattr(module, "CHUNK", chunk)  # no option cuts a step elsewhere
         params = parameters(dtype)
         optimizer = AdamW(params, rounding=how, moments=moments, compile=False, seed=5)
         run(params, optimizer, range(3))
@@ -202,7 +201,7 @@ def steps_of(dtype: torch.dtype, how: str, moments: str, compile: bool, **option
     """Return all after three steps of special values and of ordinary ones, with gradients from 0 to very large."""
     torch.manual_seed(0)
     params = [nn.Parameter(special(dtype))]
-    params += [nn.Parameter((torch.randn(size) * 1e-4).to(dtype)) for size in (LARGE + 3, 90, 7)]  # two are packed
+    params += [nn.Parameter((torch.randn(size) * 1e-4).to(dtype)) for size in (LARGE + 3, 90, 7)]
     options |= {"rounding": how, "moments": moments, "compile": compile, "seed": 3}
     optimizer = AdamW(params, lr=1e-4, weight_decay=0.1, **options)
     for _ in range(3):
