@@ -1,4 +1,4 @@
-"""NVIDIA's cards: what the driver shows of them, what each kind computes in, and which torch has kernels for it.
+"""NVIDIA's cards: what the driver shows of them, whether they compute in bf16, and which torch has kernels for them.
 
 torch cannot be asked for this: a build without CUDA sees no card, and on one without bf16 ``is_bf16_supported`` says
 that there is some, since it counts emulation.
@@ -13,18 +13,7 @@ from typing import Any
 
 from .errors import UserError
 
-ARCHITECTURES = (
-    ((12, 0), "Blackwell", True),
-    ((10, 0), "Blackwell", True),
-    ((9, 0), "Hopper", True),
-    ((8, 9), "Ada", True),
-    ((8, 0), "Ampere", True),
-    ((7, 5), "Turing", False),
-    ((7, 0), "Volta", False),
-    ((0, 0), "older than Volta", False),
-)
-"""From which compute capability on a card is of which architecture, and whether that computes in bf16."""
-
+FIRST_WITH_BF16 = (8, 0)  # compute capability, of Ampere; Volta (V100) and Turing (T4) have none
 OLDEST_IN_NEW_BUILDS = (7, 5)  # compute capability; those of torch for CUDA 12.8 and newer have no kernels for Volta
 LAST_FOR_VOLTA = "2.7.1"  # the last torch whose plain wheel is for CUDA 12.6, with kernels for Volta and older cards
 
@@ -37,10 +26,9 @@ class Card:
     capability: tuple[int, int]
     memory: int
 
-
-def architecture(capability: tuple[int, int]) -> tuple[str, bool]:
-    """Return the architecture of a compute capability, and whether it computes in bf16."""
-    return next((name, bf16) for least, name, bf16 in ARCHITECTURES if capability >= least)
+    @property
+    def has_bf16(self) -> bool:
+        return self.capability >= FIRST_WITH_BF16
 
 
 def cards() -> list[Card]:
@@ -69,7 +57,7 @@ def computes_in_bf16(device: Any) -> bool:
     """Return whether a ``torch.device`` computes in bf16 itself. A CPU and an MPS device do, whatever way they take."""
     import torch
 
-    return device.type != "cuda" or architecture(torch.cuda.get_device_capability(device))[1]
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FIRST_WITH_BF16
 
 
 def how_to_mend(capability: tuple[int, int]) -> str:

@@ -2,7 +2,7 @@
 # Several machines under Slurm: one `accelerate launch` on each, which starts one process for each of its GPUs.
 # Submit it from this repository's folder, which every machine must see under the same path, as the recipe's files:
 #   sbatch --nodes 4 --gpus-per-node 8 launch/slurm.sh zero3 RECIPE.yaml --set schedule.steps=500
-# The first argument is a file of launch/accelerate without .yaml; what follows the recipe goes to `finetune`.
+# The first argument is a file of bf16_to_fp16/launch/accelerate without .yaml; what follows the recipe goes to `finetune`.
 #SBATCH --job-name=bf16-to-fp16
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -17,10 +17,10 @@ if (($# < 2)); then
   echo "error: give a kind and a recipe: launch/slurm.sh ddp|zero2|zero3|zero2-offload|zero3-offload|fsdp RECIPE.yaml [options of finetune]" >&2
   exit 2
 fi
-config=launch/accelerate/$1.yaml
+config=bf16_to_fp16/launch/accelerate/$1.yaml
 shift
 if [[ ! -f $config ]]; then
-  echo "error: no $config here; submit from the repository's folder, and name a file of launch/accelerate" >&2
+  echo "error: no $config here; submit from the repository's folder, and name a file of bf16_to_fp16/launch/accelerate" >&2
   exit 2
 fi
 [[ ! -d .venv/bin ]] || export PATH="$PWD/.venv/bin:$PATH"

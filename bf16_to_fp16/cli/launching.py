@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,30 +64,31 @@ def launch_command(
     asked = read_recipe(recipe, overrides)
     # What follows takes seconds to import.
     from ..devices import check_all_is_used
-    from ..finetuning.launching import CONFIGS, choose, explained, place_of, run_launch, write_launch
+    from ..finetuning.launching import KINDS, choose, place_of, run_launch, write_launch
 
-    if kind is not None and kind not in CONFIGS:
-        raise UserError(f"--kind {kind} is unknown; choose {', '.join(CONFIGS)}")
+    if kind is not None and kind not in KINDS:
+        raise UserError(f"--kind {kind} is unknown; choose {', '.join(KINDS)}")
     if run:
         check_all_is_used(asked.device)
     choice = choose(asked, place_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"), kind)
     if run and kind is None and not choice.fits:
-        raise UserError(f"{'; '.join(explained(choice))}; or try it with --kind {choice.kind}")
-    words = [str(recipe), *(word for each in overrides for word in ("--set", each)), *(["--force"] if force else [])]
-    launch = write_launch(asked, choice, words)
+        raise UserError(f"{'; '.join(choice.explained())}; or try it with --kind {choice.kind}")
+    given = [str(recipe), *(word for each in overrides for word in ("--set", each)), *(["--force"] if force else [])]
+    files, words = write_launch(asked, choice, given)
+    told = choice.to_json() | {"files": [str(path) for path in files], "command": shlex.join(words)}
     if json_file != "-":
-        for line in explained(choice):
+        for line in choice.explained():
             click.echo(f"# {line}")
-        click.echo(launch.line)
+        click.echo(told["command"])
     if not run:
-        write_result(json_file, launch.to_json())
+        write_result(json_file, told)
         return SAFE
     begun = ["bf16-to-fp16", "launch", "--gpus", str(gpus), "--run"]
     begun += [] if memory is None else ["--memory", f"{memory:g}"]
     begun += [] if kind is None else ["--kind", kind]
     with aside(json_file == "-"):
-        status = run_launch(launch, begun)
-    write_result(json_file, launch.to_json() | {"status": status})
+        status = run_launch(words, begun, on_gpu=choice.place.on_gpu)
+    write_result(json_file, told | {"status": status})
     return status
 
 

@@ -1,6 +1,6 @@
 """From a recipe and cards to the line that launches it: the configuration of accelerate whose sum fits them.
 
-``CONFIGS`` is what the files of ``launch/`` say. The fastest that fits is taken: every process with everything (DDP, in
+The files of ``launch/`` say what there is. The fastest that fits is taken: every process with everything (DDP, in
 which bounds are held as well), then shares of optimizer and gradients (ZeRO-2), of all (ZeRO-3; FSDP2 without
 DeepSpeed), then the optimizer in the machine's memory.
 """
@@ -15,14 +15,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..cards import architecture, cards
+from ..cards import cards
 from ..checkpoint.contents import read_config
 from ..checkpoint.fetching import fetched
 from ..checkpoint.files import read_json
@@ -44,40 +44,9 @@ USABLE = 0.95  # share of a card's memory; the rest is lost between what is allo
 LESS = "give a smaller data.batch_size, shorter texts, gradient_checkpointing: true, or more or larger cards"
 WRITTEN = "# Written by `bf16-to-fp16 launch`, which writes it anew.\n"
 
-_EVERY: dict[str, Any] = {
-    "compute_environment": "LOCAL_MACHINE",
-    "num_machines": 1,
-    "machine_rank": 0,
-    "use_cpu": False,
-    "dynamo_backend": "NO",
-    "main_training_function": "main",
-    "enable_cpu_affinity": False,
-    "debug": False,
-}
-_SEVERAL: dict[str, Any] = {"rdzv_backend": "static", "same_network": True}
-# Autocast and the loss scale are the recipe's; with DeepSpeed its JSON's, which accelerate wants said once.
-_OURS: dict[str, Any] = {"mixed_precision": "no"}
-_FSDP: dict[str, Any] = {
-    "fsdp_version": 2,
-    "fsdp_reshard_after_forward": True,
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    "fsdp_offload_params": False,
-    "fsdp_cpu_ram_efficient_loading": False,
-    "fsdp_activation_checkpointing": False,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "single": {"distributed_type": "NO", **_OURS},
-    "ddp": {"distributed_type": "MULTI_GPU", "gpu_ids": "all", **_SEVERAL, **_OURS},
-    "zero2": {"distributed_type": "DEEPSPEED", **_SEVERAL},
-    "zero3": {"distributed_type": "DEEPSPEED", **_SEVERAL},
-    "fsdp": {"distributed_type": "FSDP", "fsdp_config": _FSDP, **_SEVERAL, **_OURS},
-    "zero2-offload": {"distributed_type": "DEEPSPEED", **_SEVERAL},
-    "zero3-offload": {"distributed_type": "DEEPSPEED", **_SEVERAL},
-}
-"""What a configuration of accelerate says beside ``_EVERY``, the fastest first."""
+FILES = Path(__file__).parents[1] / "launch"
 
-IN_WORDS = {
+KINDS = {
     "single": "one process",
     "ddp": "DDP",
     "zero2": "ZeRO-2",
@@ -86,43 +55,7 @@ IN_WORDS = {
     "zero2-offload": "ZeRO-2 with the optimizer in the machine's memory",
     "zero3-offload": "ZeRO-3 with weights and optimizer in the machine's memory",
 }
-
-
-def accelerate_config(kind: str, processes: int, deepspeed: str | None = None) -> dict[str, Any]:
-    given = _EVERY | CONFIGS[kind] | {"num_processes": processes}
-    if kind.startswith("zero"):
-        given["deepspeed_config"] = {
-            "deepspeed_config_file": deepspeed,
-            "deepspeed_multinode_launcher": "standard",
-            "zero3_init_flag": False,
-        }
-    return given
-
-
-def deepspeed_config(kind: str, precision: str = "fp16") -> dict[str, Any]:
-    zero: dict[str, Any] = {
-        "stage": int(kind[4]),
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": memory.BUCKET,
-    }
-    if kind.startswith("zero2"):
-        zero["reduce_scatter"] = True
-    else:
-        zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = memory.LIVE
-        zero["stage3_prefetch_bucket_size"] = memory.AHEAD
-    given: dict[str, Any] = {"zero_optimization": zero}
-    if kind.endswith("offload"):
-        in_memory = {"device": "cpu", "pin_memory": True}
-        zero["offload_optimizer"] = in_memory
-        if kind == "zero3-offload":
-            zero["offload_param"] = dict(in_memory)
-        given["zero_force_ds_cpu_optimizer"] = False
-    dtype = {"fp16": "float16", "bf16": "bfloat16"}.get(precision)
-    return ({"torch_autocast": {"enabled": True, "dtype": dtype}} if dtype else {}) | given
-
-
-# ---- which of them ---------------------------------------------------------------------------------------------------
+"""The configurations of ``launch/accelerate`` in words, the fastest first."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +70,6 @@ class Place:
     said: str
     on_gpu: bool = True
     bf16: bool = False
-
-    def holds(self, held: Mapping[str, float]) -> bool:
-        return memory.total(held, on_gpu=self.on_gpu) <= USABLE * self.memory
 
 
 def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Place:
@@ -160,27 +90,53 @@ def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool =
         return Place(processes, each, f"{counted(processes, 'card')} of {_gib(each)} each, {why}")
     least = min(seen[:processes], key=lambda card: card.memory)
     each = least.memory if gib is None else gib * 2**30
-    bf16 = all(architecture(card.capability)[1] for card in seen)
+    bf16 = all(card.has_bf16 for card in seen)
     return Place(processes, each, f"{processes} × {least.name}, {_gib(each)} each", bf16=bf16)
 
 
 @dataclass(frozen=True)
 class Choice:
+    """A configuration for a place. ``held``: bytes of a process by what they are for; ``tried``: the sum of each
+    configuration up to the chosen one; ``blocks``: classes that FSDP has to be told of; ``machine``: bytes of the
+    machine's own memory."""
+
     kind: str
     place: Place
     held: Mapping[str, float]
-    of_the_machine: float
-    totals: Mapping[str, float]
-    blocks: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    tried: Mapping[str, float]
+    blocks: Sequence[str]
+    machine: float
 
     @property
     def total(self) -> float:
-        return memory.total(self.held, on_gpu=self.place.on_gpu)
+        return self.tried[self.kind]
 
     @property
     def fits(self) -> bool:
-        return self.place.holds(self.held)
+        return self.total <= USABLE * self.place.memory
+
+    def explained(self) -> list[str]:
+        place = self.place
+        terms = " + ".join(f"{_gib(size)} {name}" for name, size in self.held.items())
+        holds = f"a process holds {terms} = {_gib(self.total)} of {_gib(place.memory)}"
+        lines = [place.said, f"{KINDS[self.kind]} ({self.kind}): {holds}"]
+        others = [f"{name} {_gib(size)}" for name, size in self.tried.items() if name != self.kind]
+        if others:
+            lines.append(f"too much would be {', '.join(others)}")
+        if not self.fits:
+            lines.append(f"this is too much as well: {LESS}")
+        return [*lines, f"the machine's own memory: {_gib(self.machine)} while the models are read"]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "processes": self.place.processes,
+            "place": self.place.said,
+            "memory": {"each": self.place.memory, "held": dict(self.held), "total": self.total},
+            "fits": self.fits,
+            "tried": dict(self.tried),
+            "machine": self.machine,
+        }
 
 
 def excluded(kind: str, place: Place) -> str | None:
@@ -195,31 +151,29 @@ def excluded(kind: str, place: Place) -> str | None:
 
 @quiet()
 def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
-    """Return the fastest configuration whose sum fits ``place``, else that of the least; or the one that is asked for.
-
-    Raises UserError where that one cannot run, or none can.
-    """
+    """Return the fastest configuration whose sum fits ``place``, else that of the least; or the one that is asked for,
+    of which UserError says where it cannot run."""
     import transformers
 
-    left_out = {name: why for name in CONFIGS if (why := excluded(name, place)) is not None}
-    if kind in left_out:
-        raise UserError(f"{kind} {left_out[str(kind)]}; choose another --kind")
-    if len(left_out) == len(CONFIGS):
-        raise UserError(f"no configuration runs this recipe: {'; '.join(f'{n} {why}' for n, why in left_out.items())}")
+    if kind is not None and (why := excluded(kind, place)) is not None:
+        raise UserError(f"{kind} {why}; choose another --kind")
     config = config_of_source(recipe)
     needs = memory.Needs(recipe, config, getattr(transformers, stock_class(config.to_dict())))
     in_bf16 = place.bf16 and place.on_gpu and "bfloat16" in str(getattr(config, "dtype", None))
     teacher = 0 if recipe.distillation.weight == 0 else 2 if in_bf16 else 4
+    tried = dict[str, float]()
     held = dict[str, Mapping[str, float]]()
-    for name in [name for name in CONFIGS if name not in left_out] if kind is None else [kind]:
-        held[name] = memory.terms(name, needs, recipe, place.processes, teacher)
-        if place.holds(held[name]):
+    for name in [name for name in KINDS if excluded(name, place) is None] if kind is None else [kind]:
+        held[name] = memory.terms(name, needs, place.processes, teacher, on_gpu=place.on_gpu)
+        tried[name] = sum(held[name].values())
+        if tried[name] <= USABLE * place.memory:
             break
-    totals = {name: memory.total(each, on_gpu=place.on_gpu) for name, each in held.items()}
-    chosen = name if place.holds(held[name]) else min(totals, key=lambda each: totals[each])
-    blocks = () if needs.names_its_blocks else needs.block_classes
-    machine = memory.of_the_machine(chosen, needs, recipe, place.processes)
-    return Choice(chosen, place, held[chosen], machine, totals, blocks, left_out)
+    chosen = min(tried, key=lambda name: (tried[name] > USABLE * place.memory, tried[name]))
+    # Stock classes name their blocks themselves, as a rule.
+    named = getattr(needs.model, "_no_split_modules", None)
+    blocks = [] if named else sorted({type(block).__name__ for block in needs.blocks})
+    machine = memory.of_the_machine(chosen, needs, place.processes)
+    return Choice(chosen, place, held[chosen], tried, blocks, machine)
 
 
 def config_of_source(recipe: Recipe) -> Any:
@@ -242,45 +196,35 @@ def config_of_source(recipe: Recipe) -> Any:
 # ---- what is written and run -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Launch:
-    choice: Choice
-    config: Path
-    files: tuple[Path, ...]
-    words: tuple[str, ...]
-
-    @property
-    def line(self) -> str:
-        return shlex.join(self.words)
-
-    def to_json(self) -> dict[str, Any]:
-        choice = self.choice
-        return {
-            "kind": choice.kind,
-            "processes": choice.place.processes,
-            "place": choice.place.said,
-            "memory": {"each": choice.place.memory, "held": dict(choice.held), "total": choice.total},
-            "fits": choice.fits,
-            "tried": dict(choice.totals),
-            "left_out": dict(choice.left_out),
-            "machine": choice.of_the_machine,
-            "files": [str(path) for path in self.files],
-            "command": self.line,
-        }
+def accelerate_config(kind: str, processes: int, deepspeed: Path | None = None) -> dict[str, Any]:
+    """Return a configuration of ``launch/accelerate`` for so many processes. deepspeed: where its JSON will be."""
+    tree: dict[str, Any] = yaml.safe_load((FILES / "accelerate" / f"{kind}.yaml").read_text(encoding="utf-8"))
+    if deepspeed is not None:
+        tree["deepspeed_config"]["deepspeed_config_file"] = str(deepspeed)
+    return tree | {"num_processes": processes}
 
 
-def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> Launch:
-    """Write the configuration beside the recipe's output and return the line that launches it.
+def deepspeed_config(kind: str, precision: str) -> dict[str, Any]:
+    """Return a configuration of ``launch/deepspeed`` that computes in a precision."""
+    tree: dict[str, Any] = dict(read_json(FILES / "deepspeed" / f"{kind}.json", "configuration"))
+    cast = tree.pop("torch_autocast")
+    dtype = {"fp16": "float16", "bf16": "bfloat16"}.get(precision)
+    return tree if dtype is None else {"torch_autocast": cast | {"dtype": dtype}} | tree
+
+
+def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Write the configuration beside the recipe's output; return its files and the words of the line that launches it.
 
     finetune: the words behind ``finetune``. Raises UserError where a file of others would be replaced.
     """
-    out = Path(recipe.out)
+    out, processes = Path(recipe.out), choice.place.processes
     config, deepspeed = (out.with_name(f"{out.name}.{ending}") for ending in ("launch.yaml", "deepspeed.json"))
-    tree = accelerate_config(choice.kind, choice.place.processes, str(deepspeed))
+    by_engine = choice.kind.startswith("zero")
+    tree = accelerate_config(choice.kind, processes, deepspeed if by_engine else None)
     if choice.kind == "fsdp" and choice.blocks:
-        tree["fsdp_config"] = tree["fsdp_config"] | {"fsdp_transformer_layer_cls_to_wrap": ",".join(choice.blocks)}
+        tree["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = ",".join(choice.blocks)
     contents = {config: WRITTEN + yaml.safe_dump(tree, sort_keys=False)}
-    if choice.kind.startswith("zero"):
+    if by_engine:
         precision = recipe.precision[0] if "precision" in recipe.model_fields_set else "fp16"
         # Of several precisions none is the engine's.
         precision = "fp32" if recipe.phases else precision
@@ -288,12 +232,12 @@ def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> Lau
     for path, text in contents.items():
         _write(path, text)
     words = ["accelerate", "launch", "--config_file", str(config)]
-    if choice.place.processes > 1:
+    if processes > 1:
         words += ["--main_process_port", "0"]
-    threads = (os.cpu_count() or 1) // choice.place.processes
+    threads = (os.cpu_count() or 1) // processes
     if threads > 1 and "OMP_NUM_THREADS" not in os.environ:
         words += ["--num_cpu_threads_per_process", str(threads)]
-    return Launch(choice, config, tuple(contents), (*words, "-m", "bf16_to_fp16", "finetune", *finetune))
+    return list(contents), [*words, "-m", "bf16_to_fp16", "finetune", *finetune]
 
 
 def _write(path: Path, text: str) -> None:
@@ -309,10 +253,10 @@ def _write(path: Path, text: str) -> None:
         raise UserError(f"{path}: {error.strerror}; give another out") from error
 
 
-def run_launch(launch: Launch, begun: Sequence[str]) -> int:
-    """Run a launch and return its exit status, that of the process that failed first; raise UserError where a process
-    was killed, and as the program does where it is itself interrupted or ended. begun: the words of the command before
-    the recipe, which reports then name."""
+def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:
+    """Run a line of ``write_launch`` and return its exit status, that of the process that failed first; raise UserError
+    where a process was killed, and as the program does where it is itself interrupted or ended. begun: the words of the
+    command before the recipe, which reports then name."""
     import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -323,10 +267,10 @@ def run_launch(launch: Launch, begun: Sequence[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ["BF16_TO_FP16_BEGUN"] = shlex.join(begun)
     os.environ.setdefault("PYTHON_EXEC", sys.executable)
-    if not launch.choice.place.on_gpu:
+    if not on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        launch_command(launch_command_parser().parse_args(list(launch.words[2:])))
+        launch_command(launch_command_parser().parse_args(list(words[2:])))
     except SignalException as stop:  # after it has ended the processes
         if stop.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -348,24 +292,3 @@ def status_of(rank: int, status: int) -> int:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.3g} GiB"
-
-
-def _sum(held: Mapping[str, float], place: Place) -> str:
-    each = dict(held) | ({"CUDA": memory.CONTEXT} if place.on_gpu else {})
-    terms = " + ".join(f"{_gib(size)} {name}" for name, size in each.items())
-    return f"{terms} = {_gib(memory.total(held, on_gpu=place.on_gpu))}"
-
-
-def explained(choice: Choice) -> list[str]:
-    place, name = choice.place, IN_WORDS[choice.kind]
-    lines = [
-        place.said,
-        f"{name} ({choice.kind}): a process holds {_sum(choice.held, place)} of {_gib(place.memory)}",
-    ]
-    others = [f"{name} {_gib(size)}" for name, size in choice.totals.items() if name != choice.kind]
-    if others:
-        lines.append(f"too much would be {', '.join(others)}")
-    if not choice.fits:
-        lines.append(f"this is too much as well: {LESS}")
-    lines.append(f"the machine's own memory: {_gib(choice.of_the_machine)} while the models are read")
-    return lines

@@ -8,7 +8,6 @@ gives 0.75 to 1.37 times, of a whole sum of the shipped recipes 0.99 to 1.07 tim
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from ..run.interface import config_of, is_causal, takes_decoder_ids
 from .mixed_precision import PRECISION_DTYPES
 from .recipe import Recipe
 
-WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0}
 """Both of AdamW's moments of a weight."""
 
@@ -28,19 +26,18 @@ OF_SCORES, OF_BIASED_SCORES = 2.0, 14.0  # for each attention score, without and
 OF_LOGITS = 20.0
 OF_INPUTS = 12.0  # of a layer that is recomputed, for each element of its input
 
-CONTEXT = 1 << 30  # bytes that CUDA, NCCL and torch's libraries take
+CONTEXT = float(1 << 30)  # bytes that CUDA, NCCL and torch's libraries take
 PROBE = (16, 64, 16)  # rows of the built-in probe that go beside a batch, their ids and their decoder's
 
-BUCKET = 20_000_000  # elements of DeepSpeed's buckets of gradients; its own 500 million in four of them are 8 GB
-LIVE, AHEAD = 200_000_000, 50_000_000  # elements that ZeRO-3 keeps gathered, and gathers before they are needed
+BUCKET = 20_000_000  # elements of a bucket of gradients in launch/deepspeed
+GATHERED = 250_000_000  # elements of the layers that ZeRO-3 keeps, and gathers before they are needed
 
 
 class Needs:
     """A finetune of a stock model in numbers, from its config alone.
 
     ``parameters``, ``largest_block``, ``outside_blocks``: of the model, of its largest layer, of what is in no layer.
-    ``block_classes``: the names of its layers' classes; ``names_its_blocks``: whether its own class says which they
-    are.
+    ``blocks``: its layers; ``activations``: bytes that a step's pass of one process holds beside weights and gradients.
     """
 
     def __init__(self, recipe: Recipe, config: Any, kind: Any) -> None:
@@ -57,38 +54,26 @@ class Needs:
             self.parameters += head.weight.numel()  # tied as long as no file has a head of its own
         self.largest_block = max(sizes, default=self.parameters)
         self.outside_blocks = self.parameters - sum(sizes)
-        self.block_classes = tuple(sorted({type(block).__name__ for block in self.blocks}))
-        self.names_its_blocks = bool(getattr(self.model, "_no_split_modules", None))
-        data = recipe.data
-        self.shapes = [(data.batch_size, data.input_length, data.target_length)]
-        self.shapes += [PROBE] if recipe.penalty.form != "none" else []
-
-    def activations(self, *, gathers: bool = False) -> float:
-        """Return the most bytes that a step's pass of one process holds beside weights and their gradients; batch and
-        probe have a backward each. gathers: linears are ZeRO-3's, which keep no copies for autocast."""
-        copies = self.recipe.precision[-1] != "fp32" and not gathers and not self.recipe.gradient_checkpointing
-        return max(self._kept(*shape) for shape in self.shapes) + 2.0 * self.parameters * copies
+        data, probe = recipe.data, [PROBE] if recipe.penalty.form != "none" else []
+        # Batch and probe have a backward each.
+        shapes = [(data.batch_size, data.input_length, data.target_length), *probe]
+        self.activations = max(self._kept(*shape) for shape in shapes)
 
     def _kept(self, rows: int, length: int, target: int) -> float:
         config, head = config_of(self.model), self.model.get_output_embeddings()
         if is_causal(config):
             length = length + target
         read = {*self.model.get_encoder().modules()} if takes_decoder_ids(config) else {*self.model.modules()}
-        scores, of_layers = 0, 0.0
-        for block in self.blocks:
-            keys = length * length if block in read else target * target + length * target
-            scores += rows * config.num_attention_heads * keys
-        for module in self.model.modules():
-            if isinstance(module, nn.Linear):
-                tokens = rows * (length if module in read else target)
-                of_layers += OF_LINEARS * tokens * (module.in_features + module.out_features) * (module is not head)
+        tokens = {module: rows * (length if module in read else target) for module in self.model.modules()}
+        linears = [module for module in tokens if isinstance(module, nn.Linear) and module is not head]
+        of_layers = sum(OF_LINEARS * tokens[each] * (each.in_features + each.out_features) for each in linears)
+        keys = sum(length * length if block in read else target * target + length * target for block in self.blocks)
         biased = hasattr(config, "relative_attention_num_buckets")
-        of_layers += scores * (OF_BIASED_SCORES if biased else OF_SCORES)
+        of_layers += rows * config.num_attention_heads * keys * (OF_BIASED_SCORES if biased else OF_SCORES)
         if self.recipe.gradient_checkpointing:
-            inputs = sum(rows * (length if block in read else target) for block in self.blocks)
+            inputs = sum(tokens[block] for block in self.blocks)
             of_layers = of_layers / max(1, len(self.blocks) // 2) + OF_INPUTS * inputs * config.hidden_size
-        of_head = 0.0 if head is None else OF_LOGITS * rows * (target or length) * head.out_features
-        return of_layers + of_head
+        return of_layers + (0.0 if head is None else OF_LOGITS * rows * (target or length) * head.out_features)
 
 
 def _says_tied(config: Any) -> bool:
@@ -105,43 +90,43 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [block for path in lists for block in model.get_submodule(path).children()]
 
 
-def terms(kind: str, needs: Needs, recipe: Recipe, processes: int, teacher_bytes: int) -> dict[str, float]:
+def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:
     """Return the bytes that a process holds on its card, by what they are for.
 
     kind: a configuration of ``launching``. teacher_bytes: of one of the teacher's weights, 0 for no teacher.
     """
-    count, each = needs.parameters, WEIGHT_BYTES[recipe.optimizer.weights]
-    weights, moments = float(count * each), count * MOMENT_BYTES[recipe.optimizer.moments]
-    teacher = float(count * teacher_bytes)
-    in_parts, offloads = kind.startswith(("zero3", "fsdp")), kind.endswith("offload")
-    share = processes if kind.startswith(("zero", "fsdp")) else 1
+    recipe, count = needs.recipe, needs.parameters
+    each = PRECISION_DTYPES[recipe.optimizer.weights].itemsize
+    weights, teacher = float(count * each), float(count * teacher_bytes)
+    in_parts, zero = kind.startswith(("zero3", "fsdp")), kind.startswith("zero")
+    share = processes if zero or in_parts else 1
     held: dict[str, float] = {"weights": 0.0 if kind == "zero3-offload" else weights / (share if in_parts else 1)}
-    if not offloads:
+    if not kind.endswith("offload"):
         held["gradients"] = weights / share
-        held["moments of AdamW"] = moments / share
+        held["moments of AdamW"] = count * MOMENT_BYTES[recipe.optimizer.moments] / share
     if kind == "ddp":
         held["buckets of gradients"] = weights
-    if kind.startswith("zero"):
+    if zero:
         held["buckets of gradients"] = BUCKET * each * (2.0 if in_parts else 4.0)
     if kind == "zero2":
         held["copies of the weights that are stepped"] = weights / share
-    if kind.startswith("zero3"):
-        held["gathered layers"] = float(min(count, LIVE + AHEAD) * each)
-    if kind == "fsdp":
-        held["gathered layers"] = float((2 * needs.largest_block + needs.outside_blocks) * each)
+    if in_parts:
+        at_once = min(count, GATHERED) if zero else 2 * needs.largest_block + needs.outside_blocks
+        held["gathered layers"] = float(at_once * each)
     held["teacher"] = teacher / processes + needs.largest_block * teacher_bytes if in_parts else teacher
-    held["activations"] = needs.activations(gathers=kind.startswith("zero3"))
+    held["activations"] = needs.activations
+    # Autocast's copies of the weights; linears of ZeRO-3 keep none.
+    if recipe.precision[-1] != "fp32" and not kind.startswith("zero3") and not recipe.gradient_checkpointing:
+        held["activations"] += 2.0 * count
+    held["CUDA"] = CONTEXT if on_gpu else 0.0
     return {name: size for name, size in held.items() if size}
 
 
-def of_the_machine(kind: str, needs: Needs, recipe: Recipe, processes: int) -> float:
+def of_the_machine(kind: str, needs: Needs, processes: int) -> float:
     """Return the bytes that all processes together take of the machine's own memory: each reads student and teacher
     whole, and what is offloaded stays there."""
+    recipe = needs.recipe
     reading = processes * needs.parameters * (4 + (4 if recipe.distillation.weight else 0))
-    each = WEIGHT_BYTES[recipe.optimizer.weights]
+    each = PRECISION_DTYPES[recipe.optimizer.weights].itemsize
     stays = 2 * each + MOMENT_BYTES[recipe.optimizer.moments] + (each if kind == "zero3-offload" else 0)
     return float(max(reading, needs.parameters * stays if kind.endswith("offload") else 0))
-
-
-def total(held: Mapping[str, float], *, on_gpu: bool) -> float:
-    return sum(held.values()) + (CONTEXT if on_gpu else 0)

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..auditing.attack import GROUP, attacked
-from ..cards import architecture, computes_in_bf16
+from ..cards import computes_in_bf16
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import carry_over, tokenizer_beside
 from ..checkpoint.places import shown_in_a_command
@@ -212,7 +212,8 @@ def train(
     progress = shown_by(progress) if main else Progress(quiet=True)
     say_where_saved_again(checkpoint, progress)
     if not computes_in_bf16(accelerator.device):
-        progress.say(without_bf16(recipe, accelerator.device))
+        before = ", and the steps before fp16 holds are in fp32 too" if "bf16" in recipe.precision else ""
+        progress.say(f"{shown(accelerator.device)} has no bf16: the teacher is fp32{before}")
     teacher = make_teacher(checkpoint, recipe, accelerator)
     start = folder / START_FOLDER
     if main and not (start / "config.json").is_file():
@@ -359,7 +360,7 @@ def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(recipe.data.gradient_accumulation)
     if engine and find_spec("deepspeed") is None:
         raise UserError(
-            f"deepspeed is not installed; {how_to_install('train')}, or launch with launch/accelerate/fsdp.yaml"
+            f"deepspeed is not installed; {how_to_install('train')}, or launch with `bf16-to-fp16 launch --kind fsdp`"
         )
     if engine and on_cpu:
         import deepspeed.ops
@@ -383,7 +384,7 @@ def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
     if accelerator.num_processes != wanted:
         raise UserError(
             f"{wanted} processes were launched and each believes that it is one of {accelerator.num_processes};"
-            " launch with `accelerate launch --multi_gpu` or a configuration from launch/"
+            " launch with `bf16-to-fp16 launch`, or with `accelerate launch --multi_gpu`"
         )
     return accelerator
 
@@ -400,14 +401,6 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Te
         device,
         in_parts=weights_in_parts(accelerator),
     )
-
-
-def without_bf16(recipe: Recipe, device: torch.device) -> str:
-    name, _ = architecture(torch.cuda.get_device_capability(device))
-    said = (
-        f"{shown(device)} is {'a ' if name in ('Volta', 'Turing') else ''}{name} and has no bf16: the teacher is fp32"
-    )
-    return said + (", and the steps before fp16 holds are in fp32 too" if "bf16" in recipe.precision else "")
 
 
 def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: Progress) -> None:

@@ -34,8 +34,8 @@ from bf16_to_fp16.finetuning.shipped import names
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.run.texts import texts
 
-ACCELERATE = ROOT / "launch" / "accelerate"
-DEEPSPEED = ROOT / "launch" / "deepspeed"
+ACCELERATE = ROOT / "bf16_to_fp16" / "launch" / "accelerate"
+DEEPSPEED = ROOT / "bf16_to_fp16" / "launch" / "deepspeed"
 STEPS = 6
 PLAINLY_CLIPPED = "optimizer.relative=false"  # as DeepSpeed clips, whatever a step's units are
 IN_TWO_PASSES = ("data.batch_size=2", "data.gradient_accumulation=2")
@@ -143,7 +143,8 @@ def two_machines(recipe: Path, warm_python: Path) -> Path:
     tools, environment = folder / "tools", folder / ".venv" / "bin"
     for made in (tools, environment):
         made.mkdir(parents=True)
-    (folder / "launch").symlink_to(ROOT / "launch")
+    for name in ("launch", "bf16_to_fp16"):
+        (folder / name).symlink_to(ROOT / name)
     (tools / "scontrol").write_text('#!/bin/sh\ntest "$*" = "show hostnames two[0-1]"\nprintf "127.0.0.1\\nother\\n"\n')
     (tools / "srun").write_text(
         "#!/bin/bash\n"
@@ -428,7 +429,9 @@ def test_fp16_on_gpus_follows_fp32(config: str, recipe: Path, alone: Path, tmp_p
 
 def test_slurm_script_says_what_it_needs(tmp_path: Path) -> None:
     assert run(["bash", "launch/slurm.sh"], status=2).startswith("error: give a kind and a recipe")
-    assert run(["bash", "launch/slurm.sh", "zero4", "x.yaml"], status=2).startswith("error: no launch/accelerate/zero4")
+    assert run(["bash", "launch/slurm.sh", "zero4", "x.yaml"], status=2).startswith(
+        "error: no bf16_to_fp16/launch/accelerate/zero4"
+    )
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------

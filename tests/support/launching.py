@@ -21,7 +21,7 @@ def command(
 ) -> list[str]:
     """The command line of a user with that interpreter; options are accelerate's, settings the recipe's."""
     accelerate = [python, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    head = [*accelerate, "--config_file", f"launch/accelerate/{config}.yaml"]
+    head = [*accelerate, "--config_file", f"bf16_to_fp16/launch/accelerate/{config}.yaml"]
     number = ["--num_processes", processes, "--main_process_port", 0]
     run = ["-m", "bf16_to_fp16", "finetune", recipe, "--set", f"out={out}"]
     return [str(part) for part in (*head, *number, *options, *run, *(x for s in settings for x in ("--set", s)))]
