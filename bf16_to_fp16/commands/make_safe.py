@@ -37,7 +37,7 @@ from ..report.facts import tower_of
 from ..report.stored import originals as stored_originals
 from ..report.stored import read_origin, read_plan
 from ..rescaling.apply import apply, scale
-from ..rescaling.centred import centred, centred_tensors
+from ..rescaling.centred import centred, centred_tensors, tables_of
 from ..rescaling.exponents import OfChannels, exponents_of, norm_exponents
 from ..rescaling.follow import exponents_by_parameter, follow
 from ..rescaling.outputs import output_factors
@@ -58,7 +58,7 @@ class MadeSafe:
     they are now, rounded to fp16; training moves them. converted: the converted folder that the model was loaded from,
     whose plan is part of this one. headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps:
     of the norms before. ``again``: the model had been made safe before, and nothing was done. originals: the key biases
-    and tables of position biases, by name, that others replaced. outputs: by name, the log2 of the factor by which what
+    and tables of position biases, by name, that others replaced; tables: those others, of tables alone. outputs: by name, the log2 of the factor by which what
     the class returns is larger than before, for all channels or for each; logits are as they were.
     """
 
@@ -71,6 +71,7 @@ class MadeSafe:
     again: bool = False
     converted: str = ""
     originals: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    tables: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     outputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
     passed: str = ""
 
@@ -131,9 +132,13 @@ class MadeSafe:
                 )
             layout = resolve(source)
             with on_the_cpu(model):
+                # Training moves a free key bias, and no output with it. What it did to a table counts, and a softmax
+                # ignores what the table lost.
+                trained = any(not torch.equal(model.get_parameter(name), t) for name, t in self.tables.items())
                 apply(model, layout, inverse(self.plan))
-                for name, bias in self.originals.items():  # training moves a free bias, and no output with it
-                    model.get_parameter(name).data.copy_(bias)
+                for name, bias in self.originals.items():
+                    if name not in self.tables or not trained:
+                        model.get_parameter(name).data.copy_(bias)
             set_eps(model, layout, self.eps)
             vars(model.config).pop(CONVERTED_KEY, None)
         model.__dict__.pop(MARK, None)
@@ -222,6 +227,8 @@ def make_fp16_safe(
             apply(model, layout, moved)
             if layout.family.eps_key is not None:
                 set_eps_of_configs(model, layout, planned.eps)
+        tables = (name for name, at in centred_tensors(layout, plan.centred_keys).items() if tables_of(at))
+        safe = replace(safe, tables={name: model.get_parameter(name).detach().clone() for name in tables})
     model.__dict__[MARK] = safe
     return safe
 

@@ -195,7 +195,7 @@ def test_a_table_of_position_biases_past_fp16s_range_is_centred(
     source = tiny.save(model, tmp_path / "source", dtype)
     with pytest.raises(UserError, match="no exponent brings them under 65504"):
         convert(source, tmp_path / "out", exact=True)
-    converted = convert(source, tmp_path / "out")
+    converted = convert(source, tmp_path / "out", stream=-2)
     assert converted.safe and converted.report["proof"] == "certified" and "inexact" not in converted.report
     assert len(converted.report["plan"]["centred_keys"]) == len(tables) == 2
     print_conversion(read(Report, converted.report), tmp_path / "out")
@@ -208,6 +208,16 @@ def test_a_table_of_position_biases_past_fp16s_range_is_centred(
     assert verify(tmp_path / "out", original=source)["verified"]
     one, two = (load_file(f / "model.safetensors") for f in (source, undo(tmp_path / "out", tmp_path / "back")))
     assert all(torch.equal(one[name], two[name]) for name in tables)
+    # In memory the same, unless training changes one of them, which then stays centred.
+    for trained in (False, True):
+        model = load(tmp_path / "out", torch.float32)
+        safe = make_fp16_safe(model)
+        with torch.no_grad():
+            model.get_parameter(tables[0])[0] += 0.5 * trained
+        wanted = outputs(model)
+        state = safe.undo(model).state_dict()
+        assert all(torch.equal(state[name], one[name].float()) != trained for name in tables)
+        assert not trained or all(map(torch.equal, wanted, outputs(model)))
 
 
 def test_a_plan_that_only_centres_keys_changes_a_model() -> None:
