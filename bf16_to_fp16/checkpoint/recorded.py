@@ -12,7 +12,7 @@ from typing import Any
 from ..environment import SCHEMA
 from ..errors import UserError
 from .files import nested_value, read_json
-from .places import contained
+from .places import contained, shown_in_a_command
 
 REPORT = "fp16_report.json"
 CONVERTED_KEY = "bf16_to_fp16"
@@ -49,8 +49,9 @@ def recorded(folder: Path) -> dict[str, Any]:
         check_below(folder, map(str, folder.glob(f"*/{REPORT}")))
         if saved_again(folder):
             raise UserError(
-                f"{folder}: has no {REPORT}: it was converted, then saved again without it; if it was neither trained"
-                " nor undone, copy that from the folder that convert wrote"
+                f"{folder}: has no {REPORT}: it was converted, then saved again without it; bring it to the original's"
+                f" scale by bf16-to-fp16 undo {shown_in_a_command(folder)} OUT --plan CONVERTED, the folder that"
+                " convert wrote"
             )
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     return report_data(contained(folder, REPORT), NEEDED, SCHEMA)

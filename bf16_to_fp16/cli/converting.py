@@ -242,14 +242,28 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
     metavar="ADAPTER",
     help="Write this LoRA adapter, which is for DIR, for what DIR was converted from.",
 )
+@click.option(
+    "--plan",
+    type=shared.FOLDER,
+    metavar="CONVERTED",
+    help="The converted folder that DIR was trained from, where DIR was saved by another program.",
+)
 @shared.force
 @shared.json_file
 def undo_command(
-    folder: Path, out: Path, subfolder: str | None, adapter: Path | None, force: bool, json_file: str | None
+    folder: Path,
+    out: Path,
+    subfolder: str | None,
+    adapter: Path | None,
+    plan: Path | None,
+    force: bool,
+    json_file: str | None,
 ) -> int:
     """Bring back the weights from before the rescaling, by the inverse of DIR's plan."""
     if adapter is not None:
         return take_adapter(adapter, out, folder, force=force, json_file=json_file)
+    if plan is not None:
+        return undo_trained(folder, out, plan, force=force, json_file=json_file)
     if not folder.is_file():
         written_folder(folder)
     folder = folder if subfolder is None else subfolder_of(folder, subfolder)
@@ -264,6 +278,22 @@ def undo_command(
 
     words = terminal.brought_back(folder)  # before anything is written
     written = undo(folder, out, force=force, progress=shared.make_progress())
+    shared.write_result(json_file, {"out": str(written), "holds": words})
+    if json_file != "-":
+        show(f"{written} holds {words}")
+    return SAFE
+
+
+def undo_trained(folder: Path, out: Path, plan: Path, *, force: bool, json_file: str | None) -> int:
+    from ..checkpoint.recorded import recorded_plan
+
+    recorded_plan(plan, None)
+    check_out(out, written_folder(folder), plan, force=force)
+    shared.check_given(str(folder))
+    from ..commands.undo import undo
+
+    words = "the trained weights at the original's scale"
+    written = undo(folder, out, plan=plan, force=force, progress=shared.make_progress())
     shared.write_result(json_file, {"out": str(written), "holds": words})
     if json_file != "-":
         show(f"{written} holds {words}")

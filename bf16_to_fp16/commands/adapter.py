@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from ..checkpoint.adapters import CONFIG, NOTE, TENSORS, config_for
 from ..checkpoint.folder import carry_over, records
 from ..checkpoint.places import written_folder
-from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.staging import check_out, staged
 from ..errors import UserError
 from ..families.layout import Layout
@@ -91,28 +91,42 @@ def convert_adapter(
     """
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
-    tensors = read_tensors(adapter)
     check_out(out, adapter, base, force=force)
     checkpoint, plan, origin = open_checkpoint(base), read_plan(base), read_origin(base)
     layout = resolve(checkpoint)
-    gain = head_gain(layout, plan, checkpoint, origin)
     check_tying(adapter, config, plan)
+    gain = head_gain(layout, plan, checkpoint.config, origin)
     applied, gain = (inverse(plan), 1 / gain) if back else (plan, gain)
-    try:
-        rescaled = scaled_adapter(tensors, layout, applied, gain)
-    except UserError as error:
-        raise UserError(f"{adapter / TENSORS}: {error}") from None
     on = (origin.path or str(base)) if back else str(base)
-    written = {name: scaled.values.contiguous() for name, scaled in rescaled.items()}
-    revision = origin.revision if back else None
-    with staged(out, force=force) as work:
-        carry_over(adapter, work, back=back)
-        save_file(written, work / TENSORS, metadata={"format": "pt"})
-        write_json(work / CONFIG, {**config, "base_model_name_or_path": on, "revision": revision})
-        note = {"for": "original" if back else "converted", "base": on}
-        write_json(work / NOTE, note | {"output": {"files": records(work, {NOTE})}})
+    place = {"base_model_name_or_path": on, "revision": origin.revision if back else None}
+    rescaled = rescale_adapter(adapter, out, layout, applied, gain, config | place, back=back, force=force)
     finetuned = read_report(base / REPORT, {}, "", also=("finetune",)).finetune is not None
     return ConvertedAdapter(out, on, rescaled, finetuned, edited=bool(edits_of(layout, plan).exponents))
+
+
+def rescale_adapter(
+    adapter: Path,
+    out: Path,
+    layout: Layout,
+    plan: Plan,
+    head_gain: float,
+    config: Mapping[str, Any],
+    *,
+    back: bool,
+    force: bool,
+) -> dict[str, Scaled]:
+    """Write an adapter for what ``plan`` makes of its checkpoint, with this config; as many parameters as it takes."""
+    try:
+        rescaled = scaled_adapter(read_tensors(adapter), layout, plan, head_gain)
+    except UserError as error:
+        raise UserError(f"{adapter / TENSORS}: {error}") from None
+    with staged(out, force=force) as work:
+        carry_over(adapter, work, back=back)
+        save_file({n: t.values.contiguous() for n, t in rescaled.items()}, work / TENSORS, metadata={"format": "pt"})
+        write_json(work / CONFIG, config)
+        note = {"for": "original" if back else "converted", "base": config["base_model_name_or_path"]}
+        write_json(work / NOTE, note | {"output": {"files": records(work, {NOTE})}})
+    return rescaled
 
 
 def check_tying(adapter: Path, config: Mapping[str, Any], plan: Plan) -> None:
@@ -124,7 +138,7 @@ def check_tying(adapter: Path, config: Mapping[str, Any], plan: Plan) -> None:
         )
 
 
-def head_gain(layout: Layout, plan: Plan, checkpoint: Checkpoint, origin: Source) -> float:
+def head_gain(layout: Layout, plan: Plan, config: Mapping[str, Any], origin: Source) -> float:
     if not plan.untied_head or layout.family.untie != "scaled":
         return 1.0
-    return head_scale(layout.family, config_before(checkpoint.config, origin), True)
+    return head_scale(layout.family, config_before(config, origin), True)

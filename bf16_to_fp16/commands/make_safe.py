@@ -7,6 +7,7 @@ config says so, so that ``save_pretrained`` writes weights and eps that belong t
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,9 @@ from torch import nn
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import bound, is_certified
 from ..bounds.spectral import Spectra
+from ..checkpoint.adapters import CARRIED, adapter_config
 from ..checkpoint.recorded import CONVERTED_KEY, REPORT
+from ..checkpoint.staging import check_out
 from ..conversion.planning import bound_source
 from ..errors import UserError
 from ..families.configs import with_value
@@ -58,8 +61,9 @@ class MadeSafe:
     they are now, rounded to fp16; training moves them. converted: the converted folder that the model was loaded from,
     whose plan is part of this one. headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps:
     of the norms before. ``again``: the model had been made safe before, and nothing was done. originals: the key biases
-    and tables of position biases, by name, that others replaced; tables: those others, of tables alone. outputs: by name, the log2 of the factor by which what
-    the class returns is larger than before, for all channels or for each; logits are as they were.
+    and tables of position biases, by name, that others replaced; tables: those others, of tables alone. outputs: by
+    name, the log2 of the factor by which what the class returns is larger than before, for all channels or for each;
+    logits are as they were. layout, head_gain, original: what ``adapter`` needs.
     """
 
     plan: Plan
@@ -74,6 +78,9 @@ class MadeSafe:
     tables: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     outputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
     passed: str = ""
+    layout: Layout | None = field(default=None, compare=False, repr=False)
+    head_gain: float = 1.0
+    original: str = ""
 
     @property
     def changed(self) -> bool:
@@ -110,7 +117,8 @@ class MadeSafe:
             if self.certified
             else f"not certified {WHERE[self.target]}: the bound of {self.tightest} {over}; {observed}"
         )
-        return f"{done}. {proof[0].upper()}{proof[1:]}."
+        scale = " adapter(model, OUT) writes a LoRA of it for the original." if self.plan.moves else ""
+        return f"{done}. {proof[0].upper()}{proof[1:]}.{scale}"
 
     def __repr__(self) -> str:
         proof = f"{'' if self.certified else 'not '}certified {WHERE[self.target]}"
@@ -122,7 +130,7 @@ class MadeSafe:
         Its config gets its eps back. model: what was made safe, a copy of it, or what ``from_pretrained`` made of a
         folder that was saved before ``undo``, where the eps of its config tells. Raises UserError for any other.
         """
-        check_plain(model, "merge the adapter with merge_and_unload() and undo that")
+        check_plain(model, "write it with adapter(model, OUT), or merge it with merge_and_unload() and undo that")
         if self.changed:
             self.check_made_safe(model)
             source = ModelTensors(model)
@@ -143,6 +151,26 @@ class MadeSafe:
             vars(model.config).pop(CONVERTED_KEY, None)
         model.__dict__.pop(MARK, None)
         return model
+
+    def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
+        """Write the adapter of a PEFT model around what was made safe to a folder ``out``, for the original, and return
+        it: what PEFT saves itself is for weights at the plan's scale.
+
+        Raises UserError as ``convert_adapter`` does.
+        """
+        from .adapter import check_tying, rescale_adapter
+
+        assert self.layout is not None
+        out = Path(out)
+        check_out(out, force=force)
+        with tempfile.TemporaryDirectory() as folder:
+            saved = Path(folder)
+            model.save_pretrained(saved)
+            config = adapter_config(saved, CARRIED) | {"base_model_name_or_path": self.original}
+            check_tying(saved, config, self.plan)
+            gain = 1 / self.head_gain
+            rescale_adapter(saved, out, self.layout, inverse(self.plan), gain, config, back=True, force=force)
+        return out
 
     def check_made_safe(self, model: Any) -> None:
         """Raise UserError unless a model is at the scale of the plan, as far as can be told."""
@@ -214,11 +242,14 @@ def make_fp16_safe(
         proof = bound(planned, rounded(source, layout, moved), arithmetic, target=target, spectra=known)
         worst = min(proof.sites, key=lambda site: site.headroom_bits)
         originals = {name: source.read(name).clone() for name in centred_tensors(layout, moved.centred_keys)}
-        plan, folder = moved, converted_folder(model)
+        plan, folder, on = moved, converted_folder(model), (str(model.name_or_path), 1.0)
         if folder is not None:
-            first = read_plan(folder)
+            from .adapter import head_gain
+
+            first, origin = read_plan(folder), read_origin(folder)
             plan = composed(first, moved)
-            originals |= {n: t.float() for n, t in stored_originals(layout, first, read_origin(folder)).items()}
+            originals |= {n: t.float() for n, t in stored_originals(layout, first, origin).items()}
+            on = origin.path or "", head_gain(layout, first, layout.config, origin)
         eps = layout.eps if folder is None else layout.eps * 4.0**-first.residual_exponent
         facts = proof.holds, worst.headroom_bits, worst.name, eps
         outputs, name = output_factors(planned, plan), "" if folder is None else folder.name
@@ -228,7 +259,8 @@ def make_fp16_safe(
             if layout.family.eps_key is not None:
                 set_eps_of_configs(model, layout, planned.eps)
         tables = (name for name, at in centred_tensors(layout, plan.centred_keys).items() if tables_of(at))
-        safe = replace(safe, tables={name: model.get_parameter(name).detach().clone() for name in tables})
+        kept = {name: model.get_parameter(name).detach().clone() for name in tables}
+        safe = replace(safe, tables=kept, layout=layout, original=on[0], head_gain=on[1])
     model.__dict__[MARK] = safe
     return safe
 

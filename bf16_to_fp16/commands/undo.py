@@ -15,6 +15,7 @@ from ..checkpoint.packed import recorded_sha256
 from ..checkpoint.packing import check_out_file, pack, put_file_in_place, tensors_sha256, tokenizer_inside
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.shards import Write
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import Written, write_fp16
@@ -26,13 +27,26 @@ from ..json_text import write_json
 from ..progress import Progress, shown_by
 from ..report.schema import Source
 from ..report.stored import check_written_files, originals, read_origin, read_packed, read_plan
-from ..rescaling.apply import writes
-from ..rescaling.plan import Plan, inverse
+from ..rescaling.apply import set_dtype, writes
+from ..rescaling.edits import listed_edits, without_edits
+from ..rescaling.plan import Plan, inverse, mark_of
+from ..wording import listed
 
 
-def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: Progress | bool | None = None) -> Path:
+def undo(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    plan: str | Path | None = None,
+    force: bool = False,
+    progress: Progress | bool | None = None,
+) -> Path:
     """Write the source's weights back from a converted folder by the inverse of its recorded plan, and return
     ``out``.
+
+    plan: the converted folder, or its report, that ``folder`` was trained from and saved again by any script. Its
+    powers of two are then taken back, in fp32 where ``folder`` is in fp16: the very function that was trained, at the
+    original's scale. Edits and centred biases stay, and are said.
 
     A file that ``convert --layout`` wrote is brought back as a file with the same names, or as a folder where ``out``
     does not end in ``.safetensors``. Bit for bit where the conversion was lossless, but for the sign of a 0 in a gain
@@ -42,6 +56,8 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
     of the installed version agrees is not asked. Raises UserError where the folder has no plan.
     """
     progress = shown_by(progress)
+    if plan is not None:
+        return undo_trained(written_folder(folder), Path(out), Path(plan), force=force, progress=progress)
     if Path(folder).is_file():
         return undo_file(Path(folder), Path(out), force=force, progress=progress)
     folder, out = written_folder(folder), Path(out)
@@ -52,6 +68,38 @@ def undo(folder: str | Path, out: str | Path, *, force: bool = False, progress: 
         written = write_weights(checkpoint, read_plan(folder), origin, work, progress)
         check_written_files(folder, written.source_sha256)
         write_beside(checkpoint, origin, work)
+    return out
+
+
+def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress: Progress) -> Path:
+    check_out(out, folder, report, force=force)
+    plan, checkpoint = read_plan(report), open_checkpoint(folder)
+    layout = resolve(checkpoint)
+    if checkpoint.config.get(CONVERTED_KEY) != mark_of(plan) or layout.eps != (plan.eps or layout.eps):
+        raise UserError(
+            f"{folder}: is not at the scale of the plan in {report}; give the report of the folder that was trained,"
+            " and what was saved before any undo"
+        )
+    kept = [edit.site for edit in listed_edits(layout, plan)] + plan.centred_keys
+    if kept:
+        progress.say(f"Stays as the conversion made it: {listed(kept)}")
+    stored = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+    wide = {"F16": "F32", "F64": "F32"}
+    back = [
+        write.as_dtype(wide.get(dtype := stored[write.source], dtype))
+        for write in writes(checkpoint, layout, inverse(without_edits(layout, plan)))
+        if write.source is not None
+    ]
+    config = {key: value for key, value in checkpoint.config.items() if key != CONVERTED_KEY}
+    for key in () if plan.eps_held else layout.family.eps_keys:
+        config = with_value(config, key, layout.eps * 4.0**-plan.residual_exponent)
+    set_dtype(config, "bfloat16" if {*stored.values()} == {"BF16"} else "float32")
+    with staged(out, force=force) as work:
+        with progress.step(f"Writing {len(back)} tensors") as advance:
+            write_fp16(checkpoint, back, work, advance=advance)
+        checkpoint.check_unchanged()
+        write_json(work / "config.json", config)
+        carry_over(folder, work, back=True)
     return out
 
 

@@ -291,6 +291,34 @@ def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:
     assert all(torch.equal(a, b) for a, b in zip(moved, outputs(safe.undo(merged)), strict=True))
 
 
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_an_adapter_that_was_trained_on_it_is_written_for_the_original(
+    kind: str, converted: bool, tmp_path: Path
+) -> None:
+    peft: Any = pytest.importorskip("peft")
+    source, names = tiny.save(tiny.build(kind), tmp_path / "source"), {"t5": ["q", "o", "wo"], "llama": ["v_proj"]}
+    if converted:
+        convert(source, tmp_path / "out", stream=-3, run_model=False)
+    model = load(tmp_path / "out" if converted else source, torch.float32)
+    safe = make_fp16_safe(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=names[kind]))
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_" in name:
+                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) / 4)
+    wanted = outputs(wrapped)
+    assert safe.plan.moves and safe.adapter(wrapped, tmp_path / "adapter") == tmp_path / "adapter"
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"].endswith("source")
+    base = safe.undo(wrapped.unload())  # at the original's scale, as fp16 holds it where that was converted
+    assert not all(torch.equal(a, b) for a, b in zip(wanted[:1], outputs(base)[:1], strict=True))
+    found = outputs(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    assert torch.equal(wanted[0], found[0])
+    with pytest.raises(UserError, match="exists"):
+        safe.adapter(wrapped, tmp_path / "adapter")
+
+
 def test_a_model_without_its_values_is_refused() -> None:
     with torch.device("meta"):
         model = transformers.T5EncoderModel(transformers.T5Config(**tiny.T5_SHAPE))

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import tiny
+from support.contract import outputs
 
-from bf16_to_fp16 import convert, make_fp16_safe
+from bf16_to_fp16 import convert, make_fp16_safe, undo
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.checkpoint.recorded import CONVERTED_KEY
@@ -194,11 +195,50 @@ def test_a_folder_that_was_saved_again_is_known_by_its_config(
     assert json.loads((again / "config.json").read_text())[CONVERTED_KEY] == mark
     for command in (["undo", str(again), str(tmp_path / "no")], ["verify", str(again)]):
         assert main(command) == 2
-        assert "it was converted, then saved again" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "it was converted, then saved again" in said and "undo again OUT --plan CONVERTED" in said
     assert main(["convert", str(again), str(tmp_path / "twice"), "--no-audit"]) == 0
     assert "was converted before, then saved again or merged" in capsys.readouterr().err
     with pytest.raises(UserError, match="load it from the folder that convert wrote"):
         make_fp16_safe(load(again, torch.float32))
+
+
+@pytest.mark.parametrize("kind", ["gated", "t5", "gemma3", "qwen3", "pegasus", "edited"])
+def test_what_was_trained_on_a_folder_comes_back_to_the_originals_scale(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By any script, and saved by it in fp32, or merged in fp16."""
+    source = tiny.build("gated" if kind == "edited" else kind)
+    if kind == "edited":
+        with torch.no_grad():
+            for name, weight in source.named_parameters():
+                if name.endswith("wi_0.weight"):
+                    weight.mul_(1e5)
+    options: dict[str, Any] = {"max_kl": 1.0} if kind == "edited" else {"stream": -3, "run_model": False}
+    plan = convert(tiny.save(source, tmp_path / "source"), tmp_path / "out", **options).plan
+    model = load(tmp_path / "out", torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 2.0**-4 * torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)))
+    for dtype in (torch.float32, torch.float16):
+        trained, back = tmp_path / f"trained-{dtype}", tmp_path / f"back-{dtype}"
+        model.to(dtype).save_pretrained(trained)
+        command = ["undo", str(trained), str(back), "--plan", str(tmp_path / "out")]
+        assert main([*command[:-1], str(tmp_path / "source")]) == 2
+        assert main(command) == 0
+        assert ("Stays as the conversion made it" in capsys.readouterr().err) is (kind == "edited")
+        one, two = outputs(load(trained, torch.float32)), outputs(load(back, torch.float32))
+        if kind in ("gemma3", "pegasus", "qwen3"):  # whose gains less 1, and eps, no power of two moves
+            assert all((a - b).abs().max() <= 1e-4 * a.abs().max() for a, b in zip(one, two, strict=True))
+        else:
+            assert all(map(torch.equal, one[:1], two[:1]))
+        config = json.loads((back / "config.json").read_text())
+        assert CONVERTED_KEY not in config and config.get("layer_norm_epsilon", 1e-6) == 1e-6
+        made, wanted = load(back, torch.float32).state_dict(), source.state_dict()
+        ratio = {n: float((made[n].norm() / t.norm()).log2()) for n, t in wanted.items() if n in made and t.norm()}
+        assert plan.moves and (kind == "edited" or all(abs(bits) < 0.2 for bits in ratio.values()))
+        with pytest.raises(UserError, match="not at the scale of the plan"):
+            undo(back, tmp_path / "twice", plan=tmp_path / "out")
 
 
 def test_a_config_that_tells_of_another_plan_is_not_verified(converted: Path, tmp_path: Path) -> None:
