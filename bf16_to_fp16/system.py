@@ -1,12 +1,8 @@
-"""What differs between Linux, macOS and Windows: opening, flushing, memory.
-
-Each function does the same everywhere with what the system has, so that nothing else asks which one it runs on.
-"""
+"""The memory that a process may take, and what its threads keep of it."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,41 +11,8 @@ from typing import Any
 
 import psutil
 
-BINARY: int = getattr(os, "O_BINARY", 0)  # windows would otherwise translate the ends of lines, in weights as well
-
 CGROUP = Path("/sys/fs/cgroup")  # where Linux says what the group of this process may use and does
 M_ARENA_MAX = -8  # glibc's mallopt option: how many arenas threads allocate in, 0 for its own choice
-
-
-def open_new(file: Path) -> int:
-    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
-
-
-def write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def sync_file(file: Path) -> None:
-    # Windows flushes only what is open for writing.
-    _sync(os.open(file, BINARY | (os.O_RDONLY if hasattr(os, "O_DIRECTORY") else os.O_RDWR)))
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk; Windows opens no folder, and leaves that to its file system's journal."""
-    if hasattr(os, "O_DIRECTORY"):
-        _sync(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
-
-
-def _sync(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def link_file(old: Path, new: Path) -> None:
-    os.link(old, new)
 
 
 def available_memory() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,3 +45,38 @@ def writing(path: Path, remedy: str = FREE_SPACE_REMEDY) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; {remedy}") from error
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder):
+        for name in files:
+            sync(Path(root) / name)
+        sync(Path(root))
+
+
+@contextmanager
+def created(path: Path) -> Iterator[int]:
+    """Yield the descriptor of a new file, which is removed where the block fails."""
+    with writing(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        yield descriptor
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)

@@ -18,14 +18,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from .. import system
 from ..errors import UserError
-from ..system import write_all
 from . import files, headers
-from .disk import writing
+from .disk import created, sync, write_all, writing
 from .naming import SPIECE, SPIECE_FILE, STOCK, Naming
 from .packed import SUMMARY, TENSORS, WAY_BACK, summary_of
-from .staging import ELSEWHERE, check_apart, check_file, created, umask
+from .staging import ELSEWHERE, check_apart, check_file, umask
 
 COPIED_BYTES = 1 << 22  # bytes copied at a time
 
@@ -130,7 +128,7 @@ def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
             raise UserError(f"{out} appeared while it was being made; {ELSEWHERE} or give --force")
         os.replace(file, out)
     with suppress(OSError):
-        system.sync_folder(out.parent)
+        sync(out.parent)
 
 
 def metadata_of(summary: Mapping[str, Any], way_back: Mapping[str, Any]) -> dict[str, str]:

@@ -18,9 +18,8 @@ from typing import Any
 
 import psutil
 
-from .. import system
 from ..errors import UserError
-from .disk import FREE_SPACE_REMEDY, FULL_OR_FAILING, writing
+from .disk import FREE_SPACE_REMEDY, FULL_OR_FAILING, sync, sync_tree, writing
 from .ownership import files_of, is_made_from, is_report, is_whole, listed_files, strange_file
 
 ELSEWHERE = "choose another output path"
@@ -227,24 +226,4 @@ def put_in_place(work: Path, out: Path, *, force: bool) -> None:
             os.replace(old, out)
         shutil.rmtree(old, ignore_errors=True)
     with suppress(OSError):  # the result stands, and whatever fails is no longer its fault
-        system.sync_folder(out.parent)
-
-
-def sync_tree(folder: Path) -> None:
-    for root, _, files in os.walk(folder):
-        for name in files:
-            system.sync_file(Path(root) / name)
-        system.sync_folder(Path(root))
-
-
-@contextmanager
-def created(path: Path) -> Iterator[int]:
-    with writing(path):
-        descriptor = system.open_new(path)
-    try:
-        yield descriptor
-    except BaseException:
-        os.close(descriptor)  # first: Windows removes no open file
-        path.unlink(missing_ok=True)
-        raise
-    os.close(descriptor)
+        sync(out.parent)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from .. import system
 from .contents import INDEX, WEIGHTS
 from .folder import copy
 
@@ -36,7 +36,7 @@ def has_variant(names: Iterable[str], folder: str = "") -> bool:
 
 def linked_to(file: Path, place: Path) -> bool:
     try:
-        system.link_file(file.resolve(), place)
+        os.link(file.resolve(), place)
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise

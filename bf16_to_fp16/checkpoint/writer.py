@@ -24,13 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..system import write_all
-from .disk import writing
+from .disk import created, write_all, writing
 from .files import read_exactly, reading
 from .formats import SAFETENSORS_DTYPES, RunningHash, bytes_of
 from .reader import Checkpoint
 from .shards import FileRecord, Write, lay_out, reach_of, shards
-from .staging import created
 
 ELEMENTS = 1 << 18  # elements in a chunk: 512 kB of bf16
 FLUSHED = 1 << 26  # bytes after which the disk is given what has been written, so that it works at the same time

@@ -19,9 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ..checkpoint.staging import sync_tree
+from ..checkpoint.disk import sync, sync_tree
 from ..errors import UserError
-from ..system import sync_folder
 
 STATE, TENSORS = "state.pt", "model.safetensors"
 
@@ -69,7 +68,7 @@ class RunFolder:
                     sync_tree(work)
                     self.remove(step)
                     os.replace(work, place)
-                    sync_folder(self.path)
+                    sync(self.path)
                     for old in self.steps()[:-KEPT]:
                         self.remove(old)
                 wait()
