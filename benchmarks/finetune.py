@@ -138,7 +138,7 @@ class Bench:
         trainer, rows = trained(recipe, self.start(start), run, partial(Comparing, coefficient))
         assert trainer.position.step == self.steps
         evaluations = [row["evaluation"] for row in rows if "evaluation" in row]
-        headroom = [(row["step"], min(row["headroom"].values())) for row in rows if "headroom" in row]
+        headroom = [(row["step"], row["worst_headroom_bits"]) for row in rows if "worst_headroom_bits" in row]
         found = {"headroom": headroom, "before": evaluations[0], "after": evaluations[-1]}
         kept.write_text(json.dumps(found), encoding="utf-8")
         return found

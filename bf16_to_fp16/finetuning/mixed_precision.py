@@ -75,8 +75,6 @@ class MixedPrecision:
         self.precision, self.device = precision, device
         self.dtype = PRECISION_DTYPES[precision]
         self.loss_scale = LossScale() if precision == "fp16" else None
-        self.counted_norm = 0.0
-        """What ``finish`` last compared with ``CLIP_NORM``; not finite where the gradient was not."""
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
@@ -107,10 +105,10 @@ class MixedPrecision:
         norms = each_norm(gradients).cpu()
         norm = float(torch.linalg.vector_norm(norms)) / self.scale
         finite = norm < float("inf")  # False for NaN
-        counted = norms * torch.tensor([unit for gradient, unit in pairs if gradient is not None])
-        self.counted_norm = float(torch.linalg.vector_norm(counted)) / self.scale
         if finite:
-            factor = min(1.0, CLIP_NORM / max(self.counted_norm, 1e-30)) / self.scale
+            counted = norms * torch.tensor([unit for gradient, unit in pairs if gradient is not None])
+            counted_norm = float(torch.linalg.vector_norm(counted)) / self.scale
+            factor = min(1.0, CLIP_NORM / max(counted_norm, 1e-30)) / self.scale
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
         if self.loss_scale is not None:

@@ -199,10 +199,6 @@ def begun_by() -> tuple[str, ...]:
     return by_another if count != "1" else ("bf16-to-fp16", "finetune")
 
 
-def in_parts() -> bool:
-    return launched_with("DEEPSPEED") or launched_with("FSDP")
-
-
 def weights_in_parts(accelerator: Any) -> bool:
     """Return whether each of several processes has a part of every weight: under FSDP and ZeRO-3."""
     kind = str(accelerator.distributed_type.value)

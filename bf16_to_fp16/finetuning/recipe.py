@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ..checkpoint.places import local_path
 from ..devices import DEVICE_NAMES, is_device_name
 from ..errors import UserError
 from ..targets import AskedTarget
@@ -192,7 +191,7 @@ class Wandb(Section):
 
 
 class Logging(Section):
-    """Where losses, headroom per layer, loss scale and skipped steps are written."""
+    """Where losses, headroom, loss scale and skipped steps are written."""
 
     wandb: Wandb = Wandb()
 
@@ -291,8 +290,8 @@ class Recipe(Section):
 def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200`` (the value is YAML).
 
-    Raises UserError, one line with the file and the key, for what cannot be read or is no recipe, for an override that
-    is not ``key=value``, and for a path that begins at the recipe instead of at the folder in which the command runs.
+    Raises UserError, one line with the file and the key, for what cannot be read or is no recipe, and for an override
+    that is not ``key=value``.
     """
     path = Path(path)
     if path.name in names() and not path.exists():
@@ -304,9 +303,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         raise UserError(f"{path}: a recipe is made of `key: value` lines; write it so")
     for override in overrides:
         _override(tree, override, str(path))
-    recipe = parse_recipe(tree, str(path))
-    _check_places(recipe, path)
-    return recipe
+    return parse_recipe(tree, str(path))
 
 
 def read_recipe_for(
@@ -316,17 +313,6 @@ def read_recipe_for(
     # A JSON string is a YAML string, whatever is in it.
     overrides = tuple(f"{key}={json.dumps(value)}" for key, value in given.items())
     return read_recipe(path, overrides), overrides
-
-
-def _check_places(recipe: Recipe, path: Path) -> None:
-    """Raise UserError for a relative path that leads nowhere from here, but would from the recipe's folder."""
-    named = {"source": recipe.source, "data.path": recipe.data.path, "data.held_out_path": recipe.data.held_out_path}
-    for key, name in named.items():
-        if name is not None and not local_path(name).exists() and (beside := path.parent / name).exists():
-            raise UserError(
-                f"{path}: {key} {name} is not in {Path.cwd()}, where a recipe's paths begin, but beside the recipe;"
-                f" write {beside}"
-            )
 
 
 def parse_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
@@ -378,13 +364,8 @@ def _problem(error: Any) -> str:
     return f"{key} is {_shown(error['input'])}; it should be {wanted}"
 
 
-_SYNONYMS = {"lr": "learning_rate", "epochs": "steps", "model": "source", "output": "out", "dtype": "precision"}
-"""What other programs call the same thing."""
-
-
 def nearest_key(place: Sequence[str]) -> str:
     *section, name = place
-    name = _SYNONYMS.get(name, name)
 
     def nearness(key: Iterable[str]) -> float:
         *above, last = key

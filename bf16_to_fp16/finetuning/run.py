@@ -118,7 +118,7 @@ def finetune(
     check_out(out, recipe.source, checkpoint.folder, force=force)
     progress = shown_by(progress)
     alone = None if force else partial(converted_alone, recipe, progress, endpoint)
-    run = train_on_device(recipe, checkpoint, progress, alone)
+    run = train(recipe, checkpoint, progress=progress, alone=alone)
     if run.converted is not None:
         return run.converted
     if run.weights is None:
@@ -165,31 +165,23 @@ class Run:
     converted: Conversion | None = None
 
 
-def train_on_device(recipe: Recipe, checkpoint: Checkpoint, progress: Progress, alone: Alone | None = None) -> Run:
-    first = int(os.environ.get("RANK", "0")) == 0
-    device = Device(recipe.device, progress if first else None)
-    try:
-        run = train(recipe, checkpoint, device.asked, progress=progress, alone=alone)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{device.name} is out of memory; give a smaller data.batch_size and more data.gradient_accumulation, or"
-            " gradient_checkpointing: true; the same command then goes on with the run"
-        ) from error
-    return replace(run, devices=[device.name])
-
-
 def train(
-    recipe: Recipe,
-    checkpoint: Checkpoint,
-    place: torch.device | None = None,
-    *,
-    progress: Progress | bool | None = None,
-    alone: Alone | None = None,
+    recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | bool | None = None, alone: Alone | None = None
 ) -> Run:
     """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run that the recipe's folder holds.
 
-    place: the device, by default the recipe's. alone: tried before training a start that has all that is asked for.
+    alone: tried before training a start that has all that is asked for. Raises UserError where the device is full.
     """
+    try:
+        return _train(recipe, checkpoint, progress, alone)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{shown(find_device(recipe.device))} is out of memory; give a smaller data.batch_size and more"
+            " data.gradient_accumulation, or gradient_checkpointing: true; the same command then goes on with the run"
+        ) from error
+
+
+def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | None, alone: Alone | None) -> Run:
     from accelerate.utils import broadcast_object_list
 
     layout = agreed_layout(checkpoint)
@@ -207,7 +199,7 @@ def train(
         load_config(checkpoint.folder),
         seed=recipe.seed,
     )
-    accelerator = make_accelerator(recipe, place)
+    accelerator = make_accelerator(recipe)
     main = accelerator.is_main_process
     progress = shown_by(progress) if main else Progress(quiet=True)
     say_where_saved_again(checkpoint, progress)
@@ -243,28 +235,37 @@ def train(
     if main:
         log = RunLog(folder / "log.jsonl", recipe.logging.wandb.mode, Path(recipe.out).name, recipe.describe())
     trainer = Trainer(recipe, student, teacher, corpus, folder, accelerator, progress=progress, log=log)
-    outcome = trainer.train(fits=fits)
+    outcome, device = trainer.train(fits=fits), shown(accelerator.device)
     weights = trainer.weights()
     # All are done with each other: a process that ends with its group's threads running may be aborted.
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, (), weights if main else None)
+    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, [device], weights if main else None)
 
 
 def converted_alone(recipe: Recipe, progress: Progress, endpoint: str | None = None) -> Conversion | None:
     """Convert the source of a recipe to its output and return what that gave; None, and nothing is there, where it is
     not safe, or lacks a certificate that is asked for."""
     progress.say("The start has all that is asked for: trying a conversion alone")
-    out, target = Path(recipe.out), recipe.target if "target" in recipe.model_fields_set else AUTO
+    target = recipe.target if "target" in recipe.model_fields_set else AUTO
     options = replace(options_of(recipe, subfolder=recipe.subfolder), target=target)
-    with scratch(out) as beside:
-        work = beside / out.name
-        result = convert_by(options, recipe.source, Destination(work), endpoint=endpoint, progress=progress)
-        if not result.safe or (options.prove and result.report["proof"] != "certified"):
-            return None
-        put_in_place(work, out.absolute(), force=False)
+    place = Destination(Path(recipe.out))
+    result = kept_where_enough(options, recipe.source, place, endpoint=endpoint, progress=progress)
+    if result.out != place.out:
+        return None
     progress.say(UNNEEDED)
-    return replace(result, out=out)
+    return result
+
+
+def kept_where_enough(options: Options, source: str | Path, place: Destination, **more: Any) -> Conversion:
+    """Convert ``source``, and put the result in its place where it is safe and proven as asked; else it is gone."""
+    with scratch(place.out) as beside:
+        work = beside / place.out.name
+        result = convert_by(options, source, Destination(work), **more)
+        if result.safe and (not options.prove or result.report["proof"] == "certified"):
+            put_in_place(work, place.out.absolute(), force=place.force)
+            return replace(result, out=place.out)
+    return result
 
 
 @quiet()
@@ -292,14 +293,10 @@ def convert_or_finetune(
     checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
     check_out(out, checkpoint.folder, force=force)
     check_run_folder(run_folder(chosen), chosen)
-    with scratch(out) as beside:
-        work = beside / out.name
-        insists = bool(read_as.penalty.certify)
-        asked = replace(options, target=read_as.planned_target, prove=insists)
-        result = convert_by(asked, source, Destination(work), endpoint=endpoint, progress=progress)
-        if result.safe and (not insists or result.report["proof"] == "certified"):
-            put_in_place(work, out.absolute(), force=force)
-            return replace(result, out=out)
+    asked = replace(options, target=read_as.planned_target, prove=bool(read_as.penalty.certify))
+    result = kept_where_enough(asked, source, place, endpoint=endpoint, progress=progress)
+    if result.out == out:
+        return result
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
     left = ("uncertified" if result.safe else "unsafe") + (f" ({worst})" if worst else "")
     progress.say(f"Rescaling alone leaves it {left}: finetuning")
@@ -342,11 +339,11 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
         raise UserError(f"{folder} holds other files; give an empty or new checkpointing.folder")
 
 
-def make_accelerator(recipe: Recipe, place: torch.device | None = None) -> Any:
+def make_accelerator(recipe: Recipe) -> Any:
     """Return the accelerator of this process: its precision is "no", since autocast and loss scale are ours."""
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-    place = place or find_device(recipe.device)
+    place = find_device(recipe.device)
     on_cpu = place.type == "cpu"
     if place.type == "cuda" and place.index is not None:
         torch.cuda.set_device(place)  # which is then the one that "cuda" means
@@ -546,14 +543,8 @@ def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterat
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) -> Lineage:
     """Return what the report says of the run: the original, the recipe as it was written and what was settled on where
     that left it open (``taken``), the data and what happened."""
-    written, final = recipe.describe(), taken.describe()
-    sections = [name for name, part in final.items() if isinstance(part, dict)]
-    settled = {
-        f"{section}.{key}": value
-        for section in sections
-        for key, value in final[section].items()
-        if written[section][key] != value
-    }
+    written, certify = recipe.describe(), taken.penalty.certify
+    settled = {"penalty.certify": certify} if recipe.penalty.certify != certify else {}
     # A report is published; of local paths only the last part says anything to others.
     out = Path(recipe.out).name
     source, path = map(shown_in_a_command, (recipe.source, recipe.data.path))

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import UserError
 from ..families.layout import Layout
 from ..families.resolve import resolve
-from ..families.roles import layer_of
 from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors
@@ -220,51 +219,56 @@ class Trainer:
         # What holds the bounds afterwards is thousands of small fp32 operations, which its modes would only slow.
         with self.mixed_precision.whole_step():
             norm, sums = self._search_scale(batches, positions)
-        taken = norm < math.inf
         p.step += 1
-        self._hold_bounds()
+        if self.constraint is not None:
+            self.constraint.hold(p.step, recipe.schedule.steps)
+            if 0 < self.constraint.lowest < math.inf:
+                # A lid that comes down costs some loss for a while, which is no spike to go back from.
+                p.pulled = p.step
         p.tokens += int(self._total(sum(int(b.attention_mask.sum()) for b in batches))) + int(positions)
-        positions = max(1.0, positions)
-        task_sum, kl_sum, penalty_sum = (float(x) for x in sums)
+        task, kl = (float(x) / max(1.0, positions) for x in sums[:2])
         shown: dict[str, Any] = {
-            "loss": self._mixed(task_sum, kl_sum) / positions,
-            "task_loss": task_sum / positions,
-            "distillation": kl_sum / positions,
+            "loss": self._mixed(task, kl),
+            "task_loss": task,
+            "distillation": kl,
             # The mean of processes, as in the gradient.
-            "penalty": penalty_sum / self.processes.world,
+            "penalty": float(sums[2]) / self.processes.world,
             "learning_rate": rate,
             "gradient_norm": norm,
+            "loss_scale": None if self.mixed_precision.loss_scale is None else self.mixed_precision.scale,
+            "precision": self.precisions[p.phase],
+            "tokens": p.tokens,
         }
-        if recipe.optimizer.relative and not self.processes.engine:
-            shown["relative_gradient_norm"] = self.mixed_precision.counted_norm
-        shown["loss_scale"] = None if self.mixed_precision.loss_scale is None else self.mixed_precision.scale
-        shown |= {"precision": self.precisions[p.phase], "tokens": p.tokens}
+        taken = norm < math.inf
         if not taken:
             # Rows of data, not text: enough to find the batch again.
             rows = [list(example) for batch in batches for example in batch.examples]
             p.skipped.append({"step": p.step, "loss_scale": shown["loss_scale"], "examples": rows})
         if self.log is not None:
-            extra: dict[str, Any] = {"skipped": len(p.skipped)}
-            if not taken:
-                extra["skipped_examples"] = p.skipped[-1]["examples"]
-            if self.penalty is not None:
-                extra["headroom"] = headroom_by_layer(self.penalty)
-            if self.constraint is not None and (bounds := self.constraint.observations()):
-                extra["bound_bits"] = min(math.log2(FP16_MAX / o.amax) for o in bounds.values())
-            self.log.write(p.step, shown | extra)
+            self.log.write(p.step, shown | self._logged(taken))
         return shown | {"taken": taken}
+
+    def _logged(self, taken: bool) -> dict[str, Any]:
+        skipped = self.position.skipped
+        logged: dict[str, Any] = {"skipped": len(skipped)} | self._worst()
+        if not taken:
+            logged["skipped_examples"] = skipped[-1]["examples"]
+        if self.constraint is not None and (bounds := self.constraint.observations()):
+            logged["bound_bits"] = min(math.log2(FP16_MAX / o.amax) for o in bounds.values())
+        return logged
+
+    def _worst(self) -> dict[str, Any]:
+        """Return the site with the least headroom, and how much it has."""
+        if self.penalty is None or not self.penalty.observations():
+            return {}
+        name, seen = self.penalty.worst()
+        return {
+            "worst_site": name,
+            "worst_headroom_bits": self.recipe.penalty.trained_bits - seen.excess_bits,
+        }
 
     def _total(self, count: int) -> float:
         return float(self.processes.sum(torch.tensor(float(count))))
-
-    def _hold_bounds(self) -> None:
-        p = self.position
-        if self.constraint is None:
-            return
-        self.constraint.hold(p.step, self.recipe.schedule.steps)
-        if 0 < self.constraint.lowest < math.inf:
-            # A lid that comes down costs some loss for a while, which is no spike to go back from.
-            p.pulled = p.step
 
     def _search_scale(self, batches: Sequence[TrainingBatch], positions: float) -> tuple[float, Tensor]:
         """Take a step as ``_attempt`` does; until a first one was taken in fp16 compute it again while a lower loss
@@ -463,12 +467,7 @@ class Trainer:
             over = self.constraint.over()
             measured["bounds_over"] = len(over)
             measured["bound_excess_bits"] = max((-site.headroom_bits for site in over), default=0.0)
-        if self.penalty is not None and self.penalty.observations():
-            name, seen = self.penalty.worst()
-            measured["worst_site"], measured["worst_headroom_bits"] = (
-                name,
-                recipe.penalty.trained_bits - seen.excess_bits,
-            )
+        measured |= self._worst()
         p.evaluations.append(measured)
         if self.log is not None:
             self.log.write(p.step, {"evaluation": measured})
@@ -581,13 +580,3 @@ def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) ->
             f"{folder.parent}: holds a run with another {changed[0]}; restore the recipe, give another"
             " checkpointing.folder, or remove that one to start anew"
         )
-
-
-def headroom_by_layer(penalty: ActivationPenalty) -> dict[str, float]:
-    """Return the least headroom of each layer's sites in bits: log2(limit / amax)."""
-    least: dict[str, float] = {}
-    for name, seen in penalty.observations().items():
-        layer = layer_of(name)
-        bits = math.log2(FP16_MAX / seen.amax) if 0 < seen.amax < math.inf else (40.0 if seen.amax == 0 else -40.0)
-        least[layer] = min(least.get(layer, math.inf), bits)
-    return least

@@ -26,7 +26,7 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus
 from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
-from bf16_to_fp16.finetuning.run import converted_alone, finetune, make_accelerator, train, train_on_device
+from bf16_to_fp16.finetuning.run import converted_alone, finetune, make_accelerator, train
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.progress import Progress
@@ -169,9 +169,9 @@ def test_a_run_whose_device_is_full_ends_in_one_line_and_goes_on_from_its_last_s
 ) -> None:
     recipe = read_recipe(written(source, tmp_path, checkpointing={"every": 1}), ("rescale=false",))
     with FullOnce(), pytest.raises(UserError, match=r"cpu is out of memory; give a smaller data\.batch_size"):
-        train_on_device(recipe, open_checkpoint(source), Progress(quiet=True))
+        train(recipe, open_checkpoint(source), progress=False)
     before = rows_of(tmp_path / "out.run", "precision")
-    run = train_on_device(recipe, open_checkpoint(source), Progress(quiet=True))
+    run = train(recipe, open_checkpoint(source), progress=False)
     rows = rows_of(tmp_path / "out.run", "precision")
     assert list(run.devices) == ["cpu"] and run.outcome.steps == 6 and 0 < len(before) < 6
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -323,7 +323,7 @@ def test_what_a_conversion_alone_does_not_make_safe_or_prove_is_trained(
     without_edits(monkeypatch)
     assert converted_alone(recipe, Progress()) is None
     assert {path.name for path in tmp_path.iterdir()} == {"loud", "recipe.yaml"}
-    run = train_on_device(read_recipe(written(source, tmp_path)), open_checkpoint(source), Progress(), lambda: None)
+    run = train(read_recipe(written(source, tmp_path)), open_checkpoint(source), alone=lambda: None)
     assert run.converted is None and run.outcome.steps == 6
 
 

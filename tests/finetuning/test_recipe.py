@@ -8,7 +8,6 @@ import pytest
 from pydantic import ValidationError
 
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.processes import in_parts
 from bf16_to_fp16.finetuning.recipe import Data, Recipe, Schedule, keys, nearest_key, parse_recipe, read_recipe
 
 FIVE_LINES = """\
@@ -105,7 +104,6 @@ def test_overrides_are_yaml_and_make_the_sections_that_lack(tmp_path: Path) -> N
         ("schedule.step", "schedule.steps"),
         ("schedule.learningrate", "schedule.learning_rate"),
         ("optimiser", "optimizer"),
-        ("lr", "schedule.learning_rate"),
         ("data.batchsize", "data.batch_size"),
         ("penalty.headrom", "penalty.headroom_bits"),
         ("logging.wandb.mod", "logging.wandb.mode"),
@@ -124,7 +122,7 @@ def test_a_misspelt_key_that_is_needed_is_unknown_rather_than_missing(tmp_path: 
 
 def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
     known = [tuple(key.split(".")) for key, *_ in keys()]
-    assert 40 < len(known) < 50
+    assert 35 < len(known) < 45
     for key in known:
         if len(key[-1]) > 4:
             assert nearest_key((*key[:-1], key[-1][:-1])) == ".".join(key)
@@ -212,25 +210,6 @@ def test_a_missing_file_and_a_folder_are_one_line(tmp_path: Path) -> None:
     assert "write it first: bf16-to-fp16 recipe demo > demo.yaml" in refusal(tmp_path / "demo")
 
 
-def test_a_path_that_begins_at_the_recipe_is_refused_with_the_one_to_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("recipes").mkdir()
-    recipe = write(Path("recipes"), FIVE_LINES)
-    assert read_recipe(recipe).data.path == "texts.jsonl"  # it is nowhere, which the reader of the data says
-    Path("recipes/texts.jsonl").touch()
-    wanted = f"data.path texts.jsonl is not in {tmp_path}, where a recipe's paths begin, but beside the recipe;"
-    assert refusal(recipe) == f"recipes/recipe.yaml: {wanted} write recipes/texts.jsonl"
-    assert read_recipe(recipe, ["data.path=recipes/texts.jsonl"]).data.path == "recipes/texts.jsonl"
-    assert "held_out_path texts.jsonl" in refusal(recipe, "data.path=a.txt", "data.held_out_path=texts.jsonl")
-    Path("recipes/org/model").mkdir(parents=True)
-    assert "source org/model is not in" in refusal(recipe, "data.path=a.txt")
-    Path("texts.jsonl").touch()
-    Path("org/model").mkdir(parents=True)
-    assert read_recipe(recipe).source == "org/model"
-
-
 def test_a_short_run_has_a_short_default_warmup() -> None:
     assert Schedule(steps=1000).warmup_steps == 50
     assert Schedule(steps=30).warmup_steps == 3
@@ -273,13 +252,3 @@ def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> N
     assert settled(penalty={"form": "none"}).penalty.certify is False
     assert settled(penalty={"form": "none", "certify": True}).penalty.certify is True
     assert settled(penalty={"certify": False}).penalty.certify is False
-
-
-@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP"])
-def test_what_a_launcher_says_of_parts_is_read_from_its_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for engine in ("DEEPSPEED", "FSDP"):
-        monkeypatch.delenv(f"ACCELERATE_USE_{engine}", raising=False)
-    assert not in_parts()
-    for value, parts in (("true", True), ("1", True), ("false", False)):
-        monkeypatch.setenv(f"ACCELERATE_USE_{name}", value)
-        assert in_parts() is parts
