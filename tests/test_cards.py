@@ -114,11 +114,7 @@ def test_the_drivers_cards_are_those_that_are_visible(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize(("build", "reason"), [(None, "a build without CUDA"), ("13.0", "built for CUDA 13.0, cannot")])
 def test_a_card_that_torch_cannot_use_ends_a_finetune_with_the_line_that_mends_it(
-    build: str | None,
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    build: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", build)
     recipe = tmp_path / "recipe.yaml"

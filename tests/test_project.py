@@ -66,16 +66,7 @@ def test_the_package_lists_its_names_before_they_are_imported() -> None:
 
 
 ANSWERED_AT_ONCE = [
-    (
-        0,
-        (
-            "families --json -",
-            "advise init 512",
-            "finetune --keys",
-            "convert --help",
-            "recipe mt5",
-        ),
-    ),
+    (0, ("families --json -", "advise init 512", "finetune --keys", "convert --help", "recipe mt5")),
     (2, ("convert org/name tests", "advise", "advise init nowhere/at/all", "advise updates nowhere/at/all")),
     (2, tuple(f"{command} nowhere/at/all" for command in ("audit", "certify", "verify", "finetune"))),
     (2, ("verify tests --original nowhere/at/all",)),
@@ -187,10 +178,7 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
     shutil.copy(tmp_path / "source/model.safetensors", tmp_path / "pipe/text_encoder")
     os.truncate(tmp_path / "large/fp16_report.json", 64_000_001)
     (tmp_path / "linked/fp16_report.json").symlink_to("../whole/fp16_report.json")
-    wrong = {
-        "large": "64000001 bytes are too many for a report",
-        "linked": "fp16_report.json, outside the folder",
-    }
+    wrong = {"large": "64000001 bytes are too many for a report", "linked": "fp16_report.json, outside the folder"}
     wrong |= {"none": "has no fp16_report.json, so", "broken": "is not valid JSON", "older": "schema 2 is not 1"}
     wrong["less"] = "has no plan, so convert did not write it"
     commands = ("verify {}", "undo {} OUT", "publish {} me/x", "convert {} OUT --adapter of_other")

@@ -62,7 +62,9 @@ def gated(conversion_of: Callable[[str], Converted]) -> Converted:
     return conversion_of("gated")
 
 
-def test_half_is_broken_before_and_clean_after(converted: Converted) -> None:
+def test_half_is_broken_before_and_clean_and_close_after_and_nearly_every_weight_is_carried_over(
+    converted: Converted,
+) -> None:
     source, result = converted
     before = audit(source, regimes=("half",), attention=("eager",))
     assert before["verdict"] == "unsafe" and before["regimes"]["half"]["nonfinite"] > 0
@@ -70,6 +72,16 @@ def test_half_is_broken_before_and_clean_after(converted: Converted) -> None:
     for regime in result.report["regimes"].values():
         assert regime["nonfinite"] == 0 and regime["saturated"] == 0
     assert result.report["regimes"]["half"]["headroom_bits"] >= 1
+    # Of two or three labels one row can decide the mean: from seed to seed it is 12 to 320 times.
+    labels = any(name in source.parent.name for name in HEADS)
+    # Of random models with outliers in the gains behind sublayers it is 11 times, and 30 to 70 with more batches.
+    # Gains that are stored less 1 cannot all be carried over, and in so small a model they are many.
+    gemma = any(name in source.parent.name for name in GEMMA)
+    close, weights = result.report["fidelity"], result.report["weights"]
+    assert close["kl_fp16"] <= close["kl_bf16"] / (8 if labels or gemma else 32)
+    corrected = len(result.plan.gain_correction) * 24  # of a norm that drifts
+    assert weights["lossless_fraction"] >= (0.99 if gemma else 0.999) - corrected / weights["elements"]
+    assert weights["nonfinite"] == 0
 
 
 def test_the_written_files_compute_the_sources_function(converted: Converted) -> None:
@@ -88,62 +100,19 @@ def test_the_written_files_compute_the_sources_function(converted: Converted) ->
         assert error <= (1e-6 if result.report["target"] == "half" else 1e-5)
 
 
-def test_fp16_is_at_least_32_times_closer_than_bf16(converted: Converted) -> None:
-    source, result = converted
-    close = result.report["fidelity"]
-    # Of two or three labels one row can decide the mean: from seed to seed it is 12 to 320 times.
-    labels = any(name in source.parent.name for name in HEADS)
-    # Of random models with outliers in the gains behind sublayers it is 11 times, and 30 to 70 with more batches.
-    outliers = any(name in source.parent.name for name in GEMMA)
-    assert close["kl_fp16"] <= close["kl_bf16"] / (8 if labels or outliers else 32)
-
-
-def test_nearly_every_weight_is_carried_over_exactly(converted: Converted) -> None:
-    source, result = converted
-    weights, corrected = result.report["weights"], len(result.plan.gain_correction) * 24  # of a norm that drifts
-    # Gains that are stored less 1 cannot all be, and in so small a model they are many.
-    rounded = any(name in source.parent.name for name in GEMMA)
-    assert weights["lossless_fraction"] >= (0.99 if rounded else 0.999) - corrected / weights["elements"]
-    assert result.report["weights"]["nonfinite"] == 0
-
-
-def test_every_floating_tensor_is_fp16_and_none_is_missing(converted: Converted) -> None:
-    source, result = converted
-    assert result.out is not None
-    tensors = load_file(result.out / "model.safetensors")
-    assert {t.dtype for t in tensors.values()} == {torch.float16}
-    missing = set(load_file(source / "model.safetensors")) - set(tensors)
-    assert missing == set(result.report["source"]["dropped"])
-
-
-def test_undo_restores_the_sources_bits(converted: Converted, tmp_path: Path) -> None:
+def test_every_floating_tensor_is_fp16_and_undo_restores_the_sources_bits(converted: Converted, tmp_path: Path) -> None:
     source, result = converted
     assert result.out is not None
     back = undo(result.out, tmp_path / "back")
-    before, after = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
-    assert set(after) == set(before) - set(result.report["source"]["dropped"])
+    before, written, after = (load_file(folder / "model.safetensors") for folder in (source, result.out, back))
+    assert {t.dtype for t in written.values()} == {torch.float16}
+    dropped = set(result.report["source"]["dropped"])
+    assert set(before) - set(written) == dropped and set(after) == set(before) - dropped
     exact = sum(int((before[name] == after[name]).sum()) for name in after)
     assert all(t.dtype == torch.bfloat16 for t in after.values())
     weights = result.report["weights"]
     assert exact >= round(weights["lossless_fraction"] * weights["elements"])
     assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
-
-
-def test_undo_refuses_what_convert_did_not_write(gated: Converted, tmp_path: Path) -> None:
-    _, result = gated
-    assert result.out is not None
-    folder = tmp_path / "flipped"
-    shutil.copytree(result.out, folder)
-    with open(folder / "model.safetensors", "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last[0] ^ 1]))
-    with pytest.raises(UserError, match="is not what convert wrote"):
-        undo(folder, tmp_path / "back")
-    assert not (tmp_path / "back").exists()
-    with pytest.raises(UserError, match="nowhere is not a folder"):
-        undo(tmp_path / "nowhere", tmp_path / "back")
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -347,15 +316,8 @@ def test_the_report_lists_the_inputs_from_which_the_audit_can_be_repeated(tmp_pa
     report = convert(source, tmp_path / "out", data=str(data), seed=7).report
     inputs = report["inputs"]
     assert inputs["seed"] == 7 and inputs["data"] == {"name": "texts.txt", "rows": 2}
-    assert [entry["kind"] for entry in inputs["batches"]] == [
-        "random ids",
-        "long",
-        "repeated",
-        "padded",
-        "short",
-        "vocabulary sweep",
-        "data",
-    ]
+    kinds = ["random ids", "long", "repeated", "padded", "short", "vocabulary sweep", "data"]
+    assert [entry["kind"] for entry in inputs["batches"]] == kinds
     assert str(tmp_path) not in json.dumps(inputs)
     assert report["command"].endswith("--data texts.txt --seed 7")
     # The same inputs, from what the report says, give the same figures.

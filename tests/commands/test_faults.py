@@ -95,8 +95,7 @@ def test_a_finetune_that_is_killed_goes_on_to_the_same_bits_and_leaves_no_strays
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    exhaustive.beyond([("convert", "EIO"), ("undo", "ENOSPC")], itertools.product(KILLS, faults.DISK)),
+    ("name", "kind"), exhaustive.beyond([("convert", "EIO"), ("undo", "ENOSPC")], itertools.product(KILLS, faults.DISK))
 )
 def test_a_disk_that_fails_is_one_line_and_leaves_nothing(
     name: str, kind: str, inputs: Path, whole: Callable[[str], faults.Whole]

@@ -49,11 +49,7 @@ def as_in_modules(name: str) -> str:
     return f"model.{name}"
 
 
-MARKS = {
-    "image_token": "<image_soft_token>",
-    "boi_token": "<start_of_image>",
-    "eoi_token": "<end_of_image>",
-}
+MARKS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 """What stands in a text for an image: the token of each of its places, and those around them."""
 
 NAMES = (as_written, as_published, as_in_modules)

@@ -36,8 +36,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sources")
     return {
         "t5": tools.write(
-            folder / "t5xxl_bf16.safetensors",
-            tools.stored(encoder("t5-encoder")) | {"spiece_model": tools.spiece()},
+            folder / "t5xxl_bf16.safetensors", tools.stored(encoder("t5-encoder")) | {"spiece_model": tools.spiece()}
         ),
         "umt5": tools.write(
             folder / "umt5_xxl_bf16.safetensors",

@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +111,12 @@ def upload(run: Run, folder: Path, *options: object, repo: str = "me/out") -> tu
 # --- what goes up ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_downloaded_is_what_was_converted_byte_for_byte(run: Run, hub: HubServer, folder: Path) -> None:
+def test_what_is_downloaded_is_what_was_converted_byte_for_byte_and_a_second_run_has_nothing_to_do(
+    run: Run, hub: HubServer, folder: Path
+) -> None:
     status, out, _ = upload(run, folder, "--commit-message", "My message")
     result = json.loads(out)
-    assert status == 0 and hub.repos["me/out"].private and hub.repos["me/out"].messages[-1] == "My message"
+    assert status == 0 and hub.repos["me/out"].private and hub.repos["me/out"].messages == ["initial", "My message"]
     assert sorted(result["uploaded"]) == sorted(contents(folder))
     assert result["commit"] == hub.repos["me/out"].branches["main"] and result["private"] is True
     assert result["url"] == f"{hub.endpoint}/me/out" and result["verdict"] == "safe"
@@ -123,10 +124,6 @@ def test_what_is_downloaded_is_what_was_converted_byte_for_byte(run: Run, hub: H
     assert contents(down) == contents(folder) | {".gitattributes": contents(down)[".gitattributes"]}
     assert hub.count("^PUT ") == 2 and hub.count("^POST /lfs/verify") == 2
     assert constants.HF_HUB_DISABLE_XET is False
-
-
-def test_a_second_run_has_nothing_to_do(run: Run, hub: HubServer, folder: Path) -> None:
-    upload(run, folder)
     hub.seen.clear()
     status, out, err = upload(run, folder)
     assert status == 0 and json.loads(out)["uploaded"] == [] and "has all of it already" in err
@@ -173,12 +170,11 @@ def test_the_question_decides(
     assert ("nothing was uploaded" in out) is not made
 
 
-def test_a_name_without_namespace_is_ones_own(run: Run, hub: HubServer, folder: Path) -> None:
-    assert upload(run, folder, repo="out")[0] == 0 and set(hub.repos) == {"me/out"}
-
-
-def test_public_only_where_it_is_said(run: Run, hub: HubServer, folder: Path) -> None:
-    assert upload(run, folder, "--public")[0] == 0 and not hub.repos["me/out"].private
+def test_a_name_without_namespace_is_ones_own_and_public_only_where_it_is_said(
+    run: Run, hub: HubServer, folder: Path
+) -> None:
+    assert upload(run, folder, "--public", repo="out")[0] == 0 and set(hub.repos) == {"me/out"}
+    assert not hub.repos["me/out"].private
     assert "me/out is not private, so nothing was uploaded; give --public" in error_of(upload(run, folder))
 
 
@@ -306,16 +302,10 @@ def test_publish_from_python_raises_one_line_without_the_token(hub: HubServer, f
     assert WRITER not in told and caught.value.__cause__ is None
 
 
-def test_the_card_of_a_demo_is_valid(tmp_path: Path) -> None:
-    source = Path(str(files("bf16_to_fp16") / "demo_data")) / "t5-gated-bytes"
-    convert(source, tmp_path / "out", run_model=False, max_length=64)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert card_errors(card) == [] and ModelCard(card).data.get("tags")[-2:] == ["fp16", "bf16-to-fp16"]
-
-
 def test_a_card_with_figures_is_valid_and_a_bad_one_is_not(converted: Path) -> None:
     card = (converted / "README.md").read_text()
     assert "model-index" in card and card_errors(card) == []
+    assert ModelCard(card).data.get("tags")[-2:] == ["fp16", "bf16-to-fp16"]
     assert card_errors(card.replace("license: mit", "license: mine"))
     assert card_errors(card.replace("type: max_error", "kind: max_error"))
 
@@ -393,19 +383,16 @@ def test_where_nothing_was_run_the_certificate_is_computed_again(
     assert b"**Unsafe in fp16.**" in hub.files("me/other")["README.md"]
 
 
-def test_a_token_that_was_given_does_not_leave_either(
-    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", [False, True])
+def test_a_file_that_holds_the_token_does_not_leave(
+    given: bool, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_TOKEN")
+    if given:
+        monkeypatch.delenv("HF_TOKEN")
     (folder / "README.md").write_text("---\nlicense: mit\n---\n" + "x" * 50_000 + WRITER)
-    with pytest.raises(UserError, match=r"README\.md holds your token"):
-        publish(folder, "me/out", endpoint=hub.endpoint, token=WRITER, audited=True)
-    assert hub.seen == []
-
-
-def test_a_file_that_holds_the_token_does_not_leave(run: Run, hub: HubServer, folder: Path) -> None:
-    (folder / "README.md").write_text(f"---\nlicense: mit\n---\nexport HF_TOKEN={WRITER}\n")
-    assert "README.md holds your token" in error_of(upload(run, folder, "--json", "-")) and hub.seen == []
+    with pytest.raises(UserError, match=r"README\.md holds your token") as caught:
+        publish(folder, "me/out", endpoint=hub.endpoint, token=WRITER if given else None, audited=True)
+    assert WRITER not in str(caught.value) and hub.seen == []
 
 
 def test_a_link_out_of_the_folder_is_not_followed(run: Run, hub: HubServer, folder: Path, tmp_path: Path) -> None:
@@ -426,20 +413,13 @@ def test_a_name_that_cannot_be_is_refused(run: Run, hub: HubServer, folder: Path
     assert hub.seen == []
 
 
-def test_without_a_log_in_it_says_how_to(
-    run: Run, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("token", "said"), [("", "not logged in"), ("hf_wrong", "does not accept the token")])
+def test_without_a_token_that_the_hub_knows_it_says_how_to_log_in(
+    token: str, said: str, run: Run, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setenv("HF_TOKEN", token)
     line = error_of(upload(run, folder))
-    assert "not logged in" in line and "hf auth login" in line and hub.seen == []
-
-
-def test_a_token_that_is_not_known_is_one_line(
-    run: Run, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    line = error_of(upload(run, folder))
-    assert "does not accept the token" in line and "hf auth login" in line and "hf_wrong" not in line
+    assert said in line and "hf auth login" in line and "hf_wrong" not in line and (hub.seen == []) is (token == "")
 
 
 def test_a_token_that_may_only_read_is_one_line_without_it(

@@ -20,17 +20,8 @@ HEADS = ("t5-states", "t5-classifier", "t5-token-classifier", "umt5-spans")
 LONG = ("longt5", "longt5-local", "longt5-encoder")
 SPARSE = ("switch", "switch-untied", "switch-encoder")
 CAUSAL = (
-    "gemma3",
-    "gemma3-untied",
-    "embeddinggemma",
-    "gemma2",
-    "gemma",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "glm4",
-    "olmo2",
+    *("gemma3", "gemma3-untied", "embeddinggemma", "gemma2", "gemma", "llama", "mistral"),
+    *("qwen2", "qwen3", "glm4", "olmo2"),
 )
 EXPERTS: dict[str, dict[str, int]] = {
     "mixtral": {"intermediate_size": 40},

@@ -204,8 +204,7 @@ def test_logits_times_powers_of_two_are_one_for_each_choice() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind,scales",
-    {"t5": True, "gemma": True, "gemma3-untied": False, "t5-spans": False, "t5-encoder": False}.items(),
+    "kind,scales", {"t5": True, "gemma": True, "gemma3-untied": False, "t5-spans": False, "t5-encoder": False}.items()
 )
 def test_only_logits_of_a_language_model_without_a_soft_cap_are_scaled_afterwards(kind: str, scales: bool) -> None:
     assert scales_logits(layout_of(tiny.small(kind))) == scales
