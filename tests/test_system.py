@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import resource
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support import forked, parsed
+from support import forked, parsed, tiny
 
-from bf16_to_fp16 import UserError, system
+from bf16_to_fp16 import UserError, convert, system
+from bf16_to_fp16.checkpoint import disk, places, reader
 from bf16_to_fp16.checkpoint import folder as folders
-from bf16_to_fp16.checkpoint import places, reader
 from bf16_to_fp16.checkpoint.staging import check_out
 from bf16_to_fp16.finetuning import run as finetuning
 from bf16_to_fp16.finetuning.recipe import Recipe
@@ -50,6 +51,26 @@ def test_the_source_by_a_name_in_other_letters_is_not_replaced(tmp_path: Path, m
         with pytest.raises(UserError, match="overlaps the source"):
             check_out(tmp_path / "Models" / out, source, force=True)
     check_out(tmp_path / "Models" / "t5" / "out", source, force=True)
+
+
+def test_files_are_opened_and_flushed_as_windows_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binary, real, opened = 1 << 27, os.open, dict[str, int]()
+
+    def on_windows(path: Any, flags: int, mode: int = 0o777) -> int:
+        assert flags & binary and not Path(path).is_dir()
+        opened[Path(path).name] = flags & ~binary
+        return real(path, flags & ~binary, mode)
+
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
+    convert(source, tmp_path / "here", run_model=False)
+    monkeypatch.setattr(os, "O_BINARY", binary, raising=False)
+    monkeypatch.setattr(disk, "BINARY", binary)
+    monkeypatch.setattr(os, "open", on_windows)
+    convert(source, tmp_path / "there", run_model=False)
+    assert opened["model.safetensors"] == os.O_RDWR and opened["config.json"] == os.O_RDWR  # flushed at the end
+    monkeypatch.undo()
+    one, other = (path / "model.safetensors" for path in (tmp_path / "here", tmp_path / "there"))
+    assert one.read_bytes() == other.read_bytes()
 
 
 # --- memory and processes --------------------------------------------------------------------------------------------

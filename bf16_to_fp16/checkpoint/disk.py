@@ -47,14 +47,20 @@ def writing(path: Path, remedy: str = FREE_SPACE_REMEDY) -> Iterator[None]:
         raise UserError(f"{path}: {error.strerror}; {remedy}") from error
 
 
+BINARY: int = getattr(os, "O_BINARY", 0)
+"""Without it Windows translates the ends of lines, in weights as well."""
+
+
 def write_all(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush a file, or a folder's entries, to the disk. Windows opens no folder, and flushes what can be written."""
+    if BINARY and path.is_dir():
+        return
+    descriptor = os.open(path, (os.O_RDWR if BINARY else os.O_RDONLY) | BINARY)
     try:
         os.fsync(descriptor)
     finally:
@@ -72,11 +78,11 @@ def sync_tree(folder: Path) -> None:
 def created(path: Path) -> Iterator[int]:
     """Yield the descriptor of a new file, which is removed where the block fails."""
     with writing(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
     try:
         yield descriptor
     except BaseException:
+        os.close(descriptor)  # first: Windows removes no open file
         path.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(descriptor)
+    os.close(descriptor)
