@@ -120,12 +120,15 @@ def deal_out(model: Any, device: torch.device) -> Any:
     """Return ``model`` with each process of the default group holding its share of every weight, by FSDP2, which moves
     one block at a time to ``device``."""
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for part in (*blocks_of(model), model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model: what its outermost lists of modules hold."""
     lists: list[str] = []
-    for path, module in list(model.named_modules()):
-        # A block may have lists of its own.
+    for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in lists):
             lists.append(path)
-            for block in module:
-                fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+    return [block for path in lists for block in model.get_submodule(path).children()]

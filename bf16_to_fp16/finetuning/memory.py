@@ -15,6 +15,7 @@ from torch import nn
 
 from ..families.known import of_model_type
 from ..run.interface import config_of, is_causal, takes_decoder_ids
+from .distillation import blocks_of
 from .mixed_precision import PRECISION_DTYPES
 from .recipe import Recipe
 
@@ -46,7 +47,7 @@ class Needs:
             # Stock code would make it in the checkpoint's dtype, and writes another into the config.
             dtype = PRECISION_DTYPES[recipe.optimizer.weights]
             self.model = kind._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype)
-        self.blocks = _blocks(self.model)
+        self.blocks = blocks_of(self.model)
         sizes = [sum(p.numel() for p in block.parameters()) for block in self.blocks]
         self.parameters = sum(p.numel() for p in self.model.parameters())
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
@@ -80,14 +81,6 @@ def _says_tied(config: Any) -> bool:
     """Whether a config says that the head is tied; T5's says so of all, and keeps what it said in another key."""
     known = of_model_type(config.model_type)
     return bool(getattr(config, known.output_scale_key if known else "", config.tie_word_embeddings))
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    lists: list[str] = []
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in lists):
-            lists.append(path)
-    return [block for path in lists for block in model.get_submodule(path).children()]
 
 
 def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:

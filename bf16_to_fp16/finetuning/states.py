@@ -8,7 +8,6 @@ flushed and renamed. Nothing that a file says is run (``weights_only``).
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,9 +28,6 @@ KEPT = 3  # newest states that stay: a run goes back to one before a spike, whic
 GOES_ON = "free some space; the same command then goes on with the run"
 
 
-_NAME = re.compile(r"step-(\d{8})\Z")
-
-
 class RunFolder:
     """The states under ``path``, of which the newest ``KEPT`` stay."""
 
@@ -39,76 +35,58 @@ class RunFolder:
         self.path = path
 
     def steps(self) -> list[int]:
-        if not self.path.is_dir():
-            return []
-        matches = (_NAME.match(entry.name) for entry in self.path.iterdir() if (entry / STATE).is_file())
-        return sorted(int(match[1]) for match in matches if match)
+        places = self.path.glob("step-" + 8 * "[0-9]")
+        return sorted(int(place.name[5:]) for place in places if (place / STATE).is_file())
 
     def of(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
 
+    def best(self, step: int) -> Path:
+        return self.path / f"best-{step:08d}"
+
     @contextmanager
-    def writing(self, step: int, *, main: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
-        """Yield an empty folder, and put what is written there in place as a step's state; the oldest beyond ``KEPT``
-        go.
+    def writing(self, place: Path, *, main: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
+        """Yield an empty folder, and put what is written there at ``place``; the oldest states beyond ``KEPT`` go.
 
         main, wait: whether this process makes and moves folders, and what waits for all others. Raises UserError where
         the disk fails: the states before it stay.
         """
-        work, place = self.path / f".step-{step:08d}.partial", self.of(step)
+        work = place.with_name(f".{place.name}.partial")
         try:
             with on_a_disk(place):
                 if main:
                     shutil.rmtree(work, ignore_errors=True)  # one that a crash left there
-                    self._make(work)
+                    work.mkdir(parents=True)
                 wait()
                 yield work
                 wait()
                 if main:
                     sync_tree(work)
-                    self.remove(step)
+                    remove(place)
                     os.replace(work, place)
                     sync(self.path)
                     for old in self.steps()[:-KEPT]:
-                        self.remove(old)
+                        remove(self.of(old))
                 wait()
         except UserError:
             shutil.rmtree(work, ignore_errors=True)
             raise
 
-    def best(self, step: int) -> Path:
-        return self.path / f"best-{step:08d}"
-
     def keep(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the weights of a step that may become the run's result."""
-        work, place = self.path / f".best-{step:08d}.partial", self.best(step)
-        with on_a_disk(place):
-            for old in (work, place):
-                shutil.rmtree(old, ignore_errors=True)
-            work.mkdir()
+        with self.writing(self.best(step)) as work:
             # A weight that is shared has several names, and one storage under two is refused.
             write_tensors(work, {name: tensor.clone() for name, tensor in tensors.items()})
-            sync_tree(work)
-            os.replace(work, place)
 
     def keep_only(self, steps: Collection[int]) -> None:
         for place in set(self.path.glob("best-*")) - {self.best(step) for step in steps}:
             shutil.rmtree(place, ignore_errors=True)
 
-    def _make(self, work: Path) -> None:
-        try:
-            work.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror}; choose another checkpointing.folder") from error
 
-    def remove(self, step: int) -> None:
-        """Remove a state: first from its name, so that no half of it is taken for a whole one."""
-        place = self.of(step)
-        if place.exists():
-            aside = self.path / f".step-{step:08d}.removed"
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(place, aside)
-            shutil.rmtree(aside, ignore_errors=True)
+def remove(place: Path) -> None:
+    """Remove a state: first what makes it one, so that no half of it is taken for a whole one."""
+    (place / STATE).unlink(missing_ok=True)
+    shutil.rmtree(place, ignore_errors=True)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
 from .stability import LEFT_OUT, RunPosition, Watch
-from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
+from .states import RunFolder, read_state, read_tensors, remove, write_state, write_tensors
 
 FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16
 BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the data
@@ -428,7 +428,7 @@ class Trainer:
         self.processes.wait()
         if self.processes.main:
             for later in [step for step in self.states.steps() if step > state]:
-                self.states.remove(later)
+                remove(self.states.of(later))
         if self.log is not None:
             self.log.rewind(state)
             self.log.write(state, {"rewind": note})
@@ -503,7 +503,8 @@ class Trainer:
 
     def _save(self) -> None:
         processes = self.processes
-        with self.states.writing(self.position.step, main=processes.main, wait=processes.wait) as work:
+        place = self.states.of(self.position.step)
+        with self.states.writing(place, main=processes.main, wait=processes.wait) as work:
             state: dict[str, Any] = {
                 "progress": vars(self.position),
                 "stream": self.training_batches.state_dict(),

@@ -1,7 +1,5 @@
 """The certificate as a constraint of the training: where bounds are brought, by what least change, and for good."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -59,6 +57,19 @@ def hard_model(seed: int = 0) -> Any:
     return model
 
 
+def begun(model: Any) -> BoundConstraint:
+    constraint = BoundConstraint(layout_of(model), model)
+    constraint.begin(0)
+    return constraint
+
+
+def held_to_the_end(model: Any, steps: int = 4) -> BoundConstraint:
+    constraint = begun(model)
+    for step in range(1, steps + 1):
+        constraint.hold(step, steps)
+    return constraint
+
+
 def worst(constraint: BoundConstraint) -> float:
     return max(float(bits.max()) for bits in constraint.excess().values())
 
@@ -66,11 +77,8 @@ def worst(constraint: BoundConstraint) -> float:
 def test_bounds_over_the_lid_come_down_to_it_and_the_certificate_then_holds_them() -> None:
     """And processes that have the same weights keep the same."""
     model, other = hard_model(), hard_model()
-    twin = BoundConstraint(layout_of(other), other)
-    twin.begin(0)
-    constraint = BoundConstraint(layout_of(model), model)
+    twin, constraint = begun(other), begun(model)
     assert {SCORES, GATE, HEAD} <= {site.name for site in constraint.over()}
-    constraint.begin(0)
     start = worst(constraint)
     assert start == constraint.start > 2
     for step in range(1, 21):
@@ -91,13 +99,9 @@ def test_a_head_of_queries_comes_down_without_the_keys_that_it_shares() -> None:
     with torch.no_grad():
         attention.q_proj.weight[10:20] *= 1e4
     before = {name: x.clone() for name, x in attention.state_dict().items()}
-    constraint = BoundConstraint(layout_of(model), model)
     site = "model.layers.0.self_attn:scores"
-    assert site in {each.name for each in constraint.over()}
-    constraint.begin(0)
-    for step in range(1, 5):
-        constraint.hold(step, 4)
-    assert site not in {each.name for each in constraint.over()}
+    assert site in {each.name for each in begun(model).over()}
+    assert site not in {each.name for each in held_to_the_end(model).over()}
     after = attention.state_dict()
     assert torch.equal(after["k_proj.weight"], before["k_proj.weight"])
     kept = torch.cat([torch.arange(10), torch.arange(20, 40)])
@@ -108,9 +112,7 @@ def test_a_head_of_queries_comes_down_without_the_keys_that_it_shares() -> None:
 def test_what_is_under_the_lid_keeps_every_bit() -> None:
     """Only the one head's queries and keys, the three rows and the head's rows that are over move."""
     model, before = hard_model(), hard_model().state_dict()
-    constraint = BoundConstraint(layout_of(model), model)
-    constraint.begin(0)
-    constraint.hold(1, 1)
+    held_to_the_end(model, 1)
     after = model.state_dict()
     moved = {name for name in after if not torch.equal(after[name], before[name])}
     attention = "encoder.block.0.layer.0.SelfAttention"
@@ -153,12 +155,8 @@ def test_what_is_frozen_stays_and_is_still_over_at_the_end() -> None:
     model = hard_model()
     gate = model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.requires_grad_(False)
     before = gate.clone()
-    constraint = BoundConstraint(layout_of(model), model)
-    constraint.begin(0)
-    for step in range(1, 5):
-        constraint.hold(step, 4)
+    assert [site.name for site in held_to_the_end(model).over()] == [GATE]
     assert torch.equal(gate, before)
-    assert [site.name for site in constraint.over()] == [GATE]
 
 
 def test_before_it_begins_nothing_is_computed_and_the_lid_never_rises() -> None:
@@ -183,20 +181,14 @@ def test_before_it_begins_nothing_is_computed_and_the_lid_never_rises() -> None:
 
 def test_the_stream_is_held_only_where_the_start_does_not_hold_it() -> None:
     """Pegasus's eps is not in its config, so that no exponent brings its stream down for nothing."""
-    small = tiny.build("pegasus", 0, factor=1.0)
-    constraint = BoundConstraint(layout_of(small), small)
-    constraint.begin(0)
-    assert not any(site.endswith(":add#2") for site in constraint.excess())
+    assert not any(site.endswith(":add#2") for site in begun(tiny.build("pegasus", 0, factor=1.0)).excess())
     model = tiny.build("pegasus", 0, factor=100.0)
-    constraint = BoundConstraint(layout_of(model), model)
-    over = [site.kind for site in constraint.certificate().sites if not site.holds]
-    assert "residual" in over
-    constraint.begin(0)
+    constraint = begun(model)
+    assert "residual" in [site.kind for site in constraint.certificate().sites if not site.holds]
     again = BoundConstraint(layout_of(model), model)
     again.load_state_dict(constraint.state_dict())
     assert again.excess().keys() == constraint.excess().keys()
-    for step in range(1, 41):
-        constraint.hold(step, 40)
+    constraint = held_to_the_end(model, 40)
     kinds = {site.kind for site in constraint.certificate().sites if not site.holds}
     assert not kinds & {"residual", "output", "scores", "masked scores", "logits"}, kinds
 
@@ -210,8 +202,7 @@ def test_what_products_cancel_in_the_stream_still_cancels_when_its_bounds_come_d
         with torch.no_grad():
             return model(input_ids=ids, decoder_input_ids=ids[:, :32]).logits.log_softmax(-1)
 
-    constraint, before = BoundConstraint(layout_of(model), model), predicted()
-    constraint.begin(0)
+    constraint, before = begun(model), predicted()
     assert constraint.start > 8
     constraint.target, constraint.start = constraint.target * 2.0 ** (constraint.start - 0.3), 0.3
     for step in range(1, 5):
@@ -401,25 +392,3 @@ def test_convert_finetunes_what_is_safe_and_not_certified_where_the_recipe_asks_
     monkeypatch.setattr("bf16_to_fp16.finetuning.run.finetune", instead)
     convert_or_finetune(path, Options(), tmp_path / "hard", Destination(tmp_path / "out"))
     assert len(called) == finetuned
-
-
-@pytest.mark.exhaustive  # test_goals.py has the verdict without the run
-def test_without_it_the_same_recipe_is_exit_1_with_the_bound_and_what_to_do_and_where_it_was_not_asked_for_attacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without_edits(monkeypatch)
-    monkeypatch.setattr(BoundConstraint, "hold", lambda *given: None)
-    path = written(tmp_path, "evaluation: {attack_steps: 0}")
-    assert main(["finetune", str(path)]) == 1
-    report = report_of(tmp_path)
-    assert report["verdict"] == "unsafe" and report["proof"] == "observed"
-    missed = next(entry for entry in report["unsafe"] if entry["signal"] == "certificate")
-    assert "over the limit, most by" in missed["reason"] and missed["remedy"] == report["finetune"]["next"]
-    assert "bf16-to-fp16 finetune" in missed["remedy"] and "next: " in "".join(capsys.readouterr())
-    # The run that has ended is the same where the recipe leaves the certificate open.
-    path.write_text(path.read_text().replace("certify: true, ", "").replace("attack_steps: 0", "attack_steps: 1"))
-    main(["finetune", str(path), "--force"])
-    report = report_of(tmp_path)
-    assert report["finetune"]["settled"]["penalty.certify"] is True and report["proof"] == "observed"
-    assert "certificate" not in {entry["signal"] for entry in report["unsafe"]}
-    assert report["attack"]["steps"] == 1 and report["attack"]["sites"]

@@ -1,7 +1,5 @@
 """``Fp16Callback`` in a real Trainer: penalty in its loss, headroom in its logs, and a safe folder at the end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A causal language model is trained on the next token of texts, or of what follows a prompt."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From a recipe to a converted checkpoint: what appears, what is refused, and what a killed run leaves."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The whole path on CPU processes, from a wheel in an empty folder: recipe, launch, a killed process, the same command
 again, the certificate, the Hub."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What was asked of a finetune and not delivered: the verdict, and the command that goes on."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from pathlib import Path

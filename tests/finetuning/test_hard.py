@@ -1,7 +1,5 @@
 """A trained checkpoint that no rescaling makes safe, and the short finetune from plain text that does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ and end with the weights of one process with the whole batch, which they cannot 
 believed to be alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``launch``: which configuration it takes for how much memory, the line that it prints, and the sum that it says."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

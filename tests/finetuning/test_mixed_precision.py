@@ -1,7 +1,5 @@
 """Precision on a CPU: loss scales, clipping, relative learning rates, and the gradient of both losses."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -152,7 +150,7 @@ def test_states_are_whole_or_not_there_and_the_oldest_go(fix: Fix, tmp_path: Pat
     states = RunFolder(tmp_path / "run")
     assert states.steps() == []
     for step in (4, 8, 12):
-        with states.writing(step) as work:
+        with states.writing(states.of(step)) as work:
             write_state(work, {"step": step})
     assert states.steps() == [8, 12]
     (tmp_path / "run" / ".step-00000016.partial").mkdir()  # a crash before the rename

@@ -1,7 +1,5 @@
 """Finetuning what predicts no tokens: a classifier, a reader of spans, bare states, kept at what the original gives."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

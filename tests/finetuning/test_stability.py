@@ -1,7 +1,5 @@
 """A run that spikes goes back, and one that cannot succeed stops with the site that is to blame."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
