@@ -26,9 +26,6 @@ DEMO = str(files("bf16_to_fp16") / "demo_data" / "t5-gated-bytes")
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-# --- the site --------------------------------------------------------------------------------------------------------
-
-
 def test_the_site_builds_and_every_link_in_it_leads_somewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -58,9 +55,6 @@ def test_a_link_in_the_repository_leads_to_a_file_and_a_heading(path: Path) -> N
         target = (path.parent / place).resolve() if place else path
         assert target.exists(), link
         assert not anchor or target.suffix != ".md" or anchor in slugs(target), link
-
-
-# --- commands --------------------------------------------------------------------------------------------------------
 
 
 def blocks(path: Path, *languages: str) -> list[str]:
@@ -190,9 +184,6 @@ def test_every_script_and_test_shown_exists() -> None:
     assert len(shown) > 2
 
 
-# --- Python and YAML -------------------------------------------------------------------------------------------------
-
-
 def snippets() -> list[Any]:
     return [
         pytest.param(code, id=f"{path.stem}-{i}") for path in TEXTS for i, code in enumerate(blocks(path, "python"))
@@ -298,8 +289,6 @@ def test_the_recipe_keys_shown_are_keys() -> None:
             flat = {f"{k}.{i}" for k, v in entries.items() if isinstance(v, dict) for i in v}
             assert flat | {k for k, v in entries.items() if not isinstance(v, dict)} <= known
 
-
-# --- how the pages are written ---------------------------------------------------------------------------------------
 
 WIDTH = 120
 WRITTEN = [

@@ -99,9 +99,6 @@ def assert_bits(stored: torch.Tensor, wanted: np.ndarray) -> None:
     assert torch.equal(stored.view(torch.int16)[~nan], rounded.view(torch.int16)[~nan])
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", [EVERY_BF16, EVERY_FP16], ids=["bf16", "fp16"])
 def test_every_16_bit_value_under_every_exponent_is_rounded_correctly(tmp_path: Path, source: torch.Tensor) -> None:
     checkpoint = checkpoint_of(tmp_path / "in", {"w": source})
@@ -203,9 +200,6 @@ def test_writing_back_gives_the_source_bit_for_bit_where_nothing_was_lost(tmp_pa
     assert torch.equal(stored["f"], there.read("f"))
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
 def mixed(folder: Path) -> Checkpoint:
     """Two shards of mixed dtypes, whose tensors do not follow each other in the alphabet."""
     torch.manual_seed(1)
@@ -268,9 +262,6 @@ def test_wider_dtypes_come_first_so_that_every_tensor_is_aligned(tmp_path: Path)
     assert places["b"].offset % 8 == 0 and places["a"].offset == places["b"].offset + 12
 
 
-# --- failures --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("call", ["write", "fsync"])
 def test_a_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     checkpoint = mixed(tmp_path / "in")
@@ -311,8 +302,6 @@ def test_a_file_that_is_there_already_is_neither_overwritten_nor_removed(tmp_pat
         write_fp16(checkpoint, as_is(checkpoint), tmp_path / "in")
     assert (tmp_path / "in" / "model.safetensors").read_bytes() == before
 
-
-# --- memory ----------------------------------------------------------------------------------------------------------
 
 GROWTH = """
 import sys

@@ -10,6 +10,7 @@ import pytest
 from mlx import nn
 from mlx_lm.utils import load_model
 from support import tiny
+from support.folders import rewritten
 
 from bf16_to_fp16 import convert
 
@@ -30,9 +31,8 @@ def save(kind: str, folder: Path) -> Path:
     # Mistral's weights are Llama's, and the tiny Mistral has no head.
     tiny.save(tiny.small("llama" if kind == "mistral" else kind, **KINDS[kind]), folder)
     if kind == "mistral":
-        config = json.loads((folder / "config.json").read_text())
-        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
-        (folder / "config.json").write_text(json.dumps(config))
+        with rewritten(folder / "config.json") as config:
+            config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
     return folder
 
 

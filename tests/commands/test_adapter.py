@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
 from support.contract import outputs, random_plan
+from support.folders import rewritten
 
 from bf16_to_fp16 import UserError, certify, cli, convert, convert_adapter
 from bf16_to_fp16.bounds.certificate import fp16_weights
@@ -44,11 +45,10 @@ def converted_by(kind: str, folder: Path, kinds: tuple[Kind, ...] = MOVED, **cha
     plan = random_plan(resolve(open_checkpoint(source)), kinds)
     first = convert(source, folder / "first", run_model=False, target="half").out
     assert first is not None
-    report = json.loads((first / "fp16_report.json").read_text())
-    eps = report["plan"]["eps"] and 1e-6 * 4.0**plan.residual_exponent
-    report["plan"] |= {"residual_exponent": plan.residual_exponent, "exponents": dict(plan.exponents), "eps": eps}
-    report["plan"] |= {"drift": None, "gain_correction": {}, "untied_head": False}
-    (first / "fp16_report.json").write_text(json.dumps(report))
+    with rewritten(first / "fp16_report.json") as report:
+        eps = report["plan"]["eps"] and 1e-6 * 4.0**plan.residual_exponent
+        report["plan"] |= {"residual_exponent": plan.residual_exponent, "exponents": dict(plan.exponents), "eps": eps}
+        report["plan"] |= {"drift": None, "gain_correction": {}, "untied_head": False}
     out = convert(source, folder / "out", plan=first, run_model=False, target="half").out
     assert out is not None
     return source, out
@@ -123,9 +123,6 @@ def merged(folder: Path, adapter: Path) -> Any:
 
 def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(outputs(one), outputs(other), strict=True))
-
-
-# --- the same function -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", exhaustive.beyond([torch.bfloat16], [torch.float32, torch.bfloat16]))
@@ -289,9 +286,6 @@ def test_an_adapter_on_a_head_that_the_conversion_separated_takes_its_factor(wid
         convert_adapter(tmp_path / "tied", tmp_path / "none", result.out)
 
 
-# --- precision -------------------------------------------------------------------------------------------------------
-
-
 def test_a_dtype_that_would_lose_bits_becomes_fp32_and_is_named(pair: Pair, tmp_path: Path) -> None:
     layout = resolve(open_checkpoint(pair[1]))
     name, near = f"{PREFIX}shared.lora_embedding_B", f"{PREFIX}shared.lora_embedding_A"
@@ -307,9 +301,6 @@ def test_a_dtype_that_would_lose_bits_becomes_fp32_and_is_named(pair: Pair, tmp_
     for bad in (math.inf, math.nan):
         with pytest.raises(UserError, match="inf or NaN"):
             scaled_adapter({name: torch.full((width, 1), bad)}, layout, plan)
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_the_commands_take_an_adapter_there_and_back_and_say_what_is_not_covered(
@@ -454,9 +445,8 @@ def test_an_adapter_for_other_weights_or_an_edited_conversion_is_told_so(
 ) -> None:
     adapter_for(gated[0], tmp_path / "adapter")
     path = Path(shutil.copytree(gated[1], tmp_path / "changed")) / "fp16_report.json"
-    report = json.loads(path.read_text())
-    change(report)
-    path.write_text(json.dumps(report))
+    with rewritten(path) as report:
+        change(report)
     done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", tmp_path / "changed")
     plain = convert_adapter(tmp_path / "adapter", tmp_path / "other", gated[1])
     assert said in done.notes[0] and not any(said in note for note in plain.notes)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from support import tiny
+from support.folders import rewritten
 
 from bf16_to_fp16 import audit, cli, convert
 from bf16_to_fp16.auditing.any_model import open_any
@@ -142,8 +143,8 @@ def test_what_cannot_be_done_is_one_line(
     tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     folder = bart(tmp_path / "m")
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
+    with rewritten(folder / "config.json") as config:
+        config |= changes
     with pytest.raises(UserError, match=said) as error:
         audit(folder, **options)
     assert "\n" not in str(error.value)
@@ -153,9 +154,8 @@ def test_a_tensor_that_is_missing_is_not_drawn_at_random(tmp_path: Path) -> None
     folder = bart(tmp_path / "m")
     model = transformers.BartModel.from_pretrained(folder)
     model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["BartForSequenceClassification"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    with rewritten(folder / "config.json") as config:
+        config |= {"architectures": ["BartForSequenceClassification"]}
     with pytest.raises(UserError, match=r"tensor classification_head\.\S+ is missing"):
         audit(folder)
 

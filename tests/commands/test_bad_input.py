@@ -20,6 +20,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
+from support.folders import rewritten
 from support.forked import in_a_fork
 from transformers import ByT5Tokenizer
 
@@ -71,13 +72,10 @@ def row(what: str, names: str, remedy: str, *options: str) -> Callable[[Damage],
 
 def configure(**changes: Any) -> Damage:
     def damage(at: Place) -> None:
-        config = json.loads((at.source / "config.json").read_text()) | changes
-        (at.source / "config.json").write_text(json.dumps(config))
+        with rewritten(at.source / "config.json") as config:
+            config |= changes
 
     return damage
-
-
-# --- weights ---------------------------------------------------------------------------------------------------------
 
 
 row("truncated safetensors", WEIGHTS, AGAIN)(
@@ -107,9 +105,8 @@ row("a pickle that would run code", "pytorch_model.bin", "save it with safetenso
 
 def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     def damage(at: Place) -> None:
-        tensors = load_file(at.source / WEIGHTS)
-        change(tensors)
-        save_file(tensors, at.source / WEIGHTS, metadata={"format": "pt"})
+        with rewritten(at.source / WEIGHTS) as tensors:
+            change(tensors)
 
     return damage
 
@@ -151,9 +148,6 @@ row("LoRA weights among the others", "lora_A", "remove the tensor")(
     weights(lambda tensors: tensors.update({VALUE.replace("weight", "lora_A.weight"): torch.ones(2, 24)}))
 )
 row("missing tensors", VALUE, "take the whole original checkpoint")(weights(lambda tensors: tensors.pop(VALUE)))
-
-
-# --- config ----------------------------------------------------------------------------------------------------------
 
 
 @row("remote code", "auto_map", "give a checkpoint of a stock class")
@@ -206,9 +200,6 @@ row("half a character in a config", "config.json", AGAIN)(
 )
 
 
-# --- where it goes ---------------------------------------------------------------------------------------------------
-
-
 @row("OUT is a converted folder", "out exists", "--force")
 def _(at: Place) -> None:
     at.out.mkdir()
@@ -249,9 +240,6 @@ def _(at: Place) -> list[str]:
     return convert(at, "--plan", str(at.root / "report.json"))
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
 def with_data(name: str, content: bytes) -> Damage:
     def damage(at: Place) -> list[str]:
         (at.root / name).write_bytes(content)
@@ -266,9 +254,6 @@ row("data file of the wrong columns", "rows.jsonl", "put text into one named `in
 )
 
 
-# --- recipes ---------------------------------------------------------------------------------------------------------
-
-
 def recipe(at: Place, *, content: bytes = b"words enough for a line\n" * 4, **changes: Any) -> list[str]:
     """Write a recipe of the source and its data and return the command that follows it."""
     (at.root / "text.txt").write_bytes(content)
@@ -281,9 +266,6 @@ def recipe(at: Place, *, content: bytes = b"words enough for a line\n" * 4, **ch
 row("a recipe with unknown keys", "recipe.yaml: unknown key schedule.step", "did you mean schedule.steps?")(
     lambda at: recipe(at, schedule={"step": 3})
 )
-
-
-# --- the test --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

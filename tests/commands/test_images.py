@@ -13,7 +13,7 @@ from compat.harness import compute_logits, relative_error
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
-from support.folders import seen
+from support.folders import rewritten, seen
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -154,9 +154,8 @@ def test_older_transformers_loads_it_to_the_logits_of_the_source(
 def test_what_images_bring_decides_over_the_exponent(tmp_path: Path, converted: tuple[Path, Path]) -> None:
     """The bound of the projector is what holds for any image, whatever one image of noise shows."""
     source = saved(tmp_path / "source")
-    weights = load_file(source / "model.safetensors")
-    weights[PROJECTION] *= 64
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(source / "model.safetensors") as weights:
+        weights[PROJECTION] *= 64
     assert convert(source, tmp_path / "out", run_model=False).safe
     plans = [json.loads((out / "fp16_report.json").read_text())["plan"] for out in (converted[1], tmp_path / "out")]
     assert plans[1]["residual_exponent"] < plans[0]["residual_exponent"]
@@ -188,9 +187,8 @@ def test_names_stay_as_the_files_have_them_and_undo_gives_them_back(
 
 def test_a_tensor_that_the_tower_lacks_or_does_not_know_is_named(tmp_path: Path) -> None:
     source = saved(tmp_path / "source", as_written)
-    weights = load_file(source / "model.safetensors")
-    gone = weights.pop("vision_tower.post_layernorm.weight")
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(source / "model.safetensors") as weights:
+        gone = weights.pop("vision_tower.post_layernorm.weight")
     with pytest.raises(UserError, match=r"tensor model\.vision_tower\.post_layernorm\.weight is missing"):
         agreed_layout(open_checkpoint(source))
     weights |= {"vision_tower.post_layernorm.weight": gone, "vision_tower.extra.weight": gone.clone()}
@@ -201,9 +199,8 @@ def test_a_tensor_that_the_tower_lacks_or_does_not_know_is_named(tmp_path: Path)
 
 def test_two_tensors_of_one_module_name_are_refused(tmp_path: Path) -> None:
     source = saved(tmp_path / "source", as_written)
-    weights = load_file(source / "model.safetensors")
-    weights["model.language_model.norm.weight"] = weights["language_model.model.norm.weight"].clone()
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(source / "model.safetensors") as weights:
+        weights["model.language_model.norm.weight"] = weights["language_model.model.norm.weight"].clone()
     with pytest.raises(UserError, match=r"model\.norm\.weight is there as model\.language_model\.norm\.weight too"):
         open_checkpoint(source)
 

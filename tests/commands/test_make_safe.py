@@ -315,9 +315,6 @@ def test_a_model_without_its_values_is_refused() -> None:
         make_fp16_safe(model)
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------
-
-
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
@@ -404,9 +401,6 @@ def test_a_step_with_a_closure_cannot_be_followed(named: bool) -> None:
     with pytest.raises(UserError, match="closure"):
         optimizer.step(closure=closure) if named else optimizer.step(closure)
     assert same(before, weights(model))
-
-
-# --- under fp16 AMP --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [False, True], ids=["as trained", "made safe"])

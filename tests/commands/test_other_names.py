@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support import tiny
+from support.folders import rewritten
 
 from bf16_to_fp16 import UserError
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -64,8 +65,7 @@ def test_where_a_head_would_be_filled_at_random_the_class_without_one_is_named(t
 
 def test_a_missing_embedding_is_still_a_file_that_is_not_whole(tmp_path: Path) -> None:
     source = tiny.save(tiny.stock("LlamaForCausalLM", tiny.LLAMA_SHAPE)(), tmp_path / "source")
-    weights = load_file(source / "model.safetensors")
-    del weights["model.embed_tokens.weight"]
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(source / "model.safetensors") as weights:
+        del weights["model.embed_tokens.weight"]
     with pytest.raises(UserError, match=r"model\.embed_tokens\.weight is missing; take the whole"):
         agreed_layout(open_checkpoint(source))

@@ -207,9 +207,6 @@ def test_force_replaces_a_converted_pipeline_and_none_with_another_file(
     assert contents(tmp_path) == before
 
 
-# --- reports ---------------------------------------------------------------------------------------------------------
-
-
 def the_sources_config(root: Path) -> Path:
     return root / "source" / "config.json"
 
@@ -261,9 +258,6 @@ def test_a_report_is_not_written_where_the_output_goes(here: Path, capsys: pytes
     assert "--json" in said and not (here / "new").exists()
     same = ["--json", here / "one", "--html", here / "one"]
     assert "--json" in refused(capsys, "audit", here / "source", *same) and not (here / "one").exists()
-
-
-# --- finetune --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("folder", ["out/run", "source/run", ".", "run"])

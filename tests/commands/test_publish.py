@@ -18,8 +18,8 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard, constants, snapshot_download
-from safetensors.torch import load_file, save_file
 from support import tiny
+from support.folders import rewritten
 from support.forging import flip
 from support.hub_server import OTHER, READER, WRITER, Fault, HubServer, Repo, card_errors
 from support.learner import recipe_tree, saved
@@ -106,9 +106,6 @@ def error_of(result: tuple[int, str, str]) -> str:
 def upload(run: Run, folder: Path, *options: object, repo: str = "me/out") -> tuple[int, str, str]:
     """Publish without a question and print JSON, so that nothing else is on standard output."""
     return run("publish", folder, repo, "-y", "--json", "-", *options)
-
-
-# --- what goes up ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_downloaded_is_what_was_converted_byte_for_byte_and_a_second_run_has_nothing_to_do(
@@ -310,9 +307,6 @@ def test_a_card_with_figures_is_valid_and_a_bad_one_is_not(converted: Path) -> N
     assert card_errors(card.replace("type: max_error", "kind: max_error"))
 
 
-# --- what does not leave ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -337,15 +331,13 @@ def test_a_folder_that_is_not_what_its_report_says_does_not_leave(
 def overflowing(folder: Path) -> None:
     """Make the weights overflow and the report agree with them, but for its verdict."""
     for shard in folder.glob("*.safetensors"):
-        weights = load_file(shard)
-        for key in weights:
-            if key.endswith("o.weight"):  # o and wo
-                weights[key] = (weights[key].float() * 2.0**17).clamp(-60000, 60000).half()
-        save_file(weights, shard, metadata={"format": "pt"})
-    report = json.loads((folder / "fp16_report.json").read_text())
-    new = {str(entry["name"]): entry for entry in records(folder)}
-    report["output"]["files"] = [new[entry["name"]] for entry in report["output"]["files"]]
-    (folder / "fp16_report.json").write_text(json.dumps(report))
+        with rewritten(shard) as weights:
+            for key in weights:
+                if key.endswith("o.weight"):  # o and wo
+                    weights[key] = (weights[key].float() * 2.0**17).clamp(-60000, 60000).half()
+    with rewritten(folder / "fp16_report.json") as report:
+        new = {str(entry["name"]): entry for entry in records(folder)}
+        report["output"]["files"] = [new[entry["name"]] for entry in report["output"]["files"]]
 
 
 def test_the_audit_is_repeated_and_an_unsafe_checkpoint_says_so_or_stays(
@@ -400,9 +392,6 @@ def test_a_link_out_of_the_folder_is_not_followed(run: Run, hub: HubServer, fold
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer_config.json").symlink_to(tmp_path / "secret")
     assert "outside the folder" in error_of(upload(run, folder)) and hub.seen == []
-
-
-# --- faults ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -550,9 +539,6 @@ def test_a_card_that_the_hub_refuses_is_one_line(send: Callable[..., Any], hub: 
     assert hub.files("me/out") == {}
 
 
-# --- convert or finetune, and publish in one go ----------------------------------------------------------------------
-
-
 def test_finetune_publishes_what_it_made(run: Run, hub: HubServer, tmp_path: Path) -> None:
     recipe = recipe_tree(saved(tmp_path / "source", 40, dropout=0.0), tmp_path / "out")
     recipe |= {"precision": "fp32", "device": "cpu", "penalty": {"form": "none"}}
@@ -600,11 +586,10 @@ def test_convert_does_not_publish_what_is_unsafe(run: Run, hub: HubServer, conve
     source = Path(shutil.copytree(converted.parent / "summariser", tmp_path / "source"))
     shards = sorted(source.glob("*.safetensors"))
     for shard in shards:
-        weights = load_file(shard)
-        for key in weights:
-            if key.endswith("wi_0.weight"):  # what enters the gate, which no exact exponent moves
-                weights[key] = (weights[key].float() * 1e5).to(torch.bfloat16)
-        save_file(weights, shard, metadata={"format": "pt"})
+        with rewritten(shard) as weights:
+            for key in weights:
+                if key.endswith("wi_0.weight"):  # what enters the gate, which no exact exponent moves
+                    weights[key] = (weights[key].float() * 1e5).to(torch.bfloat16)
     status, _, err = run("convert", source, tmp_path / "out", "--exact", "--push-to", "me/out")
     assert status == 1 and "not published" in err and hub.seen == []
     assert "is unsafe in fp16 (its report says so)" in error_of(upload(run, tmp_path / "out"))

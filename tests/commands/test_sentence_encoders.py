@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import tiny
+from support.folders import rewritten
 from support.pipelines import contents
 from torch import Tensor
 
@@ -66,9 +67,8 @@ def drawn(rows: int, columns: int = WIDTH, scale: float = 1.0) -> Tensor:
 
 
 def listed(folder: Path, change: Callable[..., object]) -> Path:
-    listing = json.loads((folder / "modules.json").read_text())
-    change(listing)
-    (folder / "modules.json").write_text(json.dumps(listing))
+    with rewritten(folder / "modules.json") as listing:
+        change(listing)
     return folder
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import tiny
-from support.folders import compared
+from support.folders import compared, rewritten
 
 from bf16_to_fp16 import UserError, cli, convert, rescale, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -187,10 +187,9 @@ def test_a_weight_that_is_not_finite_is_named_though_a_replayed_plan_observes_no
     value: float, tmp_path: Path
 ) -> None:
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    tensors[name][0, 0] = value
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(source / "model.safetensors") as tensors:
+        name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        tensors[name][0, 0] = value
     (tmp_path / "plan.json").write_text(json.dumps({"plan": Plan(family="t5", residual_exponent=-5).model_dump()}))
     with pytest.raises(UserError, match=rf"tensor {name}: 1 of 27 weights are inf, NaN"):
         convert(source, tmp_path / "out", plan=tmp_path / "plan.json")

@@ -33,9 +33,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
 def test_what_grows_past_every_number_is_bounded_by_infinity() -> None:
     assert growth(10**9) > 1e200 and growth(10**10) == float("inf")
     for terms in (1, 1000, 10**6):
@@ -64,9 +61,6 @@ def test_a_seed_of_more_than_64_bits_is_refused(source: Path, capsys: pytest.Cap
 
     with pytest.raises(UserError, match="64 bits"):
         audit(source, regimes=("half",), seed=10**30)
-
-
-# --- paths and texts -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["convert", "audit", "certify", "verify", "undo", "publish", "finetune"])
@@ -116,9 +110,6 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     for name, text in (("a.jsonl", '{"text": "x"}'), ("a.csv", "text\nx"), ("a.txt", "x")):
         (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
         assert list(file_rows(tmp_path / name)) == [{"text": "x"}]
-
-
-# --- streams ---------------------------------------------------------------------------------------------------------
 
 
 def in_a_shell(line: str, **names: object) -> subprocess.CompletedProcess[str]:
@@ -179,17 +170,12 @@ def test_a_second_sigterm_leaves_the_cleaning_up_alone(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "cleaned up"
 
 
-# --- sentences -------------------------------------------------------------------------------------------------------
-
-
 def test_an_answer_that_is_no_hubs_is_not_put_down_to_a_full_disk() -> None:
     with pytest.raises(ValueError) as raised:
         time.strptime("nonsense", "%Y")  # as the client reads a date
     said = explain(raised.value, "me/x", "https://hub", None, None, writing=False)
     assert "hub did not answer as a Hub does" in said and "free" not in said
 
-
-# --- control characters ----------------------------------------------------------------------------------------------
 
 HOSTILE = "a\x1b[31mb\x9b2Jc\u202ed\u2066e\x07f\ud800g\u2028h\u200bi"
 SEEN = r"a\x1b[31mb\x9b2Jc\u202ed\u2066e\x07f\ud800g\u2028h\u200bi"

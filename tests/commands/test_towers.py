@@ -11,7 +11,7 @@ import torch
 from compat.harness import compute_logits, relative_error
 from safetensors.torch import load_file
 from support import tiny
-from support.folders import seen
+from support.folders import rewritten, seen
 
 from bf16_to_fp16 import UserError, audit, convert, undo, verify
 from bf16_to_fp16.report.schema import Report, read
@@ -158,8 +158,7 @@ def test_a_config_that_holds_the_text_models_keys_itself_is_taken_and_keeps_its_
 
 def test_a_text_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     source = tiny.save(tiny.build("mistral3", 1), tmp_path / "source")
-    config = json.loads((source / "config.json").read_text())
-    config["text_config"]["model_type"] = "qwen2"
-    (source / "config.json").write_text(json.dumps(config))
+    with rewritten(source / "config.json") as config:
+        config["text_config"]["model_type"] = "qwen2"
     with pytest.raises(UserError, match=r"'text_config\.model_type' is 'qwen2'"):
         convert(source, tmp_path / "out")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
 from support.contract import random_plan
+from support.folders import rewritten
 from support.forging import flip, forge
 from support.program import refused
 
@@ -68,20 +68,18 @@ def problems(folder: Path, **options: Any) -> list[tuple[str, str, str]]:
 
 
 def reweigh(file: Path, part: str, change: Callable[[torch.Tensor], object]) -> None:
-    weights = load_file(file)
-    for name in (name for name in weights if name.endswith(part)):
-        change(weights[name])
-    save_file(weights, file, metadata={"format": "pt"})
+    with rewritten(file) as weights:
+        for name in (name for name in weights if name.endswith(part)):
+            change(weights[name])
 
 
 def edit(file: Path, place: str, value: object) -> None:
-    data = json.loads(file.read_text())
-    *above, last = place.split(".")
-    at = data
-    for key in above:
-        at = at[int(key)] if isinstance(at, list) else at[key]
-    at[int(last) if isinstance(at, list) else last] = value
-    file.write_text(json.dumps(data))
+    with rewritten(file) as data:
+        *above, last = place.split(".")
+        at = data
+        for key in above:
+            at = at[int(key)] if isinstance(at, list) else at[key]
+        at[int(last) if isinstance(at, list) else last] = value
 
 
 def swap(folder: Path) -> None:

@@ -146,8 +146,6 @@ def test_of_many_edits_the_last_are_tried_first_and_no_more_once_they_cost_too_m
     assert edits is None or list(edits.predicted) == names
 
 
-# -- logits ------------------------------------------------------------------------------------------------------------
-
 EACH = [-4, 0, -1]
 LOGITS_NEEDED = {LOGITS: Needed(EACH, [-3, 0, 0])}
 
@@ -208,9 +206,6 @@ def test_logits_times_powers_of_two_are_one_for_each_choice() -> None:
 )
 def test_only_logits_of_a_language_model_without_a_soft_cap_are_scaled_afterwards(kind: str, scales: bool) -> None:
     assert scales_logits(layout_of(tiny.small(kind))) == scales
-
-
-# -- on files ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

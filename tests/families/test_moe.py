@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support import tiny
 from support.contract import MOVABLE, layout_of, outputs, random_plan
+from support.folders import rewritten
 
 from bf16_to_fp16 import UserError, convert, make_fp16_safe, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -87,10 +88,9 @@ def test_a_model_in_memory_is_made_safe_saved_and_undone() -> None:
 def test_what_the_choice_is_corrected_by_stays_in_fp32(tmp_path: Path) -> None:
     """To the bit, since experts that are nearly as good would change places."""
     source = tiny.save(tiny.small("glm4_moe", factor=1.0), tmp_path / "source")
-    weights = load_file(source / "model.safetensors")
-    name = next(name for name in weights if name.endswith("e_score_correction_bias"))
-    weights[name] = torch.randn(weights[name].shape) + 7
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(source / "model.safetensors") as weights:
+        name = next(name for name in weights if name.endswith("e_score_correction_bias"))
+        weights[name] = torch.randn(weights[name].shape) + 7
     assert convert(source, tmp_path / "out").safe
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(written[name], weights[name]) and written[name].dtype == torch.float32
@@ -137,8 +137,8 @@ def test_both_names_of_the_number_of_experts_are_written(tmp_path: Path) -> None
 )
 def test_what_has_no_record_is_refused(kind: str, changes: Mapping[str, Any], says: str, tmp_path: Path) -> None:
     source = tiny.save(tiny.small(kind), tmp_path / "source")
-    config = json.loads((source / "config.json").read_text()) | changes
-    (source / "config.json").write_text(json.dumps(config))
+    with rewritten(source / "config.json") as config:
+        config |= changes
     with pytest.raises(UserError, match=says):
         resolve(open_checkpoint(source))
 

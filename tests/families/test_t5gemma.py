@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import tiny
 from support.contract import certified, layout_of
+from support.folders import rewritten
 
 from bf16_to_fp16 import UserError, convert, undo
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
@@ -103,9 +104,8 @@ def test_a_key_inside_that_says_something_else_is_refused_or_read(
     stack: str, key: str, value: Any, tmp_path: Path
 ) -> None:
     source = tiny.save(tiny.build("t5gemma"), tmp_path / "source")
-    config = json.loads((source / "config.json").read_text())
-    config[stack][key] = value
-    (source / "config.json").write_text(json.dumps(config))
+    with rewritten(source / "config.json") as config:
+        config[stack][key] = value
     if key == "query_pre_attn_scalar":
         layout = agreed_layout(open_checkpoint(source))
         scales = {w.at: layout.score_scale(w) for w in layout.topology if isinstance(w, Attention)}

@@ -188,9 +188,6 @@ def test_every_site_is_in_the_table_in_the_regime_where_it_has_least_headroom() 
     assert len(rows) == 2 * 9 * 16 + 1 and rows[0][:3] == [least, "amp", "60,000"]
 
 
-# --- the certificate -------------------------------------------------------------------------------------------------
-
-
 def test_a_picture_shows_the_largest_of_each_block_and_kind() -> None:
     report = certified()
     found = brackets(report["certificate"]["sites"], "encoder")
@@ -389,9 +386,6 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     assert verdict_sentence(unsafe) == f"Unsafe in fp16: nothing was audited, but {passed}."
 
 
-# --- the finetune ----------------------------------------------------------------------------------------------------
-
-
 def test_a_finetune_says_what_became_of_the_original() -> None:
     report = finetuned()
     html = render(report)
@@ -436,9 +430,6 @@ def test_a_finetune_says_whose_config_the_rescaling_changed() -> None:
     assert rows["config.json: rope_theta"] == "absent → 1000000.0, for transformers 4"
     assert rows["config.json: pad_token_id"] == "absent → 0"
     assert f"config.json of the finetuned weights: {key}" in dict(sections.plan_rows(read(Report, finetuned())))
-
-
-# --- rounding --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

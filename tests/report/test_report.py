@@ -14,6 +14,7 @@ import torch
 import transformers
 from pydantic import BaseModel, ValidationError
 from support import tiny
+from support.folders import rewritten
 
 from bf16_to_fp16 import UserError, audit, certify, convert, convert_pipeline, undo, verify
 from bf16_to_fp16.auditing.gradients import Gradients, GradientSite
@@ -248,10 +249,9 @@ def test_undo_says_what_of_its_report_it_needs(
     tmp_path: Path, converted: Path, place: str, value: object, said: str
 ) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "folder"))
-    data = json.loads((folder / REPORT).read_text())
-    *above, key = place.split(".")
-    (data[above[0]] if above else data)[key] = value
-    (folder / REPORT).write_text(json.dumps(data))
+    with rewritten(folder / REPORT) as data:
+        *above, key = place.split(".")
+        (data[above[0]] if above else data)[key] = value
     with pytest.raises(UserError) as caught:
         undo(folder, tmp_path / "out")
     assert said in str(caught.value) and "\n" not in str(caught.value) and not (tmp_path / "out").exists()

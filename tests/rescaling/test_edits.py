@@ -248,9 +248,6 @@ def test_outputs_that_are_no_choice_are_not_edited() -> None:
     assert LOGITS not in found and "classification_head.dense.tanh" in found
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", exhaustive.beyond(["gated", "pegasus", "qwen3", "glm4", "t5-classifier"], tiny.KINDS))
 def test_a_plan_is_its_edits_and_an_exact_rest(kind: str) -> None:
     model = tiny.small(kind, factor=1.0)

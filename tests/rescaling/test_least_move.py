@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support import tiny
 from support.contract import outputs
+from support.folders import rewritten
 
 from bf16_to_fp16 import convert, make_fp16_safe, undo
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
@@ -71,9 +72,8 @@ def test_the_default_moves_the_stream_by_what_overflows_and_few_channels() -> No
 def test_what_fits_and_is_proven_is_not_moved_at_all(run_model: bool, converted: Path, tmp_path: Path) -> None:
     model = load(converted, torch.float32)
     source = tiny.save(model, tmp_path / "source")
-    config = json.loads((source / "config.json").read_text())
-    config.pop(CONVERTED_KEY, None)
-    (source / "config.json").write_text(json.dumps(config))
+    with rewritten(source / "config.json") as config:
+        config.pop(CONVERTED_KEY, None)
     done = convert(source, tmp_path / "out", run_model=run_model)
     assert done.report["proof"] == "certified" and not done.plan.moves and not done.plan.centred_keys
     after = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -244,9 +244,8 @@ def test_what_was_trained_on_a_folder_comes_back_to_the_originals_scale(
 def test_a_config_that_tells_of_another_plan_is_not_verified(converted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "forged"
     shutil.copytree(converted, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config[CONVERTED_KEY]["stream_exponents"] = [-3]
-    (folder / "config.json").write_text(json.dumps(config))
+    with rewritten(folder / "config.json") as config:
+        config[CONVERTED_KEY]["stream_exponents"] = [-3]
     assert main(["verify", str(folder), "--no-audit"]) == 1
 
 

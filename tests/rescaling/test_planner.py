@@ -30,9 +30,7 @@ from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
 from bf16_to_fp16.rescaling.apply import apply
-from bf16_to_fp16.rescaling.exponents import exponents_of
 from bf16_to_fp16.rescaling.outputs import on_request
-from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import (
     CHANNEL_RANGE,
     EXCESS,
@@ -339,23 +337,6 @@ def test_a_correction_leaves_room_for_what_a_gain_carries() -> None:
     assert FP16_MAX / 2 < search.largest_gain(norm.name, -12) <= FP16_MAX
 
 
-def test_the_exponents_of_a_tensor_are_the_sum_over_its_axes() -> None:
-    layout = resolve(ModelTensors(tiny.build("gated")))
-    m = "encoder.block.0.layer.0"
-    plan = Plan(
-        family="t5",
-        residual_exponent=-3,
-        exponents={f"{m}.SelfAttention.value": list(range(15)), f"{m}.layer_norm": [2] * 24},
-    )
-    o = exponents_of(layout.tensors[f"{m}.SelfAttention.o.weight"], plan)
-    assert o.scalar == -3 and o.rows is None and o.columns is not None
-    assert o.columns.tolist() == [-c for c in range(15)]
-    v = exponents_of(layout.tensors[f"{m}.SelfAttention.v.weight"], plan)
-    assert v.full((15, 24))[4].tolist() == [4 - 2] * 24
-
-
-# -- two channels by hand ---------------------------------------------------------------------------------------------
-
 SIGNALS: dict[str, tuple[Kind, tuple[ObservationPoint, ...]]] = {
     RESIDUAL: (Kind.RESIDUAL, (output_of("embed"), input_of("norm"), output_of("o"))),
     "norm": (Kind.NORM, (output_of("norm"),)),
@@ -513,9 +494,6 @@ def test_what_a_moved_gain_makes_needless_moves_back() -> None:
     assert make_plan(layout, weights, ranges).plan.exponents == {"norm": -3}
     without = {name: tensor for name, tensor in layout.tensors.items() if name != "gate"}
     assert make_plan(replace(layout, tensors=without), weights, ranges).plan.exponents == {"value": 3}
-
-
-# -- proofs -----------------------------------------------------------------------------------------------------------
 
 
 MOVES = (Kind.RESIDUAL, Kind.VALUE, Kind.NEURON)

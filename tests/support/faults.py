@@ -109,9 +109,6 @@ def main(words: list[str]) -> int:
     return cli.main(words)
 
 
-# --- moments ---------------------------------------------------------------------------------------------------------
-
-
 def watch(root: Path, act: Callable[[int, str], None]) -> None:
     """Call ``act`` with the number and the name of every moment from now on; for a child only, as it cannot be undone.
 
@@ -213,9 +210,6 @@ def fail(number: int) -> Callable[[], None]:
 
 
 DISK = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
-
-
-# --- what must be so afterwards --------------------------------------------------------------------------------------
 
 
 def content(folder: Path) -> dict[str, str]:

@@ -1,9 +1,13 @@
 """Checkpoints side by side, as stock code loads them."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from bf16_to_fp16.run.batch import run_batch
@@ -36,3 +40,15 @@ def seen(folder: Path, dtype: torch.dtype = torch.float32, in_fp32: Sequence[str
     with torch.no_grad():
         found: torch.Tensor = run_batch(model, batch).logits.float()
     return found
+
+
+@contextmanager
+def rewritten(file: Path) -> Iterator[Any]:
+    """Give what a file of JSON or of tensors holds, and write what becomes of it."""
+    stored = file.suffix == ".safetensors"
+    content: Any = load_file(file) if stored else json.loads(file.read_text())
+    yield content
+    if stored:
+        save_file(content, file, {"format": "pt"})
+    else:
+        file.write_text(json.dumps(content))

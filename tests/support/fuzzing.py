@@ -125,9 +125,6 @@ def safetensors(draw: st.DrawFn, data: bytes) -> bytes:
     return struct.pack("<Q", length) + header + rest
 
 
-# --- what is mutated, and what then runs -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Originals:
     """Sound input: checkpoint folders by what they are, among them a converted one, and a recipe."""

@@ -108,9 +108,6 @@ KINDS = {
 """Every kind by its name; ``hard`` is the shipped checkpoint, whose targets are not used."""
 
 
-# ---- sites ---------------------------------------------------------------------------------------------------------
-
-
 def rows_of(site: Site, model: Any) -> Tensor:
     """Return the rows of the query projection that the site's heads are."""
     size = getattr(model.config, "d_kv", None) or model.config.d_model // model.config.encoder_attention_heads
@@ -192,9 +189,6 @@ def magnitudes(model: Any, sites: tuple[Site, ...]) -> Iterator[dict[Site, Tenso
         model.set_attn_implementation("eager")
 
 
-# ---- training ------------------------------------------------------------------------------------------------------
-
-
 class RelativeAdam(train_demo.ScaledAdam):
     """Adam whose step is multiplied by the present size of what it moves: the root mean square of a matrix's row, the
     magnitude of a vector's element, and at least a twentieth of that of the tensor."""
@@ -261,9 +255,6 @@ def train(model: Any, kind: Kind, sites: tuple[Site, ...], steps: int, seed: int
 
 def missing(seen: Tensor, site: Site) -> Tensor:
     return torch.tensor(site.targets) / seen.clamp_min(1e-3)
-
-
-# ---- folders -------------------------------------------------------------------------------------------------------
 
 
 def load(folder: Path, **changes: Any) -> Any:
@@ -343,9 +334,6 @@ def start(model: Any, recipe: Kind) -> None:
             with torch.no_grad():
                 rows = rows_of(site, model)
                 model.get_submodule(site.module).k_proj.bias[rows] = torch.randn(len(rows), generator=rng)
-
-
-# ---- sites that a kind takes away from its base ----------------------------------------------------------------------
 
 
 def peaks_of(model: Any, sites: tuple[Site, ...]) -> dict[Site, Tensor]:

@@ -209,9 +209,6 @@ def test_verify_names_the_length_and_warns_below_the_configs_own(
     assert verify(tmp_path / "long", run_model=False)["notes"] == []
 
 
-# --- packed ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def packed(source: Path) -> Path:
     file = source.parent / "packed.safetensors"
