@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..progress import Advance
 from .fetching import SMALL_FILES, fetched, hub_files
 from .files import read_json
 from .folder import copy, is_weights
@@ -66,7 +67,8 @@ def open_pipeline(
         names = list(hub_files(str(source), folder, endpoint))
     if (folder / PIPELINE).is_file():
         raise UserError(f"{source} is a converted pipeline already; convert what it was made from")
-    parts, kind = components(folder), class_of(folder)
+    index = read_json(contained(folder, MODEL_INDEX), "index of the pipeline")
+    parts = components(folder, index)
     encoders = [name for name in parts if (config := config_of(folder, name)) is not None and wanted(config)]
     if not encoders:
         said = f"{source} is a pipeline without a text encoder of a known family"
@@ -74,39 +76,34 @@ def open_pipeline(
     homes = {name: (folder / name).resolve() for name in encoders}
     same = {name: first for name in encoders if (first := next(n for n in encoders if homes[n] == homes[name])) != name}
     there, left_out = files_below(folder) if names is None else (names, [])
+    others = there if names is None else used(names, parts)
     return Pipeline(
         folder,
         str(source),
         revision,
-        kind,
+        class_of(index),
         parts,
         tuple(name for name in encoders if name not in same),
         same,
         frozenset(name for name in encoders if has_variant(there, name)),
-        tuple(
-            name for name in (there if names is None else used(names, parts)) if name.partition("/")[0] not in encoders
-        ),
+        tuple(name for name in others if name.partition("/")[0] not in encoders),
         tuple(left_out),
     )
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    return read_json(contained(folder, MODEL_INDEX), "index of the pipeline")
-
-
-def class_of(folder: Path) -> str:
+def class_of(index: Mapping[str, Any]) -> str:
     """Return the class that a pipeline's index names; of one in a module of its own, which stands before it, the class
     as well."""
-    named = read_index(folder).get("_class_name")
+    named = index.get("_class_name")
     return str((named[-1] if isinstance(named, list) and named else named) or "a pipeline without a class")
 
 
-def components(folder: Path) -> dict[str, tuple[str, str]]:
+def components(folder: Path, index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return the components that a pipeline's index names and that have a folder, in its order, each with the library
     and the class that load it."""
     parts = {
         name: (kind[0], kind[1])
-        for name, kind in read_index(folder).items()
+        for name, kind in index.items()
         if not name.startswith("_") and isinstance(kind, list) and [*map(type, kind)] == [str, str]
     }
     for name in parts:
@@ -162,20 +159,25 @@ def used(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
     return sorted(kept)
 
 
-@dataclass(frozen=True)
-class Brought:
-    nbytes: int
-    linked: bool
-
-
-def bring(folder: Path, names: Iterable[str], target: Path, *, link: bool = True) -> Iterator[Brought]:
-    """Bring files of ``folder`` into ``target``, one after the other: large ones as hard links where the system can and
-    ``link`` allows it, else as copies; raise UserError for what is no regular file or leads out of the folder."""
-    for name in names:
+def bring(
+    folder: Path,
+    names: Sequence[str],
+    target: Path,
+    *,
+    link: bool = True,
+    advance: Advance = lambda done, total: None,
+) -> dict[str, int]:
+    """Bring files of ``folder`` into ``target``: large ones as hard links where the system can and ``link`` allows it,
+    else as copies. Return the sizes of the links by name; raise UserError for what is no regular file or leads out of
+    the folder."""
+    links: dict[str, int] = {}
+    for number, name in enumerate(names, 1):
         file, place = contained(folder, name), target / name
         nbytes = file.stat().st_size if file.is_file() else 0
         place.parent.mkdir(parents=True, exist_ok=True)
-        linked = link and nbytes >= LINKED_FROM and linked_to(file, place)
-        if not linked:
+        if link and nbytes >= LINKED_FROM and linked_to(file, place):
+            links[name] = nbytes
+        else:
             copy(file, place, folder)
-        yield Brought(nbytes, linked)
+        advance(number, len(names))
+    return links

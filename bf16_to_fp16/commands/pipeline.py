@@ -117,7 +117,7 @@ def convert_pipeline_by(
     with staged(place.out, force=place.force) as work:
         if not local:
             fetch_others(pipeline, endpoint, progress)
-        nbytes, links = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
+        links = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
         encoders: list[answers.PipelineEntry] = []
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
@@ -125,7 +125,7 @@ def convert_pipeline_by(
             done[name] = converted(asked[name], pipeline, name, Destination(work / name), endpoint, progress)
             encoders.append(entry_of(pipeline, name, done[name].report))
         for name, first in pipeline.same.items():
-            [*bring(work / first, files_below(work / first)[0], work / name)]
+            bring(work / first, files_below(work / first)[0], work / name)
             encoders.append(entry_of(pipeline, name, done[first].report, same=first))
         # Links to a source's files have no SHA-256, since whoever removes a link removes no file.
         known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
@@ -143,7 +143,7 @@ def convert_pipeline_by(
             output=schema.Output(files=[schema.FileEntry.model_validate(entry) for entry in files]),
             linked=len(links),
             copied=len(pipeline.others) - len(links),
-            nbytes=nbytes,
+            nbytes=sum((work / name).stat().st_size for name in pipeline.others),
             dtype=dtype_of_largest(work, pipeline.others),
         )
         write_json(work / PIPELINE, dump(report))
@@ -179,19 +179,9 @@ def fetch_others(pipeline: Pipeline, endpoint: str | None, progress: Progress) -
         fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], endpoint, pipeline.revision)
 
 
-def bring_others(
-    folder: Path, names: Sequence[str], work: Path, *, link: bool, progress: Progress
-) -> tuple[int, dict[str, int]]:
-    links: dict[str, int] = {}
-    nbytes = 0
+def bring_others(folder: Path, names: Sequence[str], work: Path, *, link: bool, progress: Progress) -> dict[str, int]:
     with progress.step(f"Bringing {counted(len(names), 'file')} besides the encoders") as advance:
-        brought = bring(folder, names, work, link=link)
-        for number, (name, file) in enumerate(zip(names, brought, strict=True), 1):
-            nbytes += file.nbytes
-            if file.linked:
-                links[name] = file.nbytes
-            advance(number, len(names))
-    return nbytes, links
+        return bring(folder, names, work, link=link, advance=advance)
 
 
 def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
