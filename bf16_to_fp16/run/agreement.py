@@ -35,20 +35,14 @@ from ..families.types import Attention, Experts, Family, Quotient, StackEnds
 from .stock import eps_attribute, load_config, run_everywhere, without_values
 
 FREE_KEYS = frozenset(
-    {
-        CONVERTED_KEY,
-        "_name_or_path",
-        "_output_attentions",
-        "architectures",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "dtype",
-    }
-    | {"eos_token_id", "gradient_checkpointing", "initializer_range", "name_or_path", "output_attentions"}
-    | {"output_cross_attentions", "output_hidden_states", "pad_token_id", "return_dict", "transformers_version"}
-    | {"tie_word_embeddings", "use_cache"}  # what comes of tying, the loader says
+    f"""
+    {CONVERTED_KEY} _name_or_path _output_attentions architectures bos_token_id decoder_start_token_id dtype
+    eos_token_id gradient_checkpointing initializer_range name_or_path output_attentions output_cross_attentions
+    output_hidden_states pad_token_id return_dict tie_word_embeddings transformers_version use_cache
+    """.split()
 )
-"""Attributes of any stock config that stock code reads and no bound depends on."""
+"""Attributes of any stock config that stock code reads and no bound depends on; what comes of tying, the loader
+says."""
 
 LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
 """Attributes that say what a classifier's outputs mean; how many there are, the loader compares with the weights."""
@@ -95,17 +89,18 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 @contextmanager
 def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]) -> Iterator[None]:
     """Raise UserError where stock code asks for a refused attribute, or fails: every field has its own way to."""
+    failed: Exception | None = None
     try:
         yield
     except Exception as error:
-        for name in sorted(asked & refused.keys()):
-            raise UserError(refused[name]) from error
-        raise UserError(
-            f"{checkpoint.folder}: cannot be loaded or run ({first_line(error)}); use the config.json that belongs to"
-            " these weights"
-        ) from error
+        failed = error
     for name in sorted(asked & refused.keys()):
-        raise UserError(refused[name])
+        raise UserError(refused[name]) from failed
+    if failed is not None:
+        raise UserError(
+            f"{checkpoint.folder}: cannot be loaded or run ({first_line(failed)}); use the config.json that belongs to"
+            " these weights"
+        ) from failed
 
 
 def noting(config: Any, asked: set[str], within: str = "") -> Any:
@@ -137,14 +132,6 @@ def attributes(config: Any) -> dict[str, Any]:
         own = attributes(inner) | {"model_type": type(inner).model_type}
         values |= {f"{name}.{key}": value for key, value in own.items()}
     return values
-
-
-def spelt_out(config: Mapping[str, object]) -> dict[str, object]:
-    keys = dict(config)
-    for name, inner in config.items():
-        if isinstance(inner, Mapping):
-            keys |= {f"{name}.{key}": value for key, value in spelt_out(inner).items()}
-    return keys
 
 
 def check_weights(checkpoint: Checkpoint, layout: Layout, info: Mapping[str, Any]) -> None:
@@ -280,9 +267,8 @@ def check_dynamic(parameters: Any, where: str) -> None:
 
 def check_older(layout: Layout, where: str) -> None:
     """Raise UserError for what transformers 4, which reads these folders too, would make another model of."""
-    for key in layout.family.tie_keys:
-        said = looked_up(layout.config, key, True)
-        if layout.tied and not said:
+    for key in layout.family.tie_keys if layout.tied else ():
+        if not (said := looked_up(layout.config, key, True)):
             raise UserError(
                 f"{where}: {key!r} is {shown(said)}, and {layout.family.head} is missing or the embedding itself:"
                 " transformers 4 would fill it with random numbers; use the whole original checkpoint and its"
@@ -313,7 +299,9 @@ def run_short(model: Any, layout: Layout) -> bool:
             # Layers of another kind have rotary positions of their own.
             kinds = list(getattr(module.config, "layer_types", None) or ())
             number = max(number, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else number
-            stack.enter_context(first_layers(module, number))
+            name, layers = next((n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList))
+            stack.callback(setattr, module, name, layers)
+            setattr(module, name, layers[:number])
         if layout.head is not None:
             last = model.get_submodule(layout.stacks()[-1].ends.at)
             reader = model.get_submodule(layout.head.linears[0].at)
@@ -324,16 +312,6 @@ def run_short(model: Any, layout: Layout) -> bool:
         run_everywhere(model, layout, input_ids=ids, **decoder, **({"use_cache": True} if caches else {}))
     # Stock code may choose positions: what it then reads is a view.
     return layout.head is not None and not any(x is seen["out"] for x in (seen["head"], seen["head"]._base))
-
-
-@contextmanager
-def first_layers(stack: nn.Module, number: int) -> Iterator[None]:
-    (name, layers), *_ = ((n, m) for n, m in stack.named_children() if isinstance(m, nn.ModuleList))
-    setattr(stack, name, layers[:number])
-    try:
-        yield
-    finally:
-        setattr(stack, name, layers)
 
 
 def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
@@ -356,13 +334,12 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
             continue
         value, wanted = written.get(name, _ABSENT), expected.get(name, _ABSENT)
         if value is not wanted and (type(value) is not type(wanted) or value != wanted):
-            spelt = [
-                k for k, v in spelt_out(layout.config).items() if kind.attribute_map.get(k, k) == name and v == value
-            ]
+            names = (*(key for key, own in kind.attribute_map.items() if own == name), name)
+            spelt = next((key for key in names if looked_up(layout.config, key) == value), name)
             says, mend = (f"is {shown(value)}", "remove") if value is not _ABSENT else ("is missing", "set")
             follows = f"to be {wanted!r}" if wanted is not _ABSENT else "not to be there"
             refused[name] = (
-                f"{where}: {next(iter(spelt), name)!r} {says}, which stock code goes by, where the other keys ask for"
+                f"{where}: {spelt!r} {says}, which stock code goes by, where the other keys ask for"
                 f" it {follows}; {mend} it, or take the file from the original checkpoint"
             )
     if written.get(attention) not in (None, "eager", "sdpa"):  # those that the bounds are about
