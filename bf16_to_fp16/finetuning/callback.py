@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from ..checkpoint.staging import check_out, scratch
 from ..commands.convert import Conversion, convert
@@ -23,7 +24,7 @@ from ..progress import Progress
 from .penalty import ActivationPenalty
 
 
-class Fp16Callback(TrainerCallback):
+class Fp16Callback(TrainerCallback, ExportableState):
     """Adds the activation penalty to a trainer's loss and its headroom to what it logs, and converts what was trained.
 
     ::
@@ -96,7 +97,13 @@ class Fp16Callback(TrainerCallback):
             self._least, self._sum, self._calls = math.inf, 0.0, 0
         self._log(logs, *rest, **more)
 
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"weights": self.penalty.state_dict()}}
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        # A run that is resumed has those of its checkpoint here; the trainer itself could only make a new callback.
+        stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        self.penalty.load_state_dict(stored["attributes"]["weights"])
         self.penalty.attach()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

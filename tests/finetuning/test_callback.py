@@ -96,6 +96,20 @@ def test_the_penalty_is_part_of_the_loss_however_the_trainer_divides_it(make: Ma
     assert 2.0 ** -logs[-1]["headroom_bits"] * 65504 == pytest.approx(seen.amax) and name
 
 
+def test_a_run_that_is_resumed_takes_the_steps_that_it_would_have_taken(make: Make, tmp_path: Path) -> None:
+    ends = []
+    for resumes in (False, True):
+        trainer = make(model(), max_steps=6, save_strategy="steps", save_steps=3)
+        callback = Fp16Callback(trainer, headroom_bits=14.0)
+        trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-3") if resumes else None)
+        weights = {name: seen.weight for name, seen in callback.penalty.observations().items()}
+        ends.append((trainer.model.state_dict(), weights))
+    (one, weights), (other, resumed) = ends
+    assert weights == resumed and max(weights.values()) > 0
+    assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
+
+
 def test_headroom_goes_to_wandb_with_the_loss(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     wandb.teardown()  # which has kept the environment of an earlier test
