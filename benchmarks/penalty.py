@@ -90,7 +90,7 @@ def measured(
         model.zero_grad()
         return took
 
-    with ActivationPenalty(model, form="none") as seen:
+    with ActivationPenalty(model, weight=0.0) as seen:
         step(seen)
     sites = set(seen.observations())
     some = {site: OVER if i % 10 == 0 else INSIDE for i, site in enumerate(sorted(sites))}

@@ -23,7 +23,6 @@ from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..observe.meter import is_norm
 from ..observe.tap import Tap, paths
 
-FORMS = ("smooth-max", "none")  # what is penalised: the excess of a smooth maximum over the tokens, or nothing
 SHARPNESS = 4.0  # exponent of the smooth maximum: a token one bit below the largest is pulled 2⁻⁴ as hard
 MOST_EXCESS_BITS = 16.0  # largest excess that one step of dual ascent counts; also what a non-finite value counts
 MOST_SLACK_BITS = 1.0  # largest slack by which one step of dual ascent lets a weight decay
@@ -63,8 +62,8 @@ class ActivationPenalty:
     A call returns an fp32 scalar for the forwards with gradients since the last one; a zero without a graph where
     nothing is over. model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: largest |x|
     wanted, by the audit's site names; by default fp16's limit times 2**-headroom_bits at every site that can grow.
-    form: ``none`` only observes. dual_step: growth of a site's weight per step and bit of excess; weight: a fixed
-    weight of every site instead. accumulation: calls that make one optimizer step; the loop divides the loss by it.
+    dual_step: growth of a site's weight per step and bit of excess; weight: a fixed weight of every site instead, of
+    which 0 only observes. accumulation: calls that make one optimizer step; the loop divides the loss by it.
     process_group: ranks that agree on the largest values, by default the default group. train_mode: hold what enters
     ``gelu_new`` to 147.8, beyond which its backward overflows.
 
@@ -78,7 +77,6 @@ class ActivationPenalty:
         *,
         targets: Mapping[str, float] | None = None,
         headroom_bits: float = 1.0,
-        form: str = "smooth-max",
         dual_step: float = 0.05,
         weight: float | None = None,
         accumulation: int = 1,
@@ -87,7 +85,6 @@ class ActivationPenalty:
     ) -> None:
         # So many parameters because two lines are to adopt the penalty: a record of them would be a third.
         usable = {
-            f"form {form!r} is none of {', '.join(FORMS)}": form in FORMS,
             f"headroom_bits is {headroom_bits}; give a number of bits from 0": 0 <= headroom_bits < math.inf,
             f"dual_step is {dual_step}; give a number above 0": 0 < dual_step < math.inf,
             f"weight is {weight}; give a number from 0": weight is None or 0 <= weight < math.inf,
@@ -101,7 +98,6 @@ class ActivationPenalty:
         self.model = model
         self.targets = None if targets is None else dict(targets)
         self.headroom_bits = headroom_bits
-        self.form = form
         self.dual_step = dual_step
         self.weight = weight
         self.accumulation = accumulation
@@ -165,10 +161,10 @@ class ActivationPenalty:
                 "the penalty saw no forward with gradients; attach() it, and call it after the same model's forward"
             )
         self._read()
-        together = self._gather(self._reached, self._bits() if self._world > 1 else {})
-        for site, largest in together.largest.items():
+        together = self._gather()
+        for site, (largest, _) in together.items():
             self._largest[site] = max(largest, self._largest.get(site, 0.0))
-        total = self._shared_total(self._pulling(together)) if self._world > 1 else self._total()
+        total = self._shared_total(together) if self._world > 1 else self._total()
         self._forget()
         self._calls += 1
         if self._calls >= self.accumulation:
@@ -278,8 +274,6 @@ class ActivationPenalty:
         return self._weight(site) > 0 and (last is None or last.excess_bits > -MOST_SLACK_BITS)
 
     def _weight(self, site: str) -> float:
-        if self.form == "none":
-            return 0.0
         return self._weights.get(site, 0.0) if self.weight is None else self.weight
 
     def _take(self, site: str, x: Tensor) -> None:
@@ -319,11 +313,13 @@ class ActivationPenalty:
         targets, weights = torch.tensor(constants).to(device, non_blocking=True)
         return ((torch.stack([term.to(device) for term in terms]) - targets) * weights).sum()
 
-    def _shared_total(self, peaks: Mapping[str, float]) -> Tensor:
+    def _shared_total(self, together: Mapping[str, tuple[float, float]]) -> Tensor:
         """The penalty of all ranks, the same in each, with this one's share of its gradient times their number."""
         total = torch.zeros((), device=_device(self.model))
-        for site, peak in peaks.items():
-            weight = self._weight(site)
+        for site, (largest, peak) in together.items():
+            wanted = peak > -math.inf and (site in self._target or self._is_wanted(site))
+            if not wanted or largest <= self._target[site] or (weight := self._weight(site)) <= 0:
+                continue
             total = total + weight * (peak - math.log2(self._target[site]))
             if site in self._terms:
                 term = self._joined(site)
@@ -347,7 +343,7 @@ class ActivationPenalty:
                 continue
             target = self._target[site]
             excess = math.log2(amax / target) if 0 < amax < math.inf else math.copysign(math.inf, amax - 1)
-            if self.weight is None and self.form != "none":
+            if self.weight is None:
                 step = min(max(excess, -MOST_SLACK_BITS), MOST_EXCESS_BITS)
                 self._weights[site] = max(0.0, self._weights.get(site, 0.0) + self.dual_step * step)
             self._last[site] = Observation(amax, target, excess, self._weight(site))
@@ -360,18 +356,24 @@ class ActivationPenalty:
         together = torch.stack([peak.to(peaks[0].device) for peak in peaks]).tolist() if peaks else []
         return dict(zip(self._terms, together, strict=True))
 
-    def _gather(self, largest: Mapping[str, float], bits: Mapping[str, float]) -> _Reached:
+    def _gather(self) -> dict[str, tuple[float, float]]:
+        """Of every site that a rank has seen since the last call, over all ranks: the largest value, and log2 of the
+        peak, which is -inf without a term or, not needed, on one rank."""
+        mine = {site: (largest, -math.inf) for site, largest in self._reached.items()}
         known = set(self._order)
-        new = [site for site in largest if site not in known]
+        new = [site for site in mine if site not in known]
         if self._world == 1:
             self._order += new
-            return _Reached(largest, bits)
+            return mine
+        for site, peak in self._bits().items():
+            mine[site] = mine[site][0], peak
         distributed, group = torch.distributed, self.process_group
         device = torch.device("cpu") if "gloo" in distributed.get_backend(group) else _device(self.model)
 
         def exchange(sites: list[str]) -> list[list[float]]:
             """Of every rank: whether it has new sites, and of each site its largest value and its peak."""
-            row = [float(bool(new)), *(each.get(site, -math.inf) for site in sites for each in (largest, bits))]
+            unseen = (-math.inf, -math.inf)
+            row = [float(bool(new)), *(value for site in sites for value in mine.get(site, unseen))]
             packed = torch.tensor(row, dtype=torch.float64, device=device)
             rows = [torch.empty_like(packed) for _ in range(self._world)]
             distributed.all_gather(rows, packed, group=group)
@@ -385,40 +387,19 @@ class ActivationPenalty:
             self._order = list(dict.fromkeys(site for each in names for site in each))
             self._agreed = True
             rows = exchange(self._order)
-        halves = ([dict(zip(self._order, row[start::2], strict=True)) for start in (1, 2)] for row in rows)
-        return _merged([_Reached(*half) for half in halves])
-
-    def _pulling(self, together: _Reached) -> dict[str, float]:
-        """log2 of the peaks of the sites that pull."""
-        return {
-            site: peak
-            for site, peak in together.bits.items()
-            if (site in self._target or self._is_wanted(site))
-            and together.largest[site] > self._target[site]
-            and self._weight(site) > 0
-        }
+        return _merged(self._order, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reached:
-    largest: Mapping[str, float]
-    bits: Mapping[str, float]
-
-
-def _merged(parts: Sequence[_Reached]) -> _Reached:
-    """What they have together; -inf stands for what a part does not have."""
-    largest: dict[str, float] = {}
-    bits: dict[str, float] = {}
-    for part in parts:
-        for site, value in part.largest.items():
-            if value > -math.inf:
-                largest[site] = max(value, largest.get(site, value))
-        for site, peak in part.bits.items():
-            if peak > -math.inf:
+def _merged(sites: Sequence[str], rows: Sequence[Sequence[float]]) -> dict[str, tuple[float, float]]:
+    together: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        for site, largest, peak in zip(sites, row[1::2], row[2::2], strict=True):
+            if largest > -math.inf:
+                before, bits = together.get(site, (largest, -math.inf))
                 # The log-sum-exp over all tokens is that over the parts' own.
-                before = bits.get(site, -math.inf)
-                bits[site] = float(np.logaddexp2(SHARPNESS * before, SHARPNESS * peak)) / SHARPNESS
-    return _Reached(largest, bits)
+                bits = float(np.logaddexp2(SHARPNESS * bits, SHARPNESS * peak)) / SHARPNESS
+                together[site] = max(largest, before), bits
+    return together
 
 
 @dataclass(slots=True)

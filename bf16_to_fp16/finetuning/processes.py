@@ -104,13 +104,6 @@ class Processes:
     def everywhere(self, condition: bool) -> bool:
         return float(self.sum(torch.tensor(float(condition)))) == self.world
 
-    def gather(self, items: list[Any]) -> list[Any]:
-        if self.world == 1:
-            return items
-        from accelerate.utils import gather_object
-
-        return list(gather_object(items))
-
     @contextmanager
     def synchronised(self, model: Any, last: bool) -> Iterator[None]:
         """Let only the last backward of a step exchange gradients; of parts each, since whole ones would not fit."""

@@ -365,13 +365,8 @@ def _problem(error: Any) -> str:
 
 
 def nearest_key(place: Sequence[str]) -> str:
-    *section, name = place
-
-    def nearness(key: Iterable[str]) -> float:
-        *above, last = key
-        return difflib.SequenceMatcher(None, name, last).ratio() + (0.2 if above == section else 0.0)
-
-    return ".".join(max(_key_paths(Recipe), key=nearness))
+    known = (".".join(each) for each in _key_paths(Recipe))
+    return difflib.get_close_matches(".".join(place), known, n=1, cutoff=0)[0]
 
 
 def _key_paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

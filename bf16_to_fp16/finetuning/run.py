@@ -48,7 +48,6 @@ from ..quiet import quiet
 from ..report.build import other_sha256
 from ..report.schema import AttackEntry, FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.apply import edited_config, set_dtype, writes
-from ..rescaling.exponents import OfChannels
 from ..rescaling.outputs import moved, output_factors
 from ..rescaling.plan import Plan
 from ..rescaling.planner import MARGIN_BITS
@@ -60,7 +59,7 @@ from ..targets import AUTO
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
-from .log import RunLog
+from .log import RunLog, start_tracker
 from .mixed_precision import MixedPrecision
 from .processes import begun_by, launched_with, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
@@ -184,21 +183,9 @@ def train(
 def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | None, alone: Alone | None) -> Run:
     from accelerate.utils import broadcast_object_list
 
-    layout = agreed_layout(checkpoint)
-    if "fp16" in recipe.precision and spare_padding(layout.config) == math.inf:
-        raise UserError(
-            f"{checkpoint.name}: stock {layout.family.title} with this attention makes NaN of padding, and of the"
-            " gradient where rows do not fill its blocks, in fp16; set precision: fp32"
-        )
     folder = run_folder(recipe)
     check_run_folder(folder, recipe)
-    tokenizer = tokenizer_beside(checkpoint.folder, recipe.subfolder)
-    corpus = Corpus(
-        recipe.data,
-        tokenizer if tokenizer is not None and tokenizer.is_dir() else checkpoint.folder,
-        load_config(checkpoint.folder),
-        seed=recipe.seed,
-    )
+    corpus = corpus_of(recipe, checkpoint)
     accelerator = make_accelerator(recipe)
     main = accelerator.is_main_process
     progress = shown_by(progress) if main else Progress(quiet=True)
@@ -216,8 +203,11 @@ def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | N
     student.set_input_embeddings(student.get_input_embeddings())
     fits = False
     if not RunFolder(folder).steps():
-        enough = main and is_enough(recipe, rehearse(recipe, folder, corpus, progress))
-        converted = alone() if enough and alone is not None else None
+        converted = None
+        if main:
+            report = rehearse(recipe, folder, corpus, progress)
+            enough = report["proof"] == "certified" and recipe.is_met_by(report["certificate"]["headroom_bits"])
+            converted = alone() if enough and alone is not None else None
         if broadcast_object_list([converted is not None])[0]:
             if main:  # of the folder what this run has written, and nothing else
                 shutil.rmtree(start)
@@ -233,7 +223,8 @@ def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | N
         del tried
     log = None
     if main:
-        log = RunLog(folder / "log.jsonl", recipe.logging.wandb.mode, Path(recipe.out).name, recipe.describe())
+        start_tracker(accelerator, recipe, folder)
+        log = RunLog(folder / "log.jsonl", accelerator.log)
     trainer = Trainer(recipe, student, teacher, corpus, folder, accelerator, progress=progress, log=log)
     outcome, device = trainer.train(fits=fits), shown(accelerator.device)
     weights = trainer.weights()
@@ -241,6 +232,17 @@ def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | N
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return Run(folder, outcome, corpus.describe(), accelerator.num_processes, [device], weights if main else None)
+
+
+def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
+    layout, tokenizer = agreed_layout(checkpoint), tokenizer_beside(checkpoint.folder, recipe.subfolder)
+    if "fp16" in recipe.precision and spare_padding(layout.config) == math.inf:
+        raise UserError(
+            f"{checkpoint.name}: stock {layout.family.title} with this attention makes NaN of padding, and of the"
+            " gradient where rows do not fill its blocks, in fp16; set precision: fp32"
+        )
+    folder = tokenizer if tokenizer is not None and tokenizer.is_dir() else checkpoint.folder
+    return Corpus(recipe.data, folder, load_config(checkpoint.folder), seed=recipe.seed)
 
 
 def converted_alone(recipe: Recipe, progress: Progress, endpoint: str | None = None) -> Conversion | None:
@@ -370,6 +372,7 @@ def make_accelerator(recipe: Recipe) -> Any:
         mixed_precision="no",
         gradient_accumulation_steps=recipe.data.gradient_accumulation,
         kwargs_handlers=[group] if wanted > 1 or engine else [],
+        log_with=None if recipe.logging.wandb.mode == "off" else "wandb",
         **device,
     )
     if engine:
@@ -508,10 +511,6 @@ def attack_unproven(
     return AttackEntry.model_validate(found.to_json())
 
 
-def is_enough(recipe: Recipe, report: Mapping[str, Any]) -> bool:
-    return report["proof"] == "certified" and recipe.is_met_by(report["certificate"]["headroom_bits"])
-
-
 @contextmanager
 def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
     """Yield the trained weights in fp32 as a checkpoint under the names of the run's start, which is then removed."""
@@ -555,6 +554,7 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
         "checkpointing": written["checkpointing"] | {"folder": None},
     }
     data = {key: Path(str(value)).name if key == "path" else value for key, value in run.data.items()}
+    outputs = run.folder / START_OUTPUTS
     return Lineage(
         source=Source.of(checkpoint).model_copy(update={"other_sha256": other_sha256(checkpoint)}),
         finetune=FinetuneEntry(
@@ -564,11 +564,6 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
             processes=run.processes,
             devices=list(run.devices),
             **run.outcome.to_json(),
-            start_outputs=start_outputs(run.folder),
+            start_outputs=read_json(outputs, "factors of the start's outputs") if outputs.is_file() else {},
         ),
     )
-
-
-def start_outputs(folder: Path) -> dict[str, OfChannels]:
-    file = folder / START_OUTPUTS
-    return read_json(file, "factors of the start's outputs") if file.is_file() else {}

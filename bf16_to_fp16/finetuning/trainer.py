@@ -139,7 +139,6 @@ class Trainer:
         return ActivationPenalty(
             self.stock,
             headroom_bits=wanted.trained_bits,
-            form=wanted.form,
             train_mode=self.recipe.target == "train",
             accumulation=calls,
             process_group=torch.distributed.group.WORLD if self.processes.world > 1 else None,

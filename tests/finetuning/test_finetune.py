@@ -195,7 +195,7 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
         }
     )
     corpus = Corpus(recipe.data, folder, load_config(folder))
-    log = RunLog(run / "log.jsonl", recipe.logging.wandb.mode)
+    log = RunLog(run / "log.jsonl")
     student = load(folder, torch.float32, attention="eager")
     return Trainer(recipe, student, None, corpus, run, make_accelerator(recipe), log=log)
 

@@ -92,7 +92,7 @@ def test_a_classifier_is_measured_on_rows_of_every_class_that_the_original_gives
     tree["data"] = {"path": str(source / "text.txt"), "input_length": 24, "batch_size": 4}
     recipe, model = parse_recipe(tree), tiny.build("t5-classifier", 0, factor=1.0, vocab_size=384).eval()
     corpus, cpu = Corpus(recipe.data, source, load_config(source)), torch.device("cpu")
-    processes: Any = SimpleNamespace(device=cpu, sum=lambda sums: sums, gather=lambda texts: texts)
+    processes: Any = SimpleNamespace(device=cpu, sum=lambda sums: sums)
     batches = Evaluator(recipe, corpus, model, model, TellsTextsFromOthers(model, cpu), processes)._others["class"]
     assert [(rows.input_ids[:, 0] > 300).tolist() for rows in batches] == [[False] * 4, [True] * 4]
     for seed in (0, 1):

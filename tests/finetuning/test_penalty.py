@@ -24,14 +24,14 @@ pytestmark = pytest.mark.usefixtures("whole_probe")
 GATE = "decoder.block.0.layer.2.DenseReluDense.act:cubed"
 
 
-def trained(site: str, form: str = "smooth-max", steps: int = 40) -> tuple[list[float], list[float], float]:
+def trained(site: str, weight: float | None = None, steps: int = 40) -> tuple[list[float], list[float], float]:
     """Largest values and weights of a site over a training whose target is half of what it starts from."""
     model = built()
     with torch.no_grad():
         model.lm_head.weight.mul_(10)
     ids = ids_of(4)
     target = reached(model, ids)[site] / 2
-    penalty = ActivationPenalty(model, targets={site: target}, form=form, dual_step=0.5)
+    penalty = ActivationPenalty(model, targets={site: target}, weight=weight, dual_step=0.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     largest, weights = [], []
     with penalty:
@@ -55,7 +55,7 @@ def test_training_brings_a_site_under_its_target_and_its_weight_rises_and_falls(
     assert weights[0] == pytest.approx(0.5)  # a bit over, times dual_step
     assert 0 < top < len(weights) - 1
     assert weights[-1] < weights[top]
-    largest, weights, target = trained(site, "none", steps=15)
+    largest, weights, target = trained(site, 0.0, steps=15)
     assert min(largest) > 1.5 * target and set(weights) == {0.0}
 
 
@@ -82,7 +82,7 @@ def limits(kind: str, train: bool) -> tuple[dict[str, float], dict[str, float]]:
     """The fp16 limits of the audit's sites, and the targets of the penalty's."""
     model = built(kind, train)
     batch = batches(model.config, None, None)[3]
-    with ActivationPenalty(model, form="none", headroom_bits=0.0, train_mode=True) as penalty:
+    with ActivationPenalty(model, weight=0.0, headroom_bits=0.0, train_mode=True) as penalty:
         run_batch(model, batch)
         penalty()
     targets = {site: seen.target for site, seen in penalty.observations().items()}
@@ -114,7 +114,7 @@ def test_by_default_sites_and_limits_are_the_audit_s_but_for_what_another_bounds
 def test_the_gelu_cube_s_limit_belongs_to_training() -> None:
     model = built()
     for train_mode in (True, False):
-        with ActivationPenalty(model, form="none", train_mode=train_mode, headroom_bits=2.0) as penalty:
+        with ActivationPenalty(model, weight=0.0, train_mode=train_mode, headroom_bits=2.0) as penalty:
             model(input_ids=ids_of(2), labels=ids_of(2))
             penalty()
         assert penalty.train_mode is train_mode
@@ -377,7 +377,6 @@ def test_what_hides_the_sites_is_refused_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"form": "l2"}, "form"),
         ({"headroom_bits": -1.0}, "headroom_bits"),
         ({"dual_step": 0.0}, "dual_step"),
         ({"weight": -1.0}, "weight"),

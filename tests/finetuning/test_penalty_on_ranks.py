@@ -69,7 +69,7 @@ def watched_under_fsdp() -> list[str]:
 
     model = built(train=False)
     fully_shard(model)
-    with ActivationPenalty(model, form="none") as penalty:
+    with ActivationPenalty(model, weight=0.0) as penalty:
         model(input_ids=ids_of(2), labels=ids_of(2))
         penalty()
     return list(penalty.observations())
@@ -165,7 +165,7 @@ def test_two_ranks_pull_as_one_process_with_all_their_rows(ranks: list[dict[str,
 
 
 def test_under_fsdp_the_sites_are_those_of_the_model(ranks: list[dict[str, Any]]) -> None:
-    with ActivationPenalty(model := built(train=False), form="none") as penalty:
+    with ActivationPenalty(model := built(train=False), weight=0.0) as penalty:
         model(input_ids=ids_of(2), labels=ids_of(2))
         penalty()
     assert ranks[0]["watched"] == list(penalty.observations())

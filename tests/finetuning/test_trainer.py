@@ -477,7 +477,9 @@ def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cu
 
 def test_a_wandb_run_is_written_offline_with_every_step(make: Make, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    make(logging={"wandb": {"mode": "offline"}}).train()
+    trainer = make(logging={"wandb": {"mode": "offline"}})
+    trainer.train()
+    trainer.processes.accelerator.end_training()
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     losses = losses_of(tmp_path / "run")
     for _ in range(100):  # its own process writes the file, and on a busy machine is behind

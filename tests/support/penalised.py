@@ -38,7 +38,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def reached(model: Any, ids: Tensor) -> dict[str, float]:
-    with ActivationPenalty(model, form="none", train_mode=True) as penalty:
+    with ActivationPenalty(model, weight=0.0, train_mode=True) as penalty:
         model(input_ids=ids, labels=ids)
         penalty()
     return {site: seen.amax for site, seen in penalty.observations().items()}
