@@ -171,6 +171,7 @@ def train(
 
     alone: tried before training a start that has all that is asked for. Raises UserError where the device is full.
     """
+    linear = torch.nn.functional.linear
     try:
         return _train(recipe, checkpoint, progress, alone)
     except torch.OutOfMemoryError as error:
@@ -178,6 +179,8 @@ def train(
             f"{shown(find_device(recipe.device))} is out of memory; give a smaller data.batch_size and more"
             " data.gradient_accumulation, or gradient_checkpointing: true; the same command then goes on with the run"
         ) from error
+    finally:
+        torch.nn.functional.linear = linear  # DeepSpeed's ZeRO-3 leaves its own there, which rounds otherwise
 
 
 def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | None, alone: Alone | None) -> Run:

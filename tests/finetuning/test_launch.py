@@ -25,6 +25,7 @@ from support.launching import ON_CPU, ROOT, command, kill, run
 from support.learner import recipe_tree, saved, tiny_model
 from support.program import refused
 
+from bf16_to_fp16 import verify
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import finetune
@@ -195,6 +196,8 @@ def test_zero_takes_the_steps_of_one_process(
     run_by(AS_IT_IS, words, tmp_path, status=MISSED)
     assert_same_run(tmp_path / "out", alone_clipped, processes=2, tolerance=1e-5)
     assert_in_shares(tmp_path / "out")
+    # What DeepSpeed did to torch is undone before the last audit.
+    assert [problem["check"] for problem in verify(tmp_path / "out")["problems"]] == ["report"]
 
 
 INFINITE = """
