@@ -48,31 +48,25 @@ class Command:
 
 
 def how_to_go_on(
-    recipe: Recipe,
-    run: FinetuneEntry,
-    delivered: float,
-    command: Command,
-    *,
-    lost: bool,
-    attacked: bool,
-    unproven: bool,
+    recipe: Recipe, report: Report, steps: int, delivered: float, command: Command, *, lost: bool, unproven: bool
 ) -> str:
     """Return the remedy of a finetune that did not deliver: the command that goes on with the run or begins another.
 
     delivered: least headroom of the output in bits. lost: it lost too much of the original. unproven: it lacks the
-    certificate. attacked: the attack broke it.
+    certificate.
     """
     another = {"checkpointing__folder": f"{recipe.checkpointing.folder or f'{recipe.out}.run'}-2"}
-    slower = {"schedule__learning_rate": f"{recipe.schedule.learning_rate / 2:g}", **another}
+    attacked = report.attack is not None and report.attack.worst_headroom_bits < 0
     if recipe.penalty.form == "none" and delivered < 0:
         return f"begin another run, with the penalty: {command.line(penalty__form=Penalty().form, **another)}"
     if attacked and recipe.penalty.certify is False and recipe.target in CERTIFIABLE:
         return f"begin another run, whose bounds are held too: {command.line(penalty__certify='true', **another)}"
     if lacks_headroom(recipe, delivered) or not (lost or unproven):
-        return f"go on: {command.line(schedule__steps=2 * run.steps)}"
+        return f"go on: {command.line(schedule__steps=2 * steps)}"
     if lost and recipe.distillation.weight < 1:
         return f"begin another run that learns the original alone: {command.line(distillation__weight=1.0, **another)}"
     # What training holds is held to its last step; the rest was held by the exponents of its start.
+    slower = {"schedule__learning_rate": f"{recipe.schedule.learning_rate / 2:g}", **another}
     return f"begin another run that stays nearer to its start: {command.line(**slower)}"
 
 
@@ -136,9 +130,7 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     missed = [*missed, *unproven]
     if report.safe and not missed:
         return report
-    attacked = report.attack is not None and report.attack.worst_headroom_bits < 0
-    lost, lacks = bool(quality), bool(unproven)
     remedy = tower_alone(report.family, report.regimes) or how_to_go_on(
-        recipe, run, delivered, command, lost=lost, unproven=lacks, attacked=attacked
+        recipe, report, run.steps, delivered, command, lost=bool(quality), unproven=bool(unproven)
     )
     return going_on(report, missed, remedy)

@@ -206,30 +206,25 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
         return recipe.precision if has_bf16 else tuple("fp32" if p == "bf16" else p for p in recipe.precision)
     config = accelerator.state.deepspeed_plugin.deepspeed_config
-    if config.get("fp16", {}).get("enabled") is True:
+    pure_fp16, pure_bf16 = (config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16"))
+    if pure_fp16:
         raise UserError(
             "DeepSpeed's fp16 keeps weights in fp16, in which nothing is trained here; put torch_autocast with dtype"
             " float16 in its place in the JSON"
         )
-    phases = recipe.phases
-    if phases and config.get("bf16", {}).get("enabled") is True:
+    if recipe.phases and pure_bf16:
         raise UserError("DeepSpeed's bf16 is for the whole run; take it out of its JSON, or set precision: bf16")
-    if phases:
-        return phases if has_bf16 else ("fp32", *phases[1:])
+    if recipe.phases:
+        return recipe.phases if has_bf16 else ("fp32", *recipe.phases[1:])
     cast = config.get("torch_autocast", {})
-    configured = (
-        {"float16": "fp16", "bfloat16": "bf16"}.get(cast.get("dtype"), "fp32") if cast.get("enabled") else "fp32"
-    )
-    if config.get("bf16", {}).get("enabled") is True:
-        configured = "bf16"
+    dtype = "bfloat16" if pure_bf16 else cast.get("dtype") if cast.get("enabled") else None
+    configured = {"float16": "fp16", "bfloat16": "bf16"}.get(str(dtype), "fp32")
     if configured == "bf16" and not has_bf16:
         raise UserError(
             "DeepSpeed's configuration is for bf16, which these cards do not have; put torch_autocast with dtype"
             " float16 in the place of bf16 in its JSON"
         )
-    if "precision" not in recipe.model_fields_set:
-        return (configured,)
-    wanted = recipe.precision[0]
+    wanted = recipe.precision[0] if "precision" in recipe.model_fields_set else configured
     if configured != wanted:
         raise UserError(
             f"the recipe's precision is {wanted} and DeepSpeed's configuration is for {configured};"

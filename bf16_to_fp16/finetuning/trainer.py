@@ -8,8 +8,8 @@ processes takes the steps of one: losses are sums over all positions of a step d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -193,16 +193,6 @@ class Trainer:
         if self.kept != p.step:
             self.progress.say(f"Step {self.kept} is kept, the nearest to the original of those at which all held")
         return Outcome(p.step, p.tokens, tuple(p.skipped), tuple(p.rewinds), tuple(p.evaluations), self.kept)
-
-    @contextmanager
-    def _unobserved(self) -> Iterator[None]:
-        if self.penalty is not None:
-            self.penalty.detach()
-        try:
-            yield
-        finally:
-            if self.penalty is not None:
-                self.penalty.attach()
 
     def _step(self) -> dict[str, Any]:
         p, recipe = self.position, self.recipe
@@ -459,8 +449,11 @@ class Trainer:
         if not held and self.teacher is None:
             return
         self.model.eval()
-        with self._unobserved():
-            measured: dict[str, Any] = {"step": p.step, **self.evaluator.measure(held, self.mixed_precision)}
+        if self.penalty is not None:
+            self.penalty.detach()
+        measured: dict[str, Any] = {"step": p.step, **self.evaluator.measure(held, self.mixed_precision)}
+        if self.penalty is not None:
+            self.penalty.attach()
         self.model.train()
         if self.constraint is not None:
             over = self.constraint.over()

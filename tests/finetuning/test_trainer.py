@@ -311,20 +311,24 @@ def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_run_that_was_killed_before_its_first_periodic_state_goes_on_in_its_precision(
-    make: Make, tmp_path: Path
+@pytest.mark.parametrize(
+    ("settings", "fits", "end", "precisions"),
+    [
+        # Before the first periodic state, whose precision the start decided: nobody looks at it again.
+        ({"penalty": {"form": "smooth-max"}, "schedule": {"steps": 3}}, True, 1, ["fp16"] * 3),
+        ({"schedule": {"steps": 6, "bf16_steps": 3}}, False, 5, ["bf16"] * 3 + ["fp16"] * 3),
+    ],
+)
+def test_a_run_that_was_killed_goes_on_in_its_precision(
+    make: Make, tmp_path: Path, settings: dict[str, Any], fits: bool, end: int, precisions: list[str]
 ) -> None:
-    settings: dict[str, Any] = {
-        "precision": ["bf16", "fp16"],
-        "penalty": {"form": "smooth-max"},
-        "schedule": {"steps": 3},
-    }
-    whole = make("whole", **settings).train(fits=True)
+    settings = settings | {"precision": ["bf16", "fp16"]}
+    whole = make("whole", **settings).train(fits=fits)
     with pytest.raises(Killed):
-        make("cut", damage=killed_at(1), **settings).train(fits=True)
-    assert RunFolder(tmp_path / "cut").steps() == [0]
-    assert make("cut", model=tiny_model(seed=9), **settings).train() == whole  # nobody looks at the start again
-    assert [row["precision"] for row in steps_of(tmp_path / "cut")] == ["fp16"] * 3
+        make("cut", damage=killed_at(end), **settings).train(fits=fits)
+    assert make("cut", model=tiny_model(seed=9), **settings).train() == whole
+    assert [row["precision"] for row in steps_of(tmp_path / "cut")] == precisions
+    assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
 
 
 def test_a_state_of_other_processes_parts_is_refused_before_it_is_read(
@@ -424,8 +428,6 @@ def test_so_many_bad_batches_stop_a_run(make: Make, fix: Fix) -> None:
 
 def test_bf16_turns_to_fp16_when_the_activations_fit(make: Make, fix: Fix, tmp_path: Path) -> None:
     both = ["bf16", "fp16"]
-    make(precision=both, schedule={"steps": 6, "bf16_steps": 3}).train()
-    assert [row["precision"] for row in steps_of(tmp_path / "run")] == ["bf16"] * 3 + ["fp16"] * 3
     # Past the target and under the limit is where it may well begin.
     fix("trainer", FITTING_STEPS=5)
     make("fits", precision=both, penalty={"form": "smooth-max", "headroom_bits": 14.0}).train()
@@ -449,16 +451,6 @@ def test_training_aims_half_a_bit_below_and_headroom_and_fp16_go_by_the_limit(
         trainer.position.fitting = 0
         trainer._choose_precision(False)
         assert trainer.position.fitting == fitting
-
-
-def test_a_run_that_had_turned_to_fp16_goes_on_in_it(make: Make, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"precision": ["bf16", "fp16"], "schedule": {"steps": 6, "bf16_steps": 3}}
-    make("whole", **settings).train()
-    with pytest.raises(Killed):
-        make("cut", damage=killed_at(5), **settings).train()
-    again = make("cut", **settings)
-    again.train()
-    assert again.mixed_precision.precision == "fp16" and rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
 
 
 def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cube_holds(make: Make) -> None:
