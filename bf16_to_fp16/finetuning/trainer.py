@@ -451,7 +451,7 @@ class Trainer:
         self.model.eval()
         if self.penalty is not None:
             self.penalty.detach()
-        measured: dict[str, Any] = {"step": p.step, **self.evaluator.measure(held, self.mixed_precision)}
+        measured: dict[str, Any] = {"step": p.step, **self._judged(held)}
         if self.penalty is not None:
             self.penalty.attach()
         self.model.train()
@@ -469,6 +469,19 @@ class Trainer:
                 self.states.keep(p.step, weights)
         shown = ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in measured.items() if isinstance(v, float))
         self.progress.say(f"Step {p.step}: {shown or 'no figures'}")
+
+    def _judged(self, held: Sequence[TrainingBatch]) -> dict[str, Any]:
+        """Measure the model in the precision that the result is for or, where that overflows, in that of the phase."""
+        own, measured = self.mixed_precision, dict[str, Any]()
+        try:
+            for phase in dict.fromkeys((len(self.precisions) - 1, self.position.phase)):
+                self.mixed_precision = self._mixed_precision(phase)
+                measured = self.evaluator.measure(held, self.mixed_precision)
+                if all(math.isfinite(value) for value in measured.values() if value is not None):
+                    break
+        finally:
+            self.mixed_precision = own
+        return measured
 
     # ---- states --------------------------------------------------------------------------------------------------
 

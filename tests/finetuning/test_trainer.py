@@ -434,6 +434,24 @@ def test_bf16_turns_to_fp16_when_the_activations_fit(make: Make, fix: Fix, tmp_p
     assert [row["precision"] for row in steps_of(tmp_path / "fits")] == ["bf16"] * 5 + ["fp16"] * 3
 
 
+def test_a_phase_in_bf16_is_judged_in_fp16_unless_that_overflows(make: Make) -> None:
+    """The result is for fp16; where that gives no number, bf16 at least shows how the run goes."""
+    ends, loud = {}, tiny_model()
+    with torch.no_grad():
+        loud.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e6)
+    schedule = {"steps": 6, "bf16_steps": 3}
+    for name, changes in (
+        ("fp16", {"precision": "fp16"}),
+        ("both", {"precision": ["bf16", "fp16"], "schedule": schedule}),
+        ("loud", {"precision": ["bf16", "fp16"], "schedule": schedule, "model": loud}),
+    ):
+        trainer = make(name, penalty={"form": "smooth-max"}, **changes)
+        trainer._evaluate()
+        ends[name] = trainer.position.evaluations[0]
+        assert trainer.mixed_precision.precision == trainer.precisions[0]
+    assert ends["both"] == ends["fp16"] and all(map(math.isfinite, (v for v in ends["loud"].values() if v is not None)))
+
+
 def test_training_aims_half_a_bit_below_and_headroom_and_fp16_go_by_the_limit(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
