@@ -1,8 +1,8 @@
 """Spikes, divergences and plateaus of a training loss, while a run trains or from its log.
 
 Each loss is compared with the median of a window of calm losses (on a fall with a line through them), in units of
-their median absolute deviation, so that neither noise nor earlier spikes move the level. A spike comes back, fast
-or slowly; a divergence stays. A slow rise or a standstill shows in the medians of chunks of the curve.
+their median absolute deviation, so that neither noise nor earlier spikes move the level. A spike comes back; a
+divergence stays. A slow rise or a standstill shows in the medians of chunks of the curve.
 """
 
 from __future__ import annotations
@@ -39,15 +39,13 @@ CAUSES: dict[Kind, str] = {
 class Event:
     """An event from step ``start`` to ``end`` (None while it lasts).
 
-    ``size``: how far the loss rose above its level before; of a plateau the share by which it fell. ``recovery`` is
-    fast within an eighth of the window.
+    ``size``: how far the loss rose above its level before; of a plateau the share by which it fell.
     """
 
     kind: Kind
     start: int
     end: int | None
     size: float
-    recovery: Literal["fast", "slow", "open"] = "open"
 
 
 @dataclass
@@ -58,7 +56,6 @@ class _Excursion:
     peak: float
     recent: list[float]
     losses: int = 1
-    last_above: int = 1
 
 
 class Detector:
@@ -152,13 +149,11 @@ class Detector:
     def _follow(self, excursion: _Excursion, step: int, loss: float) -> None:
         excursion.recent = [*excursion.recent, loss][-3:]
         excursion.losses += 1
-        if loss > excursion.back:
-            excursion.last_above = excursion.losses
         excursion.peak = max(excursion.peak, loss)
         self._change(excursion.place, size=excursion.peak - excursion.level)
         median = statistics.median(excursion.recent)
         if len(excursion.recent) == 3 and median <= excursion.back:
-            self._change(excursion.place, end=step, recovery="fast" if excursion.last_above <= self.fast else "slow")
+            self._change(excursion.place, end=step)
             self._excursion = None
             for value in excursion.recent:
                 if value <= excursion.back:

@@ -122,7 +122,5 @@ def print_losses(result: Mapping[str, Any]) -> None:
         change = "to inf or NaN" if event["size"] is None else f"up by {event['size']:.3g}"
         if event["kind"] == "Plateau":
             change = f"fell by {100 * event['size']:.1f}%"
-        elif event["recovery"] != "open":
-            change += f", {event['recovery']} recovery"
         rows.add_row(event["kind"].lower(), f"{event['start']:,} to {end}", change, event["cause"])
     screen.print(rows)

@@ -214,7 +214,7 @@ def spiked() -> np.ndarray:
 def test_a_log_is_reported_with_its_events_and_causes(tmp_path: Path) -> None:
     found = advise_losses(log_of(tmp_path / "log.csv", spiked()))
     (event,) = found["events"]
-    assert (event["start"], event["recovery"], event["size"]) == (201, "fast", pytest.approx(3, abs=0.15))
+    assert (event["kind"], event["start"], event["size"]) == ("Spike", 201, pytest.approx(3, abs=0.15))
     assert "rewind" in event["cause"]
     assert (found["losses"], found["first_step"], found["last_step"]) == (300, 1, 300)
 
@@ -254,7 +254,7 @@ def test_every_mode_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "0.0559" in out and re.search(r"DenseReluDense\.wo\.weight\W+23\.4\W+418 !", out)
     assert "0.00482" in advise(capsys, "init", 14336)
     out = advise(capsys, "losses", log_of(tmp_path / "a.csv", spiked()))
-    assert "201 to 20" in out and "fast recovery" in out
+    assert "201 to 20" in out and "up by" in out
     assert "no spike" in advise(capsys, "losses", log_of(tmp_path / "b.csv", spiked()[:190]))
 
 
