@@ -205,7 +205,6 @@ def accelerate_config(kind: str, processes: int, deepspeed: Path | None = None) 
 
 
 def deepspeed_config(kind: str, precision: str) -> dict[str, Any]:
-    """Return a configuration of ``launch/deepspeed`` that computes in a precision."""
     tree: dict[str, Any] = dict(read_json(FILES / "deepspeed" / f"{kind}.json", "configuration"))
     cast = tree.pop("torch_autocast")
     dtype = {"fp16": "float16", "bf16": "bfloat16"}.get(precision)

@@ -115,8 +115,6 @@ WARMUP = 50  # steps of the linear rise, the time that Adam's second moments nee
 
 
 class Schedule(Section):
-    """How many steps, and the learning rate at each: a linear rise, then half a cosine to 0 at the end."""
-
     steps: Positive = _key(1000, "optimizer steps of the whole run")
     learning_rate: float = _key(4e-3, "its highest value; about 1e-4 where optimizer.relative is false", gt=0)
     bf16_steps: Positive | None = _key(
@@ -163,8 +161,6 @@ class Distillation(Section):
 
 
 class Quality(Section):
-    """What the result must keep of the original on inputs of every kind; less makes the verdict unsafe."""
-
     max_kl: float | None = _key(
         0.2,
         "most KL to the original, nats per token (an encoder: squared error); null: no distance is judged",
@@ -176,8 +172,6 @@ class Quality(Section):
 
 
 class Evaluation(Section):
-    """What is measured on the held-out examples during the run, how often, and how the result is attacked."""
-
     every: Positive = _key(100, "steps between evaluations")
     attack_steps: NonNegative = _key(
         64, "gradient steps of the last search for inputs that break what is not proven; 0: none"
@@ -185,27 +179,19 @@ class Evaluation(Section):
 
 
 class Wandb(Section):
-    """Weights & Biases: off, offline (files only) or online."""
-
     mode: Literal["off", "offline", "online"] = "off"
 
 
 class Logging(Section):
-    """Where losses, headroom, loss scale and skipped steps are written."""
-
     wandb: Wandb = Wandb()
 
 
 class Checkpointing(Section):
-    """Whole states of a run, from which it continues bit for bit."""
-
     every: Positive = _key(100, "steps between checkpoints")
     folder: NonBlank | None = _key(None, "where they go; default: beside the output")
 
 
 class Recipe(Section):
-    """A whole finetune: from a bf16 checkpoint to one that is safe in fp16."""
-
     source: NonBlank = Field(description="the checkpoint: a folder or a Hub id (name[@revision])")
     out: NonBlank = Field(description="the folder to write")
     subfolder: NonBlank | None = _key(None, "folder inside the source")

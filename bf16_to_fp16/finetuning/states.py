@@ -73,7 +73,6 @@ class RunFolder:
             raise
 
     def keep(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the weights of a step that may become the run's result."""
         with self.writing(self.best(step)) as work:
             # A weight that is shared has several names, and one storage under two is refused.
             write_tensors(work, {name: tensor.clone() for name, tensor in tensors.items()})

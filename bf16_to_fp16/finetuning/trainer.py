@@ -247,14 +247,10 @@ class Trainer:
         return logged
 
     def _worst(self) -> dict[str, Any]:
-        """Return the site with the least headroom, and how much it has."""
         if self.penalty is None or not self.penalty.observations():
             return {}
         name, seen = self.penalty.worst()
-        return {
-            "worst_site": name,
-            "worst_headroom_bits": self.recipe.penalty.trained_bits - seen.excess_bits,
-        }
+        return {"worst_site": name, "worst_headroom_bits": self.recipe.penalty.trained_bits - seen.excess_bits}
 
     def _total(self, count: int) -> float:
         return float(self.processes.sum(torch.tensor(float(count))))
@@ -290,18 +286,21 @@ class Trainer:
             self.optimizer.zero_grad()
         sums = torch.zeros(3, dtype=torch.float64)
         finite, calls = True, self._calls(batches)
-        for number, (batch, index) in enumerate(calls, 1):
+        for number, part in enumerate(calls, 1):
             with self.processes.synchronised(self.model, number == len(calls)):
+                shown = torch.zeros(2, dtype=torch.float64)
                 with self.mixed_precision.forward():
-                    loss, task, kl = self._losses(batch)
-                    anchor = self._reach_beyond_the_data(index)
-                # Processes and calls are averaged; the sum over all of them is what is wanted.
-                share = self.processes.world * len(calls)
+                    if isinstance(part, int):
+                        objective = self._reach_beyond_the_data(part)
+                    else:
+                        loss, shown = self._losses(part)
+                        objective = loss / max(1.0, positions)
                 penalty = self.penalty() if self.penalty is not None else torch.zeros((), device=self.device)
-                total = loss * (share / max(1.0, positions)) + penalty + anchor * share
+                # Processes and calls are averaged; of the objective the sum over all of them is what is wanted.
+                total = objective * (self.processes.world * len(calls)) + penalty
                 if not self.processes.sharded:  # DDP waits for every parameter, and a backward needs a graph
                     total = total + sum(p.flatten()[:0].sum() for p in self.stock.parameters() if p.requires_grad)
-                sums += torch.stack([task, kl, penalty.detach().double() / len(calls)]).cpu()
+                sums += torch.cat([shown, penalty.detach().cpu().double()[None] / len(calls)])
                 if self.processes.engine and not self.processes.everywhere(bool(torch.isfinite(total))):
                     finite = False
                     if self.penalty is not None:
@@ -312,45 +311,41 @@ class Trainer:
         norm = self._finish_step(finite)
         return norm, self.processes.sum(sums)
 
-    def _calls(self, batches: Sequence[TrainingBatch]) -> list[tuple[TrainingBatch | None, int | None]]:
+    def _calls(self, batches: Sequence[TrainingBatch]) -> list[TrainingBatch | int]:
         """Return what goes through the model before each backward of a step: a pass's batch, and after it the number of
         its share of the probe. In one backward both would have their activations, and of a model in parts the gradients
         of one would wait for those of the other."""
         if self.penalty is None:
-            return [(batch, None) for batch in batches]
-        return [call for index, batch in enumerate(batches) for call in ((batch, None), (None, index))]
+            return list(batches)
+        return [call for index, batch in enumerate(batches) for call in (batch, index)]
 
-    def _losses(self, batch: TrainingBatch | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the objective (with its graph), the task's loss and the divergence, summed over positions."""
-        zero = torch.zeros((), device=self.device)
-        if batch is None:
-            return zero, zero.double(), zero.double()
+    def _losses(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """Return the objective (with its graph), and the task's loss and the divergence, summed over positions."""
         mix = self.recipe.distillation
-        mask = distillation.counted_positions(batch).to(self.device)
         out = self.model(**distillation.arguments(self.stock, batch, self.device))
+        task = kl = torch.zeros((), device=self.device)
         with torch.autocast(self.device.type, enabled=False):
             if batch.labels is None:
                 if self.teacher is None:
                     raise UserError("a model that predicts no tokens has no task here; leave distillation on")
-                kl = self.teacher.divergence(out, batch)
-                return kl, zero.double(), kl.detach().double()
-            values = out.logits
-            learnt = values if mix.weight < 1 else values.detach()  # then it is only shown
-            task, kl = distillation.task_loss(learnt, batch.labels.to(self.device)), zero
-            if mix.weight > 0 and self.teacher is not None:
-                kl = distillation.kl_divergence(values[mask], self.teacher.outputs(batch)).sum()
-        loss = kl if mix.weight == 1 else task * (1 - mix.weight) + kl * mix.weight
-        return loss, task.detach().double(), kl.detach().double()
+                loss = kl = self.teacher.divergence(out, batch)
+            else:
+                values, mask = out.logits, distillation.counted_positions(batch).to(self.device)
+                learnt = values if mix.weight < 1 else values.detach()  # then it is only shown
+                task = distillation.task_loss(learnt, batch.labels.to(self.device))
+                if mix.weight > 0 and self.teacher is not None:
+                    kl = distillation.kl_divergence(values[mask], self.teacher.outputs(batch)).sum()
+                loss = kl if mix.weight == 1 else task * (1 - mix.weight) + kl * mix.weight
+        return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 
-    def _reach_beyond_the_data(self, index: int | None) -> Tensor:
+    def _reach_beyond_the_data(self, index: int) -> Tensor:
         """Run a pass's share of a batch of the built-in probe, for the penalty and to stay near the teacher there too:
         the audit will run what no text contains. Return that part of the step's loss.
 
         A step's batch is a function of the step, dealt out to passes and processes, and padded as fp16 asks for. The
         backward goes through every forward, since processes that have parts of a model must gather the same weights.
         """
-        if self.penalty is None or index is None:
-            return torch.zeros((), device=self.device)
+        assert self.penalty is not None
         whole, world = spared(self.stock.config, self._drawn()), self.processes.world
         count, first = len(whole.input_ids), index + self.passes * self.processes.rank
         part = whole.rows(slice(min(first, count - 1), None, self.passes * world))

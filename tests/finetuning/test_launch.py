@@ -207,7 +207,7 @@ reach = Trainer._reach_beyond_the_data
 
 def infinite(self, index):
     far = reach(self, index)
-    return far if index is None or self.position.step != 2 else far * float("inf")
+    return far if self.position.step != 2 else far * float("inf")
 
 Trainer._reach_beyond_the_data = infinite
 """
