@@ -36,11 +36,11 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids[:, :7].flip(1)}
 
 
-def trained(model: Any, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[float]:
+def trained(model: Any, optimizer: torch.optim.Optimizer, **given: torch.Tensor) -> list[float]:
     losses = []
-    for _ in range(steps):
+    for _ in range(4):
         optimizer.zero_grad()
-        loss = model(**batch()).loss
+        loss = model(**batch() | given).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -348,14 +348,7 @@ def test_an_optimizer_that_follows_steps_gains_that_are_stored_less_1() -> None:
         if safe is not None:
             assert safe.plan.residual_exponent <= -4
             safe.follow(optimizer, model)
-        ids = batch()["input_ids"]
-        losses = []
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses = trained(model, optimizer, labels=batch()["input_ids"])
         paths[way] = losses, weights(model if safe is None else safe.undo(model))
     (before, original), (after, followed) = paths["original"], paths["follows"]
     assert after == pytest.approx(before, rel=1e-5) and before[-1] < before[0] / 2
