@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -173,9 +174,8 @@ PEFT_CASES: dict[str, dict[str, Any]] = {
 
 
 def with_peft(source: Path, folder: Path, case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    model = peft.get_peft_model(load(source, torch.float32), peft.LoraConfig(r=3, **case)).eval()
+    model: Any = peft.get_peft_model(load(source, torch.float32), peft.LoraConfig(r=3, **case)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -185,16 +185,17 @@ def with_peft(source: Path, folder: Path, case: dict[str, Any]) -> tuple[torch.T
     return result
 
 
+def adapted(base: Path, adapter: Path) -> Any:
+    return peft.PeftModel.from_pretrained(load(base, torch.float32), str(adapter)).eval()
+
+
 @pytest.mark.parametrize("case", PEFT_CASES)
 def test_peft_computes_the_same_function_with_the_converted_adapter(pair: Pair, case: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
     source, out = pair
     reference = with_peft(source, tmp_path / "adapter", PEFT_CASES[case])
     convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
-    model = peft.PeftModel.from_pretrained(load(out, torch.float32), str(tmp_path / "taken")).eval()
-    assert all(torch.equal(a, b) for a, b in zip(reference, outputs(model), strict=True))
-    plain = outputs(load(source, torch.float32))
-    assert not all(torch.equal(a, b) for a, b in zip(reference, plain, strict=True))
+    assert all(map(torch.equal, reference, outputs(adapted(out, tmp_path / "taken"))))
+    assert not all(map(torch.equal, reference, outputs(load(source, torch.float32))))
 
 
 @pytest.mark.parametrize("kind", ["IA3", "prompt"])
@@ -202,7 +203,6 @@ def test_factors_of_channels_stay_and_a_soft_prompt_takes_the_streams_factor(
     gated: Pair, kind: str, tmp_path: Path
 ) -> None:
     source, out = gated
-    peft = pytest.importorskip("peft")
     config: Any = peft.IA3Config(
         task_type="SEQ_2_SEQ_LM", target_modules=["k", "v", "wo"], feedforward_modules=["wo"], init_ia3_weights=False
     )
@@ -218,10 +218,8 @@ def test_factors_of_channels_stay_and_a_soft_prompt_takes_the_streams_factor(
     ids["attention_mask"] = torch.ones_like(ids["input_ids"])
     with torch.no_grad():
         wanted = model.eval()(**ids).logits
-        taken = peft.PeftModel.from_pretrained(load(out, torch.float32), tmp_path / "taken").eval()
-        assert torch.equal(taken(**ids).logits, wanted)
-        unchanged = peft.PeftModel.from_pretrained(load(out, torch.float32), tmp_path / "adapter").eval()
-        assert torch.equal(unchanged(**ids).logits, wanted) is (kind == "IA3")
+        assert torch.equal(adapted(out, tmp_path / "taken")(**ids).logits, wanted)
+        assert torch.equal(adapted(out, tmp_path / "adapter")(**ids).logits, wanted) is (kind == "IA3")
     assert done.base == str(out)
     back = convert_adapter(tmp_path / "taken", tmp_path / "back", out, back=True)
     own = load_file(tmp_path / "adapter" / TENSORS)
@@ -231,24 +229,20 @@ def test_factors_of_channels_stay_and_a_soft_prompt_takes_the_streams_factor(
 @pytest.mark.parametrize("bias", exhaustive.beyond(["all"], ["lora_only", "all"]))
 def test_biases_of_pegasus_go_with_what_they_are_added_to(bias: str, tmp_path: Path) -> None:
     """Without a factor on the residual stream, whose eps stock code has fixed, Pegasus keeps every bit too."""
-    peft = pytest.importorskip("peft")
     kinds = tuple(kind for kind in MOVED if kind is not Kind.RESIDUAL)
     source, out = converted_by("pegasus", tmp_path, kinds)
     targets = ["q_proj", "v_proj", "fc1", "out_proj"]
     reference = with_peft(source, tmp_path / "adapter", {"target_modules": targets, "bias": bias})
     convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
-    model = peft.PeftModel.from_pretrained(load(out, torch.float32), str(tmp_path / "taken")).eval()
-    assert all(torch.equal(a, b) for a, b in zip(reference, outputs(model), strict=True))
+    assert all(map(torch.equal, reference, outputs(adapted(out, tmp_path / "taken"))))
 
 
 def test_dora_follows_where_rows_have_one_exponent_and_is_refused_where_they_have_not(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
     kinds = tuple(kind for kind in MOVED if kind is not Kind.NORM)
     source, out = converted_by("gated", tmp_path, kinds)
     reference = with_peft(source, tmp_path / "fits", {"target_modules": ["q", "v", "wi_1"], "use_dora": True})
     convert_adapter(tmp_path / "fits", tmp_path / "taken", out)
-    model = peft.PeftModel.from_pretrained(load(out, torch.float32), str(tmp_path / "taken")).eval()
-    for a, b in zip(reference, outputs(model), strict=True):
+    for a, b in zip(reference, outputs(adapted(out, tmp_path / "taken")), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
     with_peft(source, tmp_path / "not", {"target_modules": ["wo"], "use_dora": True})
     with pytest.raises(UserError, match=r"wo\.lora_magnitude_vector: a DoRA magnitude is the length of a row"):
@@ -356,16 +350,17 @@ def test_an_adapter_can_bring_certified_weights_past_their_limit(tmp_path: Path)
     assert cli.main(["certify", str(out), "--adapter", str(tmp_path / "adapter")]) == 1
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another kind": ({"peft_type": "PREFIX_TUNING"}, "peft_type is 'PREFIX_TUNING'; only LORA and IA3 and"),
-    "another form": ({"use_qalora": True}, "with use_qalora"),
-    "begun from the weights": ({"init_lora_weights": "pissa"}, "'pissa' changes the checkpoint's weights"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_plain_lora_is_refused_by_name(gated: Pair, case: str, tmp_path: Path) -> None:
-    config, words = REFUSED[case]
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "PREFIX_TUNING"}, "peft_type is 'PREFIX_TUNING'; only LORA and IA3 and"),
+        ({"use_qalora": True}, "with use_qalora"),
+        ({"init_lora_weights": "pissa"}, "'pissa' changes the checkpoint's weights"),
+    ],
+)
+def test_what_is_no_plain_lora_is_refused_by_name(
+    gated: Pair, config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     adapter_for(gated[0], tmp_path / "adapter", **config)
     with pytest.raises(UserError, match=words):
         convert_adapter(tmp_path / "adapter", tmp_path / "taken", gated[1])
@@ -454,12 +449,10 @@ def test_an_adapter_for_other_weights_or_an_edited_conversion_is_told_so(
 
 @pytest.mark.parametrize("case", ["attention", "neurons", "patterns"])
 def test_the_weights_that_are_bounded_are_those_that_peft_merges(pair: Pair, case: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
     source, out = pair
     with_peft(source, tmp_path / "adapter", PEFT_CASES[case])
     convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
-    model = peft.PeftModel.from_pretrained(load(out, torch.float32), str(tmp_path / "taken"))
-    made, checkpoint = model.merge_and_unload().state_dict(), open_checkpoint(out)
+    made, checkpoint = adapted(out, tmp_path / "taken").merge_and_unload().state_dict(), open_checkpoint(out)
     layout = resolve(checkpoint)
     read = merged_weights(tmp_path / "taken", checkpoint.folder, layout, fp16_weights(checkpoint, layout))
     for name in layout.tensors:

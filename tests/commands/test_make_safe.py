@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -266,7 +267,6 @@ def test_a_target_or_a_margin_that_cannot_be_had_is_refused_as_on_the_command_li
 
 
 def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:
-    peft: Any = pytest.importorskip("peft")
     model = tiny.small("gated")
     safe = make_fp16_safe(model)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q"]))
@@ -285,7 +285,6 @@ def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:
 def test_an_adapter_that_was_trained_on_it_is_written_for_the_original(
     kind: str, converted: bool, tmp_path: Path
 ) -> None:
-    peft: Any = pytest.importorskip("peft")
     source, names = tiny.save(tiny.build(kind), tmp_path / "source"), {"t5": ["q", "o", "wo"], "llama": ["v_proj"]}
     if converted:
         convert(source, tmp_path / "out", stream=-3, run_model=False)
