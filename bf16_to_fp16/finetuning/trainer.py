@@ -216,8 +216,9 @@ class Trainer:
                 p.pulled = p.step
         p.tokens += int(self._total(sum(int(b.attention_mask.sum()) for b in batches))) + int(positions)
         task, kl = (float(x) / max(1.0, positions) for x in sums[:2])
+        share = recipe.distillation.weight if self.corpus.objective != "text" else 1.0
         shown: dict[str, Any] = {
-            "loss": self._mixed(task, kl),
+            "loss": (task * (1 - share) if share < 1 else 0.0) + (kl * share if share > 0 else 0.0),
             "task_loss": task,
             "distillation": kl,
             # The mean of processes, as in the gradient.
@@ -371,10 +372,6 @@ class Trainer:
             return random_rows(config, seed=seed, left=step % 4 == 2)
         drawn = [b for b in probe_batches(config, None, None, seed=seed) if not b.generate]
         return drawn[step // 2 % len(drawn)]
-
-    def _mixed(self, task: float, kl: float) -> float:
-        share = self.recipe.distillation.weight if self.corpus.objective != "text" else 1.0
-        return (task * (1 - share) if share < 1 else 0.0) + (kl * share if share > 0 else 0.0)
 
     def _finish_step(self, finite: bool) -> float:
         if self.processes.engine:

@@ -189,7 +189,7 @@ def test_the_kind_of_input_on_which_it_is_furthest_stands_in_the_line_of_the_ver
         )
 
 
-def test_a_published_command_names_no_folder_of_this_machine() -> None:
+def test_a_command_begins_as_it_was_given_and_a_published_one_names_no_folder_of_this_machine() -> None:
     given = Command("/folder/of/mine/r.yaml", ('out="/folder/of/mine/b"', "data.path=texts/a.txt"))
     words = ["bf16-to-fp16", "finetune", "/folder/of/mine/r.yaml", "--set", given.overrides[0]]
     words += ["--set", given.overrides[1]]
@@ -197,9 +197,6 @@ def test_a_published_command_names_no_folder_of_this_machine() -> None:
     assert given.published().line() == "bf16-to-fp16 finetune r.yaml --set out=b --set data.path=texts/a.txt"
     another = given.published().line(checkpointing__folder="/folder/of/mine/b.run-2")
     assert another.endswith(" --set checkpointing.folder=b.run-2 --force")
-
-
-def test_a_command_under_a_launcher_begins_with_the_launcher() -> None:
     launched = ("accelerate", "launch", "--config_file", "/folder/of/mine/ddp.yaml", "-m", "bf16_to_fp16", "finetune")
     given = Command("r.yaml", ("seed=1",), launched)
     assert given.line() == f"{shlex.join(launched)} r.yaml --set seed=1"

@@ -1,16 +1,21 @@
-"""The activation penalty on two processes: they agree, and pull as one with all their rows."""
+"""Two processes: their penalties agree and pull as one with all rows, and a teacher in parts is the whole one."""
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support import tiny
 from support.launching import two_ranks
 from support.penalised import LOGITS, SCORES, built, ids_of
 from torch import Tensor, nn
 
+from bf16_to_fp16.finetuning.corpus import TrainingBatch
+from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.penalty import ActivationPenalty
+from bf16_to_fp16.finetuning.processes import weights_in_parts
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.run.products import FastProducts
@@ -29,12 +34,36 @@ class Both(nn.Module):
         return [self.parts[name](x) for name in names]
 
 
+KINDS = ("t5", "pegasus", "t5-encoder")
+
+
+def batch_of(decodes: bool) -> TrainingBatch:
+    ids = torch.randint(2, 97, (3, 9), generator=torch.Generator().manual_seed(1))
+    return TrainingBatch(ids, torch.ones_like(ids), ids[:, :5] if decodes else None, ((0, 0), (0, 1), (0, 2)))
+
+
+def teacher_of(kind: str, **options: Any) -> Teacher:
+    return Teacher(tiny.build(kind), torch.device("cpu"), **options)
+
+
+def teachers_in_parts() -> dict[str, Any]:
+    found = {}
+    for kind in KINDS:
+        whole, parts = teacher_of(kind), teacher_of(kind, in_parts=True)
+        batch = batch_of(kind != "t5-encoder")
+        count = sum(p.numel() for p in whole.model.parameters())
+        held = sum(p.to_local().numel() for p in parts.model.parameters())
+        same = [torch.equal(whole.outputs(batch), parts.outputs(batch)) for _ in range(2)]
+        found[kind] = {"share": held / count, "same": same}
+    return found
+
+
 def on_a_rank(rank: int) -> dict[str, Any]:
     """Train under DDP and FSDP2, and run different sites on each rank; return what was seen."""
     found: dict[str, Any] = {"world": torch.distributed.get_world_size()}
     for kind in ("ddp", "fsdp"):
         found[kind] = trained_on(rank, kind)
-    found["watched"] = watched_under_fsdp()
+    found["watched"], found["teachers"] = watched_under_fsdp(), teachers_in_parts()
     model = Both()
     penalty = ActivationPenalty(model, dual_step=1.0, headroom_bits=15.0)
     steps: list[tuple[str, float]] = [("ab", 4.0), ("a", 1.0), ("ab", 2.0)]
@@ -192,3 +221,30 @@ def test_ranks_that_see_different_sites_neither_hang_nor_disagree(ranks: list[di
     assert first["weights"]["parts.a"] == pytest.approx(a)
     assert first["weights"]["parts.b"] == pytest.approx(b)
     assert first["weights"]["parts.c"] == pytest.approx(bits[64.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teacher_in_parts_says_the_same_and_each_process_has_half(ranks: list[dict[str, Any]], kind: str) -> None:
+    for found in ranks:
+        assert found["teachers"][kind]["same"] == [True, True]
+    assert sum(found["teachers"][kind]["share"] for found in ranks) == pytest.approx(1.0)
+    assert max(found["teachers"][kind]["share"] for found in ranks) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "processes", "parts"),
+    [
+        ("MULTI_GPU", None, 2, False),
+        ("FSDP", None, 2, True),
+        ("FSDP", None, 1, False),
+        ("DEEPSPEED", 2, 2, False),
+        ("DEEPSPEED", 3, 2, True),
+        ("DEEPSPEED", 3, 1, False),
+    ],
+)
+def test_the_teacher_is_in_parts_where_the_student_s_weights_are(
+    kind: str, stage: int | None, processes: int, parts: bool
+) -> None:
+    plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage)) if stage else SimpleNamespace()
+    accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), state=plugin, num_processes=processes)
+    assert weights_in_parts(accelerator) is parts
