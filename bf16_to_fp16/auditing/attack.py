@@ -1,9 +1,10 @@
 """The adversary: a gradient search for the inputs that bring each site nearest to its limit.
 
-Every row of a batch goes after a goal of its own, a site or 1/σ of what a norm reads, over convex combinations of rows
-of the embedding table (the hull that the certificate covers). After each round every input found, and the token ids
-nearest to it, are tried on every goal, and the next round starts from the best. What is found is measured again in fp32
-and in real fp16 arithmetic.
+Every row of a batch goes after a goal of its own, a site or 1/σ of what a norm reads: over convex combinations of rows
+of the embedding table (the hull that the certificate covers), and over token ids, changing one position at a time to
+what the gradient prefers and keeping what improves (HotFlip, Ebrahimi et al. 2018). After each round every input found
+is tried on every goal, and the next round starts from the best. What is found is measured again in fp32 and in real
+fp16 arithmetic.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ ROUNDS = 4  # times that the rows start anew from the best inputs
 STARTS = 3  # best inputs kept for each goal, for as many rows to start from
 POOL = 8  # groups of random inputs among which the first rows choose their start
 
+TOKEN_SHARE = 4  # one step in so many changes tokens, which costs several times what the others do
+
 START_WEIGHT = 0.7  # weight of its starting point in a row's first mixture
 WORDS = 512  # rows of the table that the hull is searched over; with a larger vocabulary a random choice of them
 INVERSE_SIGMA = "1/σ"  # the operation under which a norm's own goal is named
 MIXTURE_RATE = 0.3  # learning rate of mixtures
+FLIPS = 4  # best changes tried at each token step
 
 Inputs = tuple[Tensor, ...]
 """A batch for the encoder and, where there is one, the decoder: ids [rows, length], or embeddings [rows, length, d]."""
@@ -134,8 +138,19 @@ class _Elite:
         return joined(parts)
 
 
+@dataclass(frozen=True)
+class _Climb:
+    """A way uphill: each row's goal, the inputs it starts from, in how many steps, and what to call after each."""
+
+    goals: Sequence[str]
+    start: Inputs
+    steps: int
+    done: Callable[[], None]
+
+
 class _Adversary:
-    """A model under attack: its inputs, what they reach of every goal, and the way uphill from a start."""
+    """A model under attack: its inputs, what they reach of every goal, and the searches, each of which goes uphill from
+    a start and returns the best that every row has come by."""
 
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
@@ -198,21 +213,23 @@ class _Adversary:
             return {name: value.abs().flatten(1).amax(1) for name, value in self.values(x).items()}
 
     def nearest(self, x: Inputs) -> Inputs:
-        """Return the ids of the rows of the table that are nearest to each position of embeddings."""
+        sides = zip(x, self.tables, strict=True)
+        return tuple(self.best_words(side, table, nearest=True)[1] for side, table in sides)
 
-        def words(side: Tensor, table: Tensor) -> Tensor:
-            best = torch.full(side.shape[:2], -math.inf, device=side.device)
-            word = torch.zeros(side.shape[:2], dtype=torch.int64, device=side.device)
-            for start in range(0, len(table), 4096):
-                part = table[start : start + 4096]
-                # The largest x·row − ‖row‖²/2 is that of the row with the least ‖x − row‖.
-                largest = (side @ part.t() - part.square().sum(1) / 2).max(-1)
-                better = largest.values > best
-                best = torch.where(better, largest.values, best)
-                word = torch.where(better, largest.indices + start, word)
-            return word
-
-        return tuple(map(words, x, self.tables))
+    def best_words(self, x: Tensor, table: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
+        """Return for every position the largest x·row of a table and its id, a few thousand rows at a time. nearest:
+        the largest x·row − ‖row‖²/2, which is that of the row with the least ‖x − row‖."""
+        best = torch.full(x.shape[:2], -math.inf, device=x.device)
+        word = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+        for start in range(0, len(table), 4096):
+            part = table[start : start + 4096]
+            products = x @ part.t()
+            if nearest:
+                products = products - part.square().sum(1) / 2
+            largest = products.max(-1)
+            better = largest.values > best
+            best, word = torch.where(better, largest.values, best), torch.where(better, largest.indices + start, word)
+        return best, word
 
     def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
         """Return the largest |x| of every operation on all inputs, ids or embeddings. The first row of each comes again
@@ -232,8 +249,7 @@ class _Adversary:
             s.name: s.amax for s in observer.sites() if ":constant " not in s.name and (s.limit is not None or not half)
         }
 
-    def climb(self, goals: Sequence[str], origin: Inputs, steps: int, done: Callable[[], None]) -> Inputs:
-        """Step uphill over mixtures of the table's rows; return each row's best, its start ``origin`` included."""
+    def in_hull(self, climb: _Climb) -> Inputs:
         count = min(self.vocabulary, WORDS)
         words = torch.randperm(self.vocabulary, generator=self.generator)[:count].to(self.device)
         tables = [table[words] for table in self.tables]
@@ -241,31 +257,69 @@ class _Adversary:
         lead = math.log(START_WEIGHT / (1 - START_WEIGHT))
 
         def logits() -> Tensor:
-            drawn = 2 * torch.randn(len(goals), self.length, count, generator=self.generator)
+            drawn = 2 * torch.randn(len(climb.goals), self.length, count, generator=self.generator)
             first = drawn.logsumexp(-1, keepdim=True) + lead
             return torch.cat([first, drawn], -1).to(self.device).requires_grad_()
 
-        def mixed(side: Tensor, start: Tensor, table: Tensor) -> Tensor:
+        def mixed(side: Tensor, origin: Tensor, table: Tensor) -> Tensor:
             weights = torch.softmax(side, -1)
-            return weights[..., :1] * start + weights[..., 1:] @ table
+            return weights[..., :1] * origin + weights[..., 1:] @ table
 
-        sides = [logits() for _ in origin]
+        sides = [logits() for _ in climb.start]
         optimizer = torch.optim.Adam(sides, lr=MIXTURE_RATE)
+        return self.climb(climb, lambda: tuple(map(mixed, sides, climb.start, tables)), optimizer)
+
+    def climb(self, climb: _Climb, make: Callable[[], Inputs], optimizer: torch.optim.Optimizer) -> Inputs:
+        """Step uphill on the embeddings that ``make`` gives; return each row's best, its start included."""
         with torch.no_grad():
-            best, kept = self.reached(origin, goals), origin
-        for _ in range(steps):
-            x = tuple(map(mixed, sides, origin, tables))
-            reached = self.reached(x, goals)
+            best, kept = self.reached(climb.start, climb.goals), climb.start
+        for _ in range(climb.steps):
+            x = make()
+            reached = self.reached(x, climb.goals)
             better = reached.detach() > best
             best = torch.where(better, reached.detach(), best)
-            kept = tuple(
-                torch.where(better.view(-1, 1, 1), new.detach(), old) for new, old in zip(x, kept, strict=True)
-            )
+            kept = choose(better, x, kept)
             optimizer.zero_grad()
             (-reached.clamp(min=1e-30).log().sum()).backward()
             optimizer.step()
-            done()
+            climb.done()
         return kept
+
+    def by_tokens(self, climb: _Climb) -> Inputs:
+        ids, goals = climb.start, climb.goals
+        with torch.no_grad():
+            best = self.reached(self.embed(ids), goals)
+        for step in range(climb.steps):
+            x = tuple(side.requires_grad_() for side in self.embed(ids))
+            self.reached(x, goals).clamp(min=1e-30).log().sum().backward()
+            for trial in self.flips(ids, x, step):
+                with torch.no_grad():
+                    reached = self.reached(self.embed(trial), goals)
+                better = reached > best
+                best = torch.where(better, reached, best)
+                ids = choose(better, trial, ids)
+            climb.done()
+        return ids
+
+    def flips(self, ids: Inputs, x: Inputs, step: int) -> list[Inputs]:
+        trials: list[Inputs] = []
+        for i, (side, given) in enumerate(zip(x, ids, strict=True)):
+            if side.grad is None:
+                continue
+            gain, word = self.best_words(side.grad, self.tables[i])
+            gain = gain - (side.grad * side.detach()).sum(-1)
+            places = gain.topk(min(FLIPS, self.length), dim=1).indices.split(1, dim=1)
+            changed = [given.scatter(1, place, word.gather(1, place)) for place in places]
+            if step % 4 == 3:
+                # One token everywhere: what a single change cannot reach.
+                changed.append(word.gather(1, places[0]).expand_as(given))
+            trials += [(*ids[:i], each, *ids[i + 1 :]) for each in changed]
+        return trials
+
+
+def choose(better: Tensor, new: Inputs, old: Inputs) -> Inputs:
+    pairs = zip(new, old, strict=True)
+    return tuple(torch.where(better.view(-1, *[1] * (a.dim() - 1)), a.detach(), b) for a, b in pairs)
 
 
 def attack(
@@ -278,12 +332,14 @@ def attack(
     sites: Sequence[str] | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> Attack:
-    """Return what ``steps`` gradient steps find at each site of ``model``.
+    """Return what ``steps`` gradient steps, most over embeddings and one in ``TOKEN_SHARE`` over tokens, find at each
+    site of ``model``.
 
     model: a stock model in eval mode with the weights that will run in fp16, in any dtype, on the device of the search;
     it is not changed. sites: audit names to go after, by default all that the search has a way to; a name given several
     times gets as many rows. Scores stand for what a scale, a bias or a mask makes of them. Every other operation is
-    measured on the same inputs. length: positions of both sides. Deterministic for a seed, on every device.
+    measured on the same inputs. length: positions of both
+    sides. Deterministic for a seed, on every device.
     """
     half = fixed(copy.deepcopy(model).half())
     wide = fixed(copy.deepcopy(model).float())
@@ -294,7 +350,7 @@ def attack(
     tokens, mixed = (search.best(elite, chosen) for elite in (search.tokens, search.mixtures))
     inputs = {name: search.worst_ids(name) for name in chosen}
     # As many random inputs as the search has run forward passes.
-    random = [adversary.draw(GROUP) for _ in range(min(2 * steps, 64))]
+    random = [adversary.draw(GROUP) for _ in range(min(steps * (2 + 2 * FLIPS) // 2, 64))]
     by_random, by_tokens, by_mixture = (adversary.measure(wide, x) for x in (random, tokens, mixed))
     in_half = adversary.measure(half, tokens + mixed)
     found = []
@@ -331,7 +387,8 @@ class _AttackSearch:
         adversary = self.adversary
         goals = self.sites + [goal for goal in adversary.narrow if goal not in self.sites]
         groups = [goals[i : i + GROUP] for i in range(0, len(goals), GROUP)]
-        rounds, count = min(ROUNDS, steps), 0
+        changes = max(1, steps // TOKEN_SHARE)
+        rounds, count = max(1, min(ROUNDS, changes)), 0
 
         def done() -> None:
             nonlocal count
@@ -342,12 +399,13 @@ class _AttackSearch:
         for _ in range(POOL):
             self.offer(adversary.draw(GROUP), tokens=True)
         for turn in range(rounds):
-            climb = steps * (turn + 1) // rounds - steps * turn // rounds
+            climb, change = (part * (turn + 1) // rounds - part * turn // rounds for part in (steps - changes, changes))
             with torch.enable_grad():
                 for group in groups:
-                    mixed = adversary.climb(group, self.mixtures.starts(group), climb, done)
+                    mixed = adversary.in_hull(_Climb(group, self.mixtures.starts(group), climb, done))
                     self.offer(mixed)
                     self.offer(adversary.nearest(mixed), tokens=True)
+                    self.offer(adversary.by_tokens(_Climb(group, self.tokens.starts(group), change, done)), tokens=True)
 
     def offer(self, x: Inputs, *, tokens: bool = False) -> None:
         """Try inputs on every goal and keep the best; tokens are mixtures too."""

@@ -11,7 +11,7 @@ from support import exhaustive, tiny
 from support.masks import spanning
 
 from bf16_to_fp16.auditing import attack as attacking
-from bf16_to_fp16.auditing.attack import _Adversary, _Elite, attack
+from bf16_to_fp16.auditing.attack import _Adversary, _Climb, _Elite, attack
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
@@ -41,16 +41,17 @@ LEAST_GAIN = {"t5-gated-bytes": (16, 1.5), "pegasus-bytes": (8, 1.1)}
 @pytest.fixture
 def few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a search run a tiny model, of which batches cost next to nothing and forwards all, on fewer and larger
-    ones: all goals in one batch, one of random inputs to start from."""
-    for name, number in {"GROUP": 128, "POOL": 1}.items():
+    ones: all goals in one batch, one of random inputs to start from, one change of a token at each step."""
+    for name, number in {"GROUP": 128, "POOL": 1, "FLIPS": 1}.items():
         monkeypatch.setattr(attacking, name, number)
 
 
 @pytest.mark.parametrize("name", exhaustive.beyond(["pegasus-bytes"], HARD))
 def test_it_beats_random_inputs_on_trained_weights_and_passes_no_bound(
-    name: str,
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, least = LEAST_GAIN[name]
+    monkeypatch.setattr(attacking, "FLIPS", 2)
     checkpoint = open_checkpoint(DEMO / name)
     layout = resolve(checkpoint)
     # As trained it overflows fp16; what is searched here is fp32 arithmetic on the rounded weights.
@@ -115,7 +116,7 @@ def test_mixtures_stay_in_the_hull_of_the_table() -> None:
     model = tiny.build("t5", 0, factor=1.0)
     adversary = adversary_of(model)
     sites = ["encoder.block.0.layer.0:add"] * 5
-    found = adversary.climb(sites, adversary.embed(adversary.draw(5)), 6, lambda: None)
+    found = adversary.in_hull(_Climb(sites, adversary.embed(adversary.draw(5)), 6, lambda: None))
     table = model.shared.weight
     assert len(found) == 2
     for side in found:
