@@ -3,6 +3,7 @@
 import base64
 import json
 import zlib
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,7 @@ def test_undo_of_a_file_gives_the_source_back_bit_for_bit(
 
 def test_a_files_metadata_say_where_it_is_from_and_how_it_was_judged(files: Any, sources: Any) -> None:
     kind, file, result = files["wan"]
-    with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata()
+    metadata = metadata_of(file)
     said = json.loads(metadata["bf16_to_fp16"])
     assert said["source"]["path"] == sources[kind].name
     assert said["source"]["sha256"] == {sources[kind].name: sha256(sources[kind].read_bytes()).hexdigest()}
@@ -144,19 +144,15 @@ def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path
 
 
 REFUSED = {
-    "a decoder": ("umt5", ["--layout", "wan"], "Wan's tools read encoders alone"),
-    "no UMT5": ("t5-encoder", ["--layout", "wan"], "Wan's tools read the encoder of umt5, and this is 't5'"),
-    "an ungated UMT5": (
+    "a decoder": ("umt5", "--layout wan", "Wan's tools read encoders alone"),
+    "no UMT5": ("t5-encoder", "--layout wan", "Wan's tools read the encoder of umt5, and this is 't5'"),
+    "an activation": (
         "umt5-ungated",
-        ["--layout", "wan"],
+        "--layout wan",
         "Wan's tools have gelu_new for an activation, and the config relu",
     ),
-    "shards": (
-        "t5-encoder",
-        ["--layout", "single", "--max-shard-size", "5GB"],
-        "leave out either it or --max-shard-size",
-    ),
-    "upload": ("t5-encoder", ["--layout", "single", "--push-to", "me/x"], "leave it out with --finetune and --push-to"),
+    "shards": ("t5-encoder", "--layout single --max-shard-size 5GB", "leave out either it or --max-shard-size"),
+    "upload": ("t5-encoder", "--layout single --push-to me/x", "leave it out with --finetune and --push-to"),
 }
 
 
@@ -165,7 +161,7 @@ def test_what_a_tool_cannot_read_is_refused_before_the_work(name: str, tmp_path:
     kind, options, said = REFUSED[name]
     model = tiny.small("umt5-encoder", feed_forward_proj="relu") if kind == "umt5-ungated" else tiny.small(kind)
     source = tiny.save(model, tmp_path / "source")
-    assert said in refused(capsys, "convert", source, tmp_path / "out.safetensors", *options)
+    assert said in refused(capsys, "convert", source, tmp_path / "out.safetensors", *options.split())
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
@@ -186,8 +182,7 @@ def test_a_file_is_replaced_only_when_asked_and_never_the_source(sources: Any, t
 
 @pytest.mark.parametrize("damage", ["not base64!", base64.b64encode(zlib.compress(b"{}")).decode(), "cut short", ""])
 def test_a_file_whose_way_back_is_missing_or_damaged_is_refused(damage: str, files: Any, tmp_path: Path) -> None:
-    with safe_open(files["single"][1], framework="pt") as opened:
-        metadata = opened.metadata()
+    metadata = metadata_of(files["single"][1])
     whole = base64.b64decode(metadata["bf16_to_fp16.undo"])
     metadata["bf16_to_fp16.undo"] = base64.b64encode(whole[:-2]).decode() if damage == "cut short" else damage
     if not damage:
@@ -198,15 +193,17 @@ def test_a_file_whose_way_back_is_missing_or_damaged_is_refused(damage: str, fil
     assert not (tmp_path / "back.safetensors").exists()
 
 
-def rewritten(file: Path, out: Path, change: Any = None, **said: Any) -> Path:
-    """Copy a converted file with other tensors, and with other claims in its metadata; its hash is that of these."""
+def metadata_of(file: Path) -> dict[str, str]:
     with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    claims = json.loads(metadata["bf16_to_fp16"]) | said
-    tensors = load_file(file)
-    if change is not None:
-        change(tensors)
-    metadata |= {"bf16_to_fp16": json.dumps(claims)}
+        return dict(opened.metadata())
+
+
+def rewritten(file: Path, out: Path, others: Mapping[str, torch.Tensor | None], **said: Any) -> Path:
+    """Copy a converted file with other tensors, without those that are None, and with other claims in its metadata; its
+    hash is that of these."""
+    metadata = metadata_of(file)
+    tensors = {name: tensor for name, tensor in {**load_file(file), **others}.items() if tensor is not None}
+    metadata |= {"bf16_to_fp16": json.dumps(json.loads(metadata["bf16_to_fp16"]) | said)}
     save_file(tensors, out, metadata)
     save_file(tensors, out, metadata | {TENSORS: tensors_sha256(out)})
     return out
@@ -226,22 +223,17 @@ def test_a_file_is_verified_by_its_metadata_and_against_its_source(layout: str, 
 def test_a_file_that_is_not_what_it_says_is_found_out(files: Any, sources: Any, tmp_path: Path) -> None:
     _, file, _ = files["single"]
     name = "encoder.block.0.layer.0.SelfAttention.o.weight"
-
-    def one(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name][0, 0] += 0.5
-
-    def all_of_it(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name] *= 3e4
-
-    changed = verify(rewritten(file, tmp_path / "a.safetensors", one), original=sources["t5"], run_model=False)
+    weight, one = (load_file(file)[name] for _ in range(2))
+    one[0, 0] += 0.5
+    changed = verify(rewritten(file, tmp_path / "a.safetensors", {name: one}), original=sources["t5"], run_model=False)
     assert changed["checks"]["replay"] == "failed" and changed["problems"][0]["name"] == name
-    large = verify(rewritten(file, tmp_path / "b.safetensors", all_of_it))
+    large = verify(rewritten(file, tmp_path / "b.safetensors", {name: weight * 3e4}))
     assert large["checks"]["certificate"] == large["checks"]["tiers"] == "failed"
-    honest = verify(rewritten(file, tmp_path / "c.safetensors", verdict="unsafe"), run_model=False)
+    honest = verify(rewritten(file, tmp_path / "c.safetensors", {}, verdict="unsafe"), run_model=False)
     assert not honest["verified"] and [p["check"] for p in honest["problems"]] == ["report"]
     for wrong in ({"max_length": "long"}, {"target": "quarter"}, {"tiers": 3}):
         with pytest.raises(UserError, match="its metadata are damaged"):
-            verify(rewritten(file, tmp_path / "d.safetensors", **wrong), run_model=False)
+            verify(rewritten(file, tmp_path / "d.safetensors", {}, **wrong), run_model=False)
     with pytest.raises(UserError, match="convert --layout did not write it"):
         verify(sources["t5"], run_model=False)
 
@@ -251,36 +243,21 @@ def test_a_file_with_tensors_that_convert_does_not_write_is_found_out(files: Any
     _, file, _ = files["single"]
     name = "encoder.block.0.layer.0.SelfAttention.q"
 
-    def scaled(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["scaled_fp8"], tensors[f"{name}.scale_weight"] = torch.zeros(2), torch.tensor(9.0)
-
-    def wide(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].float()
-
-    def other_words(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["spiece_model"] = tensors["spiece_model"].flip(0)
-
-    def no_words(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors["spiece_model"]
-
-    def with_words(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["spiece_model"] = tools.spiece()
-
-    def in_rows(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["spiece_model"] = tensors["spiece_model"][None]
-
-    for layout, change, reason in (
-        ("single", other_words, "is not the original's tokenizer"),
-        ("single", no_words, "is not the original's tokenizer"),
-        ("single", in_rows, "is not among the tensors that convert writes"),
-        ("wan", with_words, "is not among the tensors that convert writes"),
+    words = tools.spiece()
+    for layout, held, reason in (
+        ("single", words.flip(0), "is not the original's tokenizer"),
+        ("single", None, "is not the original's tokenizer"),
+        ("single", words[None], "is not among the tensors that convert writes"),
+        ("wan", words, "is not among the tensors that convert writes"),
     ):
         kind, of_layout, _ = files[layout]
-        changed = rewritten(of_layout, tmp_path / "y.safetensors", change)
+        changed = rewritten(of_layout, tmp_path / "y.safetensors", {"spiece_model": held})
         found = verify(changed, original=sources[kind], run_model=False)
         assert (p := found["problems"][0])["name"] == "spiece_model" and p["reason"] == reason
-    for change, names in ((scaled, [f"{name}.scale_weight", "scaled_fp8"]), (wide, [f"{name}.weight"])):
-        found = verify(rewritten(file, tmp_path / "x.safetensors", change), run_model=False)
+    scaled = {"scaled_fp8": torch.zeros(2), f"{name}.scale_weight": torch.tensor(9.0)}
+    wide = {f"{name}.weight": load_file(file)[f"{name}.weight"].float()}
+    for more, names in ((scaled, [f"{name}.scale_weight", "scaled_fp8"]), (wide, [f"{name}.weight"])):
+        found = verify(rewritten(file, tmp_path / "x.safetensors", more), run_model=False)
         assert [p["name"] for p in found["problems"] if p["check"] == "files"] == names
         assert found["verdict"] == "unsafe" and found["checks"]["files"] == "failed"
 
@@ -290,8 +267,7 @@ def test_a_file_with_another_config_inside_is_found_out(tmp_path: Path) -> None:
     file = tmp_path / "out.safetensors"
     convert(tmp_path / "source", file, layout="single", run_model=False)
     assert verify(file, original=tmp_path / "source", run_model=False)["verified"]
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
+    metadata = metadata_of(file)
     inside = json.loads(zlib.decompress(base64.b64decode(metadata["bf16_to_fp16.undo"])))
     inside["config"]["relative_attention_max_distance"] = 64
     metadata["bf16_to_fp16.undo"] = base64.b64encode(zlib.compress(json.dumps(inside).encode())).decode()

@@ -172,10 +172,7 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
     "bf16 as a dtype that is listed": (bf16_as_listed, BOUNDS, "plan", "config.json", "dtype is bfloat16"),
     "another eps": (
         of_config("layer_norm_epsilon", 1e-6),
-        BOUNDS,
-        "plan",
-        "config.json",
-        "layer_norm_epsilon is 1e-06",
+        *(BOUNDS, "plan", "config.json", "layer_norm_epsilon is 1e-06"),
     ),
     "the tokenizer": (
         lambda f: (f / "generation_config.json").write_text('{"repetition_penalty": 50.0}'),
@@ -199,10 +196,7 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
     "a kind": (of_report("certificate.sites.0.kind", "x"), BOUNDS, "certificate", ".kind", "the report says 'x'"),
     "no bounds": (
         of_report("certificate.sites", []),
-        BOUNDS,
-        "certificate",
-        "certificate.sites",
-        "the report says None",
+        *(BOUNDS, "certificate", "certificate.sites", "the report says None"),
     ),
     "a stricter tier": (
         of_report("tiers.fp16-accumulate", {"holds": True, "proof": "certified", "runtimes": []}),
@@ -221,10 +215,7 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
     "a KL": (of_report("fidelity.kl_fp16", 0.5), {"original": True}, "fidelity", "fidelity.kl_fp16", "says 0.5"),
     "the drop of bits": (
         of_report("weights.flushed_to_zero", 9),
-        REPLAY,
-        "replay",
-        "weights.flushed_to_zero",
-        "says 9",
+        *(REPLAY, "replay", "weights.flushed_to_zero", "says 9"),
     ),
     "the verdict": (of_report("verdict", "unsafe"), BOUNDS, "report", REPORT, "says itself"),
 }
