@@ -566,7 +566,7 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
             data=data,
             processes=run.processes,
             devices=list(run.devices),
-            **run.outcome.to_json(),
+            **vars(run.outcome),
             start_outputs=read_json(outputs, "factors of the start's outputs") if outputs.is_file() else {},
         ),
     )

@@ -59,9 +59,6 @@ class Outcome:
     evaluations: tuple[Mapping[str, Any], ...]
     kept: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-
 
 def learning_rate(schedule: Schedule, step: int) -> float:
     """Return the learning rate of a step, counted from 0: a linear rise, then half a cosine to 0 at the end."""
