@@ -18,7 +18,6 @@ from support.program import refused
 from bf16_to_fp16 import UserError, audit, cli, convert, undo
 from bf16_to_fp16.auditing.regimes import audit_folder
 from bf16_to_fp16.checkpoint.recorded import CONVERTED_KEY
-from bf16_to_fp16.commands.convert import Conversion
 from bf16_to_fp16.conversion import measuring
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.observe.meter import observe_ranges
@@ -39,7 +38,7 @@ and undoes; ``test_stock_loading`` compares the outputs of most that are left ou
 
 FEW = ("gated", "pegasus", "t5-spans", "gemma2", "llama-biased")  # those of which no other shows the same
 
-Converted = tuple[Path, Conversion]
+Converted = tuple[Path, Any]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +85,6 @@ def test_half_is_broken_before_and_clean_and_close_after_and_nearly_every_weight
 
 def test_the_written_files_compute_the_sources_function(converted: Converted) -> None:
     source, result = converted
-    assert result.out is not None
     error = compared(source, result.out)
     if result.plan.drift is not None:
         assert result.plan.drift.predicted_kl is not None and result.plan.drift.measured_kl is not None
@@ -102,7 +100,6 @@ def test_the_written_files_compute_the_sources_function(converted: Converted) ->
 
 def test_every_floating_tensor_is_fp16_and_undo_restores_the_sources_bits(converted: Converted, tmp_path: Path) -> None:
     source, result = converted
-    assert result.out is not None
     back = undo(result.out, tmp_path / "back")
     before, written, after = (load_file(folder / "model.safetensors") for folder in (source, result.out, back))
     assert {t.dtype for t in written.values()} == {torch.float16}
@@ -118,7 +115,6 @@ def test_every_floating_tensor_is_fp16_and_undo_restores_the_sources_bits(conver
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_a_plan_for_something_else_is_refused(gated: Converted, tmp_path: Path, dry_run: bool) -> None:
     source, result = gated
-    assert result.out is not None
     with pytest.raises(UserError, match=f"the plan was made for --target {result.report['target']}"):
         convert(source, tmp_path / "out", plan=result.out, target="train", dry_run=dry_run)
     other = tiny.save(tiny.small("pegasus"), tmp_path / "other")
@@ -129,7 +125,6 @@ def test_a_plan_for_something_else_is_refused(gated: Converted, tmp_path: Path, 
 
 def test_the_config_is_edited_and_not_rewritten(converted: Converted) -> None:
     source, result = converted
-    assert result.out is not None
     before = json.loads((source / "config.json").read_text())
     after = json.loads((result.out / "config.json").read_text())
     changed = {k for k in before | after if before.get(k) != after.get(k)}
@@ -148,7 +143,6 @@ def test_replaying_a_plan_gives_the_same_bytes(
     kind: str, conversion_of: Callable[[str], Converted], tmp_path: Path
 ) -> None:
     source, result = conversion_of(kind)
-    assert result.out is not None
     convert(source, tmp_path / "again", plan=result.out, run_model=False)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (result.out / name).read_bytes()
@@ -158,8 +152,7 @@ def test_a_forced_replacement_that_fails_puts_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    out = convert(source, tmp_path / "out", run_model=False).out
-    assert out is not None
+    out: Any = convert(source, tmp_path / "out", run_model=False).out
     before = (out / "fp16_report.json").stat().st_ino
     replace = os.replace
 
