@@ -67,7 +67,7 @@ def is_made_from(folder: Path, other: Path) -> bool:
 
 
 def is_report(file: Path) -> bool:
-    """Return whether an earlier run wrote a file as a report: JSON, page or picture, or nothing yet. A file in the
+    """Return whether an earlier run wrote a file as a report: JSON or page, or nothing yet. A file in the
     folder of a checkpoint is none: there ``fp16_report.json`` holds the way back."""
     if any((file.parent / name).exists() for name in BELONGING) or file.stat().st_size > LARGEST_REPORT:
         return False

@@ -25,7 +25,7 @@ from .publishing import publish_command
 from .shared import INTERRUPTED, UNREAD, USAGE, Ordered
 from .training import finetune_command
 
-REPORTS = ("json_file", "html", "picture")  # parameters of the commands that name a file in which a report is written
+REPORTS = ("json_file", "html")  # parameters of the commands that name a file in which a report is written
 
 
 class _UnreadError(Exception):
