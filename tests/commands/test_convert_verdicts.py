@@ -226,6 +226,8 @@ def test_an_unsafe_conversion_with_logits_that_are_not_finite_prints_its_tables(
     assert "fp16_report.html" in printed and "wi_0" in printed
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     assert all(v["excess_bits"] < 100 for v in report["unsafe"])
+    remedies = [v["remedy"] for v in report["unsafe"] if "wi_0" in v["signal"]]
+    assert remedies and all("rescaling was not enough" in remedy and "finetune" in remedy for remedy in remedies)
 
 
 @pytest.mark.parametrize("margin", ["nan", "inf", "-1", "40"])
