@@ -263,6 +263,7 @@ def undo_command(
     if adapter is not None:
         return take_adapter(adapter, out, folder, force=force, json_file=json_file)
     if plan is not None:
+        folder = written_folder(folder) if subfolder is None else subfolder_of(folder, subfolder)
         return undo_trained(folder, out, plan, force=force, json_file=json_file)
     if not folder.is_file():
         written_folder(folder)
@@ -288,7 +289,7 @@ def undo_trained(folder: Path, out: Path, plan: Path, *, force: bool, json_file:
     from ..checkpoint.recorded import recorded_plan
 
     recorded_plan(plan, None)
-    check_out(out, written_folder(folder), plan, force=force)
+    check_out(out, folder, plan, force=force)
     shared.check_given(str(folder))
     from ..commands.undo import undo
 

@@ -24,6 +24,7 @@ from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import bound, is_certified
 from ..bounds.spectral import Spectra
 from ..checkpoint.adapters import CARRIED, adapter_config
+from ..checkpoint.contents import read_config
 from ..checkpoint.recorded import CONVERTED_KEY, REPORT
 from ..checkpoint.staging import check_out
 from ..conversion.planning import bound_source
@@ -156,16 +157,26 @@ class MadeSafe:
         """Write the adapter of a PEFT model around what was made safe to a folder ``out``, for the original, and return
         it: what PEFT saves itself is for weights at the plan's scale.
 
-        Raises UserError as ``convert_adapter`` does.
+        Raises UserError as ``convert_adapter`` does, and unless the model has one adapter, on what is at this plan's
+        scale.
         """
         from .adapter import check_tying, rescale_adapter
 
         assert self.layout is not None
-        out = Path(out)
+        out, adapters = Path(out), list(getattr(model, "peft_config", ()))
+        if len(adapters) != 1 or not hasattr(model, "get_base_model"):
+            raise UserError(
+                f"{type(model).__name__} is no PEFT model with one adapter; delete_adapter takes others away"
+            )
+        mark = model.get_base_model().__dict__.get(MARK)
+        if mark is None or mark.plan != self.plan:
+            raise UserError(
+                "the adapter's model is not at this plan's scale; it was undone already, or not made safe so"
+            )
         check_out(out, force=force)
         with tempfile.TemporaryDirectory() as folder:
-            saved = Path(folder)
-            model.save_pretrained(saved)
+            saved = Path(folder) / ("" if adapters == ["default"] else adapters[0])  # as PEFT places it
+            model.save_pretrained(folder)
             config = adapter_config(saved, CARRIED) | {"base_model_name_or_path": self.original}
             check_tying(saved, config, self.plan)
             gain = 1 / self.head_gain
@@ -249,7 +260,7 @@ def make_fp16_safe(
             first, origin = read_plan(folder), read_origin(folder)
             plan = composed(first, moved)
             originals |= {n: t.float() for n, t in stored_originals(layout, first, origin).items()}
-            on = origin.path or "", head_gain(layout, first, layout.config, origin)
+            on = origin.path or "", head_gain(layout, first, read_config(folder), origin)
         eps = layout.eps if folder is None else layout.eps * 4.0**-first.residual_exponent
         facts = proof.holds, worst.headroom_bits, worst.name, eps
         outputs, name = output_factors(planned, plan), "" if folder is None else folder.name

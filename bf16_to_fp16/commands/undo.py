@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoint.contents import WEIGHTS
-from ..checkpoint.folder import carry_over
+from ..checkpoint.folder import carry_over, copy
 from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packed import recorded_sha256
 from ..checkpoint.packing import check_out_file, pack, put_file_in_place, tensors_sha256, tokenizer_inside
@@ -77,29 +79,33 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
     layout = resolve(checkpoint)
     if checkpoint.config.get(CONVERTED_KEY) != mark_of(plan) or layout.eps != (plan.eps or layout.eps):
         raise UserError(
-            f"{folder}: is not at the scale of the plan in {report}; give the report of the folder that was trained,"
-            " and what was saved before any undo"
+            f"{folder}: is not at the scale of the plan in {report}; give the folder that it was trained from, and what"
+            " was saved before any undo and not moved further by make_fp16_safe"
         )
     kept = [edit.site for edit in listed_edits(layout, plan)] + plan.centred_keys
     if kept:
         progress.say(f"Stays as the conversion made it: {listed(kept)}")
     stored = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
-    wide = {"F16": "F32", "F64": "F32"}
-    back = [
-        write.as_dtype(wide.get(dtype := stored[write.source], dtype))
-        for write in writes(checkpoint, layout, inverse(without_edits(layout, plan)))
-        if write.source is not None
-    ]
+    back = []
+    for write in writes(checkpoint, layout, inverse(without_edits(layout, plan))):
+        if write.source is not None:
+            # Gains that are stored less 1, or were corrected, would be rounded once more.
+            exact = stored[write.source] == "BF16" and not write.offset and write.gain == 1
+            back.append(write.as_dtype("BF16" if exact else "F32"))
     config = {key: value for key, value in checkpoint.config.items() if key != CONVERTED_KEY}
     for key in () if plan.eps_held else layout.family.eps_keys:
         config = with_value(config, key, layout.eps * 4.0**-plan.residual_exponent)
-    set_dtype(config, "bfloat16" if {*stored.values()} == {"BF16"} else "float32")
+    set_dtype(config, "bfloat16" if all(write.dtype == torch.bfloat16 for write in back) else "float32")
     with staged(out, force=force) as work:
         with progress.step(f"Writing {len(back)} tensors") as advance:
-            write_fp16(checkpoint, back, work, advance=advance)
+            written = write_fp16(checkpoint, back, work, advance=advance)
         checkpoint.check_unchanged()
+        if broken := next((name for name, stats in written.stats.items() if stats.nonfinite), None):
+            raise UserError(f"{folder}: tensor {broken} holds inf or NaN; take a state from before the loss diverged")
         write_json(work / "config.json", config)
         carry_over(folder, work, back=True)
+        if (folder / "README.md").is_file() and not (work / "README.md").exists():
+            copy(folder / "README.md", work / "README.md", folder)
     return out
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 
 from ..checkpoint.staging import check_out, scratch
 from ..commands.convert import Conversion, convert
@@ -23,8 +22,10 @@ from ..numerics import FP16_MAX
 from ..progress import Progress
 from .penalty import ActivationPenalty
 
+STATE = "fp16_penalty"  # what a trainer's state has of the penalty, from which a resumed run goes on
 
-class Fp16Callback(TrainerCallback, ExportableState):
+
+class Fp16Callback(TrainerCallback):
     """Adds the activation penalty to a trainer's loss and its headroom to what it logs, and converts what was trained.
 
     ::
@@ -97,16 +98,20 @@ class Fp16Callback(TrainerCallback, ExportableState):
             self._least, self._sum, self._calls = math.inf, 0.0, 0
         self._log(logs, *rest, **more)
 
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"weights": self.penalty.state_dict()}}
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        # A run that is resumed has those of its checkpoint here; the trainer itself could only make a new callback.
-        stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        self.penalty.load_state_dict(stored["attributes"]["weights"])
+        stored = state.stateful_callbacks.get(STATE)
+        if stored is not None:
+            self.penalty.load_state_dict(stored)
+        elif state.global_step and self.safe is not None and self.safe.changed:
+            raise UserError(
+                f"the checkpoint of step {state.global_step} was saved without this callback, so its weights may be at"
+                " the original's scale; begin a new run, from a model that has them"
+            )
         self.penalty.attach()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        # Under no callback's name: the trainer would make one anew from what it finds under that.
+        state.stateful_callbacks[STATE] = self.penalty.state_dict()
         if self.penalty.observations():
             _, seen = self.penalty.worst()
             bits = math.log2(FP16_MAX / seen.target) - seen.excess_bits

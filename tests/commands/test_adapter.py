@@ -16,7 +16,7 @@ from support import exhaustive, tiny
 from support.contract import outputs, random_plan
 from support.folders import rewritten
 
-from bf16_to_fp16 import UserError, certify, cli, convert, convert_adapter
+from bf16_to_fp16 import UserError, certify, cli, convert, convert_adapter, make_fp16_safe
 from bf16_to_fp16.bounds.certificate import fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.adapter import CONFIG, NOTE, TENSORS
@@ -273,6 +273,19 @@ def test_an_adapter_on_a_head_that_the_conversion_separated_takes_its_factor(wid
     assert any("no power of two" in note for note in done.notes) is (width == 24)
     convert_adapter(tmp_path / "taken", tmp_path / "back", result.out, back=True)
     assert torch.allclose(load_file(tmp_path / "back" / TENSORS)[names[1]], b, rtol=1e-6)
+    # The same by the model in memory.
+    loaded = load(result.out, torch.float32)
+    safe = make_fp16_safe(loaded, target="half")
+    wrapped = peft.get_peft_model(loaded, peft.LoraConfig(r=2, lora_alpha=3, target_modules=["lm_head"]), "mine")
+    peft.set_peft_model_state_dict(wrapped, taken, "mine")
+    safe.adapter(wrapped, tmp_path / "by-memory")
+    assert torch.allclose(load_file(tmp_path / "by-memory" / TENSORS)[names[1]], b, rtol=1e-6)
+    wrapped.add_adapter("other", peft.LoraConfig(target_modules=["q"]))
+    with pytest.raises(UserError, match="no PEFT model with one adapter"):
+        safe.adapter(wrapped, tmp_path / "none")
+    safe.undo(loaded := wrapped.unload())
+    with pytest.raises(UserError, match="not at this plan's scale"):
+        safe.adapter(peft.get_peft_model(loaded, peft.LoraConfig(target_modules=["q"])), tmp_path / "none")
     write(tmp_path / "tied", dict(zip(names, (a, b), strict=True)), source, ensure_weight_tying=True)
     with pytest.raises(UserError, match="separated the head"):
         convert_adapter(tmp_path / "tied", tmp_path / "none", result.out)

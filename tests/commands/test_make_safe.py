@@ -296,14 +296,14 @@ def test_an_adapter_that_was_trained_on_it_is_written_for_the_original(
                 weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) / 4)
     wanted = outputs(wrapped)
     assert safe.plan.moves and safe.adapter(wrapped, tmp_path / "adapter") == tmp_path / "adapter"
+    with pytest.raises(UserError, match="exists"):
+        safe.adapter(wrapped, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"].endswith("source")
     base = safe.undo(wrapped.unload())  # at the original's scale, as fp16 holds it where that was converted
     assert not all(torch.equal(a, b) for a, b in zip(wanted[:1], outputs(base)[:1], strict=True))
     found = outputs(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
     assert torch.equal(wanted[0], found[0])
-    with pytest.raises(UserError, match="exists"):
-        safe.adapter(wrapped, tmp_path / "adapter")
 
 
 def test_a_model_without_its_values_is_refused() -> None:

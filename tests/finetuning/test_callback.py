@@ -99,7 +99,8 @@ def test_the_penalty_is_part_of_the_loss_however_the_trainer_divides_it(make: Ma
 def test_a_run_that_is_resumed_takes_the_steps_that_it_would_have_taken(make: Make, tmp_path: Path) -> None:
     ends = []
     for resumes in (False, True):
-        trainer = make(model(), max_steps=6, save_strategy="steps", save_steps=3)
+        saving = {"save_strategy": "steps", "save_steps": 3, "restore_callback_states_from_checkpoint": resumes}
+        trainer = make(model(), max_steps=6, **saving)
         callback = Fp16Callback(trainer, headroom_bits=14.0)
         trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-3") if resumes else None)
@@ -108,6 +109,14 @@ def test_a_run_that_is_resumed_takes_the_steps_that_it_would_have_taken(make: Ma
     (one, weights), (other, resumed) = ends
     assert weights == resumed and max(weights.values()) > 0
     assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
+
+
+def test_a_checkpoint_without_the_callback_may_be_at_another_scale_and_is_refused(make: Make, tmp_path: Path) -> None:
+    make(model(), save_strategy="steps", save_steps=3).train()
+    trainer = make(model(), max_steps=6)
+    trainer.add_callback(Fp16Callback(trainer))
+    with pytest.raises(UserError, match="the checkpoint of step 3 was saved without this callback"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-3"))
 
 
 def test_headroom_goes_to_wandb_with_the_loss(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

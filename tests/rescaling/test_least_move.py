@@ -220,7 +220,7 @@ def test_what_was_trained_on_a_folder_comes_back_to_the_originals_scale(
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1 + 2.0**-4 * torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)))
-    for dtype in (torch.float32, torch.float16):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         trained, back = tmp_path / f"trained-{dtype}", tmp_path / f"back-{dtype}"
         model.to(dtype).save_pretrained(trained)
         command = ["undo", str(trained), str(back), "--plan", str(tmp_path / "out")]
@@ -239,6 +239,23 @@ def test_what_was_trained_on_a_folder_comes_back_to_the_originals_scale(
         assert plan.moves and (kind == "edited" or all(abs(bits) < 0.2 for bits in ratio.values()))
         with pytest.raises(UserError, match="not at the scale of the plan"):
             undo(back, tmp_path / "twice", plan=tmp_path / "out")
+
+
+def test_what_was_moved_further_or_holds_no_numbers_is_not_taken_back(converted: Path, tmp_path: Path) -> None:
+    model, name = load(converted, torch.float32), "encoder.block.0.layer.1.DenseReluDense.wo.weight"
+    folder, eps = tmp_path / "trained" / "sub", model.config.layer_norm_epsilon
+    for factor, value, said in ((2.0**-4, 1.0, "not at the scale of the plan"), (1.0, torch.nan, "holds inf or NaN")):
+        model.config.layer_norm_epsilon = factor * eps
+        model.get_parameter(name).data[0, 0] = value
+        model.save_pretrained(folder)
+        with pytest.raises(UserError, match=said):
+            undo(folder, tmp_path / "back", plan=converted)
+    model.get_parameter(name).data[0, 0] = 1.0
+    model.save_pretrained(folder)
+    (folder / "README.md").write_text("mine")
+    command = ["undo", str(folder.parent), str(tmp_path / "back"), "--plan", str(converted / "fp16_report.json")]
+    assert main([*command, "--subfolder", "nowhere"]) == 2 and not (tmp_path / "back").exists()
+    assert main([*command, "--subfolder", "sub"]) == 0 and (tmp_path / "back" / "README.md").read_text() == "mine"
 
 
 def test_a_config_that_tells_of_another_plan_is_not_verified(converted: Path, tmp_path: Path) -> None:
