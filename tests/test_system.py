@@ -63,7 +63,6 @@ def test_files_are_opened_and_flushed_as_windows_needs_it(tmp_path: Path, monkey
 
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     convert(source, tmp_path / "here", run_model=False)
-    monkeypatch.setattr(os, "O_BINARY", binary, raising=False)
     monkeypatch.setattr(disk, "BINARY", binary)
     monkeypatch.setattr(os, "open", on_windows)
     convert(source, tmp_path / "there", run_model=False)

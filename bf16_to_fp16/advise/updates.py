@@ -116,7 +116,7 @@ def advise_updates(
 
 
 def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tuple[int, dict[float, int]]:
-    """Return how many elements are not finite in the format, and how many of the others move from which rate on."""
+    """Return the count of elements that overflow the format, and of the others by the least rate that moves them."""
     exponents = torch.zeros(512, dtype=torch.int64)
     square, overflow = 0.0, 0
     for part in tensor_pieces(checkpoint, name):

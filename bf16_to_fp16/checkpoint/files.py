@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, shortened
+from . import disk
 from .places import RESTORE, shown
 
 LONGEST_HEADER = 8_000_000  # bytes of a header, a config or an index: some 50,000 tensors, a few hundred MB once parsed
@@ -127,4 +128,4 @@ def zip_records(file: Path) -> dict[int, int]:
 def open_to_read(file: Path) -> FileIO:
     """Return a file open for reading; raises OSError, and does not wait for the writer of a pipe."""
     waiting = getattr(os, "O_NONBLOCK", 0)
-    return FileIO(file, opener=lambda path, flags: os.open(path, flags | getattr(os, "O_BINARY", 0) | waiting))
+    return FileIO(file, opener=lambda path, flags: os.open(path, flags | disk.BINARY | waiting))

@@ -23,7 +23,7 @@ _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 
 def strange_file(folder: Path) -> str | None:
-    """Return the name of a file below a folder that the folder's record does not list, None where there is none."""
+    """Return the first file in a folder that this program's record there does not list; None where all are listed."""
     listed = listed_files(folder)
     return next((name for name in files_of(folder) if name not in listed), None)
 
@@ -33,7 +33,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
-    """Return what a folder's own record says of each of its files, by name; None for the record itself."""
+    """Return the entries of this program's record in a folder by file name, with None for the record itself."""
     for name in RECORDS:
         try:
             entries = loads((folder / name).read_bytes())["output"]["files"]
@@ -57,8 +57,7 @@ def _raise(error: OSError) -> None:
 
 
 def is_made_from(folder: Path, other: Path) -> bool:
-    """Return whether the report in ``folder`` names weights of ``other``, which this program wrote as well, as those
-    that it was made from: the original, also of what was finetuned."""
+    """Return whether the report in ``folder`` names, as its source, weights that the record in ``other`` lists."""
     try:
         hashes = set(loads((folder / RECORDS[0]).read_bytes())["source"]["sha256"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

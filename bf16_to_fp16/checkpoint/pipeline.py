@@ -53,9 +53,10 @@ def is_pipeline(folder: Path) -> bool:
 def open_pipeline(
     source: str | Path, wanted: Callable[[Mapping[str, Any]], bool], endpoint: str | None = None
 ) -> Pipeline | None:
-    """Return the pipeline that a source (folder or Hub id, of which only small files are fetched here) is, else None.
-    wanted: says by a component's config.json whether it is to be converted. Raises
-    UserError for a pipeline that holds nothing to convert, or was converted already."""
+    """Open a diffusion pipeline; return None for any other source. Of a Hub id only small files are fetched here.
+
+    wanted: whether a component with this config.json is to be converted. Raises UserError where none is, and for a
+    pipeline that was converted already."""
     folder, revision = local_source(source), None
     if folder is not None and not (folder.is_dir() and is_pipeline(folder)):
         return None

@@ -5,6 +5,7 @@ Nothing here imports torch, so that a command can say at once what is wrong with
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from ..environment import SCHEMA
 from ..errors import UserError
 from .files import nested_value, read_json
-from .places import contained, shown_in_a_command
+from .places import contained
 
 REPORT = "fp16_report.json"
 CONVERTED_KEY = "bf16_to_fp16"
@@ -33,8 +34,8 @@ NO_PLAN = f"holds no plan of this program; give an {REPORT} that convert wrote"
 
 
 def report_data(path: Path, needed: Mapping[str, str], version: int | None = None) -> dict[str, Any]:
-    """Return what a report's file holds; raise UserError where it is no JSON object, or lacks one of the dotted keys
-    ``needed``, with the words that each has. version: of the keys, where another is refused."""
+    """Return the JSON object in a report's file. needed: dotted keys that it must have, each with the words of the
+    UserError where it is missing. version: the only schema that is taken."""
     data = read_json(path, "report", LONGEST_REPORT)
     if version is not None and data.get("schema") != version:
         raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")
@@ -50,7 +51,7 @@ def recorded(folder: Path) -> dict[str, Any]:
         if saved_again(folder):
             raise UserError(
                 f"{folder}: has no {REPORT}: it was converted, then saved again without it; bring it to the original's"
-                f" scale by bf16-to-fp16 undo {shown_in_a_command(folder)} OUT --plan CONVERTED, the folder that"
+                f" scale by bf16-to-fp16 undo {shlex.quote(str(folder))} OUT --plan CONVERTED, the folder that"
                 " convert wrote"
             )
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
@@ -69,8 +70,8 @@ def check_below(source: str | Path, reports: Iterable[str]) -> None:
 
 
 def recorded_plan(path: Path, target: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return the report's file at ``path``, itself or in that folder, and what it holds. Raises UserError for a file
-    without a plan, or with one that was made for another ``target``."""
+    """Return a report's file, given itself or by its folder, and its JSON object. Raises UserError where that has no
+    plan, or one for another ``target``."""
     file = path / REPORT if path.is_dir() else path
     if not file.exists():
         raise UserError(f"{file}: No such file or directory; give an {REPORT} or a converted folder")

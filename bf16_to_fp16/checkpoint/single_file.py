@@ -34,8 +34,8 @@ SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # the folders of this proc
 
 @dataclass(frozen=True)
 class SingleFile:
-    """What one file of weights holds: a folder in scratch space with its config and its tokenizer, the tensors by
-    their stock names, the states of all files that these lie in, and what was assumed, in sentences for the user."""
+    """One file of weights, opened. ``folder``: scratch space with its config and tokenizer. ``tensors``: by their stock
+    names. ``states``: of the files that hold them. ``notes``: what was assumed, for the user."""
 
     file: Path
     folder: Path
@@ -75,10 +75,10 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     with writing(folder, SCRATCH_REMEDY):
         write_json(folder / "config.json", settled)
         models = [name for name, info in every.items() if name.split(".")[-1] == SPIECE and info.dtype == "U8"]
-        if len(models) == 1:  # as a stock folder has it, byte for byte
-            model = every[models[0]]
-            (folder / SPIECE_FILE).write_bytes(formats.bytes_of(formats.read_range(model, model.shape, 0)))
-    carried = models if len(models) == 1 else []
+        carried = models if len(models) == 1 else []
+        for name in carried:  # as a stock folder has it, byte for byte
+            values = formats.read_range(every[name], every[name].shape, 0)
+            (folder / SPIECE_FILE).write_bytes(formats.bytes_of(values))
     if aside := [name for name in sorted(mine) if name.endswith(ASIDE) and before + name not in carried]:
         notes.append(f"{file.name}: leaves out {shortened(', '.join(aside))}, which stock code does not read")
     return SingleFile(file, folder, settled, tensors, states, tuple(notes))

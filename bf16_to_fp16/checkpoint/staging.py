@@ -57,8 +57,8 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
 
 
 def check_apart(out: Path, source: str | Path | None) -> None:
-    """Raise UserError where ``out`` is, holds or lies in a source that is here, by whatever name, holds a file that the
-    source is a link to, or is what the source was made from."""
+    """Raise UserError where writing ``out`` could harm a local source: one lies in the other, a file of the source is a
+    link into ``out``, or the source was made from ``out``."""
     source = None if source is None else Path(source).expanduser()
     if source is None or not source.exists():
         return
@@ -70,8 +70,8 @@ def check_apart(out: Path, source: str | Path | None) -> None:
 
 
 def overlap(one: Path, other: Path) -> bool:
-    """Return whether one of two paths is the other or lies in it, by whatever names: upper and lower case are the same
-    on most Macs."""
+    """Return whether two paths are the same or one lies in the other. Files are compared, not names: on most Macs upper
+    and lower case are the same."""
 
     def same(a: Path, b: Path) -> bool:
         return a == b or (os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b))

@@ -116,7 +116,7 @@ def certify_command(
     json_file: str | None,
     **options: Any,
 ) -> int:
-    """Bound what any input can make of every value in SOURCE, from its weights alone."""
+    """Bound every value in SOURCE for any input, from the weights alone."""
     shared.check_given(source, None, config, subfolder, check=partial(provable, config))
     if adapter is not None and (folder := local_source(source)) is not None:
         config_of(adapter, folder / (subfolder or ""))
@@ -152,15 +152,16 @@ def provable(lone: object, folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def exact_next(report: Report, source: str, subfolder: str | None) -> str:
-    """Return a report's next step with the path as it was given, of which the report has the last part only."""
+    """Return a report's next step with the whole path that was given; the report has its last part."""
     from ..checkpoint.contents import is_converted
     from ..families.known import named
-    from ..report.remedies import going_on_from, tower_alone
+    from ..report.remedies import going_on_from
 
     folder = local_source(source)
-    if not report.next or folder is None or named(report.family) is None or tower_alone(report.family, report.regimes):
+    if not report.next or folder is None or named(report.family) is None:
         return report.next
-    return going_on_from(source, report.regimes, is_converted(folder / (subfolder or "")), subfolder, report.target)
+    converted = is_converted(folder / (subfolder or ""))
+    return going_on_from(source, report.regimes, converted, subfolder, report.target, report.family)
 
 
 @click.command("verify")

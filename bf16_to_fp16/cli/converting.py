@@ -262,38 +262,23 @@ def undo_command(
     """Bring back the weights from before the rescaling, by the inverse of DIR's plan."""
     if adapter is not None:
         return take_adapter(adapter, out, folder, force=force, json_file=json_file)
-    if plan is not None:
-        folder = written_folder(folder) if subfolder is None else subfolder_of(folder, subfolder)
-        return undo_trained(folder, out, plan, force=force, json_file=json_file)
     if not folder.is_file():
         written_folder(folder)
     folder = folder if subfolder is None else subfolder_of(folder, subfolder)
-    if is_pipeline(folder):
+    if plan is None and is_pipeline(folder):
         return undo_whole(folder, out, force=force, json_file=json_file)
     if folder.is_dir():
-        check_out(out, folder, force=force)
-    shared.check_written(folder)
+        check_out(out, folder, plan, force=force)
+    if plan is None:
+        shared.check_written(folder)
+    else:
+        recorded_plan(plan, None)
     shared.check_given(str(folder))
     from ..commands.undo import undo
     from ..report import terminal
 
-    words = terminal.brought_back(folder)  # before anything is written
-    written = undo(folder, out, force=force, progress=shared.make_progress())
-    shared.write_result(json_file, {"out": str(written), "holds": words})
-    if json_file != "-":
-        show(f"{written} holds {words}")
-    return SAFE
-
-
-def undo_trained(folder: Path, out: Path, plan: Path, *, force: bool, json_file: str | None) -> int:
-    from ..checkpoint.recorded import recorded_plan
-
-    recorded_plan(plan, None)
-    check_out(out, folder, plan, force=force)
-    shared.check_given(str(folder))
-    from ..commands.undo import undo
-
-    words = "the trained weights at the original's scale"
+    # Before anything is written.
+    words = terminal.brought_back(folder) if plan is None else "the trained weights at the original's scale"
     written = undo(folder, out, plan=plan, force=force, progress=shared.make_progress())
     shared.write_result(json_file, {"out": str(written), "holds": words})
     if json_file != "-":

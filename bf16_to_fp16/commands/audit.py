@@ -28,7 +28,7 @@ from ..families.older import differences
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.regimes import regimes_of, speaking_of, tiers_of
-from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, tower_alone, unsafe_sites
+from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
 from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source
 from ..results import dump
 from ..run.batch import describe_batches
@@ -101,7 +101,7 @@ def audit(
     entries = regimes_of(results)
     attacked_sites = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
     safe = not attacked_sites and verdict(results) == "safe"
-    then = NO_FAMILY if layout is None else going_on_from(shown_in_a_command(source), entries, converted, subfolder)
+    then = going_on_from(shown_in_a_command(source), entries, converted, subfolder, family=family)
     report = Report(
         schema=SCHEMA,
         verdict="safe" if safe else "unsafe",
@@ -114,7 +114,7 @@ def audit(
         inputs=Inputs.model_validate(describe_batches(inputs, seed=seed, data=data)),
         regimes=entries,
         unsafe=[*unsafe_sites(entries, family, converted=converted, convertible=layout is not None), *attacked_sites],
-        next="" if safe else tower_alone(family, entries) or then,
+        next="" if safe else NO_FAMILY if layout is None else then,
         **proven,
         environment=Environment.model_validate(on.environment()),
     )

@@ -49,6 +49,7 @@ from ..rescaling.plan import Plan, composed, inverse, mark_of
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.stock import eps_attribute
 from ..targets import MARGIN_BITS, WHERE
+from .adapter import check_tying, head_gain, rescale_adapter
 from .rescale import check_asked, observed, observed_plan, opened
 
 MARK = "_made_fp16_safe"  # attribute of a model in memory that has been rescaled: the ``MadeSafe`` that undoes it
@@ -160,8 +161,6 @@ class MadeSafe:
         Raises UserError as ``convert_adapter`` does, and unless the model has one adapter, on what is at this plan's
         scale.
         """
-        from .adapter import check_tying, rescale_adapter
-
         assert self.layout is not None
         out, adapters = Path(out), list(getattr(model, "peft_config", ()))
         if len(adapters) != 1 or not hasattr(model, "get_base_model"):
@@ -253,25 +252,35 @@ def make_fp16_safe(
         proof = bound(planned, rounded(source, layout, moved), arithmetic, target=target, spectra=known)
         worst = min(proof.sites, key=lambda site: site.headroom_bits)
         originals = {name: source.read(name).clone() for name in centred_tensors(layout, moved.centred_keys)}
-        plan, folder, on = moved, converted_folder(model), (str(model.name_or_path), 1.0)
+        plan, folder, original, gain = moved, converted_folder(model), str(model.name_or_path), 1.0
         if folder is not None:
-            from .adapter import head_gain
-
             first, origin = read_plan(folder), read_origin(folder)
             plan = composed(first, moved)
             originals |= {n: t.float() for n, t in stored_originals(layout, first, origin).items()}
-            on = origin.path or "", head_gain(layout, first, read_config(folder), origin)
+            original, gain = origin.path or "", head_gain(layout, first, read_config(folder), origin)
         eps = layout.eps if folder is None else layout.eps * 4.0**-first.residual_exponent
-        facts = proof.holds, worst.headroom_bits, worst.name, eps
-        outputs, name = output_factors(planned, plan), "" if folder is None else folder.name
-        safe = MadeSafe(plan, target, *facts, converted=name, originals=originals, outputs=outputs, passed=passed)
         if moved.moves or moved.centred_keys:
             apply(model, layout, moved)
             if layout.family.eps_key is not None:
                 set_eps_of_configs(model, layout, planned.eps)
         tables = (name for name, at in centred_tensors(layout, plan.centred_keys).items() if tables_of(at))
         kept = {name: model.get_parameter(name).detach().clone() for name in tables}
-        safe = replace(safe, tables=kept, layout=layout, original=on[0], head_gain=on[1])
+    safe = MadeSafe(
+        plan=plan,
+        target=target,
+        certified=proof.holds,
+        headroom_bits=worst.headroom_bits,
+        tightest=worst.name,
+        eps=eps,
+        converted="" if folder is None else folder.name,
+        originals=originals,
+        tables=kept,
+        outputs=output_factors(planned, plan),
+        passed=passed,
+        layout=layout,
+        head_gain=gain,
+        original=original,
+    )
     model.__dict__[MARK] = safe
     return safe
 

@@ -26,7 +26,7 @@ from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.card import warned
 from ..report.page import render
-from ..report.remedies import CONVERT_AGAIN, going_on_from, tower_alone
+from ..report.remedies import CONVERT_AGAIN, going_on_from
 from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, UnsafeEntry
 from ..results import dump
 from ..verification.files import check_hashes
@@ -125,7 +125,7 @@ def now_unsafe(report: Report, found: Verified, name: str) -> Report:
     ]
     said: dict[str, Any] = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "unsafe": unsafe}
     regimes = found.sections.get("regimes") or report.regimes
-    then = tower_alone(report.family, regimes) or going_on_from(name, regimes, converted=True)
+    then = going_on_from(name, regimes, converted=True, family=report.family)
     return report.model_copy(update=said | {"regimes": regimes, "next": then})
 
 

@@ -228,7 +228,10 @@ def going_on_from(
     converted: bool,
     subfolder: str | None = None,
     target: str | None = None,
+    family: str | None = None,
 ) -> str:
+    if alone := tower_alone(family, regimes):
+        return alone
     below = {"subfolder": subfolder, "target": None if target == TIERS[0].target else target}
     if converted:
         clean = [name for name, regime in regimes.items() if not regime.broken]
