@@ -74,7 +74,6 @@ class Comparing(Trainer):
     def __init__(self, coefficient: float | None, *given: Any, **options: Any) -> None:
         self.coefficient = coefficient
         super().__init__(*given, **options)
-        self.watch.detector.z = 1e9  # what a penalty costs is what is measured
 
     def _penalty(self, calls: int) -> ActivationPenalty:
         if self.coefficient is None:

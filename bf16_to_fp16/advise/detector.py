@@ -1,4 +1,4 @@
-"""Spikes, divergences and plateaus of a training loss, while a run trains or from its log.
+"""Spikes, divergences and plateaus of a training loss, from its log.
 
 Each loss is compared with the median of a window of calm losses (on a fall with a line through them), in units of
 their median absolute deviation, so that neither noise nor earlier spikes move the level. A spike comes back; a
@@ -7,12 +7,11 @@ divergence stays. A slow rise or a standstill shows in the medians of chunks of 
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 MAD_TO_SIGMA = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
@@ -84,9 +83,7 @@ class Detector:
         self._flat = 0.0  # level of the plateau
         self._left = 0  # chunks that left it
 
-    def update(self, step: int, loss: float) -> tuple[Event, ...]:
-        """Take in the next loss and return the events that it starts or ends."""
-        known = {(event.kind, event.start, event.end) for event in self.events}
+    def update(self, step: int, loss: float) -> None:
         loss = loss if math.isfinite(loss) else math.inf
         if self._excursion is not None:
             self._follow(self._excursion, step, loss)
@@ -96,17 +93,6 @@ class Detector:
             self._accept(step, loss)
         else:  # wrong, whatever the others are
             self._begin(step, loss, 0.0, sys.float_info.max)
-        return tuple(event for event in self.events if (event.kind, event.start, event.end) not in known)
-
-    def state_dict(self) -> dict[str, Any]:
-        excursion = None if self._excursion is None else asdict(self._excursion)
-        return copy.deepcopy(vars(self) | {"events": [*map(asdict, self.events)], "_excursion": excursion})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(copy.deepcopy(dict(state)))
-        self.events = [Event(**event) for event in state["events"]]
-        excursion = state["_excursion"]
-        self._excursion = None if excursion is None else _Excursion(**copy.deepcopy(excursion))
 
     def _change(self, place: int, **values: Any) -> None:
         self.events[place] = replace(self.events[place], **values)

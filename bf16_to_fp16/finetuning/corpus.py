@@ -363,13 +363,8 @@ class TrainingBatches(Iterator[TrainingBatch]):
         batch = self.corpus.batch([(*each, content) for each, content in zip(examples, contents, strict=True)])
         self._pass += 1
         if self._pass == self.corpus.data.gradient_accumulation:
-            self.skip(0)
+            self.steps, self._pass = self.steps + 1, 0
         return batch
-
-    def skip(self, steps: int) -> None:
-        """Leave out the rest of the step that has begun, if one has, and then ``steps`` more, without making them."""
-        self.steps += steps + (self._pass > 0)
-        self._pass = 0
 
     def state_dict(self) -> dict[str, Any]:
         settings = self.corpus.describe() | {"step_examples": self.step_examples}

@@ -218,7 +218,7 @@ def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | N
                 with suppress(OSError):
                     folder.rmdir()
             accelerator.end_training()
-            return Run(folder, Outcome(0, 0, (), (), ()), {}, accelerator.num_processes, (), None, converted)
+            return Run(folder, Outcome(0, 0, (), ()), {}, accelerator.num_processes, (), None, converted)
         tried = student
         if weights_in_parts(accelerator):  # no card need hold it whole
             tried = deal_out(load(start, torch.float32, attention="eager").requires_grad_(False), accelerator.device)

@@ -23,7 +23,7 @@ from ..errors import UserError
 
 STATE, TENSORS = "state.pt", "model.safetensors"
 
-KEPT = 3  # newest states that stay: a run goes back to one before a spike, which the newest may not be
+KEPT = 2  # newest states that stay: where the newest is damaged, a run goes on from the one before it
 
 GOES_ON = "free some space; the same command then goes on with the run"
 

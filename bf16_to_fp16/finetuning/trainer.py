@@ -40,11 +40,12 @@ from .optimizers import make_optimizer
 from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
-from .stability import LEFT_OUT, RunPosition, Watch
-from .states import RunFolder, read_state, read_tensors, remove, write_state, write_tensors
+from .stability import RunPosition, check_progress
+from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
 
 FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16
 BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the data
+_DROPOUT = 0  # what a step's random numbers are for
 
 CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "source")
 """Parts of a recipe that may change when a run continues: they have no part in its bits."""
@@ -55,7 +56,6 @@ class Outcome:
     steps: int
     tokens: int
     skipped: tuple[Mapping[str, Any], ...]
-    rewinds: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Mapping[str, Any], ...]
     kept: int | None = None
 
@@ -126,7 +126,6 @@ class Trainer:
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.position = RunPosition()
         self.states = RunFolder(folder)
-        self.watch = Watch(recipe, self.penalty, self.states, self.progress)
         self.evaluator = Evaluator(recipe, corpus, student, self.model, teacher, self.processes)
 
     # ---- setting up ----------------------------------------------------------------------------------------------
@@ -173,13 +172,9 @@ class Trainer:
                 self._save()
             while p.step < schedule.steps:
                 self._choose_precision(fits)
-                seen = self._step()
+                loss_scale = self._step()
                 advance(p.step, schedule.steps)
-                if (undo := self.watch.spike(p, seen)) is not None:
-                    self._rewind(*undo)
-                    p = self.position
-                    continue
-                self.watch.check(p, seen)
+                check_progress(self.recipe, self.penalty, p, loss_scale)
                 last = p.step == schedule.steps
                 if last or p.step % self.recipe.evaluation.every == 0:
                     self._evaluate()
@@ -189,9 +184,10 @@ class Trainer:
             self.log.close()
         if self.kept != p.step:
             self.progress.say(f"Step {self.kept} is kept, the nearest to the original of those at which all held")
-        return Outcome(p.step, p.tokens, tuple(p.skipped), tuple(p.rewinds), tuple(p.evaluations), self.kept)
+        return Outcome(p.step, p.tokens, tuple(p.skipped), tuple(p.evaluations), self.kept)
 
-    def _step(self) -> dict[str, Any]:
+    def _step(self) -> float | None:
+        """Take a step, log it, and return its loss scale."""
         p, recipe = self.position, self.recipe
         batches = [next(self.training_batches) for _ in range(self.passes)]
         positions = self._total(sum(int(distillation.counted_positions(b).sum()) for b in batches))
@@ -208,12 +204,10 @@ class Trainer:
         p.step += 1
         if self.constraint is not None:
             self.constraint.hold(p.step, recipe.schedule.steps)
-            if 0 < self.constraint.lowest < math.inf:
-                # A lid that comes down costs some loss for a while, which is no spike to go back from.
-                p.pulled = p.step
         p.tokens += int(self._total(sum(int(b.attention_mask.sum()) for b in batches))) + int(positions)
         task, kl = (float(x) / max(1.0, positions) for x in sums[:2])
         share = recipe.distillation.weight if self.corpus.objective != "text" else 1.0
+        loss_scale = None if self.mixed_precision.loss_scale is None else self.mixed_precision.scale
         shown: dict[str, Any] = {
             "loss": (task * (1 - share) if share < 1 else 0.0) + (kl * share if share > 0 else 0.0),
             "task_loss": task,
@@ -222,7 +216,7 @@ class Trainer:
             "penalty": float(sums[2]) / self.processes.world,
             "learning_rate": rate,
             "gradient_norm": norm,
-            "loss_scale": None if self.mixed_precision.loss_scale is None else self.mixed_precision.scale,
+            "loss_scale": loss_scale,
             "precision": self.precisions[p.phase],
             "tokens": p.tokens,
         }
@@ -230,10 +224,10 @@ class Trainer:
         if not taken:
             # Rows of data, not text: enough to find the batch again.
             rows = [list(example) for batch in batches for example in batch.examples]
-            p.skipped.append({"step": p.step, "loss_scale": shown["loss_scale"], "examples": rows})
+            p.skipped.append({"step": p.step, "loss_scale": loss_scale, "examples": rows})
         if self.log is not None:
             self.log.write(p.step, shown | self._logged(taken))
-        return shown | {"taken": taken}
+        return loss_scale
 
     def _logged(self, taken: bool) -> dict[str, Any]:
         skipped = self.position.skipped
@@ -277,7 +271,7 @@ class Trainer:
         the step was skipped, and the sums of task, divergence and penalty over all processes."""
         p, recipe = self.position, self.recipe
         # Dropout is a function of where the run stands, so no generator has a state to keep.
-        torch.manual_seed(hash((recipe.seed, p.step, len(p.rewinds), self.processes.rank)) & 0x7FFF_FFFF_FFFF)
+        torch.manual_seed(hash((recipe.seed, p.step, _DROPOUT, self.processes.rank)) & 0x7FFF_FFFF_FFFF)
         if "fp16" in self.precisions:
             self.processes.tell_scale(self.mixed_precision.scale)
         if not self.processes.engine:
@@ -389,29 +383,6 @@ class Trainer:
                 self.optimizer.step()
         return norm
 
-    # ---- what may go wrong ---------------------------------------------------------------------------------------
-
-    def _rewind(self, state: int, spike: int) -> None:
-        now, rewinds, data_step = self.position.step, list(self.position.rewinds), self.training_batches.steps
-        skipped = list(self.position.skipped)
-        self._load(state)
-        left_out = max(LEFT_OUT, data_step - self.training_batches.steps)
-        self.training_batches.skip(left_out)
-        self.position.skipped = skipped
-        note = {"spike": spike, "noticed": now, "back_to": state, "steps_of_data_left_out": left_out}
-        self.position.rewinds = [*rewinds, note]
-        self.progress.say(
-            f"Step {now}: the loss spikes at {spike}; back to step {state}, past {left_out} steps of data"
-        )
-        self.processes.wait()
-        if self.processes.main:
-            for later in [step for step in self.states.steps() if step > state]:
-                remove(self.states.of(later))
-        if self.log is not None:
-            self.log.rewind(state)
-            self.log.write(state, {"rewind": note})
-        self._save()
-
     def _choose_precision(self, fits: bool) -> None:
         p, recipe = self.position, self.recipe
         if len(self.precisions) == 1 or p.phase == 1:
@@ -505,7 +476,6 @@ class Trainer:
                 "amp": self.mixed_precision.state_dict(),
                 "penalty": None if self.penalty is None else self.penalty.state_dict(),
                 "constraint": None if self.constraint is None else self.constraint.state_dict(),
-                "detector": self.watch.detector.state_dict(),
                 "recipe": self.recipe.describe(),
                 "parts": processes.parts,
             }
@@ -532,7 +502,6 @@ class Trainer:
         self.mixed_precision = self._mixed_precision(self.position.phase)
         self.mixed_precision.load_state_dict(state["amp"])
         self.training_batches.load_state_dict(state["stream"])
-        self.watch.detector.load_state_dict(state["detector"])
         if self.penalty is not None:
             self.penalty.load_state_dict(state["penalty"])
         if self.constraint is not None:

@@ -436,7 +436,7 @@ class FinetuneEntry(ReportObject):
     """What a finetune did.
 
     ``kept``: the step whose weights it returned. ``devices``: it ran on, one after the other. ``skipped``: steps whose
-    gradient was not finite. ``rewinds``: after a spike of the loss. ``evaluations``: by step, losses on held-out data,
+    gradient was not finite. ``evaluations``: by step, losses on held-out data,
     distances from the original on inputs of several kinds, and headroom. ``fidelity``: of the output to the original.
     ``next``: how to go on where it did not deliver what the recipe asks for. ``recipe``: as it was written, defaults
     included; ``settled``: what became of the keys that it left open, by their dotted names. ``start_outputs``: by
@@ -454,7 +454,6 @@ class FinetuneEntry(ReportObject):
     kept: Count | None = None
     tokens: Count = 0
     skipped: list[dict[str, Any]] = []
-    rewinds: list[dict[str, Any]] = []
     evaluations: list[dict[str, Any]] = []
     fidelity: Fidelity | None = None
     next: str = ""

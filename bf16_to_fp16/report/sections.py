@@ -283,7 +283,6 @@ def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
     if run.holds_bounds:
         rows.append(("bounds", "trained to come under fp16's limit and stay there"))
     rows.append(("steps skipped, gradient not finite", f"{len(run.skipped):,}"))
-    rows.append(("rewinds after a spike of the loss", f"{len(run.rewinds):,}"))
     return rows
 
 

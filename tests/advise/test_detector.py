@@ -1,6 +1,5 @@
 """Events of known curves are found, named and placed."""
 
-import json
 import math
 from collections import Counter
 from typing import Any
@@ -126,29 +125,16 @@ def test_a_rise_that_comes_back_is_a_spike() -> None:
         assert spike.kind == "Spike" and spike.start == 101 and spike.end in range(101 + length, 105 + length)
 
 
-def test_an_event_is_told_when_it_starts_and_when_it_ends_with_its_height() -> None:
-    detector = Detector()
+def test_a_spike_has_the_height_that_it_reached_and_one_that_stays_becomes_a_divergence() -> None:
     losses = noisy(2.0, 150)
     losses[100:103] = [3.0, 5.0, 4.0]
-    told = {step: detector.update(step, loss) for step, loss in enumerate(losses, 1)}
-    assert [step for step, found in told.items() if found] == [101, 105]
-    (first,), (last,) = told[101], told[105]
-    assert first.kind == "Spike" and first.end is None
-    assert first.size == pytest.approx(1.0, abs=0.05)
-    assert last.kind == "Spike" and (last.start, last.end) == (101, 105)
-    assert last.size == pytest.approx(3.0, abs=0.05)
-    assert detector.events == [last]
-
-
-def test_a_spike_that_stays_becomes_a_divergence() -> None:
-    detector = Detector()
-    for step, loss in enumerate(noisy(2.0, 100), 1):
-        assert detector.update(step, loss) == ()
-    told = [(step, event) for step, loss in enumerate(noisy(3.0, 150, 1), 101) for event in detector.update(step, loss)]
-    assert [event.kind for _, event in told] == ["Spike", "Divergence"]
-    assert told[1][0] - told[0][0] == 64
-    assert (told[1][1].start, told[1][1].end) == (101, None)
-    assert told[1][1].size == pytest.approx(1.0, abs=0.15)
+    (spike,) = run(losses)
+    assert (spike.kind, spike.start, spike.end) == ("Spike", 101, 105) and spike.size == pytest.approx(3.0, abs=0.05)
+    stays = noisy(2.0, 100) + noisy(3.0, 150, 1)
+    for length, kind in ((164, "Spike"), (165, "Divergence"), (250, "Divergence")):
+        (event,) = run(stays[:length])
+        assert (event.kind, event.start, event.end) == (kind, 101, None)
+    assert event.size == pytest.approx(1.0, abs=0.15)
 
 
 def test_losses_that_are_no_numbers() -> None:
@@ -197,10 +183,8 @@ def test_a_standstill_is_a_plateau_and_slow_progress_is_not(noise: float) -> Non
 
 
 def test_a_noisier_standstill_takes_longer_to_believe_and_ends_where_the_loss_moves_on() -> None:
-    detector = Detector()
-    told = [step for step, loss in enumerate(noisy(2.0, 2400, deviation=0.03), 1) if detector.update(step, loss)]
-    assert len(told) == 1 and told[0] >= 512
-    assert detector.events[0].kind == "Plateau"
+    still = noisy(2.0, 2400, deviation=0.03)
+    assert run(still[:511]) == [] and [event.kind for event in run(still)] == ["Plateau"]
     losses = noisy(np.concatenate([np.full(500, 2.0), np.linspace(2.0, 1.5, 300)]), 800, deviation=0.003)
     (plateau,) = run(losses)
     assert plateau.kind == "Plateau"
@@ -222,20 +206,6 @@ def test_the_threshold_is_the_callers() -> None:
     assert [event.kind for event in run(losses[80:], window=16)] == ["Spike"]
     with pytest.raises(ValueError, match="at least 16"):
         Detector(window=8)
-
-
-@pytest.mark.parametrize("kind", STORIES)
-def test_a_detector_continues_from_its_state(kind: str) -> None:
-    curve, _, _, at = story(kind, 3)
-    whole = Detector()
-    told = [whole.update(*row) for row in curve]
-    for cut in (10, 300, at + 1, at + 5, at + 40, 1100):
-        first, second = Detector(), Detector(z=3.0, window=32)
-        for row in curve[:cut]:
-            first.update(*row)
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert [second.update(*row) for row in curve[cut:]] == told[cut:]
-        assert second.events == whole.events
 
 
 def test_every_kind_says_what_causes_it() -> None:

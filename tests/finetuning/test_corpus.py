@@ -248,15 +248,6 @@ def test_a_checkpoint_of_other_data_is_refused(opened: Open, text_file: Path, tm
         assert named in str(caught.value)
 
 
-def test_skipped_steps_are_left_out_and_nothing_else_moves(opened: Open) -> None:
-    plain, skipping = (opened(batch_size=2, gradient_accumulation=2).training_batches() for _ in range(2))
-    wanted = taken(plain, 40)
-    assert all(same(a, b) for a, b in zip(taken(skipping, 3), wanted[:3], strict=True))
-    skipping.skip(10)  # the rest of step 1, and steps 2 to 11
-    assert skipping.steps == 12
-    assert all(same(a, b) for a, b in zip(taken(skipping, 16), wanted[24:], strict=True))
-
-
 def test_noise_depends_on_seed_epoch_and_row_alone(opened: Open) -> None:
     corpus = opened()
     first = corpus.example(3, (TEXTS[3], None), epoch=0)

@@ -70,7 +70,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     (changed / "README.md").write_text("# Mine\n")
     (folder / "log.jsonl").write_text('{"step": 10, "task_loss": 2.5}\n')
     lineage = lineage_of(
-        open_checkpoint(source), recipe, recipe, Run(folder, Outcome(10, 100, (), (), ()), {}, 1, ["cpu"], None)
+        open_checkpoint(source), recipe, recipe, Run(folder, Outcome(10, 100, (), ()), {}, 1, ["cpu"], None)
     )
     report = Report.model_validate(json.loads((converted / REPORT).read_text()))
     sunk = SiteResult("a", 1e-5, 65504.0, 32.6, 0, 0, None, "float16", fp32=1e5)
@@ -224,7 +224,7 @@ def test_a_finetunes_report_has_the_keys_of_a_conversion_and_its_own(written: di
 
 def test_the_report_of_a_finetune_has_its_recipe_as_written_and_what_became_of_it(source: Path, tmp_path: Path) -> None:
     recipe = parse_recipe({"source": str(source), "out": "out", "data": {"path": "texts.jsonl"}})
-    run = Run(tmp_path, Outcome(10, 100, (), (), ()), {}, 1, ["cpu"], None)
+    run = Run(tmp_path, Outcome(10, 100, (), ()), {}, 1, ["cpu"], None)
     found = lineage_of(open_checkpoint(source), recipe, recipe.settled(), run).finetune
     assert found.recipe["penalty"]["certify"] is None and found.settled == {"penalty.certify": True}
     assert found.holds_bounds

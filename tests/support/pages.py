@@ -158,7 +158,6 @@ def finetuned(**changes: Any) -> dict[str, Any]:
     run: dict[str, Any] = {"recipe": recipe, "data": {"path": "texts.jsonl", "objective": "span-corruption"}}
     run |= {"processes": 2, "steps": 200, "tokens": 376_000}
     run |= {"skipped": [{"step": 101, "loss_scale": 32.0, "examples": []}, {"step": 102, "loss_scale": 16.0}]}
-    run |= {"rewinds": [{"spike": 50, "noticed": 60, "back_to": 40, "steps_of_data_left_out": 30}]}
     run |= {"evaluations": [{"step": 0, "held_out_loss": 2.0136, "held_out_divergence": 7.8e-5}, last]}
     run |= {"fidelity": fidelity | {"max_logit_error_bf16": 0.5, "max_logit_error_fp16": 4.0}}
     return certified(top=900_000.0) | {"finetune": run | changes}
