@@ -196,8 +196,7 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
         "convert source OUT --plan text.txt": "text.txt: holds no plan of this program",
         "convert source OUT --plan whole --target norm-safe": "the plan was made for --target half",
         "convert source OUT --plan whole --eps fixed": "--plan has all that --eps would choose",
-        "convert source OUT --push-to me/x --dry-run": "leave out either --dry-run or --push-to",
-        "convert source OUT --push-to a/b/c": "is not a name for a repository",
+        "convert source": "Missing argument 'OUT'",
         "convert source OUT --finetune text.txt": "a recipe is made of `key: value` lines",
         "convert source OUT --data text.txt": "source: no tokenizer files",
         "convert pipe OUT --subfolder text_encoder --data no.txt": "no.txt: no such file",  # a tokenizer is beside it

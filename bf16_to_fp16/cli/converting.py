@@ -24,7 +24,6 @@ from ..targets import AUTO
 from ..visible import show
 from . import shared
 from .checking import provable
-from .publishing import check_publishable, push
 from .shared import SAFE, UNSAFE
 
 if TYPE_CHECKING:
@@ -39,11 +38,6 @@ BESIDE = (
         type=shared.FOLDER,
         metavar="RECIPE",
         help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into it.",
-    ),
-    click.option(
-        "--push-to",
-        metavar="REPO_ID",
-        help="Publish the result without asking; OUT then defaults to the repository's name.",
     ),
     click.option(
         "--adapter",
@@ -76,7 +70,6 @@ def convert_command(
     out: Path | None,
     dry_run: bool,
     recipe: Path | None,
-    push_to: str | None,
     adapter: Path | None,
     copy: bool,
     force: bool,
@@ -95,13 +88,10 @@ def convert_command(
     options.check()
     folder = options.layout == FOLDER_LAYOUT
     idle = [flag for flag, given in (("--dry-run", dry_run), ("--no-audit", not options.run_model)) if given]
-    if not folder and (recipe is not None or push_to is not None):
-        raise UserError("--layout writes one file; leave it out with --finetune and --push-to, which make a folder")
+    if not folder and recipe is not None:
+        raise UserError("--layout writes one file; leave it out with --finetune, which makes a folder")
     if recipe is not None and idle:
         raise UserError(f"a finetune follows from the audit; leave out either --finetune or {' and '.join(idle)}")
-    if push_to is not None:
-        check_publishable(push_to, dry_run=dry_run)
-        out = out or Path(push_to.rpartition("/")[2])
     if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
     if out is not None:
@@ -120,10 +110,9 @@ def convert_command(
         from ..families.known import is_known
 
         if (pipeline := open_pipeline(source, is_known, None)) is not None:
-            for option, given in (("--finetune", recipe), ("--push-to", push_to)):
-                if given is not None:
-                    one = f"{option} takes one model, and {source} is a whole pipeline"
-                    raise UserError(f"{one}; give --subfolder NAME as well")
+            if recipe is not None:
+                one = f"--finetune takes one model, and {source} is a whole pipeline"
+                raise UserError(f"{one}; give --subfolder NAME as well")
             return convert_whole(options, pipeline, place, copy, verbose=verbose, json_file=json_file)
     if copy:
         raise UserError(f"--copy is for whole pipelines, and {source} is one model; leave it out")
@@ -141,10 +130,9 @@ def convert_command(
 
         run = partial(convert_or_finetune, recipe)
     result = run(options, source, place, progress=shared.make_progress())
-    published = push(out, push_to, result)
-    shared.write_result(json_file, result.report, published=published)
+    shared.write_result(json_file, result.report)
     if json_file != "-":
-        show_conversion(result, published, verbose=verbose)
+        show_conversion(result, verbose=verbose)
     return SAFE if dry_run or result.safe else UNSAFE
 
 
@@ -193,7 +181,7 @@ def convert_whole(
     if json_file != "-":
         for name, one in result.encoders.items():
             terminal.print_title(name)
-            show_conversion(one, None, verbose=verbose)
+            show_conversion(one, verbose=verbose)
         if result.out is not None:
             terminal.print_pipeline(result.report, result.out)
     return SAFE if result.out is None or result.safe else UNSAFE
@@ -212,7 +200,7 @@ def check_convertible(options: Options, folder: Path, config: Mapping[str, Any])
         recorded_plan(Path(options.plan), None if options.target == AUTO else options.target)
 
 
-def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, verbose: bool = False) -> None:
+def show_conversion(result: Conversion, *, verbose: bool = False) -> None:
     from ..progress import roughly
     from ..report import terminal
     from ..report.schema import Report, read
@@ -228,8 +216,6 @@ def show_conversion(result: Conversion, published: Mapping[str, Any] | None, *, 
         terminal.print_file(report, result.out, result.notes, then=result.next)
     else:
         terminal.print_conversion(report, result.out, then=result.next, verbose=verbose)
-        if published is not None:
-            terminal.print_published(published)
 
 
 @click.command("undo")

@@ -1,45 +1,19 @@
-"""``publish``, and what the commands that publish their result do for it."""
+"""``publish``: a converted folder to the Hub."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from ..checkpoint.hub import check_name, token_of
+from ..checkpoint.hub import check_name
 from ..checkpoint.pipeline import is_pipeline
 from ..checkpoint.places import written_folder
 from ..checkpoint.recorded import recorded
 from ..errors import UserError
-from ..visible import show
 from .shared import FOLDER, SAFE, UNSAFE, endpoint, json_file, make_progress, write_result
-
-if TYPE_CHECKING:
-    from ..commands.convert import Conversion
-
-
-def check_publishable(repo_id: str, *, dry_run: bool = False) -> None:
-    if dry_run:
-        raise UserError("a dry run writes nothing to publish; leave out either --dry-run or --push-to")
-    check_name(repo_id)
-    token_of(None, None)
-
-
-def push(out: Path, repo_id: str | None, result: Conversion) -> dict[str, Any] | None:
-    if repo_id is None:
-        return None
-    go_on = f"bf16-to-fp16 publish {out} {repo_id}"
-    if not result.safe:
-        show(f"not published: {out} is unsafe in fp16; to publish it all the same: {go_on} --allow-unsafe", aside=True)
-        return None
-    from ..commands.publish import publish
-
-    try:
-        return publish(out, repo_id, audited=True, progress=make_progress())
-    except UserError as error:
-        raise UserError(f"{error} ({out} is converted: go on with {go_on})") from None
 
 
 @click.command("publish")

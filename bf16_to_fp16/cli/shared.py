@@ -180,13 +180,13 @@ def given_options(context: click.Context) -> Iterator[tuple[str, str]]:
             yield str(parameter.name), parameter.opts[0]
 
 
-def write_result(target: str | None, data: Mapping[str, Any], *, published: Mapping[str, Any] | None = None) -> None:
+def write_result(target: str | None, data: Mapping[str, Any]) -> None:
     if target is None:
         return
     from ..environment import SCHEMA
     from ..json_text import finite, write_json
 
-    data = {"schema": SCHEMA, **data} | ({} if published is None else {"published": published})
+    data = {"schema": SCHEMA, **data}
     if target == "-":
         print(visible(json.dumps(finite(data), indent=2, ensure_ascii=False), as_json=True))
         return

@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from . import shared
-from .publishing import check_publishable, push
 from .shared import SAFE, UNSAFE
 
 
@@ -32,7 +31,6 @@ def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> 
     metavar="DEVICE",
     help="auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps, instead of the recipe's.",
 )
-@click.option("--push-to", metavar="REPO_ID", help="Publish the result without asking.")
 @shared.force
 @shared.verbose
 @shared.json_file
@@ -40,7 +38,6 @@ def finetune_command(
     recipe: Path,
     overrides: tuple[str, ...],
     device: str | None,
-    push_to: str | None,
     force: bool,
     verbose: bool,
     json_file: str | None,
@@ -57,8 +54,6 @@ def finetune_command(
     shared.check_there(asked.source)
     for texts in (asked.data.path, asked.data.held_out_path):
         shared.check_text(texts)
-    if push_to is not None:
-        check_publishable(push_to)
     # What follows takes seconds to import.
     from ..finetuning.run import finetune
     from ..report import terminal
@@ -67,10 +62,7 @@ def finetune_command(
     result = finetune(recipe, overrides=overrides, force=force, progress=shared.make_progress())
     if result is None:  # not the first process
         return SAFE
-    published = push(Path(asked.out), push_to, result)
-    shared.write_result(json_file, result.report, published=published)
+    shared.write_result(json_file, result.report)
     if json_file != "-":
         terminal.print_conversion(read(Report, result.report), Path(asked.out), then=result.next, verbose=verbose)
-        if published is not None:
-            terminal.print_published(published)
     return SAFE if result.safe else UNSAFE

@@ -52,16 +52,18 @@ def error_at(source: str, hub: HubServer) -> str:
     return str(caught.value)
 
 
-def test_a_hub_id_is_converted_and_published_in_one_go(
+def test_a_hub_id_is_converted_and_published(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--push-to", "me/theirs-fp16", "--json", "-"]
-    assert cli.main(["convert", "org/theirs", *options]) == 0
+    assert cli.main(["convert", "org/theirs", "theirs-fp16", "--json", "-"]) == 0
     printed = capsys.readouterr()
     report, commit = json.loads(printed.out), hub.repos["org/theirs"].branches["main"]
     assert report["source"]["path"] == "org/theirs" and report["source"]["revision"] == commit
-    assert report["published"]["url"] == f"{hub.endpoint}/me/theirs-fp16" and WRITER not in printed.out + printed.err
+    assert cli.main(["publish", "theirs-fp16", "me/theirs-fp16", "--yes", "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["url"] == f"{hub.endpoint}/me/theirs-fp16"
+    assert WRITER not in printed.out + printed.err
     up = hub.files("me/theirs-fp16")
     assert up == contents(tmp_path / "theirs-fp16") and hub.repos["me/theirs-fp16"].private
     card = up["README.md"].decode()

@@ -152,7 +152,6 @@ REFUSED = {
         "Wan's tools have gelu_new for an activation, and the config relu",
     ),
     "shards": ("t5-encoder", "--layout single --max-shard-size 5GB", "leave out either it or --max-shard-size"),
-    "upload": ("t5-encoder", "--layout single --push-to me/x", "leave it out with --finetune and --push-to"),
 }
 
 
