@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..auditing.regimes import Audited
+from ..auditing.soft_side import LEAST, TIMES
 from ..bounds.arithmetic import MAX_LENGTH, SPLITS, Arithmetic
 from ..bounds.findings import Certificate
 from ..bounds.tiers import bounded
@@ -27,7 +28,7 @@ from ..checkpoint.places import local_source, own_name
 from ..checkpoint.reader import VIEWS, Checkpoint, open_checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.writer import write_fp16
-from ..conversion.measuring import audited, compare, errors_of, in_fp32_too, measured_edits
+from ..conversion.measuring import audited, compare, errors_of, in_fp32_too, measured_edits, searched
 from ..conversion.opening import own_length
 from ..conversion.options import check_data
 from ..conversion.planning import observe_source
@@ -47,6 +48,7 @@ from ..report.build import (
     Decided,
     Rewritten,
     cost_of,
+    harmed,
     is_exact,
     kept_bits_of,
     moved_by,
@@ -80,7 +82,7 @@ from ..verification.files import (
     present_files,
 )
 from ..verification.locating import locate, read_recorded
-from ..wording import counted
+from ..wording import counted, listed
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "report")
 UNNAMED_KEYS = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")  # of a config, not of its model
@@ -265,6 +267,7 @@ def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
             edits=cost_of(report.inexact),
             proven=report.proven,
         )
+    unsafe += harmed(report.exceptions, report.max_kl)
     yield from ((entry.signal, f"the report says safe, and also {entry.reason}") for entry in unsafe)
 
 
@@ -488,6 +491,16 @@ def check_fidelity(
     edits = measured_edits(checkpoint, decided, again.in_fp32)
     recorded, measured = ({edit.site: {"measured": edit.measured} for edit in each} for each in (report.inexact, edits))
     yield from differences(recorded, measured, "inexact")
+    if (rare := searched(original, checkpoint, before, plan, progress)) is not None:
+        worst = max((each.kl for each in report.exceptions), default=LEAST)
+        yield from (
+            (
+                "exceptions",
+                f"ids {listed(list(map(str, each.ids)))} are {each.kl:.1e} from the source, and none listed is",
+            )
+            for each in rare.found[:1]
+            if each.kl > TIMES * worst
+        )
 
 
 def check_tiers(

@@ -27,11 +27,12 @@ from ..auditing.fidelity import (
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from ..families.layout import Layout, TensorReader, TensorSource
-from ..families.types import LOGITS, Attention
+from ..families.types import LOGITS, Attention, columns_of
 from ..numerics import FP16_MAX, NOISE, PROOF_LIMIT
 from ..progress import Progress
 from ..ranges import ModuleRange
 from ..rescaling.centred import centrable, centred, centred_tensors, shared_biases, tables_of
+from ..rescaling.columns import column_exponents
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, edited, excess_of_signals, exponents_for, least
 from ..rescaling.exponents import OfChannels
 from ..rescaling.plan import Plan
@@ -51,6 +52,7 @@ LARGE_BIAS = 1024.0  # from here on fp16 holds no fractions of scores
 MANY = 4  # edits that are tried one by one on all that outputs are compared on; more are on little of it
 TOGETHER = 16  # edits that are tried in one walk, before it shows whether the others can be worth their price
 
+DEAR = 0.1  # share of what edits may cost, from which on another edit is tried in its place
 PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence that edits may cost which nothing but a proof needs
 
 
@@ -158,6 +160,11 @@ class Trial:
                 return None
         return {name: costs[name] for name in chosen}
 
+    def columns(self, rows: Mapping[str, OfChannels]) -> dict[str, list[int]]:
+        """Return the cuts of columns that can stand in for edits of ``rows``, by signal."""
+        read = centred(source_weights(self.checkpoint, self.layout), self.layout, self.made.centred_keys)
+        return column_exponents(self.layout, read, rows)
+
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
         """Return what each of several edits costs, all run in one walk, on less where their ``number`` is large, which
         is that of all that are compared; what: are tried, in words."""
@@ -203,12 +210,11 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
     """
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
-    chosen = {name: each.proven for name, each in needed.items()}
     allowed = math.inf if all(each.proven == each.observed for each in needed.values()) else PRICE_OF_A_PROOF
     if allowed < math.inf and any(observed):
         # An eighth is left for what fp16 rounds.
         allowed = max(MOST_FOR_A_PROOF * 7 / 8, (max_kl or 0.0) / trial.known[0].price)
-    predicted = trial.alone(chosen, allowed)
+    chosen, predicted = cheaper(trial, {name: each.proven for name, each in needed.items()}, allowed)
     if predicted is None:
         return None
     several = allowed < math.inf and len(chosen) > 1
@@ -216,6 +222,30 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
         return None
     plan = trial.made.model_copy(update={"exponents": chosen})
     return Edits(plan, {name: cost.divergence for name, cost in predicted.items()}, apart)
+
+
+def cheaper(
+    trial: Trial, rows: Mapping[str, OfChannels], allowed: float
+) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
+    """Return the edits with columns cut in place of rows wherever that costs less, and what each of them costs alone;
+    None where that is more than ``allowed``."""
+    costs = trial.alone(rows, allowed)
+    if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
+        return rows, costs
+    columns = trial.columns(rows)
+    if not columns:
+        return rows, costs
+    cuts = trial.costs([{name: e} for name, e in columns.items()], counted(len(columns), "cut"))
+    of_columns = dict(zip(columns, cuts, strict=True))
+    if costs is None:
+        kept = {name: e for name, e in rows.items() if columns_of(name) not in columns}
+        others = trial.alone(kept, allowed)
+        return {**kept, **columns}, None if others is None else others | of_columns
+    better = {n for n in rows if n in costs and (c := of_columns.get(columns_of(n))) and c.share < costs[n].share}
+    chosen = {
+        columns_of(n) if n in better else n: columns[columns_of(n)] if n in better else e for n, e in rows.items()
+    }
+    return chosen, {n: (costs | of_columns)[n] for n in chosen}
 
 
 def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str, Needed], bool]:

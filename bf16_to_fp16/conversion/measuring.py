@@ -6,12 +6,14 @@ All three read the files as anyone would, so that nothing that is still in memor
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..auditing import soft_side as soft
 from ..auditing.every_output import EveryOutput, output_errors, smallest_batches
 from ..auditing.fidelity import (
     Outputs,
@@ -29,6 +31,7 @@ from ..bounds.arithmetic import Arithmetic
 from ..bounds.tiers import bounded
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device
+from ..errors import UserError
 from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..progress import Advance, Progress
@@ -42,7 +45,8 @@ from ..run.agreement import agreed_layout
 from ..run.batch import Batch
 from ..run.lanes import Change, Walk, results_of
 from ..run.stock import attentions_of, load_config
-from .editing import change_by, some_of
+from ..run.tokenizer import has_tokenizer, load_tokenizer, tokenised
+from .editing import TEXT, change_by, some_of
 from .options import Options
 from .planning import Opened, drifted_outputs
 
@@ -67,6 +71,7 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
         reference = decided.reference or reference_of(opened.checkpoint, inputs)
         closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, reference, ran, inputs, in_fp32)
         edits = measured_edits(written, decided, in_fp32)
+    found = searched(opened.checkpoint, written, decided.layout, plan, progress) if options.run_model else None
     return Measured(
         certificate,
         plan,
@@ -76,6 +81,7 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
         ran.half,
         device.environment(),
         edits=edits,
+        soft=found,
         outputs=errors_of(decided.layout, decided.plan, reference, ran),
     )
 
@@ -106,6 +112,28 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
     walk.run()
     costs = [mean_divergence(results_of(each)) for each in lanes]
     return tuple(replace(edit, measured=cost) for edit, cost in zip(edits, costs, strict=True))
+
+
+def searched(
+    source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, progress: Progress
+) -> soft.SoftSide | None:
+    """Return which rare inputs the edits of a plan harm; None of a plan without edits that have a price."""
+    if not edits_of(layout, plan).exponents:
+        return None
+    config, text, tokenizer = load_config(source.folder), None, None
+    if has_tokenizer(source.folder):
+        with suppress(UserError):  # of a tokenizer that nothing else needs
+            tokenizer = load_tokenizer(source.folder)
+            lines = tokenised(config, source.folder, str(TEXT), seed=0, examples=8, length=soft.LENGTH)
+            text = torch.cat([batch.input_ids[batch.attention_mask.bool().all(1)] for batch in lines[-1:]])
+    with progress.step("Looking for rare input that the edits harm"):
+        found = soft.soft_side(source, written, layout, plan, config, text)
+    if tokenizer is None:
+        return found
+    named = [
+        replace(each, tokens=tuple(map(str, tokenizer.convert_ids_to_tokens(list(each.ids))))) for each in found.found
+    ]
+    return replace(found, found=tuple(named))
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:

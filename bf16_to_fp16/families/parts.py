@@ -26,6 +26,7 @@ from .types import (
     Sublayer,
     Tensor,
     before,
+    columns_of,
     divided_by,
     input_of,
     multiplied_by,
@@ -137,6 +138,7 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
     others, columns = (None, style.memory or style.model) if wiring.memory else (own, style.model)
     rows = [fused_rows(wiring.fused, number, spread) for number, spread in enumerate((read, of_keys, ()))]
     stream = [input_of(wiring.entrance)]
+    taken = () if wiring.fused or wiring.query_norm else (Signal(columns_of(scores), Kind.COLUMNS, style.model, ()),)
     queries, keys = multiplied_by(query_key, rows[0]), divided_by(query_key, rows[1])
     values = multiplied_by(value, rows[2])
     inner: list[Tensor] = []
@@ -176,7 +178,7 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
         )
     else:
         linears = (
-            *style.linear(wiring.query, style.inner, style.model, queries, own),
+            *style.linear(wiring.query, style.inner, style.model, queries, with_columns(own, scores) if taken else own),
             *style.linear(wiring.key, style.kv_inner, columns, keys, others),
             *inner,
             *style.linear(wiring.value, style.kv_inner, columns, values, others),
@@ -190,6 +192,7 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
             *style.before(wiring.key_norm, wiring.key, style.kv_inner),
             *style.before(wiring.post_norm, wiring.output),
             priced,
+            *taken,
             Signal(
                 value, Kind.VALUE, style.kv_inner, (output_of(wiring.value, 1, rows[2]), input_of(wiring.output, share))
             ),
@@ -202,6 +205,12 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
         ),
         topology=wiring,
     )
+
+
+def with_columns(own: Axis | None, signal: str) -> Axis:
+    """Return the axis along which a weight that makes a signal reads its input, with what it takes of each channel."""
+    columns = multiplied_by(columns_of(signal))
+    return columns if own is None else own.beside(columns)
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
@@ -225,13 +234,18 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
     if wiring.post_norm:
         stream += [input_of(wiring.post_norm), output_of(wiring.post_norm)]
     own = style.reads(wiring.norm)
-    gated = style.linear(wiring.gate, style.ff, style.model, opened, own) if wiring.gate and not wiring.fused else ()
+    taken: tuple[Signal, ...] = ()
+    gated: tuple[Tensor, ...] = ()
+    if wiring.gate and not wiring.fused:
+        gated = style.linear(wiring.gate, style.ff, style.model, opened, with_columns(own, gate))
+        taken = (Signal(columns_of(gate), Kind.COLUMNS, style.model, ()),)
     return Part(
         signals=(
             Signal(RESIDUAL, Kind.RESIDUAL, style.model, tuple(stream)),
             *normed,
             Signal(neuron, Kind.NEURON if moves else Kind.ASYMPTOTIC, style.ff, seen),
             *((pre_activations,) if wiring.gate else ()),
+            *taken,
             *style.before(wiring.post_norm, wiring.output),
         ),
         tensors=(

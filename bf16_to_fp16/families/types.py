@@ -36,6 +36,9 @@ class Kind(StrEnum):
     LOGITS = "logits"
     """The same of what a softmax over choices reads: one exponent where the embedding serves as head, since the norm in
     front carries it, else one for each choice."""
+    COLUMNS = "columns"
+    """What queries, or pre-activations of a gate, take from each channel of what they read: a power of two there
+    changes nothing for inputs that lack the channel."""
     BEFORE_NORM = "before_norm"
     """What a linear gives to a norm alone: one exponent beside the stream's, which the norm takes out again but for
     its eps, so that gradients there need not grow as the stream shrinks."""
@@ -44,7 +47,7 @@ class Kind(StrEnum):
     @property
     def has_price(self) -> bool:
         """Whether an exponent of such a signal changes the function, so that no exact plan has one."""
-        return self in (Kind.ASYMPTOTIC, Kind.LOGITS)
+        return self in (Kind.ASYMPTOTIC, Kind.LOGITS, Kind.COLUMNS)
 
     @property
     def may_be_one_number(self) -> bool:
@@ -120,6 +123,16 @@ def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPo
 def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
     """Return the input of the module at a path, where a signal's exponent is observed."""
     return ObservationPoint(1, module, "input", spread)
+
+
+def columns_of(signal: str) -> str:
+    """Return the name of what the weight that makes a signal with a price takes from each channel of its input."""
+    return f"{signal}.columns"
+
+
+def made_by(columns: str) -> str:
+    """Return the name of the signal that these columns make."""
+    return columns.removesuffix(columns_of(""))
 
 
 def before(norm: str) -> str:

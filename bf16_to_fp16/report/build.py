@@ -16,6 +16,7 @@ import torch
 
 from ..auditing.fidelity import Outputs, Reference
 from ..auditing.regimes import RegimeResult, verdict
+from ..auditing.soft_side import TIMES, SoftSide
 from ..bounds.findings import Certificate, SourceBounds
 from ..bounds.kinds import SiteKind, traits
 from ..checkpoint.contents import INDEX, read_config
@@ -96,7 +97,8 @@ class Measured:
     """What the written files are: bounded, run in every regime, and compared with the source (where anything runs).
     plan: with the drift's predicted and measured figures. tiers: by name whether the certificate of each holds. half:
     the outputs of the written model in fp16. environment: what it was all made with. attack: what a search found, where
-    one was made. edits: those of the plan, as they were measured. outputs: how far each is from the source's."""
+    one was made. edits: those of the plan, as they were measured. soft: the
+    inputs that they harm. outputs: how far each is from the source's."""
 
     certificate: Certificate
     plan: Plan
@@ -107,6 +109,7 @@ class Measured:
     environment: Mapping[str, Any] = field(default_factory=dict)
     attack: schema.AttackEntry | None = None
     edits: Sequence[Edit] = ()
+    soft: SoftSide | None = None
     outputs: Mapping[str, OutputError] = field(default_factory=dict)
 
 
@@ -145,7 +148,9 @@ def build(
     broken = remedies.overflowing(attack) if attack is not None else []
     for site in attack.sites if attack is not None else ():
         seen[site.name] = max(seen.get(site.name, 0.0), site.worst)
-    rare = inexact_of(measured.edits) | ({} if max_kl is None else {"max_kl": max_kl})
+    soft = exceptions_of(measured.soft)
+    over += harmed(soft.get("exceptions", []), max_kl)
+    rare = inexact_of(measured.edits) | soft | ({} if max_kl is None else {"max_kl": max_kl})
     # What a search has broken, clean runs do not show to hold.
     tiers = tiers_of(layout, measured.tiers, {} if broken else regimes)
     over += unmet(decided.target, tiers)
@@ -235,6 +240,19 @@ def other_outputs(outputs: Mapping[str, schema.OutputEntry], *, drifts: bool, ra
 def inexact_of(edits: Sequence[Edit]) -> dict[str, Any]:
     entries = [{key: value for key, value in asdict(edit).items() if key != "signal"} for edit in edits]
     return {"inexact": [schema.InexactEntry(**entry) for entry in entries]} if entries else {}
+
+
+def exceptions_of(soft: SoftSide | None) -> dict[str, Any]:
+    if soft is None:
+        return {}
+    found = [schema.ExceptionEntry(**asdict(each)) for each in soft.found]
+    return {"exceptions": found, "searched": schema.SearchEntry(ids=soft.searched, further=soft.further)}
+
+
+def harmed(exceptions: Sequence[schema.ExceptionEntry], max_kl: float | None) -> list[schema.UnsafeEntry]:
+    """Return an entry if one id alone is enough for edits to harm any text in which it stands, the worst such."""
+    worst = next((each for each in exceptions if len(each.ids) == 1 and each.kl > (max_kl or 0.0)), None)
+    return [] if worst is None else [remedies.harmed(worst, bits_between(worst.kl, TIMES * worst.kl_bf16))]
 
 
 def descended(report: schema.Report, lineage: schema.Lineage, kept: Fidelity | None) -> schema.Report:

@@ -29,7 +29,7 @@ from ..wording import (
     scientific,
 )
 from . import answers, schema
-from .remedies import OVER, SQUARES_UNSEEN
+from .remedies import OVER, SQUARES_UNSEEN, described, prices
 
 STRICTEST = TIERS[-1].name
 
@@ -408,7 +408,20 @@ def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
         rows.append((f"edit for {edit.site}", ", ".join([f"down to {power(edit.exponent)}", *parts])))
     if more := len(dearest) - len(rows):
         rows.append(("further edits", f"{more}, each cheaper, in the report"))
-    return rows
+    return rows + exception_rows(report, most)
+
+
+def exception_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
+    if report.searched is None:
+        return []
+    rows = [("exception", f"{described(rare)}: {prices(rare)}") for rare in report.exceptions[:most]]
+    if more := len(report.exceptions) - len(rows):
+        rows.append(("further exceptions", f"{more}, each milder, in the report"))
+    found = "none of them is harmed" if not rows else "what the edits harm is above"
+    looked = (
+        f"{counted(report.searched.ids, 'token')} looked at, {found}; on {percent(report.searched.further)} of random"
+    )
+    return [*rows, ("rare input", f"{looked} pairs the edits are further from the source than bf16")]
 
 
 def _verdict(report: schema.Report) -> str:

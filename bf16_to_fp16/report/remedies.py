@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import PurePath
 from typing import Any
 
@@ -15,8 +16,17 @@ from ..checkpoint.places import SHIPPED
 from ..families.known import named
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..targets import TIERS
-from ..wording import counted, listed, reached
-from .schema import AttackEntry, BoundEntry, CertificateEntry, RegimeEntry, Report, UnprovenEntry, UnsafeEntry
+from ..wording import counted, listed, reached, scientific
+from .schema import (
+    AttackEntry,
+    BoundEntry,
+    CertificateEntry,
+    ExceptionEntry,
+    RegimeEntry,
+    Report,
+    UnprovenEntry,
+    UnsafeEntry,
+)
 
 MASKED = ":masked"  # how the sites end that say what a mask must add at least
 OUTPUT = "the output, against bf16's error"  # names the violation of an fp16 output that is less accurate than bf16's
@@ -98,6 +108,23 @@ def inexact(
     why, remedy = (DRIFTED, SHRINK_LESS) if drifted and finite else (why, remedy)
     why, remedy = (ANOTHER_FUNCTION, A_BUG) if exact else (why, remedy)
     return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=remedy, reason=why)
+
+
+def harmed(rare: ExceptionEntry, excess_bits: float) -> UnsafeEntry:
+    reason = f"the edits are wrong wherever {described(rare)} stands: {prices(rare)}"
+    return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=ACCEPT, reason=reason)
+
+
+def described(rare: ExceptionEntry) -> str:
+    """Return the ids of an exception with their tokens."""
+    names = (
+        [f"{i} {token!r}" for i, token in zip_longest(rare.ids, rare.tokens, fillvalue="")] if rare.tokens else rare.ids
+    )
+    return f"{'token' if len(rare.ids) == 1 else 'tokens'} {listed(list(map(str, names)))}"
+
+
+def prices(rare: ExceptionEntry) -> str:
+    return f"KL {scientific(rare.kl)}, bf16 {scientific(rare.kl_bf16)}"
 
 
 def other_output(name: str, *, drifts: bool, ran: bool) -> UnsafeEntry:

@@ -414,6 +414,29 @@ class InexactEntry(ReportObject):
     measured: Real | None = None
 
 
+class ExceptionEntry(ReportObject):
+    """Ids on which the edits take the output further from the source than 10 times bf16's rounding, and over 0.01.
+
+    ``ids``: one that was put into ordinary text, or several of which a whole row was drawn. ``tokens``: what the
+    tokenizer calls them, where there is one. ``kl``: divergence in fp32. ``kl_bf16``: that of the source whose
+    activations are rounded to bf16 stochastically, the mean of 8 runs. ``kl_run``: that of the source as bf16 runs it.
+    """
+
+    ids: list[int]
+    tokens: list[str] = []
+    kl: Real
+    kl_bf16: Real
+    kl_run: Real
+
+
+class SearchEntry(ReportObject):
+    """How ``exceptions`` were looked for: ``ids`` of the vocabulary that were looked at, and the share of random pairs
+    of ids on which the edits are ``further`` from the source than bf16 is."""
+
+    ids: Count
+    further: float
+
+
 class UnsafeEntry(ReportObject):
     """What is unsafe, short of what was asked or over its limit less the margin, with the reason and the remedy.
 
@@ -532,6 +555,10 @@ class Report(Versioned):
     inexact: list[InexactEntry] = Field(
         default=[], description="what changes the function besides fp16's rounding, edit by edit"
     )
+    exceptions: list[ExceptionEntry] = Field(
+        default=[], description="found inputs that the edits harm, worst first; one id alone makes the verdict unsafe"
+    )
+    searched: SearchEntry | None = None
     max_kl: Real | None = Field(default=None, description="the distance from the source that was asked to be accepted")
     weights: WeightsEntry | None = None
     plan: Plan | None = None

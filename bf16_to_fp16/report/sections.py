@@ -42,6 +42,7 @@ _KINDS = {
     "input": "what norms alone read",
     "gate": "gates, by edits",
     "scores": "scores, by edits",
+    "columns": "columns, by edits",
     "logits": "logits, by edits",
     "tanh": "what a tanh reads, by edits",
     "routing": "routers, by edits",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..families.layout import Layout, ResolvedTensor, TensorReader, TensorSource
-from ..families.types import LOGITS, Attention, Experts
+from ..families.types import LOGITS, Attention, Experts, Kind, made_by
 from ..ranges import ModuleRange
 from .apply import scale
 from .centred import centred, centred_tensors
@@ -79,7 +79,9 @@ def sites_of(layout: Layout) -> dict[str, str]:
     """Return by signal with a price the site that tells whether it has to fall, as the audit names it."""
     attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
     scores = {f"{path}.scores": f"{path}:scores" for path in attentions}
-    return {name: scores.get(name) or s.seen[0].module for name, s in layout.signals.items() if s.kind.has_price}
+    priced = {name: signal for name, signal in layout.signals.items() if signal.kind.has_price}
+    of = {name: made_by(name) if s.kind is Kind.COLUMNS else name for name, s in priced.items()}
+    return {name: scores.get(of[name]) or priced[of[name]].seen[0].module for name in priced}
 
 
 def edited(tensor: ResolvedTensor, weight: Tensor, edits: Plan, offset: float = 0.0) -> Tensor:

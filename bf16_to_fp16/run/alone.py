@@ -15,24 +15,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..families.configs import config_value
-from ..families.layout import Layout, ResolvedStack, TensorSource
+from ..families.layout import Layout, ResolvedStack, TensorReader, TensorSource
 from ..families.resolve import unscaled
 from ..families.spread import spread_out
 from ..families.types import Attention, Experts, FeedForward, Sublayer
 
 
 class Weights:
-    """A layout's weights in fp32, unscaled, and what its modules compute; ``vocabulary``, ``width``: of the
-    embedding."""
+    """A layout's weights in fp32, unscaled or as ``reader`` gives them, and what its modules compute; ``vocabulary``,
+    ``width``: of the embedding."""
 
-    def __init__(self, source: TensorSource, layout: Layout) -> None:
+    def __init__(self, source: TensorSource, layout: Layout, reader: TensorReader | None = None) -> None:
         self.source, self.layout = source, layout
+        self.reader = reader or (lambda name: unscaled(source, layout.tensors[name]))
         table = layout.tensors[layout.family.embedding]
         self.table, (self.vocabulary, self.width) = str(table.source), table.shape
 
     def read(self, name: str) -> Tensor | None:
-        tensor = self.layout.tensors.get(name)
-        return None if tensor is None else unscaled(self.source, tensor).float()
+        return self.reader(name).float() if name in self.layout.tensors else None
 
     def matrix(self, module: str) -> Tensor:
         weight = self.read(f"{module}.weight")

@@ -285,6 +285,13 @@ def few_rows(config: Any) -> Batch:
     return rows_of(config, rows, "a few short rows")
 
 
+def whole_rows(config: Any, ids: Tensor, description: str) -> Batch:
+    """Return ids [rows, length] as one batch without padding; a decoder gets the same behind its start token."""
+    started = ids.roll(1, dims=1)
+    started[:, 0] = interface.decoder_start(config)
+    return _readable(config, _unpadded(config, kinds.RANDOM, description, ids, started))
+
+
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
     """Ids behind the token with which a text begins, else before its end, and at most so many from that edge on."""
     first = interface.first_ids(config)

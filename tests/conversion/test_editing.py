@@ -60,6 +60,7 @@ class Given:
     made: Plan = field(default_factory=lambda: Plan(family="t5", centred_keys=["here"]))
     asked: list[list[dict[str, OfChannels]]] = field(default_factory=list)
     numbers: list[int | None] = field(default_factory=list)
+    cuts: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def layout(self) -> Any:
@@ -71,6 +72,9 @@ class Given:
         return [Known([], [], BF16)]
 
     alone = Trial.alone
+
+    def columns(self, rows: Mapping[str, OfChannels]) -> dict[str, list[int]]:
+        return {name: e for name, e in self.cuts.items() if name.removesuffix(".columns") in rows}
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
         self.asked.append([dict(trial) for trial in trials])
@@ -144,6 +148,30 @@ def test_of_many_edits_the_last_are_tried_first_and_no_more_once_they_cost_too_m
     assert trial.asked == asked[dear] and trial.numbers == [24, 24, None][: len(trial.asked)]
     assert (edits is None) is bool(dear)
     assert edits is None or list(edits.predicted) == names
+
+
+def test_columns_are_cut_where_rows_are_dear_and_columns_cost_less() -> None:
+    """Also where rows alone cost too much for a proof, and where what was observed is worth any price."""
+    rows = {("a", -3): 0.5 * BF16, ("b", -2): 0.05 * BF16}
+    cheap, dear = {("a.columns", (0, -3)): 0.0}, {("a.columns", (0, -3)): 0.6 * BF16}
+    for needed in ({"a": Needed(-3, -3), "b": Needed(-2, -2)}, {"a": Needed(-3, None), "b": Needed(-2, -2)}):
+        trial = Given(rows | cheap, cuts={"a.columns": [0, -3]})
+        edits = chosen(trial, needed)
+        assert exponents(edits) == {"a.columns": [0, -3], "b": -2}
+        assert edits is not None and edits.predicted == {"a.columns": 0.0, "b": 0.05 * BF16}
+        assert exponents(chosen(Given(rows | dear, cuts={"a.columns": [0, -3]}), needed)) == {"a": -3, "b": -2}
+    for_proof = {"a": Needed(-3, None), "b": Needed(-2, None)}
+    little = rows | {("b", -2): BF16 / 200}
+    assert chosen(Given(little), for_proof) is None
+    assert exponents(chosen(Given(little | cheap, cuts={"a.columns": [0, -3]}), for_proof)) == {
+        "a.columns": [0, -3],
+        "b": -2,
+    }
+
+
+def test_where_rows_are_cheap_no_column_is_tried() -> None:
+    trial = Given({("a", -3): 0.09 * BF16}, cuts={"a.columns": [0, -3]})
+    assert exponents(chosen(trial, {"a": Needed(-3, -3)})) == {"a": -3} and len(trial.asked) == 1
 
 
 EACH = [-4, 0, -1]

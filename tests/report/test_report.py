@@ -31,7 +31,18 @@ from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.report.answers import PipelineReport, Verification
 from bf16_to_fp16.report.build import descended, replaced_by, signals_of
 from bf16_to_fp16.report.remedies import going_on
-from bf16_to_fp16.report.schema import REPORT, Inputs, Lineage, RegimeEntry, Report, Source, Text, json_schema, read
+from bf16_to_fp16.report.schema import (
+    REPORT,
+    ExceptionEntry,
+    Inputs,
+    Lineage,
+    RegimeEntry,
+    Report,
+    Source,
+    Text,
+    json_schema,
+    read,
+)
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import Fidelity, ReportObject, dump
@@ -110,6 +121,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         "publish": prepare(edited).report,
         "verify": Verification.model_validate(verify(converted)),
         "verify what was changed": Verification.model_validate(verify(changed)),
+        "an exception": ExceptionEntry(ids=[7], tokens=["a"], kl=0.5, kl_bf16=1e-3, kl_run=1e-4),
         "regime": RegimeEntry.model_validate(regime.to_json()),
         "inputs": Inputs.model_validate(describe_batches(batches(model.config, None, None), seed=0, data="texts.txt")),
     }

@@ -1,0 +1,282 @@
+"""The soft side of edits: tokens at which an edited signal is small, where an edit changes the function most.
+
+The probe looks for extremes and misses them. Ids that stand alone (``run.alone``) show in the weights where an edit can
+count: by the change of a sublayer's output against bf16's error of it, and by how far the weight of one key of two
+moves. What is found there is judged by stock code, beside bf16 and beside random pairs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.reader import Checkpoint
+from ..families.layout import Layout
+from ..families.types import LOGITS, Attention, Experts, FeedForward, Sublayer
+from ..rescaling.edits import changed_by, edited_weights, edits_of
+from ..rescaling.plan import Plan
+from ..run.alone import Step, Weights, forward
+from ..run.batch import LOGIT_BUDGET, Batch, run_batch
+from ..run.choice import affordable
+from ..run.lanes import Walk, results_of
+from ..run.probe import whole_rows
+from ..run.products import FastProducts
+from ..run.stock import vocabulary_of
+from .fidelity import Outputs, add_outputs, difference, output_on
+
+LENGTH, EVERY = 16, 4  # tokens of a row, and every so many of a text are replaced
+MOST_ROWS, TOGETHER = 192, 32  # rows that are run, and of one batch
+IN_TEXT, PAIRS = 16, 64  # ids that are put into text, and random pairs
+RANKS = 8  # suspects of one site
+IN_PAIRS = 2048  # ids of which all pairs are looked at
+DRAWS = 8  # stochastic roundings whose mean stands for bf16
+TIMES, LEAST = 10.0, 0.01
+"""How often bf16's divergence makes an edit's one too many, and from what divergence on it counts."""
+
+HALF_STEP = 2.0**-9  # of bf16, relative
+
+
+@dataclass(frozen=True)
+class RareInput:
+    """Ids on which an edited model is further from its source than ``TIMES`` bf16's divergence.
+
+    ids: one that was put into text, or several of which a whole row was drawn. kl: divergence in fp32 from the source.
+    kl_bf16: that of the source whose activations are rounded to bf16 stochastically, the mean of ``DRAWS`` runs.
+    kl_run: that of the source as bf16 runs it. tokens: the names of the ids, where a tokenizer gives them.
+    """
+
+    ids: tuple[int, ...]
+    kl: float
+    kl_bf16: float
+    kl_run: float
+    tokens: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SoftSide:
+    """What was found: inputs, worst first; how many ids were looked at; the share of random pairs on which the edits
+    are further from the source than bf16."""
+
+    found: tuple[RareInput, ...]
+    searched: int
+    further: float
+
+
+def soft_side(
+    source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, config: Any, text: Tensor | None
+) -> SoftSide:
+    """Look for the inputs that the edits of a plan harm. source: unedited. written: what is judged. layout: the plan's.
+    text: int64 ids [rows, length] into which single ids are put; None takes random ones."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = vocabulary_of(config)
+    order = torch.randperm(vocabulary, generator=generator)
+    ids = order[: max(IN_PAIRS // 2, affordable(layout))].sort().values
+    with FastProducts():
+        suspects = list(dict.fromkeys(suspected(source, layout, edits_of(layout, plan), ids)))
+    alone = list(dict.fromkeys(s[:1] for s in suspects))[:IN_TEXT]
+    together = [s for s in suspects if len(s) > 1]
+    pairs = [tuple(pair) for pair in torch.randint(vocabulary, (PAIRS, 2), generator=generator).tolist()]
+    most = min(MOST_ROWS, LOGIT_BUDGET // (LENGTH * vocabulary))
+    inputs = (alone[: most // 4] + together)[: 3 * most // 4]
+    inputs += pairs[: most - len(inputs)]
+    lines = torch.randint(vocabulary, (4, LENGTH), generator=generator) if text is None else text[:, :LENGTH]
+    rows = torch.stack([row_of(each, lines[n % len(lines)], generator) for n, each in enumerate(inputs)])
+    return judged(source, written, layout, config, inputs, rows, len(ids))
+
+
+def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a line of text with one id in it, or a row drawn from several."""
+    if len(ids) > 1:
+        return torch.tensor(ids)[torch.randint(len(ids), (LENGTH,), generator=generator)]
+    row = line.clone()
+    row[1::EVERY] = ids[0]
+    return row
+
+
+# ---- suspects, by the weights ----------------------------------------------------------------------------------------
+
+
+def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> Iterator[tuple[int, ...]]:
+    """Yield ids and sets of ids by what edits change of tokens that stand alone, the first of each site first."""
+    centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
+    plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
+    priced = edits.model_copy(update={"centred_keys": []})
+    changed = {name.rpartition(".")[0] for name in changed_by(layout, priced)}
+    by_site: list[list[tuple[int, ...]]] = []
+    for step in forward(plain, ids.tolist()):
+        if step.sublayer is None:
+            soft = soft_logits(plain, step) if LOGITS in edits.exponents and step.stack.is_last else None
+            by_site += [[(i,) for i in ids[soft].tolist()]] if soft is not None else []
+        elif not changed.isdisjoint(modules_of(step.sublayer)):
+            if isinstance(step.sublayer, Attention):
+                by_site += list(pairs_at(plain, edited, step.sublayer, step, ids))
+            else:
+                first = ids[change_at(plain, edited, step).topk(min(RANKS, len(ids))).indices].tolist()
+                by_site.append([*((i,) for i in first), tuple(first[:4])])
+    yield from (each for rank in zip_longest(*by_site) for each in rank if each is not None)
+
+
+def modules_of(sublayer: Sublayer) -> set[str]:
+    parts = [sublayer, *(sublayer.experts if isinstance(sublayer, Experts) else ())]
+    return {path for part in parts for path in vars(part).values() if isinstance(path, str)}
+
+
+def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
+    """Return by how many times bf16's error the edits change a feed-forward's output, for each token."""
+    normed, output = step.outputs[0], step.outputs[-1]
+    sublayer = step.sublayer
+    assert isinstance(sublayer, FeedForward | Experts)
+    whole = edited.handed_out(sublayer, normed) if isinstance(sublayer, Experts) else edited.fed(sublayer, normed)
+    before, after = (plain.joined(sublayer, each) for each in (output, whole[-1]))
+    noise = HALF_STEP * (step.stream.norm(dim=1) + before.norm(dim=1))
+    return (after - before).norm(dim=1) / noise.clamp(min=1e-30)
+
+
+def soft_logits(plain: Weights, step: Step) -> Tensor | None:
+    """Return which tokens have the flattest logits, None for a head of several linears."""
+    head = plain.layout.head
+    if head is None or len(head.linears) > 1:
+        return None
+    weight = plain.read(head.linears[0].weight)
+    assert weight is not None
+    flat = torch.cat([(part @ weight.t()).std(dim=1) for part in step.outputs[0].split(64)])
+    return flat.argsort()[:RANKS]
+
+
+def pairs_at(
+    plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
+) -> Iterator[list[tuple[int, ...]]]:
+    """Yield for every edited head the sets of ids among which its weights move most."""
+    layout = plain.layout
+    some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
+    normed, query, key = (x[some] for x in step.outputs[:3])
+    queries, others = (
+        heads_of(weights, attention.query_norm, layout.heads(attention), x, whole=attention.norms_whole)
+        for weights, x in ((plain, query), (edited, edited.attended(attention, normed, normed)[0]))
+    )
+    keys = heads_of(plain, attention.key_norm, layout.kv_heads(attention), key, whole=attention.norms_whole)
+    shared = layout.heads(attention) // layout.kv_heads(attention)
+    scale, cap = layout.score_scale(attention), layout.cap(attention)
+
+    def scores(q: Tensor, k: Tensor) -> Tensor:
+        product = q @ k.t() * scale
+        return product if cap is None else cap * (product / cap).tanh()
+
+    for head in range(layout.heads(attention)):
+        q, other, k = queries[:, head], others[:, head], keys[:, head // shared]
+        if torch.equal(q, other):
+            continue
+        before, after = scores(q, k), scores(other, k)
+        noise = HALF_STEP * scale * ((q.square() @ k.square().t()).sqrt() + before.abs())
+        moved = (weight_of_two(before) - weight_of_two(after)).abs() / (1 + noise + noise.diagonal()[:, None])
+        best = moved.flatten().topk(min(4 * RANKS, moved.numel())).indices
+        pairs = [
+            (t, u) for t, u in zip((best // len(some)).tolist(), (best % len(some)).tolist(), strict=True) if t != u
+        ]
+        usual = [i for i, _ in Counter(i for pair in pairs for i in pair).most_common(4)]
+        by_key, by_both = k.norm(dim=1), q.norm(dim=1) * k.norm(dim=1)
+        soft = [each.argsort()[:n].tolist() for each in (by_both, by_key) for n in (3, 6)]
+        sets = [tuple(usual), *(tuple(each) for each in soft), *pairs[:RANKS], tuple(usual[:1])]
+        yield [tuple(ids[some[list(each)]].tolist()) for each in sets if each]
+
+
+def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool) -> Tensor:
+    """Return [tokens, heads, channels], normed."""
+    if norm and whole:
+        return weights.norm(norm, x).unflatten(1, (heads, -1))
+    return weights.norm(norm, x.unflatten(1, (heads, -1)))
+
+
+def weight_of_two(scores: Tensor) -> Tensor:
+    """Return the weight that each query gives the other of two keys, of which one is its own."""
+    return (scores - scores.diagonal()[:, None]).sigmoid()
+
+
+# ---- judged, by stock code -------------------------------------------------------------------------------------------
+
+
+def judged(
+    source: Checkpoint,
+    written: Checkpoint,
+    layout: Layout,
+    config: Any,
+    inputs: Sequence[tuple[int, ...]],
+    rows: Tensor,
+    searched: int,
+) -> SoftSide:
+    """Return what of ``inputs``, a row of ids each, the edits harm; the last ``PAIRS`` or fewer are random pairs."""
+    batches = [whole_rows(config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
+    walk, other = Walk(source), Walk(written)
+    expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
+    edited = add_outputs(other, batches, torch.float32)
+    walk.run()
+    other.run()
+    apart = partial(divergences, batches, results_of(expected), layout.gives_probabilities)
+    kl, run = apart(results_of(edited)), apart(results_of(as_bf16))
+    random = torch.arange(len(inputs)) >= len(inputs) - PAIRS
+    further = float((kl > run)[random].float().mean())
+    suspicious = kl > LEAST
+    if not bool(suspicious.any()):
+        return SoftSide((), searched, further)
+    batches = [whole_rows(config, part, "the soft side of edits") for part in rows[suspicious].split(TOGETHER)]
+    mean = bf16_in_the_mean(source, batches, layout)
+    found = [
+        RareInput(ids=each, kl=float(a), kl_bf16=float(b), kl_run=float(c))
+        for each, a, b, c in zip(
+            [each for each, over in zip(inputs, suspicious, strict=True) if over],
+            kl[suspicious],
+            mean,
+            run[suspicious],
+            strict=True,
+        )
+    ]
+    worse = (each for each in found if each.kl > TIMES * each.kl_bf16)
+    return SoftSide(tuple(sorted(worse, key=lambda each: -each.kl)), searched, further)
+
+
+def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool, found: Outputs) -> Tensor:
+    """Return each row's mean divergence, float64 [rows]."""
+    rows = [
+        difference(a, b, probabilities=probabilities).mean
+        for batch, one, other in zip(batches, expected, found, strict=True)
+        for a, b in zip(*(x.chunk(len(batch.input_ids)) for x in (one, other)), strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def bf16_in_the_mean(source: Checkpoint, batches: Sequence[Batch], layout: Layout) -> Tensor:
+    """Return each row's divergence of the source whose activations are rounded to bf16 stochastically, in the mean: as
+    it is run, bf16 may be lucky on one row."""
+    walk = Walk(source)
+    expected = add_outputs(walk, batches, torch.float32)
+    draws = [
+        [walk.add(partial(run_rounded, batch, 1 + n * DRAWS + k), torch.float32) for n, batch in enumerate(batches)]
+        for k in range(DRAWS)
+    ]
+    walk.run()
+    apart = partial(divergences, batches, results_of(expected), layout.gives_probabilities)
+    return torch.stack([apart(results_of(each)) for each in draws]).mean(0)
+
+
+def run_rounded(batch: Batch, seed: int, model: Any) -> Tensor:
+    """Return a model's output with every linear, norm and embedding rounded to bf16 stochastically."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        bits = output.float().contiguous().view(torch.int32)
+        drawn = torch.randint(1 << 16, bits.shape, generator=generator, dtype=torch.int32)
+        return ((bits + drawn) & -(1 << 16)).view(torch.float32)
+
+    with ExitStack() as hooks, FastProducts():
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding) or "Norm" in type(module).__name__:
+                hooks.enter_context(module.register_forward_hook(rounded))
+        return output_on(batch, run_batch(model, batch))

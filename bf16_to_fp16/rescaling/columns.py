@@ -1,0 +1,111 @@
+"""Cuts of columns: what gates or queries take from few channels of their input, multiplied by powers of two.
+
+Nothing changes for inputs that lack those channels. Where one token's row passes the limit by one channel of its own,
+a cut of that column brings it under, and a cut of whole rows would flatten all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..families.layout import Layout, TensorReader
+from ..families.types import Attention, Kind, carried_by, made_by
+from .exponents import OfChannels
+
+MOST_CHANNELS, MOST_BITS = 4, 24  # that are cut, and by how much
+CLOSE = 2.0**-10  # bits that a row may keep over its aim, which is a whole number of them
+
+Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Gives for factors of columns the bits by which each row or head is over its aim, and each column's share in it:
+fp64 [rows] and [rows, columns]."""
+
+
+def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
+    """Return by signal of columns the exponents that do what ``needed`` ones would do to gates and scores, where few
+    channels are enough."""
+    reaches: dict[str, Reach] = {}
+    for each in layout.feed_forwards:
+        if signal := signal_at(layout, each.gate, needed):
+            v = read_by(layout, weights, each.gate, each.norm)
+            reaches[signal] = gates(v, bits_of(needed[made_by(signal)], len(v)))
+    for part in layout.topology:
+        if isinstance(part, Attention) and (signal := signal_at(layout, part.query, needed)):
+            q = read_by(layout, weights, part.query, part.norm)
+            k = read_by(layout, weights, part.key, "" if part.memory else part.norm)
+            heads, kv_heads = layout.heads(part), layout.kv_heads(part)
+            k = k.unflatten(0, (kv_heads, -1)).repeat_interleave(heads // kv_heads, 0)
+            bits = bits_of(needed[made_by(signal)], len(q)).view(heads, -1).amax(1)
+            reaches[signal] = scores(q.unflatten(0, (heads, -1)), k, bits)
+    cuts = ((signal, cut(reach, layout.signals[signal].size)) for signal, reach in reaches.items())
+    return {signal: exponents for signal, exponents in cuts if exponents is not None}
+
+
+def signal_at(layout: Layout, linear: str, needed: Mapping[str, OfChannels]) -> str:
+    """Return the signal of the columns of a linear whose output must fall, "" where there is none."""
+    tensor = layout.tensors.get(f"{linear}.weight")
+    carried = () if tensor is None else carried_by(tensor.axes[1])
+    signals = (axis.signal for axis in carried if layout.signals[axis.signal].kind is Kind.COLUMNS)
+    return next((signal for signal in signals if made_by(signal) in needed), "")
+
+
+def read_by(layout: Layout, weights: TensorReader, linear: str, norm: str) -> Tensor:
+    """Return a linear's weight times the gain of the norm that it reads, fp64."""
+    weight = weights(f"{linear}.weight").double()
+    if not norm:
+        return weight
+    return weight * (weights(f"{norm}.weight").double() + layout.tensors[f"{norm}.weight"].offset)
+
+
+def bits_of(exponents: OfChannels, rows: int) -> Tensor:
+    """Return by how many bits each row is to fall."""
+    return -torch.as_tensor(exponents, dtype=torch.float64).expand(rows)
+
+
+def gates(v: Tensor, bits: Tensor) -> Reach:
+    aim = v.norm(dim=1).log2() - bits
+
+    def reach(factors: Tensor) -> tuple[Tensor, Tensor]:
+        squares = (v * factors).square()
+        total = squares.sum(1, keepdim=True)
+        return total.squeeze(1).sqrt().log2() - aim, squares / total
+
+    return reach
+
+
+def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
+    """q, k: [heads, channels of a head, columns]; a head's largest score goes with the spectral norm of its qᵀk."""
+    of_keys = k @ k.transpose(1, 2)
+
+    def reach(factors: Tensor) -> tuple[Tensor, Tensor]:
+        cut = q * factors
+        # The eigenvector of q·qᵀ·(k·kᵀ) leads to the left singular vector of qᵀk.
+        root = torch.linalg.cholesky_ex(
+            of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
+        )
+        inner = root.L.transpose(1, 2) @ (cut @ cut.transpose(1, 2)) @ root.L
+        values, vectors = torch.linalg.eigh(inner)
+        left = torch.einsum("hrc,hrs,hs->hc", cut, root.L, vectors[..., -1])
+        return values[:, -1].sqrt().log2() - aim, left.square() / values[:, -1:]
+
+    aim = torch.zeros(len(q), dtype=torch.float64)
+    aim = reach(torch.ones(q.shape[2], dtype=torch.float64))[0] - bits
+    return reach
+
+
+def cut(reach: Reach, columns: int) -> list[int] | None:
+    """Return the exponents by which columns fall, one bit at a time where it counts most, until nothing is over."""
+    exponents = torch.zeros(columns, dtype=torch.float64)
+    for step in range(MOST_CHANNELS * MOST_BITS):
+        over, share = reach(2.0**exponents)
+        if not bool((over > CLOSE).any()):
+            return [int(e) for e in exponents]
+        largest = share.topk(min(MOST_CHANNELS, columns)).values.sum(1)
+        if step == 0 and bool((largest < 1 - 4.0 ** -over.clamp(min=0)).any()):
+            return None  # even without these channels too much would be left
+        exponents[share[over.argmax()].argmax()] -= 1
+        if int((exponents < 0).sum()) > MOST_CHANNELS or float(exponents.min()) < -MOST_BITS:
+            return None
+    return None

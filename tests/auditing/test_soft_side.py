@@ -1,0 +1,151 @@
+"""Rare input that edits harm is found, judged beside bf16, and decides or is told; harmless edits have none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import tiny
+
+from bf16_to_fp16 import convert, verify
+from bf16_to_fp16.auditing.soft_side import LENGTH, TIMES, row_of, run_rounded
+from bf16_to_fp16.report.schema import REPORT, Report, read
+from bf16_to_fp16.report.terminal import print_conversion
+
+RARE = [1000, 1001, 1002]
+LOUD = [5, 6, 7, 8]
+VOCABULARY, WIDTH = 2048, 32
+
+
+def llama() -> Any:
+    """Return a Llama of one layer with weights of zero but for independent embeddings and a head, and those tables."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads, **special, max_position_embeddings=256)
+    )
+    table, head = model.model.embed_tokens.weight, model.lm_head.weight
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data.zero_()
+    table.data[:, 8:], head.data[:, 8:] = torch.randn(2, VOCABULARY, WIDTH - 8)
+    return model.eval()
+
+
+@torch.no_grad()
+def soft_gate(folder: Path) -> Path:
+    """Write a model whose gate is far out on usual ids, overflows on four, and is soft on three for which it counts."""
+    model = llama()
+    table, mlp = model.model.embed_tokens.weight, model.model.layers[0].mlp
+    table[:, 0] = torch.where(torch.rand(VOCABULARY) < 0.5, -0.1, 0.1)
+    table[LOUD, 0], table[RARE, 0], table[RARE, 2], table[:, 1] = 30.0, 0.0, 1.0, 1.0
+    mlp.gate_proj.weight[0, 0], mlp.gate_proj.weight[0, 2], mlp.gate_proj.weight[1, 1] = 30000.0, -1.28, 1e-3
+    mlp.up_proj.weight[0, 1], mlp.up_proj.weight[0, 2], mlp.up_proj.weight[1, 0] = 0.01, 30.0, 60.0
+    mlp.down_proj.weight[3, 0] = 1 / 32
+    model.lm_head.weight[:, 3] = torch.randn(VOCABULARY) * 20
+    return tiny.save(model, folder)
+
+
+@torch.no_grad()
+def soft_head(folder: Path) -> Path:
+    """Write a model whose head of attention is one-hot on usual ids, overflows on four, and is soft among three."""
+    model = llama()
+    table, attention = model.model.embed_tokens.weight, model.model.layers[0].self_attn
+    table[:, 0], table[:, 1] = torch.randint(0, 8, (VOCABULARY,)) / 4.0, 2.0
+    table[LOUD, 0], table[RARE, 0] = 60.0, torch.arange(3) / 3.0 * 0.0004
+    attention.q_proj.weight[7, 1], attention.k_proj.weight[7, 0] = 600.0, 200.0
+    attention.v_proj.weight[:8, 8:16] = attention.o_proj.weight[16:24, :8] = torch.eye(8) * 2
+    model.lm_head.weight[:, 16:24] = torch.randn(VOCABULARY, 8) * 3
+    return tiny.save(model, folder)
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    root = tmp_path_factory.mktemp("gate")
+    return root, convert(soft_gate(root / "source"), root / "out").report
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    root = tmp_path_factory.mktemp("head")
+    return root, convert(soft_head(root / "source"), root / "out").report
+
+
+def test_an_edit_that_is_wrong_on_one_id_in_any_text_is_unsafe_and_names_it(gate: tuple[Path, Any]) -> None:
+    root, report = gate
+    assert report["fidelity"]["kl_fp16"] < report["fidelity"]["kl_bf16"]  # the probe does not see it
+    assert report["verdict"] == "unsafe" and report["searched"]["ids"] == VOCABULARY
+    worst = next(entry for entry in report["exceptions"] if len(entry["ids"]) == 1)
+    assert worst["ids"][0] in RARE and worst["kl"] > 0.1 > TIMES * worst["kl_bf16"]
+    [entry] = report["unsafe"]
+    assert entry["kind"] == "inexact" and f"token {worst['ids'][0]} " in entry["reason"]
+    accepted = convert(root / "source", root / "accepted", max_kl=2 * worst["kl"]).report
+    assert accepted["verdict"] == "safe" and worst in accepted["exceptions"]
+
+
+def test_what_only_a_mixture_of_ids_shows_is_told_and_the_verdict_stays(
+    head: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, report = head
+    assert report["verdict"] == "safe" and report["exceptions"]
+    for entry in report["exceptions"]:
+        assert len(entry["ids"]) > 1 and set(entry["ids"]) & set(RARE) and entry["kl"] > TIMES * entry["kl_bf16"]
+    divergences = [entry["kl"] for entry in report["exceptions"]]
+    assert divergences == sorted(divergences, reverse=True) and divergences[0] > 1.0
+    print_conversion(read(Report, report), root / "out")
+    ids = report["exceptions"][0]["ids"]
+    for shown in (capsys.readouterr().out, (root / "out" / "README.md").read_text(encoding="utf-8")):
+        assert all(str(i) in shown for i in ids) and "exception" in shown
+
+
+def test_verify_finds_the_same_and_misses_what_a_report_leaves_out(head: tuple[Path, Any]) -> None:
+    root, _ = head
+    assert verify(root / "out", original=root / "source")["verified"]
+    forged = json.loads((root / "out" / REPORT).read_text(encoding="utf-8")) | {"exceptions": []}
+    (root / "out" / REPORT).write_text(json.dumps(forged), encoding="utf-8")
+    answer = verify(root / "out", original=root / "source")
+    assert not answer["verified"] and "exceptions" in json.dumps(answer["problems"])
+
+
+def test_an_edit_far_out_everywhere_harms_nothing(tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        table, mlp = model.model.embed_tokens.weight, model.model.layers[0].mlp
+        table[:, 0] = torch.where(torch.rand(VOCABULARY) < 0.5, -30.0, 30.0)
+        mlp.gate_proj.weight[0, 0] = 30000.0
+        mlp.up_proj.weight[0, 8:], mlp.down_proj.weight[3, 0] = torch.randn(WIDTH - 8), 1e-5
+        model.lm_head.weight[:, 3] = torch.randn(VOCABULARY)
+    report = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out").report
+    assert report["inexact"] and report["verdict"] == "safe" and report["exceptions"] == []
+    assert report["searched"]["ids"] == VOCABULARY
+
+
+def test_nothing_is_searched_where_nothing_is_edited(tmp_path: Path) -> None:
+    report = convert(tiny.save(tiny.small("llama"), tmp_path / "source"), tmp_path / "out").report
+    assert not {"exceptions", "searched"} & report.keys()
+
+
+def test_rows_are_a_text_with_one_id_in_it_or_drawn_from_several() -> None:
+    generator, line = torch.Generator().manual_seed(0), torch.arange(LENGTH)
+    row = row_of((500,), line, generator)
+    assert (row == 500).sum() == LENGTH // 4 and row[0] == 0 and torch.equal(row[row != 500], line[row != 500])
+    assert set(row_of((3, 4), line, generator).tolist()) == {3, 4}
+
+
+def test_stochastic_rounding_is_bf16s_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every output is one of the two bf16 values around the exact one, and their mean is that."""
+    from bf16_to_fp16.auditing import soft_side
+
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.randn(2000, 4).mean(0).expand(4000, 4)
+    monkeypatch.setattr(soft_side, "run_batch", lambda model, batch: model(x))
+    monkeypatch.setattr(soft_side, "output_on", lambda batch, output: output)
+    with torch.no_grad():
+        exact, rounded = model(x), run_rounded(None, 1, model)  # type: ignore[arg-type]
+    assert torch.equal(rounded, rounded.bfloat16().float()) and not torch.equal(rounded, exact)
+    step = 2.0 ** (exact.abs().log2().floor() - 7)
+    assert bool(((rounded - exact).abs() < step).all())
+    assert bool(((rounded.mean(0) - exact[0]).abs() < step[0] * 0.05).all())
