@@ -97,15 +97,13 @@ def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool =
 @dataclass(frozen=True)
 class Choice:
     """A configuration for a place. ``held``: bytes of a process by what they are for; ``tried``: the sum of each
-    configuration up to the chosen one; ``blocks``: classes that FSDP has to be told of; ``machine``: bytes of the
-    machine's own memory."""
+    configuration up to the chosen one; ``blocks``: classes that FSDP has to be told of."""
 
     kind: str
     place: Place
     held: Mapping[str, float]
     tried: Mapping[str, float]
     blocks: Sequence[str]
-    machine: float
 
     @property
     def total(self) -> float:
@@ -125,7 +123,7 @@ class Choice:
             lines.append(f"too much would be {', '.join(others)}")
         if not self.fits:
             lines.append(f"this is too much as well: {LESS}")
-        return [*lines, f"the machine's own memory: {_gib(self.machine)} while the models are read"]
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -135,7 +133,6 @@ class Choice:
             "memory": {"each": self.place.memory, "held": dict(self.held), "total": self.total},
             "fits": self.fits,
             "tried": dict(self.tried),
-            "machine": self.machine,
         }
 
 
@@ -172,8 +169,7 @@ def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
     # Stock classes name their blocks themselves, as a rule.
     named = getattr(needs.model, "_no_split_modules", None)
     blocks = [] if named else sorted({type(block).__name__ for block in needs.blocks})
-    machine = memory.of_the_machine(chosen, needs, place.processes)
-    return Choice(chosen, place, held[chosen], tried, blocks, machine)
+    return Choice(chosen, place, held[chosen], tried, blocks)
 
 
 def config_of_source(recipe: Recipe) -> Any:

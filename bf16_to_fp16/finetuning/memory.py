@@ -113,13 +113,3 @@ def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu
         held["activations"] += 2.0 * count
     held["CUDA"] = CONTEXT if on_gpu else 0.0
     return {name: size for name, size in held.items() if size}
-
-
-def of_the_machine(kind: str, needs: Needs, processes: int) -> float:
-    """Return the bytes that all processes together take of the machine's own memory: each reads student and teacher
-    whole, and what is offloaded stays there."""
-    recipe = needs.recipe
-    reading = processes * needs.parameters * (4 + (4 if recipe.distillation.weight else 0))
-    each = PRECISION_DTYPES[recipe.optimizer.weights].itemsize
-    stays = 2 * each + MOMENT_BYTES[recipe.optimizer.moments] + (each if kind == "zero3-offload" else 0)
-    return float(max(reading, needs.parameters * stays if kind.endswith("offload") else 0))

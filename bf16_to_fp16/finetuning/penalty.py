@@ -453,7 +453,7 @@ def _log2_peak(x: Tensor, floor: float) -> Tensor:
     """
     channels = x.shape[-1] if x.dim() > 1 else x.numel()
     rows = x.detach().reshape(-1, channels)
-    index = _where_largest(rows) + torch.arange(len(rows), device=x.device) * channels
+    index = rows.abs().max(-1).indices + torch.arange(len(rows), device=x.device) * channels
     largest = rows.reshape(-1)[index].float()
     size = largest.abs().nan_to_num(nan=0.0).clamp(torch.finfo(torch.float32).tiny, torch.finfo(x.dtype).max)
     bits = size.log2()
@@ -463,37 +463,6 @@ def _log2_peak(x: Tensor, floor: float) -> Tensor:
     slope = shares / total * largest.sign().nan_to_num(nan=0.0) / (size * math.log(2))
     value: Tensor = _Peak.apply(x, peak + total.log2() / SHARPNESS, index, slope)
     return value
-
-
-def _where_largest(rows: Tensor) -> Tensor:
-    """Where the largest |x| of each row is; of a NaN if there is one: int64 [rows].
-
-    Without their sign the bits of floats sort as integers do, NaNs last. Beside 16 of them there is room for the
-    column; of 32 the columns that equal the row's largest are kept. That is up to three times faster than ``argmax``.
-    """
-    count, size = rows.shape
-    if rows.dtype not in _BITS or size > 1 << 16:
-        return rows.abs().max(-1).indices
-    integer, positive = _BITS[rows.dtype]
-    column = torch.arange(size, dtype=torch.int32, device=rows.device)
-    # What a processor's caches hold at a time.
-    step = max(1, (1 << 18) // max(size, 1)) if rows.device.type == "cpu" else max(count, 1)
-    columns = []
-    for part in rows.split(step):
-        bits = part.contiguous().view(integer) & positive
-        if integer == torch.int32:
-            places = bits.eq_(bits.amax(-1, keepdim=True)).mul_(column)
-        else:
-            places = bits.int().mul_(1 << 16).add_(column)
-        columns.append(places.amax(-1).bitwise_and_(0xFFFF))
-    return torch.cat(columns).long()
-
-
-_BITS = {
-    torch.float32: (torch.int32, 0x7FFFFFFF),
-    torch.bfloat16: (torch.int16, 0x7FFF),
-    torch.float16: (torch.int16, 0x7FFF),
-}
 
 
 def _device(model: nn.Module) -> torch.device:

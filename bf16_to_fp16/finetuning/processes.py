@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -182,11 +181,6 @@ def begun_by() -> tuple[str, ...]:
     """Return the words of this process's command before the recipe."""
     if (said := os.environ.get("BF16_TO_FP16_BEGUN")) is not None:
         return tuple(shlex.split(said))
-    words: list[str] = []
-    with suppress(psutil.Error):
-        words = psutil.Process(os.getppid()).cmdline()
-    if "launch" in words and "finetune" in words:
-        return ("accelerate", *words[words.index("launch") : words.index("finetune") + 1])
     count = os.environ.get("WORLD_SIZE", "1")
     by_another = ("accelerate", "launch", "--num_processes", count, "-m", "bf16_to_fp16", "finetune")
     return by_another if count != "1" else ("bf16-to-fp16", "finetune")

@@ -106,40 +106,16 @@ def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[
     return update
 
 
-def local_runs(parameter: Tensor) -> list[tuple[int, int]]:
-    """Return (start, length) of each run of consecutive indices in the elements that this rank has of a parameter.
-
-    One run for a whole tensor and for shards of the first dimension, as FSDP2 makes; one for every row of the others.
-    """
-    whole = tuple(parameter.shape)
+def first_index(parameter: Tensor) -> int:
+    """Return the index, in the whole parameter, of the first element that this rank has of it."""
     if not isinstance(parameter, DTensor):
-        return [(0, parameter.numel())]
+        return 0
     # Not documented, but torch's own distributed checkpoints are cut by it.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    local, offset = compute_local_shape_and_global_offset(whole, parameter.device_mesh, parameter.placements)
-    if math.prod(local) == 0:
-        return []
-    cut = max((dim for dim in range(len(whole)) if local[dim] != whole[dim]), default=0)
-    strides = _strides(whole)
-    first = sum(place * stride for place, stride in zip(offset, strides, strict=True))
-    starts = [
-        first + sum(row * stride for row, stride in zip(rows, strides, strict=False))
-        for rows in itertools.product(*map(range, local[:cut]))
-    ]
-    return [(start, math.prod(local[cut:])) for start in starts]
-
-
-def _kernel(tensors: _Tensors, group: dict[str, Any], compiles: bool) -> Callable[..., None]:
-    """Return what updates such tensors: ``_update``, or it compiled.
-
-    Raises UserError where ``compile`` was asked for and fails; by default such a step is eager.
-    """
-    kind = tuple(tensor.dtype for tensor in tensors)
-    update = _compiled(kind, tensors[0].device.type, group["rounding"]) if compiles else _update
-    if isinstance(update, str) and group["compile"]:
-        raise UserError(f"AdamW: torch.compile makes no step here ({update}); leave it to compile=None")
-    return _update if isinstance(update, str) else update
+    whole = parameter.shape
+    _, offset = compute_local_shape_and_global_offset(whole, parameter.device_mesh, parameter.placements)
+    return offset[0] * math.prod(whole[1:]) if offset else 0
 
 
 # ---- the optimizer -------------------------------------------------------------------------------------------------
@@ -247,16 +223,20 @@ class AdamW(Optimizer):
         moments = (_local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
         tensors = tuple(t.contiguous().view(-1) for t in (local, _gradient(parameter), *moments))
         step, device = int(state["step"]), local.device
-        update = _kernel(tensors, group, compiles)
-        eager = update is _update and device.type == "cpu"
-        done = 0
-        for run, length in local_runs(parameter):
-            for start, stop, block, first in rounding.index_blocks(run, run + length, CHUNK if eager else LONGEST):
-                key = rounding.make_key(int(group["seed"]), step, place, block, first)
-                piece = tuple(tensor[done : done + stop - start] for tensor in tensors)
-                words = torch.tensor(key, dtype=torch.int32, device=device)
-                update(piece, words, coefficients(step, device), group["rounding"])
-                done += stop - start
+        update: Any = _update
+        if compiles:
+            update = _compiled(tuple(tensor.dtype for tensor in tensors), device.type, group["rounding"])
+        if isinstance(update, str):
+            if group["compile"]:
+                raise UserError(f"AdamW: torch.compile makes no step here ({update}); leave it to compile=None")
+            update = _update  # by default such a step is eager
+        begin = first_index(parameter)
+        longest = CHUNK if update is _update and device.type == "cpu" else LONGEST
+        for start, stop, block, first in rounding.index_blocks(begin, begin + local.numel(), longest):
+            key = rounding.make_key(int(group["seed"]), step, place, block, first)
+            piece = tuple(tensor[start - begin : stop - begin] for tensor in tensors)
+            words = torch.tensor(key, dtype=torch.int32, device=device)
+            update(piece, words, coefficients(step, device), group["rounding"])
         if not local.is_contiguous():
             local.copy_(tensors[0].view(local.shape))
 
@@ -338,7 +318,7 @@ def _check(group: dict[str, Any]) -> None:
         if parameter.dtype not in (*rounding.NARROW_DTYPES, torch.float32) or parameter.layout != torch.strided:
             kind = f"{parameter.dtype}, {parameter.layout}"
             raise UserError(f"AdamW: a parameter of shape {tuple(parameter.shape)} is {kind}; give bf16, fp16 or fp32")
-        if isinstance(parameter, DTensor) and not all(type(p) in (Shard, Replicate) for p in parameter.placements):
+        if isinstance(parameter, DTensor) and not all(p in (Shard(0), Replicate()) for p in parameter.placements):
             raise UserError(
-                f"AdamW: a parameter is placed as {parameter.placements}; only Shard and Replicate are known"
+                f"AdamW: a parameter is placed as {parameter.placements}; only Shard(0) and Replicate are known"
             )

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bf16_to_fp16
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.penalty import SHARPNESS, ActivationPenalty, _where_largest
+from bf16_to_fp16.finetuning.penalty import SHARPNESS, ActivationPenalty
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.run.batch import run_batch
@@ -161,22 +161,6 @@ def test_value_and_gradient_are_those_of_the_formula(waits: bool) -> None:
     wanted.backward()
     for name, gradient in gradients(model).items():
         assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_largest_of_every_row_is_found_in_every_dtype(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    for shape in ((1, 1), (64, 300), (3, 1 << 16), (9, 1 << 16), (2, (1 << 16) + 3)):
-        rows = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype)
-        rows[0, shape[1] // 2] = math.inf
-        rows[-1, 0] = rows[-1, -1] = -torch.finfo(dtype).max
-        found = rows.abs().gather(1, _where_largest(rows)[:, None])[:, 0]
-        assert torch.equal(found, rows.abs().amax(1))
-        rows[0, -1] = math.nan
-        assert int(_where_largest(rows)[0]) == shape[1] - 1
-    assert _where_largest(torch.zeros(2, 5, dtype=dtype).neg_()).max() < 5
-    for count in (1 << 16, (1 << 16) + 3):
-        assert _where_largest(torch.eye(1, count, dtype=dtype)).tolist() == [0]
 
 
 def test_it_pulls_at_one_element_of_every_token() -> None:
