@@ -335,14 +335,15 @@ def _first(length: int, most: int, rng: np.random.Generator) -> int:
 class TrainingBatches(Iterator[TrainingBatch]):
     """The endless training batches of one process; made by ``Corpus.training_batches``.
 
-    A step takes ``step_examples`` = batch size × accumulation × processes examples, the same ones however that product
-    is made up; each process then takes its share of each forward pass.
+    A step takes ``step_examples`` = batch size × accumulation examples, the same ones however that product is made up
+    and however many processes share them; each process takes its share of each forward pass.
     """
 
     def __init__(self, corpus: Corpus, rank: int, world: int) -> None:
         self.corpus, self.rank, self.world = corpus, rank, world
-        self.pass_examples = corpus.data.batch_size * world
-        self.step_examples = self.pass_examples * corpus.data.gradient_accumulation
+        share = corpus.data.share(world)
+        self.passes, self.pass_examples = share.gradient_accumulation, share.batch_size * world
+        self.step_examples = self.pass_examples * self.passes
         self.steps = self._pass = 0
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
@@ -362,13 +363,13 @@ class TrainingBatches(Iterator[TrainingBatch]):
         contents = self.corpus.rows.read([row for _, row in examples])
         batch = self.corpus.batch([(*each, content) for each, content in zip(examples, contents, strict=True)])
         self._pass += 1
-        if self._pass == self.corpus.data.gradient_accumulation:
+        if self._pass == self.passes:
             self.steps, self._pass = self.steps + 1, 0
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         settings = self.corpus.describe() | {"step_examples": self.step_examples}
-        settings["gradient_accumulation"] = self.corpus.data.gradient_accumulation
+        settings["gradient_accumulation"] = self.passes
         del settings["path"]
         return {"steps": self.steps, "pass": self._pass, "settings": settings}
 

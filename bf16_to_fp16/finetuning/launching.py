@@ -155,7 +155,7 @@ def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
     if kind is not None and (why := excluded(kind, place)) is not None:
         raise UserError(f"{kind} {why}; choose another --kind")
     config = config_of_source(recipe)
-    needs = memory.Needs(recipe, config, getattr(transformers, stock_class(config.to_dict())))
+    needs = memory.Needs(recipe, config, getattr(transformers, stock_class(config.to_dict())), place.processes)
     in_bf16 = place.bf16 and place.on_gpu and "bfloat16" in str(getattr(config, "dtype", None))
     teacher = 0 if recipe.distillation.weight == 0 else 2 if in_bf16 else 4
     tried = dict[str, float]()

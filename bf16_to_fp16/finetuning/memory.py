@@ -41,7 +41,7 @@ class Needs:
     ``blocks``: its layers; ``activations``: bytes that a step's pass of one process holds beside weights and gradients.
     """
 
-    def __init__(self, recipe: Recipe, config: Any, kind: Any) -> None:
+    def __init__(self, recipe: Recipe, config: Any, kind: Any, processes: int = 1) -> None:
         self.recipe = recipe
         with torch.device("meta"):
             # Stock code would make it in the checkpoint's dtype, and writes another into the config.
@@ -55,7 +55,7 @@ class Needs:
             self.parameters += head.weight.numel()  # tied as long as no file has a head of its own
         self.largest_block = max(sizes, default=self.parameters)
         self.outside_blocks = self.parameters - sum(sizes)
-        data, probe = recipe.data, [PROBE] if recipe.penalty.form != "none" else []
+        data, probe = recipe.data.share(processes), [PROBE] if recipe.penalty.form != "none" else []
         # Batch and probe have a backward each.
         shapes = [(data.batch_size, data.input_length, data.target_length), *probe]
         self.activations = max(self._kept(*shape) for shape in shapes)

@@ -72,7 +72,7 @@ class Processes:
             )
         if self.engine:
             config, zero = self._config, self._config.get("zero_optimization", {})
-            config["train_micro_batch_size_per_gpu"] = recipe.data.batch_size
+            config["train_micro_batch_size_per_gpu"] = recipe.data.share(self.world).batch_size
             config["gradient_accumulation_steps"] = calls
             config["gradient_clipping"] = CLIP_NORM
             if recipe.phases:

@@ -50,7 +50,7 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    """Where examples come from and how they are cut into batches; lengths in tokens, ``batch_size`` per process."""
+    """Where examples come from and how they are cut into batches; lengths in tokens."""
 
     path: NonBlank = Field(description="a .jsonl, .csv, .parquet or .txt (.gz too), or the id of a dataset on the Hub")
     subset: NonBlank | None = _key(None, "name of the Hub dataset's configuration")
@@ -68,14 +68,38 @@ class Data(Section):
     target_length: int = _key(128, "most tokens of a target", ge=4)
     held_out: float = _key(0.02, "share of the examples kept for evaluation", ge=0, lt=1)
     held_out_path: NonBlank | None = _key(None, "data for evaluation, instead of a share")
-    batch_size: Positive = _key(8, "examples of one process in one forward pass")
-    gradient_accumulation: Positive = _key(1, "forward passes of one step")
+    batch_size: Positive = _key(8, "examples of one forward pass")
+    gradient_accumulation: Positive = _key(1, "forward passes of one step, divided among the processes")
 
     @model_validator(mode="after")
     def _agree(self) -> Data:
         if self.target_column is not None and self.target_column == self.input_column:
             raise ValueError("input_column and target_column are the same column; name two")
         return self
+
+    def share(self, processes: int) -> Data:
+        """Return what each of so many processes takes of a step, so that together they take its examples: a share of
+        the passes or, where those do not divide, of the examples. Raises UserError where neither does."""
+        whole = self.batch_size * self.gradient_accumulation
+        if self.gradient_accumulation % processes == 0:
+            return self._of_a_step(self.batch_size, self.gradient_accumulation // processes)
+        if whole % processes == 0:
+            return self._of_a_step(*self._passes(whole // processes))
+        nearest = max(1, round(whole / processes)) * processes
+        size, passes = self._passes(nearest // processes)
+        raise UserError(
+            f"a step of {whole} examples (data.batch_size × data.gradient_accumulation) does not divide among"
+            f" {processes} processes; the nearest that does has {nearest}:"
+            f" --set data.batch_size={size} --set data.gradient_accumulation={passes * processes}"
+        )
+
+    def _passes(self, examples: int) -> tuple[int, int]:
+        """Return the largest equal passes, of at most ``batch_size`` examples, and their number."""
+        size = next(size for size in range(min(self.batch_size, examples), 0, -1) if examples % size == 0)
+        return size, examples // size
+
+    def _of_a_step(self, size: int, passes: int) -> Data:
+        return self.model_copy(update={"batch_size": size, "gradient_accumulation": passes})
 
 
 class Optimizer(Section):

@@ -312,8 +312,9 @@ def convert_or_finetune(
 
 def check_recipe(recipe: Recipe) -> None:
     check_all_is_used(recipe.device)
-    device = find_device(recipe.device)
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    device, world = find_device(recipe.device), int(os.environ.get("WORLD_SIZE", "1"))
+    recipe.data.share(world)  # which says where it cannot be divided
+    several = world > 1
     if device.index is not None and several:
         raise UserError(f"device {device} is one for all processes; set device: cuda, and each takes its own")
     if device.type == "cuda" and several and not torch.distributed.is_nccl_available():
@@ -359,7 +360,8 @@ def make_accelerator(recipe: Recipe) -> Any:
     # Whatever the launcher says: fp16 on a CPU would otherwise quietly be fp32, and elsewhere be applied twice.
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     # The recipe decides, whatever a launcher's configuration says.
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(recipe.data.gradient_accumulation)
+    passes = recipe.data.share(wanted).gradient_accumulation
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(passes)
     if engine and find_spec("deepspeed") is None:
         raise UserError(
             f"deepspeed is not installed; {how_to_install('train')}, or launch with `bf16-to-fp16 launch --kind fsdp`"
@@ -373,7 +375,7 @@ def make_accelerator(recipe: Recipe) -> Any:
     device = {} if engine else {"cpu": on_cpu}
     accelerator = Accelerator(
         mixed_precision="no",
-        gradient_accumulation_steps=recipe.data.gradient_accumulation,
+        gradient_accumulation_steps=passes,
         kwargs_handlers=[group] if wanted > 1 or engine else [],
         log_with=None if recipe.logging.wandb.mode == "off" else "wandb",
         **device,

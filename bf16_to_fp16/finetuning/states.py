@@ -23,7 +23,7 @@ from ..errors import UserError
 
 STATE, TENSORS = "state.pt", "model.safetensors"
 
-KEPT = 2  # newest states that stay: where the newest is damaged, a run goes on from the one before it
+KEPT = 3  # newest states that stay: where the newest is damaged, a run goes on from one before it
 
 GOES_ON = "free some space; the same command then goes on with the run"
 

@@ -102,7 +102,7 @@ class Trainer:
         self.device = self.processes.device
         self.precisions = precisions_of(recipe, accelerator)
         self.stock = student
-        self.passes = recipe.data.gradient_accumulation
+        self.passes = recipe.data.share(self.processes.world).gradient_accumulation
         calls = self.passes * (1 if recipe.penalty.form == "none" else 2)
         student.train()
         if recipe.gradient_checkpointing:

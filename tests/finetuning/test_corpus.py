@@ -174,7 +174,7 @@ def test_grouping_makes_steps_of_like_lengths_in_a_mixed_order() -> None:
 def test_every_example_is_seen_once_an_epoch_over_all_ranks(
     opened: Open, world: int, accumulation: int, size: int
 ) -> None:
-    corpus = opened(batch_size=size, gradient_accumulation=accumulation, held_out=0.0)
+    corpus = opened(batch_size=size, gradient_accumulation=accumulation * world, held_out=0.0)
     step = world * accumulation * size
     steps = math.lcm(40, step) // step
     seen: Counter[tuple[int, int]] = Counter()
@@ -193,7 +193,7 @@ def test_a_step_has_the_same_examples_however_it_is_shared(opened: Open) -> None
         for _ in range(11):
             step = {}
             for batch in itertools.chain.from_iterable(
-                taken(training_batches, accumulation) for training_batches in streams
+                taken(training_batches, training_batches.passes) for training_batches in streams
             ):
                 for k, example in enumerate(batch.examples):
                     step[example] = batch.input_ids[k][batch.attention_mask[k] == 1].tolist()
@@ -201,11 +201,11 @@ def test_a_step_has_the_same_examples_however_it_is_shared(opened: Open) -> None
         return made
 
     alone = steps(1, 12, 1)
-    assert steps(2, 6, 1) == steps(3, 2, 2) == steps(1, 3, 4) == alone
+    assert steps(2, 12, 1) == steps(3, 2, 6) == steps(1, 3, 4) == steps(2, 4, 3) == alone
 
 
 def test_a_stream_continues_bit_for_bit_from_any_point(opened: Open) -> None:
-    data = {"batch_size": 3, "gradient_accumulation": 2, "held_out": 0.1}
+    data = {"batch_size": 3, "gradient_accumulation": 4, "held_out": 0.1}
     whole = opened(**data).training_batches(rank=1, world=2)
     states, batches = [], []
     for _ in range(17):  # past the second epoch, in the middle of steps too
@@ -222,7 +222,7 @@ def test_a_stream_continues_bit_for_bit_from_any_point(opened: Open) -> None:
 
 
 def test_a_checkpoint_of_two_processes_continues_on_one(opened: Open) -> None:
-    two = opened(batch_size=2)
+    two = opened(batch_size=2, gradient_accumulation=2)
     streams = [two.training_batches(rank, 2) for rank in range(2)]
     for training_batches in streams:
         taken(training_batches, 15)

@@ -37,8 +37,8 @@ ACCELERATE = ROOT / "bf16_to_fp16" / "launch" / "accelerate"
 DEEPSPEED = ROOT / "bf16_to_fp16" / "launch" / "deepspeed"
 STEPS = 6
 PLAINLY_CLIPPED = "optimizer.relative=false"  # as DeepSpeed clips, whatever a step's units are
-IN_TWO_PASSES = ("data.batch_size=2", "data.gradient_accumulation=2")
-"""Of each of two processes; together they take the steps of ``alone``."""
+IN_TWO_PASSES = ("data.batch_size=2", "data.gradient_accumulation=4")
+"""Which two processes divide; together they take the steps of ``alone``."""
 ALONE = ("data.batch_size=4", "data.gradient_accumulation=2", "device=cpu")
 AS_IT_IS = "from bf16_to_fp16.__main__ import main; exit(main())"
 MISSED = 1  # exit status of a run of the recipe, which asks for more headroom than six steps can give
@@ -46,7 +46,7 @@ MISSED = 1  # exit status of a run of the recipe, which asks for more headroom t
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe whose batch is one process's half; no dropout, which differs between one process and two."""
+    """A recipe without dropout, which differs between one process and two."""
     folder = tmp_path_factory.mktemp("launch")
     source = saved(folder / "source", 60, dropout=0.0, dtype=torch.bfloat16)
     tree = recipe_tree(source, folder / "out") | {
@@ -58,6 +58,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # What comes before and after the training has one process, and its own tests.
         "rescale": False,
     }
+    tree["data"]["batch_size"] = 8
     (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
     return folder / "recipe.yaml"
 
@@ -219,7 +220,7 @@ def test_a_step_that_zero_breaks_off_leaves_no_gradient_behind(
 ) -> None:
     """The text's backward of the third step has been when the probe turns out infinite."""
     config = ("--deepspeed_config_file", str(without_autocast(stage, tmp_path)))
-    whole = command(warm_python, "single", 1, recipe, tmp_path / "one", settings=(PLAINLY_CLIPPED, "data.batch_size=8"))
+    whole = command(warm_python, "single", 1, recipe, tmp_path / "one", settings=(PLAINLY_CLIPPED,))
     words = command(warm_python, stage, 2, recipe, tmp_path / "parts", *config, settings=(PLAINLY_CLIPPED,))
     for each in (whole, words):
         run_by(INFINITE + AS_IT_IS, each, tmp_path, status=MISSED)
@@ -256,7 +257,7 @@ def test_parts_of_the_weights_are_held_to_the_bounds_of_the_whole(
 ) -> None:
     """Each process changes its part, and that of the optimizer's copies."""
     alone, relative = tmp_path / "alone", () if kind == "fsdp" else (PLAINLY_CLIPPED,)
-    finetune(uncertified, overrides=(f"out={alone}", "data.batch_size=8", "device=cpu", *relative))
+    finetune(uncertified, overrides=(f"out={alone}", "device=cpu", *relative))
     if kind == "fsdp":
         under_fsdp(warm_python, uncertified, tmp_path, 0)
     else:
@@ -302,7 +303,7 @@ def test_zero_takes_the_steps_of_amp(
     settings = (*settings, *phases)
     words = command(warm_python, kind, 2, recipe, tmp_path / "zero", settings=settings)
     run_by(AS_ON_CARDS, words, tmp_path, status=MISSED)
-    alone = command(warm_python, "single", 1, recipe, tmp_path / "amp", settings=(*settings, "data.batch_size=8"))
+    alone = command(warm_python, "single", 1, recipe, tmp_path / "amp", settings=settings)
     run(alone, status=MISSED)
     assert finetuned(tmp_path / "amp")["processes"] == 1
     assert_in_shares(tmp_path / "zero")
@@ -405,8 +406,7 @@ def test_fp16_on_gpus_follows_fp32(config: str, recipe: Path, alone: Path, tmp_p
     if config.startswith("zero"):
         pytest.importorskip("deepspeed")
     processes = 1 if config == "single" else min(2, torch.cuda.device_count())
-    batch = f"data.batch_size={8 // processes}"
-    settings = ("precision=fp16", "device=cuda", batch)
+    settings = ("precision=fp16", "device=cuda")
     environment = {"OMP_NUM_THREADS": "1"}
     said = run(
         command(Path(sys.executable), config, processes, recipe, tmp_path / "out", settings=settings),

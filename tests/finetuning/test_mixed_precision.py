@@ -145,7 +145,8 @@ def test_the_gradient_of_both_losses_is_sound_where_they_agree_and_apart() -> No
     assert float(task_loss(logits, labels)) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_states_are_whole_or_not_there_and_the_oldest_go(tmp_path: Path) -> None:
+def test_states_are_whole_or_not_there_and_the_oldest_go(fix: Fix, tmp_path: Path) -> None:
+    fix("states", KEPT=2)
     states = RunFolder(tmp_path / "run")
     assert states.steps() == []
     for step in (4, 8, 12):

@@ -252,3 +252,29 @@ def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> N
     assert settled(penalty={"form": "none"}).penalty.certify is False
     assert settled(penalty={"form": "none", "certify": True}).penalty.certify is True
     assert settled(penalty={"certify": False}).penalty.certify is False
+
+
+@pytest.mark.parametrize(
+    ("size", "passes", "processes", "share"),
+    [
+        (8, 1, 1, (8, 1)),
+        (2, 8, 4, (2, 2)),
+        (8, 1, 4, (2, 1)),
+        (4, 2, 4, (2, 1)),
+        (8, 3, 2, (6, 2)),
+        (8, 1, 3, "a step of 8 examples .* 3 processes; the nearest that does has 9: .*size=3 .*accumulation=3"),
+        (1, 1, 4, "the nearest that does has 4: --set data.batch_size=1 --set data.gradient_accumulation=4"),
+        (4, 5, 8, "a step of 20 .* has 16: --set data.batch_size=2 --set data.gradient_accumulation=8"),
+    ],
+)
+def test_the_batch_is_divided_among_processes_and_stays_the_recipes(
+    size: int, passes: int, processes: int, share: tuple[int, int] | str
+) -> None:
+    data = Data(path="a.txt", batch_size=size, gradient_accumulation=passes)
+    if isinstance(share, str):
+        with pytest.raises(UserError, match=share):
+            data.share(processes)
+        return
+    each = data.share(processes)
+    assert (each.batch_size, each.gradient_accumulation) == share
+    assert each.batch_size * each.gradient_accumulation * processes == size * passes

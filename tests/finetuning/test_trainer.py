@@ -239,6 +239,7 @@ def test_the_penalty_is_the_recipes_and_looks_at_new_random_ids_every_other_step
 def test_the_loss_scale_rises_and_the_oldest_states_go(make: Make, fix: Fix, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fix("mixed_precision", CALM_STEPS=3)
+    fix("states", KEPT=2)
     trainer = scaled(make(schedule={"steps": 7}, checkpointing={"every": 2}), 64.0)
     trainer.train()
     assert [row["loss_scale"] for row in steps_of(run)] == [64.0, 64.0, 128.0, 128.0, 128.0, 256.0, 256.0]
