@@ -50,6 +50,9 @@ from torch import Tensor
 
 from bf16_to_fp16 import UserError, audit, convert, finetune
 from bf16_to_fp16.auditing.attack import attack
+from bf16_to_fp16.auditing.fidelity import output_on
+from bf16_to_fp16.auditing.soft_side import LEAST, LENGTH, TIMES, bf16_in_the_mean, divergences
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Experts
@@ -58,11 +61,14 @@ from bf16_to_fp16.ranges import ModuleRange
 from bf16_to_fp16.rescaling.centred import centrable, tables_of
 from bf16_to_fp16.rescaling.edits import MOST_FOR_A_PROOF
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.run.batch import run_batch
+from bf16_to_fp16.run.probe import whole_rows
+from bf16_to_fp16.run.stock import load, load_config, vocabulary_of
 
 TEXTS, SEED = 24, 7  # of the judge
 NOISE = 1e-10  # divergences of two fp32 runs
 FACTOR = 3.0  # how far from the measured cost a good prediction may be
+DRAWN = 500  # random pairs of ids that fill rows
 STEPS, SEARCHED = 40, 8  # gradient steps of a search, and of how many random models one is searched
 MOST = 24  # largest exponent of what is multiplied
 
@@ -250,6 +256,8 @@ class Tally:
         self.counts.update((name, verdict) for name in done)
         if report["verdict"] == "safe":
             self.check_safe(seed, report, out)
+            if report.get("inexact"):
+                self.check_rare(seed, report, source, out)
         else:
             why = {f"{e['kind']}: {e['reason']}" if e["kind"] == "inexact" else e["kind"] for e in report["unsafe"]}
             self.reasons[f"unsafe: {'; '.join(sorted(why))}"] += 1
@@ -273,6 +281,40 @@ class Tally:
         most = MOST_FOR_A_PROOF if report["proof"] == "certified" else 1.0
         if not close["kl_fp16"] <= max(most * close["kl_bf16"], NOISE):
             self.broken(seed, f"safe, and fp16 at {close['kl_fp16']:.1e} from the source, bf16 {close['kl_bf16']:.1e}")
+
+    def check_rare(self, seed: int, report: Any, source: Path, out: Path) -> None:
+        """No id that stands in ordinary rows is harmed where the verdict is safe, and no pair where none is listed."""
+        config, layout = load_config(source), resolve(open_checkpoint(source))
+        generator, vocabulary = torch.Generator().manual_seed(seed), vocabulary_of(config)
+        lines = torch.randint(vocabulary, (vocabulary, LENGTH), generator=generator)
+        lines[:, ::3] = torch.arange(vocabulary)[:, None]
+        pairs = torch.randint(vocabulary, (DRAWN, 2), generator=generator)
+        mixed = pairs.gather(1, torch.randint(2, (DRAWN, LENGTH), generator=generator))
+        for rows, single in ((lines, True), (mixed, False)):
+            harmed = self.harmed(rows, config, layout, source, out)
+            if harmed and (single or not report.get("exceptions")):
+                worst = max(harmed, key=harmed.__getitem__)
+                ids, (kl, bf16) = sorted(set(rows[worst].tolist())), harmed[worst]
+                named = worst if single else ids
+                self.broken(seed, f"safe, and {'id' if single else 'ids'} {named}: {kl:.1e} where bf16 has {bf16:.1e}")
+
+    def harmed(
+        self, rows: Tensor, config: Any, layout: Layout, source: Path, out: Path
+    ) -> dict[int, tuple[float, float]]:
+        """Return which rows are harmed by what was written: each one's divergence, and bf16's in the mean."""
+        batches = [whole_rows(config, part, "rare") for part in rows.split(64)]
+        before, after = (load(folder, torch.float32).eval() for folder in (source, out))
+        with torch.no_grad():
+            expected, found = ([output_on(b, run_batch(m, b)) for b in batches] for m in (before, after))
+        kl = divergences(batches, expected, layout.gives_probabilities, found)
+        over = (kl > LEAST).nonzero().flatten()
+        if not len(over):
+            return {}
+        worst = over[kl[over].argsort(descending=True)][:64]
+        batches = [whole_rows(config, rows[worst], "rare")]
+        bf16 = bf16_in_the_mean(open_checkpoint(source), batches, layout)
+        pairs = zip(worst.tolist(), kl[worst].tolist(), bf16.tolist(), strict=True)
+        return {row: (x, b) for row, x, b in pairs if x > TIMES * b}
 
     def check_certified(self, seed: int, out: Path) -> None:
         """No input of a norm, and no embedding that a search finds, passes a bound or gives inf."""

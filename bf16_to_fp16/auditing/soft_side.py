@@ -33,8 +33,9 @@ from ..run.stock import vocabulary_of
 from .fidelity import Outputs, add_outputs, difference, output_on
 
 LENGTH, EVERY = 16, 4  # tokens of a row, and every so many of a text are replaced
-MOST_ROWS, TOGETHER = 192, 32  # rows that are run, and of one batch
-IN_TEXT, PAIRS = 16, 64  # ids that are put into text, and random pairs
+LEAST_ROWS, MOST_ROWS = 128, 512  # rows that are run, fewer of a large vocabulary
+TOGETHER = 32  # rows of one batch
+IN_TEXT = 32  # ids that are put into text
 RANKS = 8  # suspects of one site
 IN_PAIRS = 2048  # ids of which all pairs are looked at
 DRAWS = 8  # stochastic roundings whose mean stands for bf16
@@ -83,13 +84,14 @@ def soft_side(
         suspects = list(dict.fromkeys(suspected(source, layout, edits_of(layout, plan), ids)))
     alone = list(dict.fromkeys(s[:1] for s in suspects))[:IN_TEXT]
     together = [s for s in suspects if len(s) > 1]
-    pairs = [tuple(pair) for pair in torch.randint(vocabulary, (PAIRS, 2), generator=generator).tolist()]
-    most = min(MOST_ROWS, LOGIT_BUDGET // (LENGTH * vocabulary))
-    inputs = (alone[: most // 4] + together)[: 3 * most // 4]
-    inputs += pairs[: most - len(inputs)]
+    most = max(LEAST_ROWS, min(MOST_ROWS, 2 * affordable(layout) // LENGTH))
+    most = min(most, LOGIT_BUDGET // (LENGTH * vocabulary))
+    inputs = (alone[: most // 4] + together)[: most // 2]
+    pairs = torch.randint(vocabulary, (most - len(inputs), 2), generator=generator)
+    inputs += map(tuple, pairs.tolist())
     lines = torch.randint(vocabulary, (4, LENGTH), generator=generator) if text is None else text[:, :LENGTH]
     rows = torch.stack([row_of(each, lines[n % len(lines)], generator) for n, each in enumerate(inputs)])
-    return judged(source, written, layout, config, inputs, rows, len(ids))
+    return judged(source, written, layout, config, inputs, rows, len(pairs), len(ids))
 
 
 def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tensor:
@@ -113,15 +115,22 @@ def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> I
     by_site: list[list[tuple[int, ...]]] = []
     for step in forward(plain, ids.tolist()):
         if step.sublayer is None:
-            soft = soft_logits(plain, step) if LOGITS in edits.exponents and step.stack.is_last else None
-            by_site += [[(i,) for i in ids[soft].tolist()]] if soft is not None else []
+            last = LOGITS in edits.exponents and step.stack.is_last and step.norm == step.stack.ends.norm
+            if last and (change := change_of_logits(plain, edited, step)) is not None:
+                by_site.append([(i,) for i in first_of(change, ids)])
         elif not changed.isdisjoint(modules_of(step.sublayer)):
             if isinstance(step.sublayer, Attention):
                 by_site += list(pairs_at(plain, edited, step.sublayer, step, ids))
             else:
-                first = ids[change_at(plain, edited, step).topk(min(RANKS, len(ids))).indices].tolist()
+                first = first_of(change_at(plain, edited, step), ids)
                 by_site.append([*((i,) for i in first), tuple(first[:4])])
     yield from (each for rank in zip_longest(*by_site) for each in rank if each is not None)
+
+
+def first_of(change: Tensor, ids: Tensor) -> list[int]:
+    """Return the ids with the largest changes."""
+    indices: list[int] = ids[change.nan_to_num(0.0).topk(min(RANKS, len(ids))).indices].tolist()
+    return indices
 
 
 def modules_of(sublayer: Sublayer) -> set[str]:
@@ -140,15 +149,18 @@ def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
     return (after - before).norm(dim=1) / noise.clamp(min=1e-30)
 
 
-def soft_logits(plain: Weights, step: Step) -> Tensor | None:
-    """Return which tokens have the flattest logits, None for a head of several linears."""
-    head = plain.layout.head
-    if head is None or len(head.linears) > 1:
+def change_of_logits(plain: Weights, edited: Weights, step: Step) -> Tensor | None:
+    """Return by what divergence the edits change the logits of each token, None for a head of several linears."""
+    layout = plain.layout
+    if layout.head is None or len(layout.head.linears) > 1:
         return None
-    weight = plain.read(head.linears[0].weight)
-    assert weight is not None
-    flat = torch.cat([(part @ weight.t()).std(dim=1) for part in step.outputs[0].split(64)])
-    return flat.argsort()[:RANKS]
+    tables = [weights.matrix(layout.head.linears[0].weight.removesuffix(".weight")) for weights in (plain, edited)]
+    parts = []
+    for stream in step.stream.split(64):
+        states = (weights.norm(step.norm, stream) * layout.head_scale for weights in (plain, edited))
+        p, q = ((x @ table.t()).log_softmax(-1) for x, table in zip(states, tables, strict=True))
+        parts.append((p.exp() * (p - q)).sum(1))
+    return torch.cat(parts)
 
 
 def pairs_at(
@@ -210,9 +222,10 @@ def judged(
     config: Any,
     inputs: Sequence[tuple[int, ...]],
     rows: Tensor,
+    pairs: int,
     searched: int,
 ) -> SoftSide:
-    """Return what of ``inputs``, a row of ids each, the edits harm; the last ``PAIRS`` or fewer are random pairs."""
+    """Return what of ``inputs``, a row of ids each, the edits harm; the last ``pairs`` are random ones."""
     batches = [whole_rows(config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
     walk, other = Walk(source), Walk(written)
     expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -221,8 +234,7 @@ def judged(
     other.run()
     apart = partial(divergences, batches, results_of(expected), layout.gives_probabilities)
     kl, run = apart(results_of(edited)), apart(results_of(as_bf16))
-    random = torch.arange(len(inputs)) >= len(inputs) - PAIRS
-    further = float((kl > run)[random].float().mean())
+    further = float((kl > run)[-pairs:].float().mean())
     suspicious = kl > LEAST
     if not bool(suspicious.any()):
         return SoftSide((), searched, further)

@@ -16,7 +16,7 @@ import torch
 
 from ..auditing.fidelity import Outputs, Reference
 from ..auditing.regimes import RegimeResult, verdict
-from ..auditing.soft_side import TIMES, SoftSide
+from ..auditing.soft_side import LEAST, TIMES, SoftSide
 from ..bounds.findings import Certificate, SourceBounds
 from ..bounds.kinds import SiteKind, traits
 from ..checkpoint.contents import INDEX, read_config
@@ -252,7 +252,7 @@ def exceptions_of(soft: SoftSide | None) -> dict[str, Any]:
 def harmed(exceptions: Sequence[schema.ExceptionEntry], max_kl: float | None) -> list[schema.UnsafeEntry]:
     """Return an entry if one id alone is enough for edits to harm any text in which it stands, the worst such."""
     worst = next((each for each in exceptions if len(each.ids) == 1 and each.kl > (max_kl or 0.0)), None)
-    return [] if worst is None else [remedies.harmed(worst, bits_between(worst.kl, TIMES * worst.kl_bf16))]
+    return [] if worst is None else [remedies.harmed(worst, bits_between(worst.kl, max(TIMES * worst.kl_bf16, LEAST)))]
 
 
 def descended(report: schema.Report, lineage: schema.Lineage, kept: Fidelity | None) -> schema.Report:
