@@ -2,7 +2,7 @@
 
     python benchmarks/edits.py saturated [--cases gate scores ...] [--made FOLDER]
     python benchmarks/edits.py random [--models 300] [--first 0]
-    python benchmarks/edits.py unmended [--cases NAME ...] [--steps 200]
+    python benchmarks/edits.py rare [--cases NAME ...] [--steps 200]
 
 saturated: the checkpoints of ``tests/support/saturated.py``, trained on the first call, half a minute each, and kept in
 ``--made``; what ``convert`` makes of them, as stock classes judge it (``tests/support/judge.py``).
@@ -12,8 +12,8 @@ multiplied by hand to between 1e5 and 1e8. What is safe must be no further from 
 where it is certified; what is certified must stand an adversary that moves every norm's input freely, and every so many
 models a gradient search. Exits with 1 where anything is broken.
 
-unmended: demo checkpoints in which one rare byte passes 65504 in many heads and gates at once, while usual rows are
-soft, so that a power of two flattens them; and what a finetune with its defaults makes of them. One channel of the
+rare: demo checkpoints in which one rare byte passes 65504 in many heads and gates at once, while usual rows are soft,
+so that a power of two on whole rows flattens them; and what a finetune makes of what stays unsafe. One channel of the
 stream is taken from all other bytes, and queries and gates answer to it: no other byte's row changes by that.
 """
 
@@ -358,14 +358,14 @@ def compare_random(asked: argparse.Namespace, work: Path) -> int:
     return 1 if tally.violations else 0
 
 
-# ---- what no edit mends ----------------------------------------------------------------------------------------------
+# ---- what one rare byte saturates ----------------------------------------------------------------------------------
 
 
 RARE = 3 + ord("q")
 GATE, HEADS = "DenseReluDense.wi_0", "SelfAttention.q"
 SOME = (f"encoder.block.1.layer.0.{HEADS}", f"encoder.block.0.layer.1.{GATE}", f"encoder.block.2.layer.1.{GATE}")
 ALL = [f"{stack}.layer.0.{HEADS}" for stack in ("encoder.block.0", "encoder.block.1", "decoder.block.0")]
-UNMENDED: dict[str, tuple[Path, Sequence[str], float, int]] = {
+CASES: dict[str, tuple[Path, Sequence[str], float, int]] = {
     "T5, 12 heads": (saturated.T5, ALL, 1e6, 1),
     "T5, 4 heads, 96 gates": (saturated.T5, (*SOME, f"decoder.block.1.layer.2.{GATE}"), 2e5, 10),
     "Gemma 3, all gates of 2 layers": (saturated.GEMMA, [f"model.layers.{i}.mlp.gate_proj" for i in (0, 1)], 1e6, 1),
@@ -410,21 +410,34 @@ def saturate(model: Any, paths: Sequence[str], target: float, step: int) -> None
             rows[:, channel] = towards * target / ((keys @ towards).abs().amax() * reads)
 
 
-def compare_unmended(asked: argparse.Namespace, work: Path) -> None:
-    columns = "bf16: text, unlike, random", "`convert`", "finetune", "kept step, precision", "verdict"
+def compare_rare(asked: argparse.Namespace, work: Path) -> None:
+    columns = "bf16: text, unlike, random", "`convert`", "verdict", "edits", "finetune, kept step, precision, verdict"
     print_header("checkpoint", *columns)
-    for name in asked.cases or UNMENDED:
-        print_row(name, *unmended(name, work / name, asked.steps))
+    for name in asked.cases or CASES:
+        print_row(name, *rare(name, work / name, asked.steps))
 
 
-def unmended(name: str, work: Path, steps: int) -> list[str]:
+def rare(name: str, work: Path, steps: int) -> list[str]:
     """Return the cells of one case: ``unlike`` are code, figures and other languages. Where a finetune stops since
     gradients overflow at every loss scale, another has ``precision: fp32``."""
-    demo, paths, target, step = UNMENDED[name]
+    demo, paths, target, step = CASES[name]
     model = saturated.load(demo)
     saturate(model, paths, target, step)
     saturated.write(model, demo, source := work / "source")
-    convert(source, work / "edited")
+    report = convert(source, work / "edited").report
+    files = texts(), texts("unlike.txt")
+
+    def divergences_of(out: str, dtype: str) -> str:
+        text, unlike = (judge(source, work / out, file, SEED) for file in files)
+        kl = [getattr(each, f"kl_{dtype}_text") for each in (text, unlike)]
+        return ", ".join(f"{x:.1e}" for x in (*kl, getattr(text, f"kl_{dtype}_random")))
+
+    edits = [f"{'columns' if edit.get('columns') else 'rows'} 2^{edit['exponent']}" for edit in report["inexact"]]
+    counted = ", ".join(f"{number} × {edit}" for edit, number in Counter(edits).items())
+    cells = [divergences_of("edited", "bf16"), divergences_of("edited", "fp16")]
+    cells += [f"{report['verdict']}, {report['proof']}", counted]
+    if report["verdict"] == "safe":
+        return [*cells, "-"]
     recipe = {"source": str(source), "data": demo_data(demo.name), "schedule": {"steps": steps}}
     recipe |= {"evaluation": {"every": 40}, "out": str(work / "fp16")}
     try:
@@ -433,22 +446,17 @@ def unmended(name: str, work: Path, steps: int) -> list[str]:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         tuned, out = finetune(recipe | {"precision": "fp32", "out": str(work / "fp32")}), "fp32"
     assert tuned is not None
-    files, cells = (texts(), texts("unlike.txt")), []
-    edited, written = ([judge(source, work / each, file, SEED) for file in files] for each in ("edited", out))
-    for (text, unlike), dtype in ((edited, "bf16"), (edited, "fp16"), (written, "fp16")):
-        kl = [getattr(text, f"kl_{dtype}_text"), getattr(unlike, f"kl_{dtype}_text")]
-        cells.append(", ".join(f"{x:.1e}" for x in (*kl, getattr(text, f"kl_{dtype}_random"))))
-    report = tuned.report
-    return [*cells, f"{report['finetune']['kept']}, {out}", f"{report['verdict']}, {report['proof']}"]
+    end = f"{tuned.report['finetune']['kept']}, {out}, {tuned.report['verdict']}, {tuned.report['proof']}"
+    return [*cells, f"{divergences_of(out, 'fp16')}; {end}"]
 
 
-TABLES = {"saturated": compare_saturated, "random": compare_random, "unmended": compare_unmended}
+TABLES = {"saturated": compare_saturated, "random": compare_random, "rare": compare_rare}
 
 
 def main() -> int | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=TABLES)
-    parser.add_argument("--cases", nargs="+", choices=[*saturated.KINDS, *UNMENDED], metavar="CASE")
+    parser.add_argument("--cases", nargs="+", choices=[*saturated.KINDS, *CASES], metavar="CASE")
     parser.add_argument("--made", type=Path, default=Path(tempfile.gettempdir()) / "saturated", help="of saturated")
     parser.add_argument("--models", type=int, default=300, help="how many random ones")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")

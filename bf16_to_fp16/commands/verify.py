@@ -295,8 +295,8 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
         yield from differences(report.moved.model_dump(), moved_by(layout, plan).model_dump(), "moved")
         factors = {name: entry.factor_log2 for name, entry in report.outputs.items()}
         yield from differences(factors, output_factors(layout, plan), "outputs")
-        recorded = sorted((edit.site, edit.exponent) for edit in report.inexact)
-        planned = sorted((edit.site, edit.exponent) for edit in listed_edits(layout, plan))
+        recorded = sorted((edit.site, edit.exponent, edit.columns) for edit in report.inexact)
+        planned = sorted((edit.site, edit.exponent, edit.columns) for edit in listed_edits(layout, plan))
         yield from differences(recorded, planned, "inexact")
     if plan.moves and config.get(CONVERTED_KEY) != mark_of(plan):
         yield "config.json", f"{CONVERTED_KEY} is not what the conversion wrote for this plan"

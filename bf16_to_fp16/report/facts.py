@@ -405,7 +405,8 @@ def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
     for edit in dearest[:most]:
         costs = (("predicted", edit.predicted), ("measured", edit.measured))
         parts = [f"{what} {scientific(value)}" for what, value in costs if value is not None]
-        rows.append((f"edit for {edit.site}", ", ".join([f"down to {power(edit.exponent)}", *parts])))
+        what = f"{counted(edit.columns, 'column')} " if edit.columns else ""
+        rows.append((f"edit for {edit.site}", ", ".join([f"{what}down to {power(edit.exponent)}", *parts])))
     if more := len(dearest) - len(rows):
         rows.append(("further edits", f"{more}, each cheaper, in the report"))
     return rows + exception_rows(report, most)

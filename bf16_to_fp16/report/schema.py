@@ -405,11 +405,13 @@ class OutputEntry(ReportObject):
 
 class InexactEntry(ReportObject):
     """An edit that changes the function: the site whose limit it is made for, its power of two, the least where
-    channels have one each, and the divergence that it alone makes in fp32, of the source, and of what was written
-    without the others; None where it was not run."""
+    channels have one each, how many input channels it cuts (0: it multiplies the signal itself), and the divergence
+    that it alone makes in fp32, of the source, and of what was written without the others; None where it was not run.
+    """
 
     site: str
     exponent: int
+    columns: Count = 0
     predicted: Real | None = None
     measured: Real | None = None
 

@@ -34,12 +34,14 @@ RUINED = 1.0
 @dataclass(frozen=True)
 class Edit:
     """One edit of a plan: the signal, the site whose limit needs it, and its exponent, the least where channels have
-    one each. ``predicted``: the divergence from the source that it alone makes, in fp32; ``measured``: the same in what
-    was written, the other edits undone. None where that was not run."""
+    one each. ``columns``: how many input channels it cuts, 0 where it multiplies the signal. ``predicted``: the
+    divergence from the source that it alone makes, in fp32; ``measured``: the same in what was written, the other edits
+    undone. None where that was not run."""
 
     signal: str
     site: str
     exponent: int
+    columns: int = 0
     predicted: float | None = None
     measured: float | None = None
 
@@ -67,7 +69,13 @@ def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | No
     """Return the edits of a plan that have a price, one by one; predicted: divergences by signal."""
     sites, known = sites_of(layout), predicted or {}
     exponents = edits_of(layout, plan).exponents.items()
-    return tuple(Edit(name, sites[name], least(each), known.get(name)) for name, each in exponents)
+
+    def cut(name: str, each: OfChannels) -> int:
+        if layout.signals[name].kind is not Kind.COLUMNS:
+            return 0
+        return sum(map(bool, each)) if isinstance(each, list) else layout.signals[name].size
+
+    return tuple(Edit(n, sites[n], least(each), cut(n, each), known.get(n)) for n, each in exponents)
 
 
 def least(exponents: OfChannels) -> int:
