@@ -125,14 +125,14 @@ def main(arguments: list[str] | None = None) -> int:
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "bf16-to-fp16"
         hint = f" (see {command} --help)" if isinstance(error, click.UsageError) else ""
         return complain(f"{error.format_message()}{hint}")
-    except (KeyboardInterrupt, click.Abort):
-        return interrupted()
+    except (KeyboardInterrupt, click.Abort) as stop:
+        return interrupted(stop.__cause__ or stop)  # of what click makes of one
     except (BrokenPipeError, _UnreadError):
         return unread()
     except Exception as error:
         # Compiled modules that are interrupted while they are imported turn it into errors of their own.
         if interrupts:
-            return interrupted()
+            return interrupted(KeyboardInterrupt())
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of a path in a file that was given
             return complain(f"{shortened(error.filename)}: {error.strerror}; give another path")
         raise
@@ -147,8 +147,9 @@ def terminate(*_: object) -> NoReturn:
     sys.exit(128 + signal.SIGTERM)
 
 
-def interrupted() -> int:
-    print("interrupted", file=sys.stderr)
+def interrupted(stop: BaseException) -> int:
+    if int(os.environ.get("RANK", "0")) == 0:  # under a launcher the first process says it for all
+        print(str(stop) or "interrupted", file=sys.stderr)
     return INTERRUPTED
 
 

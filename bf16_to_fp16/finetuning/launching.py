@@ -42,6 +42,7 @@ from .shipped import FOLDER
 ASSUMED = 16  # GiB of a card that is not there: the smaller V100's
 USABLE = 0.95  # share of a card's memory; the rest is lost between what is allocated
 LESS = "give a smaller data.batch_size, shorter texts, gradient_checkpointing: true, or more or larger cards"
+INTERRUPTED = 130  # exit status
 WRITTEN = "# Written by `bf16-to-fp16 launch`, which writes it anew.\n"
 
 FILES = Path(__file__).parents[1] / "launch"
@@ -250,8 +251,8 @@ def _write(path: Path, text: str) -> None:
 
 def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:
     """Run a line of ``write_launch`` and return its exit status, that of the process that failed first; raise UserError
-    where a process was killed, and as the program does where it is itself interrupted or ended. begun: the words of the
-    command before the recipe, which reports then name."""
+    where a process was killed, and as the program does where it is itself ended. Of an interrupt the first process
+    says where the run stopped. begun: the words of the command before the recipe, which reports then name."""
     import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -268,12 +269,14 @@ def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> i
         launch_command(launch_command_parser().parse_args(list(words[2:])))
     except SignalException as stop:  # after it has ended the processes
         if stop.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
+            return INTERRUPTED
         sys.exit(128 + stop.sigval)
+    except KeyboardInterrupt:  # of one process alone, which the terminal interrupts too
+        return INTERRUPTED
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return status_of(rank, int(failure.exitcode))
-    except subprocess.CalledProcessError as error:  # of one process alone
+    except subprocess.CalledProcessError as error:
         return status_of(0, error.returncode)
     return 0
 

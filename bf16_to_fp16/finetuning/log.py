@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from ..errors import UserError
 from ..json_text import finite, loads
 from .recipe import Recipe
 from .states import on_a_disk
+
+LOG = "log.jsonl"
 
 
 class RunLog:
@@ -32,15 +34,9 @@ class RunLog:
         self.close()
         if not self.path.is_file():
             return
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
-            try:
-                if line.endswith("\n") and loads(line)["step"] <= step:
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                continue
+        kept = "".join(line for at, line in lines(self.path) if at <= step)
         partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(kept), encoding="utf-8", newline="\n")
+        partial.write_text(kept, encoding="utf-8", newline="\n")
         partial.replace(self.path)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -58,6 +54,21 @@ class RunLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the whole lines of a log with their steps."""
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            step = int(loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if line.endswith("\n"):
+            yield step, line
+
+
+def last_step(path: Path) -> int:
+    return max((step for step, _ in lines(path)), default=0) if path.is_file() else 0
 
 
 def start_tracker(accelerator: Any, recipe: Recipe, folder: Path) -> None:

@@ -59,7 +59,7 @@ from ..targets import AUTO
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
-from .log import RunLog, start_tracker
+from .log import LOG, RunLog, last_step, start_tracker
 from .mixed_precision import MixedPrecision
 from .processes import begun_by, launched_with, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
@@ -76,7 +76,7 @@ UNNEEDED = "Nothing to train: after a conversion alone no input can overflow it 
 OF_A_RUN = {
     START_FOLDER,
     START_OUTPUTS,
-    "log.jsonl",
+    LOG,
     "wandb",
 }
 """What the folder of a run may hold before its first state."""
@@ -117,7 +117,8 @@ def finetune(
     check_out(out, recipe.source, checkpoint.folder, force=force)
     progress = shown_by(progress)
     alone = None if force else partial(converted_alone, recipe, progress, endpoint)
-    run = train(recipe, checkpoint, progress=progress, alone=alone)
+    with saying_where_it_stopped(run_folder(recipe)):
+        run = train(recipe, checkpoint, progress=progress, alone=alone)
     if run.converted is not None:
         return run.converted
     if run.weights is None:
@@ -129,12 +130,26 @@ def finetune(
         judge=partial(judged, recipe=asked, command=command.published()),
         search=partial(attack_unproven, recipe.evaluation.attack_steps, progress),
     )
-    with written_trained(run.folder, run.weights) as trained:
+    with saying_where_it_stopped(run.folder), written_trained(run.folder, run.weights) as trained:
         place, options = Destination(out, force=force), options_of(recipe)
         result = convert_by(options, trained, place, provenance=provenance, progress=progress)
     if not result.report.get("next"):
         return result
     return replace(result, next=judged(read(Report, result.report), asked, command).next)
+
+
+@contextmanager
+def saying_where_it_stopped(folder: Path) -> Iterator[None]:
+    """Give an interrupt the words that say where the run in ``folder`` goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        states = RunFolder(folder).steps()
+        if not states:
+            raise KeyboardInterrupt("interrupted; no state is saved yet: the same command begins anew") from None
+        step = max(states[-1], last_step(folder / LOG))
+        words = f"interrupted at step {step}; the same command goes on from step {states[-1]}"
+        raise KeyboardInterrupt(words) from None
 
 
 def options_of(recipe: Recipe, **others: Any) -> Options:
@@ -227,7 +242,7 @@ def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | N
     log = None
     if main:
         start_tracker(accelerator, recipe, folder)
-        log = RunLog(folder / "log.jsonl", accelerator.log)
+        log = RunLog(folder / LOG, accelerator.log)
     trainer = Trainer(recipe, student, teacher, corpus, folder, accelerator, progress=progress, log=log)
     outcome, device = trainer.train(fits=fits), shown(accelerator.device)
     weights = trainer.weights()

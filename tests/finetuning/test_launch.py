@@ -8,7 +8,9 @@ believed to be alone.
 
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,8 +30,9 @@ from support.program import refused
 from bf16_to_fp16 import verify
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
-from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.finetuning.run import finetune, saying_where_it_stopped
 from bf16_to_fp16.finetuning.shipped import names
+from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.run.texts import texts
 
@@ -352,6 +355,45 @@ def test_two_processes_that_are_killed_go_on_to_the_same_bits(
     for name in ("out/model.safetensors", "out.run/log.jsonl"):
         whole = two_machines.parent / name.replace("out", two_machines.name, 1)
         assert (tmp_path / name).read_bytes() == whole.read_bytes(), name
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupt_is_said_once_with_the_step_from_which_the_run_goes_on(
+    processes: int, recipe: Path, warm_python: Path, tmp_path: Path
+) -> None:
+    words = ["launch", str(recipe), "--gpus", str(processes), "--run", "--set", f"out={tmp_path / 'out'}"]
+    words += ["--set", "schedule.steps=5000", "--set", "device=cpu"]
+    # A terminal interrupts all of its processes; of several a launcher tells the others.
+    python = sys.executable if processes == 1 else str(warm_python)
+    process = subprocess.Popen(
+        [python, "-m", "bf16_to_fp16", *words],
+        cwd=ROOT,
+        env={**os.environ, **ON_CPU},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        for _ in range(6000):
+            if list((tmp_path / "out.run").glob("step-0000000[4-8]")):
+                break
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            kill(process)
+    assert process.returncode == 130, said
+    (line,) = (line for line in said.splitlines() if "interrupted" in line)
+    step, last = map(int, re.findall(r"interrupted at step (\d+); the same command goes on from step (\d+)", line)[0])
+    assert RunFolder(tmp_path / "out.run").steps()[-1] == last and last <= step <= last + 2
+
+
+def test_an_interrupt_before_the_first_state_says_that_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt, match="no state is saved yet"), saying_where_it_stopped(tmp_path):
+        raise KeyboardInterrupt
 
 
 def test_an_error_in_a_recipe_is_one_line_under_a_launcher(recipe: Path, warm_python: Path, tmp_path: Path) -> None:
