@@ -16,7 +16,8 @@ from ..report.facts import Distance, distances
 from ..report.remedies import going_on, tower_alone
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
 from ..wording import bits, counted, excess, in_bits, scientific
-from .recipe import CERTIFIABLE, Penalty, Recipe
+from .recipe import CERTIFIABLE, Optimizer, Penalty, Recipe
+from .states import RunFolder, read_state
 
 TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
@@ -55,7 +56,8 @@ def how_to_go_on(
     delivered: least headroom of the output in bits. lost: it lost too much of the original. unproven: it lacks the
     certificate.
     """
-    another = {"checkpointing__folder": f"{recipe.checkpointing.folder or f'{recipe.out}.run'}-2"}
+    folder, lowest = for_another_run(recipe)
+    another = {"checkpointing__folder": folder}
     attacked = report.attack is not None and report.attack.worst_headroom_bits < 0
     if recipe.penalty.form == "none" and delivered < 0:
         return f"begin another run, with the penalty: {command.line(penalty__form=Penalty().form, **another)}"
@@ -66,8 +68,25 @@ def how_to_go_on(
     if lost and recipe.distillation.weight < 1:
         return f"begin another run that learns the original alone: {command.line(distillation__weight=1.0, **another)}"
     # What training holds is held to its last step; the rest was held by the exponents of its start.
-    slower = {"schedule__learning_rate": f"{recipe.schedule.learning_rate / 2:g}", **another}
+    slower = {"schedule__learning_rate": f"{lowest / 2:g}", **another}
     return f"begin another run that stays nearer to its start: {command.line(**slower)}"
+
+
+def for_another_run(recipe: Recipe) -> tuple[str, float]:
+    """Return a folder that no run has yet, and the lowest learning rate that failed: of this run and of those whose
+    folders differ from its own by the "-2" that is added for each."""
+    own = folder = recipe.checkpointing.folder or f"{recipe.out}.run"
+    lowest = recipe.schedule.learning_rate
+    while folder.endswith("-2"):
+        folder = folder.removesuffix("-2")
+    while len(folder) <= len(own) or Path(folder).exists():
+        runs = RunFolder(Path(folder))
+        for step in runs.steps()[-1:]:
+            other = read_state(runs.of(step))["recipe"]
+            if (other["source"], Optimizer(**other["optimizer"])) == (recipe.source, recipe.optimizer):
+                lowest = min(lowest, other["schedule"]["learning_rate"])
+        folder += "-2"
+    return folder, lowest
 
 
 def lacks_headroom(recipe: Recipe, delivered: float) -> bool:
