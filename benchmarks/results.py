@@ -33,7 +33,7 @@ SECTIONS: dict[str, list[str]] = {
     "A published checkpoint": ["published"],
     "Rewriting weights": ["writing"],
     "A whole conversion": ["whole", "whole-phases", "faster", "whole-images"],
-    "Edits": ["saturated", "edits-random", "unmended"],
+    "Edits": ["saturated", "edits-random", "rare"],
     "The certificate": ["tightness", "certify-share"],
     "The demonstration": ["demo"],
     "What people use today": ["peers", "rivals"],
