@@ -95,7 +95,9 @@ def test_a_run_on_a_card_without_bf16_says_so_and_never_uses_it(
         monkeypatch.setattr(module, "computes_in_bf16", lambda device: False)
     on_a((7, 0), monkeypatch)
     source = saved(tmp_path / "source", 30, dtype=torch.bfloat16)
-    tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu", "schedule": {"steps": 3, "bf16_steps": 2}}
+    monkeypatch.setattr(run, "check_start", lambda *_: False)
+    monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.FITTING_STEPS", 2)
+    tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu", "schedule": {"steps": 3}}
     recipe = Recipe.model_validate(tree | {"evaluation": {"every": 100}})
     run.train(recipe.settled(), open_checkpoint(source), progress=Progress())
     assert [row["precision"] for row in rows_of(tmp_path / "out.run", "precision")] == ["fp32", "fp32", "fp16"]

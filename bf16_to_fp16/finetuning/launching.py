@@ -221,10 +221,7 @@ def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tup
         tree["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = ",".join(choice.blocks)
     contents = {config: WRITTEN + yaml.safe_dump(tree, sort_keys=False)}
     if by_engine:
-        precision = recipe.precision[0] if "precision" in recipe.model_fields_set else "fp16"
-        # Of several precisions none is the engine's.
-        precision = "fp32" if recipe.phases else precision
-        contents[deepspeed] = json.dumps(deepspeed_config(choice.kind, precision), indent=2) + "\n"
+        contents[deepspeed] = json.dumps(deepspeed_config(choice.kind, recipe.precision[-1]), indent=2) + "\n"
     for path, text in contents.items():
         _write(path, text)
     words = ["accelerate", "launch", "--config_file", str(config)]

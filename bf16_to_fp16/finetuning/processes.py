@@ -75,9 +75,6 @@ class Processes:
             config["train_micro_batch_size_per_gpu"] = recipe.data.share(self.world).batch_size
             config["gradient_accumulation_steps"] = calls
             config["gradient_clipping"] = CLIP_NORM
-            if recipe.phases:
-                # Of one dtype, in which gradients would be exchanged in every phase.
-                config["torch_autocast"] = {"enabled": False}
             if zero.get("stage") == 3:
                 zero["stage3_gather_16bit_weights_on_model_save"] = True
         self.accelerator.gradient_accumulation_steps = calls
@@ -194,8 +191,8 @@ def weights_in_parts(accelerator: Any) -> bool:
 
 
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
-    """Return the run's precisions: the recipe's, or else DeepSpeed's; raise UserError where they differ. A card without
-    bf16 has fp32 in its place."""
+    """Return the run's precisions: the recipe's, or under DeepSpeed the last of them, which its configuration has to
+    name, or else that. A card without bf16 has fp32 in its place."""
     has_bf16 = computes_in_bf16(accelerator.device)
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
         return recipe.precision if has_bf16 else tuple("fp32" if p == "bf16" else p for p in recipe.precision)
@@ -206,10 +203,6 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
             "DeepSpeed's fp16 keeps weights in fp16, in which nothing is trained here; put torch_autocast with dtype"
             " float16 in its place in the JSON"
         )
-    if recipe.phases and pure_bf16:
-        raise UserError("DeepSpeed's bf16 is for the whole run; take it out of its JSON, or set precision: bf16")
-    if recipe.phases:
-        return recipe.phases if has_bf16 else ("fp32", *recipe.phases[1:])
     cast = config.get("torch_autocast", {})
     dtype = "bfloat16" if pure_bf16 else cast.get("dtype") if cast.get("enabled") else None
     configured = {"float16": "fp16", "bfloat16": "bf16"}.get(str(dtype), "fp32")
@@ -218,7 +211,7 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
             "DeepSpeed's configuration is for bf16, which these cards do not have; put torch_autocast with dtype"
             " float16 in the place of bf16 in its JSON"
         )
-    wanted = recipe.precision[0] if "precision" in recipe.model_fields_set else configured
+    wanted = recipe.precision[-1] if "precision" in recipe.model_fields_set else configured
     if configured != wanted:
         raise UserError(
             f"the recipe's precision is {wanted} and DeepSpeed's configuration is for {configured};"

@@ -141,15 +141,6 @@ WARMUP = 50  # steps of the linear rise, the time that Adam's second moments nee
 class Schedule(Section):
     steps: Positive = _key(1000, "optimizer steps of the whole run")
     learning_rate: float = _key(4e-3, "its highest value; about 1e-4 where optimizer.relative is false", gt=0)
-    bf16_steps: Positive | None = _key(
-        None, "steps before [bf16, fp16] turns to fp16; default: until the activations fit"
-    )
-
-    @model_validator(mode="after")
-    def _agree(self) -> Schedule:
-        if self.bf16_steps is not None and self.bf16_steps >= self.steps:
-            raise ValueError(f"bf16_steps of {self.bf16_steps} leaves no step for fp16; make it less than steps")
-        return self
 
     @property
     def warmup_steps(self) -> int:
@@ -261,8 +252,6 @@ class Recipe(Section):
     def _agree(self) -> Recipe:
         if self.penalty.certify and self.target not in CERTIFIABLE:
             raise ValueError(f"penalty.certify is for target half, and target is {self.target}; leave one of them out")
-        if self.schedule.bf16_steps is not None and self.precision != ("bf16", "fp16"):
-            raise ValueError("schedule.bf16_steps is for precision [bf16, fp16]; set that, or leave it out")
         return self
 
     def is_met_by(self, headroom_bits: float) -> bool:
@@ -282,12 +271,6 @@ class Recipe(Section):
             return self
         certify = self.target in CERTIFIABLE and self.penalty.form != "none"
         return self.model_copy(update={"penalty": self.penalty.model_copy(update={"certify": certify})})
-
-    @property
-    def phases(self) -> tuple[Precision, ...]:
-        """Return the precisions, one after the other, where several are asked for; of the default an engine has its
-        own."""
-        return self.precision if len(self.precision) > 1 and "precision" in self.model_fields_set else ()
 
     @property
     def planned_target(self) -> str:

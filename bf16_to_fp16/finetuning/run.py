@@ -465,12 +465,12 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
         broken = overflowing(student, given, "fp16", device, progress)
         if broken is None:
             return True
-        if recipe.penalty.form == "none" and recipe.schedule.bf16_steps is None:
+        if recipe.penalty.form == "none":
             # The bounds that certify holds do bring it down.
             why = "says when it is" if recipe.penalty.certify else "brings it down"
             raise UserError(
                 f"{broken} is not finite in fp16 before the first step, and without a penalty nothing {why};"
-                " set schedule.bf16_steps, or penalty.form"
+                " set penalty.form"
             )
     broken = overflowing(student, given, first, device, progress)
     if broken is not None:

@@ -8,10 +8,9 @@ processes takes the steps of one: losses are sums over all positions of a step d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +111,6 @@ class Trainer:
         if weights != torch.float32:
             student.to(weights)
         self.mixed_precision = self._mixed_precision(0)
-        if self.processes.engine and len(self.precisions) > 1:
-            student.forward = self._in_this_phase(student.forward)
         self.layout = resolve(ModelTensors(student))  # as long as this process has the model whole
         freeze_unreached(student, self.layout)
         trained = [p for p in student.parameters() if p.requires_grad]
@@ -143,22 +140,12 @@ class Trainer:
     def _mixed_precision(self, phase: int) -> MixedPrecision:
         return MixedPrecision("fp32" if self.processes.in_16_bits else self.precisions[phase], self.device)
 
-    def _in_this_phase(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward under the autocast of the phase that the run is in: an engine takes off one around it."""
-
-        @wraps(forward)
-        def cast(*given: Any, **named: Any) -> Any:
-            with self.mixed_precision.forward():
-                return forward(*given, **named)
-
-        return cast
-
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def train(self, *, fits: bool = False) -> Outcome:
         """Run to the recipe's last step and return what was done.
 
-        fits: the start is known to be finite in fp16: [bf16, fp16] begins with fp16, unless bf16_steps are given.
+        fits: the start is known to be finite in fp16, with which [bf16, fp16] then begins.
         Raises UserError where the run cannot go on; its states stay.
         """
         self._continue()
@@ -384,19 +371,18 @@ class Trainer:
         return norm
 
     def _choose_precision(self, fits: bool) -> None:
-        p, recipe = self.position, self.recipe
+        p = self.position
         if len(self.precisions) == 1 or p.phase == 1:
             return
-        due = recipe.schedule.bf16_steps
-        if due is None and p.step == 0 and (fits or self.penalty is None):
+        if p.step == 0 and (fits or self.penalty is None):
             # There is nothing to wait for.
             p.phase, self.mixed_precision = 1, self._mixed_precision(1)
             return
         if self.penalty is not None and p.step:
             limits = self.penalty.observations().values()
-            inside = all(o.excess_bits <= recipe.penalty.trained_bits for o in limits)
+            inside = all(o.excess_bits <= self.recipe.penalty.trained_bits for o in limits)
             p.fitting = p.fitting + 1 if inside else 0
-        if p.step >= due if due is not None else p.fitting >= FITTING_STEPS:
+        if p.fitting >= FITTING_STEPS:
             p.phase = 1
             self.mixed_precision = self._mixed_precision(1)
             self.progress.say(f"Step {p.step}: fp16 from here on")
@@ -431,17 +417,12 @@ class Trainer:
         self.progress.say(f"Step {p.step}: {shown or 'no figures'}")
 
     def _judged(self, held: Sequence[TrainingBatch]) -> dict[str, Any]:
-        """Measure the model in the precision that the result is for or, where that overflows, in that of the phase."""
-        own, measured = self.mixed_precision, dict[str, Any]()
+        """Measure the model in the last precision, for which the result is."""
+        own, self.mixed_precision = self.mixed_precision, self._mixed_precision(len(self.precisions) - 1)
         try:
-            for phase in dict.fromkeys((len(self.precisions) - 1, self.position.phase)):
-                self.mixed_precision = self._mixed_precision(phase)
-                measured = self.evaluator.measure(held, self.mixed_precision)
-                if all(math.isfinite(value) for value in measured.values() if value is not None):
-                    break
+            return self.evaluator.measure(held, self.mixed_precision)
         finally:
             self.mixed_precision = own
-        return measured
 
     # ---- states --------------------------------------------------------------------------------------------------
 
