@@ -1,8 +1,7 @@
 """From text to training batches: pairs of input and target as they are, plain text by an objective (``objectives``).
 
-Everything random is a function of (seed, epoch, row), and the order of an epoch of the seed and the number of examples
-in one step. So a batch does not depend on how many processes share a step, and training goes on bit for bit from two
-numbers. A step is cut from one endless sequence of epochs: every example is seen once in each.
+Everything random is a function of (seed, epoch, row), and an epoch's order of the seed and the examples in a step. So a
+batch does not depend on how many processes share a step, and training goes on bit for bit from two numbers.
 """
 
 from __future__ import annotations
@@ -99,10 +98,9 @@ class _Rows:
 
 
 def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator) -> np.ndarray:
-    """Return a permutation of the examples, int64, in which those of one step are of like size.
+    """Return an order of the examples in which those of one step are of like size.
 
-    sizes: any measure of length; position: how many examples the steps before have taken. What shares a step with
-    another epoch stays mixed.
+    sizes: any measure of length; position: how many examples the steps before have taken.
     """
     order = rng.permutation(len(sizes))
     head = min(-position % step_examples, len(order))
@@ -118,12 +116,11 @@ def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.ra
 
 
 class Corpus:
-    """Everything from a row of a recipe's ``data`` to a batch for a checkpoint, of which it takes the config and, from
-    ``folder``, the tokenizer.
+    """A recipe's ``data`` as batches for a checkpoint, of which it takes the config and, from ``folder``, the
+    tokenizer.
 
-    seed: of the split into training and held-out rows, the order and the noise. ``window``: most tokens that are taken
-    from one text; ``input_length``, ``target_length``: most ids of each side. Raises UserError for data, a tokenizer or
-    an objective that cannot be used.
+    seed: of the split, the order and the noise. Raises UserError for data, tokenizers and objectives that cannot be
+    used.
     """
 
     def __init__(self, data: Data, folder: str | Path, config: Any, *, seed: int = 0) -> None:
@@ -268,11 +265,8 @@ class Corpus:
         return TrainingBatches(self, rank, world)
 
     def held_out(self, examples: int | None = None, rank: int = 0, world: int = 1) -> list[TrainingBatch]:
-        """Return the held-out batches of one of ``world`` processes, the same at every call.
-
-        examples: at most so many in all. Every process gets equally many batches; one for which none is left gets a
-        batch without examples, whose labels are all −100.
-        """
+        """Return one process's share of at most so many held-out examples; all processes get equally many batches, and
+        one for which none is left gets a batch whose labels are all −100."""
         numbers = self.held_out_rows.held_out[:examples]
         contents = self.held_out_rows.read(numbers) if numbers else []
         rows = [(0, row, content) for row, content in zip(numbers, contents, strict=True)]
@@ -333,11 +327,8 @@ def _first(length: int, most: int, rng: np.random.Generator) -> int:
 
 
 class TrainingBatches(Iterator[TrainingBatch]):
-    """The endless training batches of one process; made by ``Corpus.training_batches``.
-
-    A step takes ``step_examples`` = batch size × accumulation examples, the same ones however that product is made up
-    and however many processes share them; each process takes its share of each forward pass.
-    """
+    """The endless training batches of one process. A step has the same ``step_examples`` however many processes share
+    them; each takes its share of each pass."""
 
     def __init__(self, corpus: Corpus, rank: int, world: int) -> None:
         self.corpus, self.rank, self.world = corpus, rank, world

@@ -51,11 +51,8 @@ class Command:
 def how_to_go_on(
     recipe: Recipe, report: Report, steps: int, delivered: float, command: Command, *, lost: bool, unproven: bool
 ) -> str:
-    """Return the remedy of a finetune that did not deliver: the command that goes on with the run or begins another.
-
-    delivered: least headroom of the output in bits. lost: it lost too much of the original. unproven: it lacks the
-    certificate.
-    """
+    """Return the command that goes on with a run that did not deliver, or begins another. delivered: least headroom of
+    the output in bits. lost: too much of the original. unproven: it lacks the certificate."""
     folder, lowest = for_another_run(recipe)
     another = {"checkpointing__folder": folder}
     attacked = report.attack is not None and report.attack.worst_headroom_bits < 0

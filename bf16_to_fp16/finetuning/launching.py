@@ -61,10 +61,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a launch runs: so many processes, with so many bytes each, on cards or on the CPU.
-
-    ``said``: in words. ``bf16``: whether it computes in bf16.
-    """
+    """Processes with so many bytes each, on cards or on the CPU; ``said`` in words."""
 
     processes: int
     memory: float
@@ -74,9 +71,8 @@ class Place:
 
 
 def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Place:
-    """Return where ``processes`` run: on the cards that are there, else on those that are assumed, or where the run is
-    to begin now, or asks for it (``on_cpu``), on the CPU. gib: the memory of a card (of a process on the CPU) in GiB,
-    where it is given."""
+    """Return where ``processes`` run: on the cards here, else on cards of ``gib`` that are assumed or, for a run that
+    is to begin now or ``on_cpu``, on the CPU."""
     seen = [] if on_cpu else cards()
     if on_cpu or (running and not seen):
         each = available_memory() / processes if gib is None else gib * 2**30
@@ -210,9 +206,7 @@ def deepspeed_config(kind: str, precision: str) -> dict[str, Any]:
 
 def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Write the configuration beside the recipe's output; return its files and the words of the line that launches it.
-
-    finetune: the words behind ``finetune``. Raises UserError where a file of others would be replaced.
-    """
+    finetune: the words behind ``finetune``. Raises UserError where a file of others would be replaced."""
     out, processes = Path(recipe.out), choice.place.processes
     config, deepspeed = (out.with_name(f"{out.name}.{ending}") for ending in ("launch.yaml", "deepspeed.json"))
     by_engine = choice.kind.startswith("zero")

@@ -84,10 +84,8 @@ def _says_tied(config: Any) -> bool:
 
 
 def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:
-    """Return the bytes that a process holds on its card, by what they are for.
-
-    kind: a configuration of ``launching``. teacher_bytes: of one of the teacher's weights, 0 for no teacher.
-    """
+    """Return the bytes that a process holds on its card, by what they are for. kind: a configuration of ``launching``.
+    teacher_bytes: of one of the teacher's weights, 0 for no teacher."""
     recipe, count = needs.recipe, needs.parameters
     each = PRECISION_DTYPES[recipe.optimizer.weights].itemsize
     weights, teacher = float(count * each), float(count * teacher_bytes)

@@ -99,11 +99,8 @@ def _parts(total: int, parts: int, rng: np.random.Generator) -> list[int]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of a text, each with the space after it.
-
-    A sentence ends after ``.``, ``!`` or ``?`` (and closing marks) before a space and anything but a small letter,
-    after their East Asian forms, and at a line's end. Abbreviations can be taken for ends.
-    """
+    """Return the sentences of a text, each with the space after it, by their marks and line ends; abbreviations can be
+    taken for ends."""
     ends = [match.end() for match in _SENTENCE_END.finditer(text)]
     return [text[start:end] for start, end in itertools.pairwise([0, *ends, len(text)]) if start < end]
 
@@ -114,12 +111,8 @@ _SENTENCE_END = re.compile(r"""[.!?]+["'”’»)\]]*\s+(?![a-zß-öø-ÿ\s])|[�
 def gap_sentences(
     sentences: Sequence[Sequence[int]], *, mask: int, end: int, most: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids: some sentences become a ``mask`` each, and the target of at most so many ids, ``end``
-    included, lists them.
-
-    At least one is masked and, of two or more, at least one is kept; one sentence alone, or one that is longer than a
-    target, is taken for several.
-    """
+    """Return (input, target) ids: some sentences become a ``mask`` each, and the target of at most ``most`` ids lists
+    them. One sentence alone, or one that is longer than a target, is taken for several."""
     room = most - 1
     parts = [ids[k : k + room] for ids in sentences for k in range(0, len(ids), room)]
     if len(parts) == 1 and len(parts[0]) > 1:
@@ -171,10 +164,10 @@ class Conventions:
 
 
 def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = None) -> Conventions:
-    """Return what ``tokenizer`` offers for denoising a model of ``vocabulary`` ids.
+    """Return what ``tokenizer`` offers for denoising a model of ``vocabulary`` ids; UserError for a ``first_sentinel``
+    that is none of them.
 
-    T5 and UMT5 name their sentinels ``<extra_id_0>`` and on, mT5 ``▁<extra_id_0>``; ByT5 has such names, but was
-    trained with the last byte ids. From ``first_sentinel`` they count down; UserError where it is no id of the model.
+    T5 and UMT5 name their sentinels ``<extra_id_0>`` and on, mT5 ``▁<extra_id_0>``; ByT5 was trained with byte ids.
     """
     known: dict[str, int] = tokenizer.get_vocab()
     of_bytes = type(tokenizer).__name__.startswith("ByT5")

@@ -1,8 +1,7 @@
 """The recipe of a finetune: everything that decides a run, in one YAML file that is checked before anything loads.
 
-Source, output and data are enough: every other key has a default that is meant to be kept.
-A recipe is frozen data. Keys that nobody reads are refused, with the nearest key that exists. Relative paths start at
-the folder in which the command runs, as they do on the command line.
+Source, output and data are enough. Keys that nobody reads are refused, with the nearest key that exists. Relative paths
+start at the folder in which the command runs.
 """
 
 from __future__ import annotations
@@ -255,11 +254,9 @@ class Recipe(Section):
         return self
 
     def is_met_by(self, headroom_bits: float) -> bool:
-        """Whether a start of which every bound holds, with so many bits to spare, has all that is asked for.
-
-        What has no penalty, learns its text's own task or wants the last state (``quality.max_kl: null``) asks for the
-        training itself; headroom counts where it is given.
-        """
+        """Whether a certified start with so many bits to spare has all that is asked for. Without a penalty, with a
+        task to learn, or where the last state is wanted (``quality.max_kl: null``), the training itself is asked
+        for."""
         learns = self.penalty.form == "none" or self.distillation.weight < 1 or self.quality.max_kl is None
         return not learns and (
             "headroom_bits" not in self.penalty.model_fields_set or headroom_bits >= self.penalty.headroom_bits
@@ -281,11 +278,8 @@ class Recipe(Section):
 
 
 def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200`` (the value is YAML).
-
-    Raises UserError, one line with the file and the key, for what cannot be read or is no recipe, and for an override
-    that is not ``key=value``.
-    """
+    """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200`` (the value is YAML);
+    UserError, one line with the file and the key, for what is none."""
     path = Path(path)
     if path.name in names() and not path.exists():
         raise UserError(f"{path} is no file here; write it first: bf16-to-fp16 recipe {path.name} > {path.name}.yaml")

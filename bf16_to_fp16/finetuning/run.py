@@ -1,8 +1,6 @@
-"""From a recipe to an fp16-safe checkpoint, for what rescaling cannot reach.
+"""From a recipe to an fp16-safe checkpoint: rescale, train under a penalty with the original as teacher, convert.
 
-Rescale exactly, train the fp32 result under the precision it will meet with a penalty and the original as teacher, then
-convert what was trained as ``convert`` does. The rescaled start is a checkpoint on the disk like any other, so that a
-continued run begins from the same bits.
+The rescaled start is a checkpoint on the disk, so that a continued run begins from the same bits.
 """
 
 from __future__ import annotations
@@ -182,10 +180,8 @@ class Run:
 def train(
     recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | bool | None = None, alone: Alone | None = None
 ) -> Run:
-    """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run that the recipe's folder holds.
-
-    alone: tried before training a start that has all that is asked for. Raises UserError where the device is full.
-    """
+    """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run in its folder. alone: tried before a
+    start is trained that has all that is asked for. Raises UserError where the device is full."""
     linear = torch.nn.functional.linear
     try:
         return _train(recipe, checkpoint, progress, alone)
@@ -298,11 +294,8 @@ def convert_or_finetune(
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    """Convert ``source`` as ``convert_by`` does; where rescaling alone leaves it unsafe, or without a certificate that
-    the recipe asks for, finetune it instead.
-
-    recipe: a YAML file, whose source, out, subfolder and target are those given here.
-    """
+    """Convert ``source`` or, where that leaves it unsafe or without a certificate that the recipe asks for, finetune
+    it. recipe: a YAML file, whose source, out, subfolder and target are those given here."""
     out, force, progress = place.out, place.force, shown_by(progress)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("convert runs in one process; under a launcher use finetune")
@@ -447,11 +440,10 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
 
 
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
-    """Return whether a few batches, and what else the penalty is to hold, go through the model in fp16 with every
-    activation finite.
+    """Return whether a few batches, and what else the penalty is to hold, are finite in fp16 everywhere in the model.
 
-    Raises UserError unless the first of the run's precisions holds them, since a penalty on an infinity has no
-    gradient, or fp16 where nothing would make them fit.
+    Raises UserError where the first precision does not hold them (a penalty on an infinity has no gradient), or fp16
+    does not and nothing would make them fit.
     """
     precisions, device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]

@@ -47,10 +47,7 @@ class RunFolder:
     @contextmanager
     def writing(self, place: Path, *, main: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
         """Yield an empty folder, and put what is written there at ``place``; the oldest states beyond ``KEPT`` go.
-
-        main, wait: whether this process makes and moves folders, and what waits for all others. Raises UserError where
-        the disk fails: the states before it stay.
-        """
+        main: this process makes and moves folders. wait: for all others. Raises UserError where the disk fails."""
         work = place.with_name(f".{place.name}.partial")
         try:
             with on_a_disk(place):

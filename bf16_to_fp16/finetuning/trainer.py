@@ -76,12 +76,9 @@ def freeze_unreached(student: Any, layout: Layout) -> None:
 
 
 class Trainer:
-    """Trains ``student`` by a recipe and keeps the run's states in ``folder``.
-
-    accelerator: an ``accelerate.Accelerator`` without mixed precision of its own, unless DeepSpeed's configuration has
-    one. teacher: the frozen original, or None where nothing is distilled. ``train`` continues a run that ``folder``
-    holds.
-    """
+    """Trains ``student`` by a recipe and keeps the run's states in ``folder``. accelerator: without mixed precision of
+    its own, unless DeepSpeed's configuration has one. teacher: the frozen original, or None where nothing is
+    distilled."""
 
     def __init__(
         self,
@@ -143,11 +140,8 @@ class Trainer:
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def train(self, *, fits: bool = False) -> Outcome:
-        """Run to the recipe's last step and return what was done.
-
-        fits: the start is known to be finite in fp16, with which [bf16, fp16] then begins.
-        Raises UserError where the run cannot go on; its states stay.
-        """
+        """Run, or go on, to the recipe's last step. fits: the start is finite in fp16, with which [bf16, fp16] then
+        begins. Raises UserError where the run cannot go on; its states stay."""
         self._continue()
         schedule, p = self.recipe.schedule, self.position
         with self.progress.step(f"Finetuning to step {schedule.steps}") as advance, self.penalty or nullcontext():
@@ -291,9 +285,8 @@ class Trainer:
         return norm, self.processes.sum(sums)
 
     def _calls(self, batches: Sequence[TrainingBatch]) -> list[TrainingBatch | int]:
-        """Return what goes through the model before each backward of a step: a pass's batch, and after it the number of
-        its share of the probe. In one backward both would have their activations, and of a model in parts the gradients
-        of one would wait for those of the other."""
+        """Return what goes through the model before each backward of a step: a pass's batch, then the number of its
+        share of the probe. In one backward both would hold their activations, and a model in parts its gathered ones."""
         if self.penalty is None:
             return list(batches)
         return [call for index, batch in enumerate(batches) for call in (batch, index)]
@@ -318,11 +311,11 @@ class Trainer:
         return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 
     def _reach_beyond_the_data(self, index: int) -> Tensor:
-        """Run a pass's share of a batch of the built-in probe, for the penalty and to stay near the teacher there too:
-        the audit will run what no text contains. Return that part of the step's loss.
+        """Run a pass's share of the step's batch of the probe, which the audit runs too, and return its part of the
+        loss.
 
-        A step's batch is a function of the step, dealt out to passes and processes, and padded as fp16 asks for. The
-        backward goes through every forward, since processes that have parts of a model must gather the same weights.
+        The backward goes through every forward, since processes that have parts of a model must gather the same
+        weights.
         """
         assert self.penalty is not None
         whole, world = spared(self.stock.config, self._drawn()), self.processes.world
