@@ -16,7 +16,6 @@ from torch import nn
 from ..families.known import of_model_type
 from ..run.interface import config_of, is_causal, takes_decoder_ids
 from .distillation import blocks_of
-from .mixed_precision import PRECISION_DTYPES
 from .recipe import Recipe
 
 MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0}
@@ -45,8 +44,8 @@ class Needs:
         self.recipe = recipe
         with torch.device("meta"):
             # Stock code would make it in the checkpoint's dtype, and writes another into the config.
-            dtype = PRECISION_DTYPES[recipe.optimizer.weights]
-            self.model = kind._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype)
+            config = copy.deepcopy(config)
+            self.model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32)
         self.blocks = blocks_of(self.model)
         sizes = [sum(p.numel() for p in block.parameters()) for block in self.blocks]
         self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -86,8 +85,7 @@ def _says_tied(config: Any) -> bool:
 def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:
     """Return the bytes that a process holds on its card, by what they are for. kind: a configuration of ``launching``.
     teacher_bytes: of one of the teacher's weights, 0 for no teacher."""
-    recipe, count = needs.recipe, needs.parameters
-    each = PRECISION_DTYPES[recipe.optimizer.weights].itemsize
+    recipe, count, each = needs.recipe, needs.parameters, torch.float32.itemsize
     weights, teacher = float(count * each), float(count * teacher_bytes)
     in_parts, zero = kind.startswith(("zero3", "fsdp")), kind.startswith("zero")
     share = processes if zero or in_parts else 1

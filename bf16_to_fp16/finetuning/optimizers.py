@@ -26,8 +26,8 @@ def typical_magnitude(parameter: Tensor) -> float:
 def make_optimizer(
     recipe: Recipe, parameters: list[torch.nn.Parameter], *, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer: the one it names, else torch's AdamW for fp32 weights and moments, this package's
-    for others. fused: of torch's AdamW the one loop for all operations."""
+    """Return the recipe's optimizer: the one it names, else torch's AdamW for fp32 moments, this package's for bf16.
+    fused: of torch's AdamW the one loop for all operations."""
     given = recipe.optimizer
     # No decay: the original, not zero, is where weights should stay.
     options = {"lr": recipe.schedule.learning_rate, "betas": BETAS, "eps": EPSILON, "weight_decay": 0.0}
@@ -46,7 +46,6 @@ def make_optimizer(
             return optimizer
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer.name: {given.name}: {first_line(error)}; mend optimizer.arguments") from error
-    if given.weights == "fp32" and given.moments == "fp32":
+    if given.moments == "fp32":
         return torch.optim.AdamW(groups, **options, fused=fused or None)  # type: ignore[arg-type]
-    moments = {"fp32": "float32", "bf16": "bfloat16"}[given.moments]
-    return AdamW(groups, **options, rounding=given.rounding, moments=moments, seed=recipe.seed)  # type: ignore[arg-type]
+    return AdamW(groups, **options, moments="bfloat16", seed=recipe.seed)  # type: ignore[arg-type]

@@ -102,11 +102,9 @@ class Data(Section):
 
 
 class Optimizer(Section):
-    """AdamW (Loshchilov and Hutter 2019): the units of its steps, and the formats of weights and moments."""
+    """AdamW (Loshchilov and Hutter 2019): the units of its steps, and the format of its moments."""
 
     relative: bool = _key(True, "everything in units of each tensor's median magnitude, which rescaling changes")
-    weights: Precision = _key("fp32", "dtype of the weights that the optimizer changes")
-    rounding: Literal["nearest", "stochastic"] = _key("nearest", "how an update is stored in weights of bf16 or fp16")
     moments: Literal["fp32", "bf16"] = _key("fp32", "how the moments are stored")
     name: str | None = _key(None, "another optimizer's class, such as torchao.optim.AdamW8bit, in the place of AdamW")
     arguments: dict[str, Any] = _key({}, "what it takes besides parameters and learning rate")
@@ -125,10 +123,8 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Optimizer:
-        if self.weights == "fp32" and self.rounding != "nearest":
-            raise ValueError(f"rounding {self.rounding} is for weights of bf16 or fp16; set weights, or leave it out")
-        if self.name is not None and (self.rounding, self.moments) != ("nearest", "fp32"):
-            raise ValueError("rounding and moments are AdamW's; give another optimizer's options in arguments")
+        if self.name is not None and self.moments != "fp32":
+            raise ValueError("moments are AdamW's; give another optimizer's options in arguments")
         if self.name is None and self.arguments:
             raise ValueError("arguments are another optimizer's; name it")
         return self

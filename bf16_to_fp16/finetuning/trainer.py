@@ -34,7 +34,7 @@ from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
 from .evaluation import MOST_EXAMPLES, Evaluator, nearest
 from .log import RunLog
-from .mixed_precision import PRECISION_DTYPES, MixedPrecision, recomputation
+from .mixed_precision import MixedPrecision, recomputation
 from .optimizers import make_optimizer
 from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
@@ -104,9 +104,6 @@ class Trainer:
         if recipe.gradient_checkpointing:
             student.config.use_cache = False
             student.gradient_checkpointing_enable(gradient_checkpointing_kwargs=recomputation(self.device))
-        weights = PRECISION_DTYPES[recipe.optimizer.weights]
-        if weights != torch.float32:
-            student.to(weights)
         self.mixed_precision = self._mixed_precision(0)
         self.layout = resolve(ModelTensors(student))  # as long as this process has the model whole
         freeze_unreached(student, self.layout)
@@ -286,7 +283,7 @@ class Trainer:
 
     def _calls(self, batches: Sequence[TrainingBatch]) -> list[TrainingBatch | int]:
         """Return what goes through the model before each backward of a step: a pass's batch, then the number of its
-        share of the probe. In one backward both would hold their activations, and a model in parts its gathered ones."""
+        share of the probe. In one backward both would hold their activations, and a model in parts what it gathers."""
         if self.penalty is None:
             return list(batches)
         return [call for index, batch in enumerate(batches) for call in (batch, index)]

@@ -147,7 +147,7 @@ def test_any_misspelt_key_leads_back_to_a_key_that_exists() -> None:
         ("precision=[fp16, bf16]", "precision is [fp16, bf16]; use one of [fp16], [bf16, fp16], [fp32]"),
         ("precision=int8", "precision is 'int8'; it should be 'fp16', 'bf16' or 'fp32'"),
         ("precision=[]", "precision is []; use one of"),
-        ("optimizer.rounding=stochastic", "optimizer: rounding stochastic is for weights of bf16 or fp16"),
+        ("optimizer={name: torch.optim.SGD, moments: bf16}", "optimizer: moments are AdamW's"),
         ("optimizer.name=torchao.optim.Nothing", "optimizer.name is 'torchao.optim.Nothing', no class of an installed"),
         ("optimizer.arguments={fused: true}", "arguments are another optimizer's; name it"),
         ("penalty.certify=maybe", "penalty.certify is 'maybe'; it should be a valid boolean"),

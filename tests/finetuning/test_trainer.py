@@ -90,21 +90,18 @@ def test_log_takes_back_what_came_after_a_step(tmp_path: Path) -> None:
 ONE_STEP = {"steps": 1}
 
 
-@pytest.mark.parametrize("rounding", [None, "stochastic"])
-def test_training_learns_and_says_so_in_weights_of_16_bits_too(make: Make, rounding: str | None) -> None:
+def test_training_learns_and_says_so(make: Make) -> None:
     trainer = make(
         schedule={"steps": 40, "learning_rate": 0.01},
         distillation={"weight": 0.0},
         evaluation={"every": 20},
-        optimizer={} if rounding is None else {"weights": "bf16", "rounding": rounding},
     )
     outcome = trainer.train()
     held = [row["held_out_loss"] for row in outcome.evaluations]
     assert [row["step"] for row in outcome.evaluations] == [0, 20, 40]
     assert held[2] < held[1] < held[0] - 1
     assert outcome.steps == 40 and outcome.tokens > 40 * 4 * 20
-    kept = torch.float32 if rounding is None else torch.bfloat16
-    assert {tensor.dtype for tensor in trainer.weights().values()} == {kept}
+    assert {tensor.dtype for tensor in trainer.weights().values()} == {torch.float32}
 
 
 def test_distillation_alone_comes_back_to_the_teacher(make: Make) -> None:
@@ -182,7 +179,7 @@ def test_dropout_is_another_in_every_step(make: Make, tmp_path: Path) -> None:
     assert len(set(losses_of(tmp_path / "run").values())) == 4
 
 
-@pytest.mark.parametrize(("stored", "own"), [({}, False), ({"weights": "bf16", "rounding": "stochastic"}, True)])
+@pytest.mark.parametrize(("stored", "own"), [({}, False), ({"moments": "bf16"}, True)])
 def test_the_optimizer_is_the_recipes_and_decays_nothing(
     folder: Path, tmp_path: Path, stored: dict[str, Any], own: bool
 ) -> None:
@@ -278,10 +275,10 @@ def test_accumulated_passes_make_the_step_of_one_large_batch(make: Make, fix: Fi
     [
         pytest.param("none", {}, marks=pytest.mark.exhaustive),
         ("smooth-max", {}),
-        ("none", {"weights": "bf16", "rounding": "stochastic", "moments": "bf16", "relative": True}),
+        ("none", {"moments": "bf16", "relative": True}),
         pytest.param("none", {"name": "torchao.optim.AdamW8bit"}, marks=pytest.mark.exhaustive),  # compiles
     ],
-    ids=["plain", "penalty", "stochastic", "torchao"],
+    ids=["plain", "penalty", "moments", "torchao"],
 )
 def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
     make: Make, fix: Fix, tmp_path: Path, penalty: str, optimizer: dict[str, Any]
