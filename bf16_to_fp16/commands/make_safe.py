@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,7 @@ from ..rescaling.apply import apply, scale
 from ..rescaling.centred import centred, centred_tensors, tables_of
 from ..rescaling.exponents import OfChannels, exponents_of, norm_exponents
 from ..rescaling.follow import exponents_by_parameter, follow
-from ..rescaling.outputs import output_factors
+from ..rescaling.outputs import input_factor, output_factors
 from ..rescaling.plan import Plan, composed, inverse, mark_of
 from ..rescaling.weights import ModelTensors, source_weights
 from ..run.stock import eps_attribute
@@ -52,6 +53,7 @@ from ..targets import MARGIN_BITS, WHERE
 from .adapter import check_tying, head_gain, rescale_adapter
 from .rescale import check_asked, observed, observed_plan, opened
 
+EMBEDDINGS = "inputs_embeds"
 MARK = "_made_fp16_safe"  # attribute of a model in memory that has been rescaled: the ``MadeSafe`` that undoes it
 
 
@@ -65,7 +67,8 @@ class MadeSafe:
     of the norms before. ``again``: the model had been made safe before, and nothing was done. originals: the key biases
     and tables of position biases, by name, that others replaced; tables: those others, of tables alone. outputs: by
     name, the log2 of the factor by which what the class returns is larger than before, for all channels or for each;
-    logits are as they were. layout, head_gain, original: what ``adapter`` needs.
+    logits are as they were. inputs: the same of ``inputs_embeds``, which must be that much larger. layout, head_gain,
+    original: what ``adapter`` needs.
     """
 
     plan: Plan
@@ -79,10 +82,14 @@ class MadeSafe:
     originals: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     tables: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     outputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
+    inputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
     passed: str = ""
     layout: Layout | None = field(default=None, compare=False, repr=False)
     head_gain: float = 1.0
     original: str = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "layout": None}  # a declaration has functions, which cannot be pickled with a model
 
     @property
     def changed(self) -> bool:
@@ -120,6 +127,8 @@ class MadeSafe:
             else f"not certified {WHERE[self.target]}: the bound of {self.tightest} {over}; {observed}"
         )
         scale = " adapter(model, OUT) writes a LoRA of it for the original." if self.plan.moves else ""
+        if factor := self.inputs.get(EMBEDDINGS):
+            scale += f" {own_embeddings(factor)}."
         return f"{done}. {proof[0].upper()}{proof[1:]}.{scale}"
 
     def __repr__(self) -> str:
@@ -152,6 +161,10 @@ class MadeSafe:
             set_eps(model, layout, self.eps)
             vars(model.config).pop(CONVERTED_KEY, None)
         model.__dict__.pop(MARK, None)
+        for module in takers_of_embeddings(model):
+            hooks = module._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is warn_of_embeddings]:
+                del hooks[key], module._forward_pre_hooks_with_kwargs[key]
         return model
 
     def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
@@ -161,7 +174,8 @@ class MadeSafe:
         Raises UserError as ``convert_adapter`` does, and unless the model has one adapter, on what is at this plan's
         scale.
         """
-        assert self.layout is not None
+        if self.layout is None:
+            raise UserError("what came back from a pickle or a copy writes no adapter; keep what make_fp16_safe gave")
         out, adapters = Path(out), list(getattr(model, "peft_config", ()))
         if len(adapters) != 1 or not hasattr(model, "get_base_model"):
             raise UserError(
@@ -276,13 +290,33 @@ def make_fp16_safe(
         originals=originals,
         tables=kept,
         outputs=output_factors(planned, plan),
+        inputs={EMBEDDINGS: input_factor(planned, plan)},
         passed=passed,
         layout=layout,
         head_gain=gain,
         original=original,
     )
     model.__dict__[MARK] = safe
+    if factor := safe.inputs[EMBEDDINGS]:
+        for module in takers_of_embeddings(model):
+            module.register_forward_pre_hook(partial(warn_of_embeddings, own_embeddings(factor)), with_kwargs=True)
     return safe
+
+
+def takers_of_embeddings(model: Any) -> list[nn.Module]:
+    """Return the modules that other code gives embeddings: the model, and the encoder, which ``generate`` calls."""
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
+    return [model] if encoder is model or not isinstance(encoder, nn.Module) else [model, encoder]
+
+
+def own_embeddings(factor: OfChannels) -> str:
+    by = f"2^{factor}" if isinstance(factor, int) else f"powers of two, one for each channel (inputs[{EMBEDDINGS!r}])"
+    return f"Multiply {EMBEDDINGS} that its own embedding did not make by {by}"
+
+
+def warn_of_embeddings(advice: str, module: nn.Module, args: Any, named: Mapping[str, Any]) -> None:
+    if named.get(EMBEDDINGS) is not None:
+        warnings.warn(f"this model was rescaled by make_fp16_safe. {advice}", stacklevel=2)
 
 
 def converted_folder(model: Any) -> Path | None:

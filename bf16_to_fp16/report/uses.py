@@ -91,6 +91,8 @@ def uses(report: schema.Report) -> list[tuple[str, str]]:
         rows.append(("bf16", "use the source: these gains, stored less 1, lie near −1, where bf16 is coarse"))
     if states := facts.scaled_outputs(report):
         rows.append(("states", states.replace("_", r"\_")))
+    if factor := plan.residual_exponent:
+        rows.append(("`inputs_embeds` that another module makes", f"multiply them by 2^{factor}"))
     rows.append(("new tokens", "`resize_token_embeddings(mean_resizing=True)`, the default; others are too large"))
     rows.append(("save it again, at this scale", f"copy `{schema.REPORT}` along: `undo` and `make_fp16_safe` read it"))
     return rows

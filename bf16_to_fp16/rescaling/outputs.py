@@ -43,6 +43,12 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
     return factors | dict.fromkeys(brought, plan.stream_exponent(layout.streams[0]))
 
 
+def input_factor(layout: Layout, plan: Plan) -> OfChannels:
+    """Return the log2 of the factor by which embeddings that are given in place of ids must be larger than before."""
+    table = layout.tensors[layout.table(layout.stacks()[0].ends)]
+    return in_short(exponents_of(table, plan).full(table.shape)[0])
+
+
 def on_request(name: str, outputs: Iterable[str]) -> bool:
     """Return whether a class gives an output only where it is asked for: inner states, attentions, and the last states
     where ``outputs`` has what a head gives."""

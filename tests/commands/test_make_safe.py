@@ -3,7 +3,9 @@
 import copy
 import json
 import math
+import pickle
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -479,3 +481,28 @@ def test_the_plan_is_the_same_in_train_mode_and_draws_no_random_number() -> None
         plans.append(rescale(model))
         assert torch.equal(state, torch.get_rng_state()) and model.training is training
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("kind", ["t5", "pegasus", "llama"])
+def test_embeddings_that_are_given_need_the_factor_that_it_says(kind: str) -> None:
+    """A larger model that looks up or makes embeddings itself would be wrong in silence."""
+    model = tiny.small(kind, factor=900.0)
+    ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(0))
+    given = model.get_input_embeddings()(ids).detach() * getattr(model.get_encoder(), "embed_scale", 1.0)
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        expected = model(inputs_embeds=given, **more).logits
+        safe = make_fp16_safe(model)
+        factor = safe.inputs["inputs_embeds"]
+        assert isinstance(factor, int) and factor and f"by 2^{factor}" in str(safe)
+        with pytest.warns(UserWarning, match=f"inputs_embeds that its own embedding did not make by 2.{factor}"):
+            assert torch.equal(model(inputs_embeds=given * 2.0**factor, **more).logits, expected)
+        if more:
+            with pytest.warns(UserWarning, match="inputs_embeds"):
+                model.get_encoder()(inputs_embeds=given)
+        pickle.loads(pickle.dumps(model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(input_ids=ids, **more)
+            safe.undo(model)
+            assert torch.equal(model(inputs_embeds=given, **more).logits, expected)
