@@ -67,12 +67,25 @@ def test_the_phase_in_bf16_is_fp32_where_the_card_has_none(
 ) -> None:
     on_a(capability, monkeypatch)
     assert processes.precisions_of(parse_recipe(RECIPE), accelerator(CUDA)) == (first, "fp16")
-    bf16 = accelerator(CUDA, bf16={"enabled": True})
-    if first == "bf16":
-        assert processes.precisions_of(parse_recipe(RECIPE), bf16) == ("bf16",)
-    else:
-        with pytest.raises(UserError, match="bf16, which these cards do not have; put torch_autocast with dtype"):
-            processes.precisions_of(parse_recipe(RECIPE), bf16)
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, None),
+        ({"bf16": {"enabled": True}}, "put torch_autocast with dtype float16 in their place"),
+        (
+            {"torch_autocast": {"enabled": False}},
+            "recipe ends in fp16 and DeepSpeed's configuration is for float32",
+        ),
+    ],
+)
+def test_deepspeed_computes_in_the_last_of_a_recipes_precisions(config: dict[str, Any], wanted: str | None) -> None:
+    if wanted is None:
+        assert processes.precisions_of(parse_recipe(RECIPE), accelerator(CUDA, **config)) == ("fp16",)
+        return
+    with pytest.raises(UserError, match=wanted):
+        processes.precisions_of(parse_recipe(RECIPE), accelerator(CUDA, **config))
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 0), torch.float32), ((9, 0), torch.bfloat16)])

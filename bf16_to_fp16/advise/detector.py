@@ -65,8 +65,6 @@ class Detector:
     """
 
     def __init__(self, *, z: float = 6.0, window: int = 64) -> None:
-        if window < 16 or z <= 0:
-            raise ValueError("a window of at least 16 losses and a positive z")
         self.z, self.window = z, window
         self.fast = window // 8
         self.events: list[Event] = []  # in the order of their discovery

@@ -199,9 +199,9 @@ def accelerate_config(kind: str, processes: int, deepspeed: Path | None = None) 
 
 def deepspeed_config(kind: str, precision: str) -> dict[str, Any]:
     tree: dict[str, Any] = dict(read_json(FILES / "deepspeed" / f"{kind}.json", "configuration"))
-    cast = tree.pop("torch_autocast")
-    dtype = {"fp16": "float16", "bf16": "bfloat16"}.get(precision)
-    return tree if dtype is None else {"torch_autocast": cast | {"dtype": dtype}} | tree
+    if precision == "fp32":
+        del tree["torch_autocast"]
+    return tree
 
 
 def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -59,10 +59,6 @@ class Processes:
         zero = self._config.get("zero_optimization", {})
         return zero.get("offload_optimizer", {}).get("device", "none") != "none"
 
-    @property
-    def in_16_bits(self) -> bool:
-        return self.engine and self._config.get("bf16", {}).get("enabled") is True
-
     def prepare(self, model: Any, optimizer: Any, recipe: Recipe, calls: int) -> tuple[Any, Any]:
         replaces = self.offloads and self._config.get("zero_force_ds_cpu_optimizer", True)
         if replaces and not isinstance(optimizer, torch.optim.Adam):  # which torch's AdamW is as well
@@ -191,30 +187,22 @@ def weights_in_parts(accelerator: Any) -> bool:
 
 
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
-    """Return the run's precisions: the recipe's, or under DeepSpeed the last of them, which its configuration has to
-    name, or else that. A card without bf16 has fp32 in its place."""
-    has_bf16 = computes_in_bf16(accelerator.device)
+    """Return the run's precisions: the recipe's or, under DeepSpeed, the last of them, for which its configuration has
+    to be. A card without bf16 has fp32 in its place."""
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
+        has_bf16 = computes_in_bf16(accelerator.device)
         return recipe.precision if has_bf16 else tuple("fp32" if p == "bf16" else p for p in recipe.precision)
     config = accelerator.state.deepspeed_plugin.deepspeed_config
-    pure_fp16, pure_bf16 = (config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16"))
-    if pure_fp16:
+    if any(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16")):
         raise UserError(
-            "DeepSpeed's fp16 keeps weights in fp16, in which nothing is trained here; put torch_autocast with dtype"
-            " float16 in its place in the JSON"
+            "DeepSpeed's fp16 and bf16 keep weights in 16 bits, in which nothing is trained here; put torch_autocast"
+            " with dtype float16 in their place in the JSON"
         )
-    cast = config.get("torch_autocast", {})
-    dtype = "bfloat16" if pure_bf16 else cast.get("dtype") if cast.get("enabled") else None
-    configured = {"float16": "fp16", "bfloat16": "bf16"}.get(str(dtype), "fp32")
-    if configured == "bf16" and not has_bf16:
+    cast, wanted = config.get("torch_autocast", {}), recipe.precision[-1]
+    dtype = str(cast.get("dtype")) if cast.get("enabled") else "float32"
+    if dtype != {"fp16": "float16"}.get(wanted, "float32"):
         raise UserError(
-            "DeepSpeed's configuration is for bf16, which these cards do not have; put torch_autocast with dtype"
-            " float16 in the place of bf16 in its JSON"
+            f"the recipe ends in {wanted} and DeepSpeed's configuration is for {dtype};"
+            " set the recipe's precision, or change torch_autocast in the JSON"
         )
-    wanted = recipe.precision[-1] if "precision" in recipe.model_fields_set else configured
-    if configured != wanted:
-        raise UserError(
-            f"the recipe's precision is {wanted} and DeepSpeed's configuration is for {configured};"
-            f" set precision: {configured}, or change bf16 or torch_autocast in its JSON"
-        )
-    return (configured,)
+    return (wanted,)

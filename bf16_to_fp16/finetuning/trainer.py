@@ -132,7 +132,7 @@ class Trainer:
         )
 
     def _mixed_precision(self, phase: int) -> MixedPrecision:
-        return MixedPrecision("fp32" if self.processes.in_16_bits else self.precisions[phase], self.device)
+        return MixedPrecision(self.precisions[phase], self.device)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 

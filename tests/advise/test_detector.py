@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import exhaustive
 
-from bf16_to_fp16.advise.detector import CAUSES, Detector, Event, events
+from bf16_to_fp16.advise.detector import CAUSES, Event, events
 
 STORIES = ("calm", "fast", "slow", "divergence", "drift", "nonfinite", "plateau")
 SAMPLES = 1200
@@ -204,8 +204,6 @@ def test_the_threshold_is_the_callers() -> None:
     assert [event.kind for event in run(losses)] == ["Spike"]
     assert run(losses, z=20.0) == []
     assert [event.kind for event in run(losses[80:], window=16)] == ["Spike"]
-    with pytest.raises(ValueError, match="at least 16"):
-        Detector(window=8)
 
 
 def test_every_kind_says_what_causes_it() -> None:

@@ -330,14 +330,6 @@ def test_the_state_of_torchs_adamw_loads_in_full_precision() -> None:
     run(params, optimizer, range(1))
 
 
-def test_equal_parameters_are_rounded_apart() -> None:
-    twins = [nn.Parameter(torch.ones(1000, dtype=BF16)) for _ in range(2)]
-    for twin in twins:
-        twin.grad = torch.ones_like(twin)
-    AdamW(twins, lr=1e-3).step()
-    assert not torch.equal(*twins)
-
-
 def test_a_parameter_that_is_placed_otherwise_than_in_rows_is_refused() -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -541,13 +533,3 @@ def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for(monkeypatch: p
     before = params[0].detach().clone()
     run(params, AdamW(params), range(1))
     assert not torch.equal(params[0], before)
-
-
-def test_a_step_between_forward_and_backward_is_noticed() -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = AdamW([parameter])
-    parameter.grad = torch.ones(3)
-    loss = (parameter * parameter).sum()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
