@@ -1,3 +1,1 @@
-"""A checkpoint on the disk or the Hub: read without believing it, rewritten in a stream of pieces, and put in its place
-whole.
-"""
+"""Checkpoints on the disk or the Hub: read with every check, rewritten as a stream, put in place whole."""

@@ -1,7 +1,4 @@
-"""The files of a LoRA adapter, as PEFT writes them, and on which side of a conversion it is.
-
-Nothing here imports torch, so that a command can say at once what is wrong with its input.
-"""
+"""The files of a LoRA adapter, as PEFT writes them, and the side of a conversion it is on. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 NOTE = "fp16_adapter.json"  # what a converted adapter's folder says of itself; PEFT does not look at it
 
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")
-"""Ways to begin an adapter (``init_lora_weights``) that leave the checkpoint's weights as they are."""
+"""Values of ``init_lora_weights`` that leave the checkpoint's weights as they are."""
 
 OTHER_FORMS = (
     *("arrow_config", "kasa_config", "layer_replication", "megatron_config", "monteclora_config"),
     *("target_parameters", "use_bdlora", "use_qalora", "velora_config"),
 )
-"""Keys of an adapter's config with which what it adds is not B·A on a named weight."""
+"""Config keys with which an adapter adds something else than B·A on a named weight."""
 
 
 MERGED, CARRIED = ("LORA",), ("LORA", "IA3", "PROMPT_TUNING")
@@ -30,8 +27,6 @@ MERGED, CARRIED = ("LORA",), ("LORA", "IA3", "PROMPT_TUNING")
 
 
 def adapter_config(folder: Path, kinds: tuple[str, ...] = MERGED) -> dict[str, Any]:
-    """Return the config of an adapter of one of these kinds in a folder; raise UserError for any other, and for a
-    pickle."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder}: no {CONFIG}; give the folder of an adapter, as PEFT's save_pretrained writes it")
     config = read_json(folder / CONFIG, "config")
@@ -56,8 +51,7 @@ def adapter_config(folder: Path, kinds: tuple[str, ...] = MERGED) -> dict[str, A
 
 
 def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
-    """Return the config of an adapter that is to be taken to a converted folder, or ``back`` from it. Raises
-    UserError as ``adapter_config`` and ``recorded`` do, and where the adapter says itself that it is there already."""
+    """Return the config of an adapter to be taken to a converted folder, or ``back`` from it."""
     origin, config = recorded(base)["source"], adapter_config(adapter, CARRIED)
     side, name = "original" if back else "converted", config.get("base_model_name_or_path")
     there = same_place(name, origin.get("path")) if back else same_place(name, base)
@@ -70,8 +64,6 @@ def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
 
 
 def config_of(adapter: Path, folder: Path) -> dict[str, Any]:
-    """Return the config of a LoRA adapter for a folder; raise UserError as ``adapter_config`` does, and where the
-    adapter says itself that it is for the other side of a conversion."""
     if (folder / REPORT).is_file():
         return config_for(adapter, folder, back=True)
     config = adapter_config(adapter)
@@ -83,7 +75,6 @@ def config_of(adapter: Path, folder: Path) -> dict[str, Any]:
 
 
 def same_place(one: object, other: object) -> bool:
-    """Return whether two names of a checkpoint are the same, or lead to the same folder."""
     if not one or not other:
         return False
     a, b = Path(str(one)), Path(str(other))

@@ -1,7 +1,4 @@
-"""What stock code would read in the folder of a checkpoint: its config and its files of weights.
-
-Nothing here imports torch, so that a command can say at once what is wrong with its input.
-"""
+"""What stock code would read in the folder of a checkpoint: its config and its files of weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ SINGLE_OR_SHARDED = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.ind
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's ``config.json``; raise UserError where it is missing, broken, or not of plain weights."""
     if (folder / "adapter_config.json").exists():
         raise UserError(
             f"{folder} is an adapter (adapter_config.json);"
@@ -60,7 +56,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_lone(source: str | Path, config: object) -> None:
-    """Raise UserError where a config is given for a source that is no single file."""
     if config is not None:
         raise UserError(f"{source} has a config.json of its own; leave out --config, which is for single files")
 
@@ -71,7 +66,7 @@ def weights_in(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]:
-    """Return the weight files that stock code would read from a folder, and their index (None for a single file)."""
+    """Return the weight files that stock code would read, and their index (None for a single file)."""
     weights = next((name for name in SINGLE_OR_SHARDED if (folder / name).exists()), None)
     if weights is None:
         check_not_gguf(weights_in(folder))
@@ -104,12 +99,11 @@ MODULES = "modules.json"  # the file in which sentence-transformers lists the mo
 
 
 WITHOUT_FILES = ("Normalize",)
-"""Classes of a sentence encoder's modules whose folders are empty, which a repository does not keep."""
+"""Modules of a sentence encoder whose folders are empty, which a repository does not keep."""
 
 
 def listed_modules(source: Path) -> list[Mapping[str, Any]]:
-    """Return the entries of a sentence encoder's ``modules.json``, none without one; raise UserError where a folder
-    that it names is not there."""
+    """Return the entries of a sentence encoder's ``modules.json``, none without one."""
     listing = source / MODULES
     if not listing.is_file():
         return []

@@ -13,7 +13,6 @@ from ..errors import UserError
 from ..wording import bytes_in_words
 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-"""Errors of the disk that is written to."""
 
 
 FREE_SPACE_REMEDY = "free some space or choose another output path"
@@ -27,8 +26,7 @@ def check_free_space(
     of: str = "the cache",
     otherwise: str = "set HF_HOME to a folder on another",
 ) -> None:
-    """Raise UserError where the disk of a folder has no room for so many bytes. what: needs them. of: what the folder
-    is called; otherwise: what else to do, before "disk"."""
+    """Raise UserError where the disk of a folder has no room for so many bytes."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -57,7 +55,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk. Windows opens no folder, and flushes what can be written."""
+    """Flush a file, or a folder's entries, to the disk. Windows opens no folder."""
     if BINARY and path.is_dir():
         return
     descriptor = os.open(path, (os.O_RDWR if BINARY else os.O_RDONLY) | BINARY)
@@ -76,7 +74,6 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def created(path: Path) -> Iterator[int]:
-    """Yield the descriptor of a new file, which is removed where the block fails."""
     with writing(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
     try:

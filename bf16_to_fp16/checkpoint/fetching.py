@@ -1,8 +1,4 @@
-"""Files of a Hub repository, fetched to the client's cache: the small ones first, and of the weights those that stock
-code would use.
-
-Nothing here imports torch, so that a command can say at once what is wrong with its input.
-"""
+"""Files of a Hub repository, fetched to the client's cache: the small ones, then the weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ SMALL_FILES = (
 
 
 def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:
-    """Fetch a Hub repository's small files and the weights that stock code would use; return the snapshot's folder
-    and its commit. Raises UserError as ``reading_from`` does."""
+    """Fetch a repository's small files and the weights that stock code would use; return the folder and its commit."""
     inside, (folder, commit) = f"{subfolder}/" if subfolder else "", fetched(source, SMALL_FILES, endpoint)
     modules = [f"{name}/*" for name in module_folders(folder)]
     for name in SINGLE_OR_SHARDED:
@@ -45,8 +40,7 @@ def download(source: str, subfolder: str | None, endpoint: str | None = None) ->
 def fetched(
     source: str, patterns: Sequence[str], endpoint: str | None = None, commit: str | None = None
 ) -> tuple[Path, str]:
-    """Fetch the files of a Hub repository that ``patterns`` describe, at ``commit`` or at what ``source`` names; return
-    the snapshot's folder and its commit. Raises UserError as ``download`` does."""
+    """Fetch the files that match ``patterns``; return the snapshot's folder and its commit."""
     from huggingface_hub import snapshot_download
 
     repo, _, revision = source.partition("@")
@@ -61,8 +55,7 @@ def fetched(
 
 
 def hub_files(source: str, folder: Path, endpoint: str | None = None) -> dict[str, int]:
-    """Return the files of a Hub repository with their sizes in bytes, at the commit of the snapshot ``folder``; without
-    a network those that the snapshot has. Raises UserError as ``download`` does."""
+    """Return a repository's files with their sizes; without a network those of the snapshot ``folder``."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.hf_api import RepoFile
 
@@ -78,7 +71,6 @@ def hub_files(source: str, folder: Path, endpoint: str | None = None) -> dict[st
 
 
 def module_folders(folder: Path) -> list[str]:
-    """Return the sub-folders that a sentence encoder's ``modules.json`` names; none where it cannot be understood."""
     try:
         listing = loads((folder / "modules.json").read_text(encoding="utf-8"))
         return [str(module["path"]) for module in listing if module["path"]]

@@ -1,7 +1,4 @@
-"""Bytes, JSON and zip directories of strangers' files, of which nothing is believed.
-
-Nothing here imports torch, so that a command can say at once what is wrong with its input.
-"""
+"""Bytes, JSON and zip directories of untrusted files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ LONGEST_HEADER = 8_000_000  # bytes of a header, a config or an index: some 50,0
 
 @contextmanager
 def reading(file: Path) -> Iterator[FileIO]:
-    """Yield a file open for reading; raise UserError where it cannot be opened, or is a folder, a pipe or a device."""
     if os.path.exists(file) and not os.path.isfile(file):
         raise UserError(f"{file} is not a regular file; {RESTORE}")
     try:
@@ -42,7 +38,6 @@ def size_of(source: FileIO) -> int:
 
 
 def read_exactly(source: FileIO, buffer: memoryview, offset: int) -> None:
-    """Fill ``buffer`` from ``offset`` of an open file; raise UserError where the disk fails or the file ends."""
     try:
         source.seek(offset)
         while buffer:
@@ -100,7 +95,7 @@ def nested_value(data: object, *keys: str) -> Any:
 
 
 def zip_records(file: Path) -> dict[int, int]:
-    """Return the sizes of a zip file's records in bytes by where their data begin; raise UserError unless plain."""
+    """Return the sizes of a zip file's uncompressed records by the offsets of their data."""
     sizes = {}
     try:
         with reading(file) as raw, zipfile.ZipFile(file) as archive:
@@ -126,6 +121,6 @@ def zip_records(file: Path) -> dict[int, int]:
 
 
 def open_to_read(file: Path) -> FileIO:
-    """Return a file open for reading; raises OSError, and does not wait for the writer of a pipe."""
+    """Open a file without waiting for the writer of a pipe."""
     waiting = getattr(os, "O_NONBLOCK", 0)
     return FileIO(file, opener=lambda path, flags: os.open(path, flags | disk.BINARY | waiting))

@@ -1,8 +1,5 @@
-"""What lies in a checkpoint's folder besides its weights, and what a converted one has of its own.
-
-Tokenizer, generation settings and the modules of a sentence encoder are carried over byte for byte; weights in other
-formats are not, since they would still hold the old values, and the report names them.
-"""
+"""What lies in a checkpoint's folder besides its weights. Weights in other formats, which hold the old values, are left
+out."""
 
 from __future__ import annotations
 
@@ -21,24 +18,22 @@ OTHER_WEIGHTS = (
     *(".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".onnx", ".pt"),
     *(".pth", ".ckpt", ".gguf", ".npz", ".tflite", ".index.json"),
 )
-"""Endings of weight files and their indexes, which are rewritten or left out, never copied."""
+"""Endings of weight files and indexes, which are never copied."""
 
 CODE = (
     *(".py", ".pyc", ".pyd", ".pyw", ".so", ".dll", ".dylib", ".exe", ".sh"),
     *(".bat", ".cmd", ".ps1", ".ipynb", ".pkl", ".pickle", ".joblib", ".dill"),
 )
-"""Endings of files that run, or run something when they are read: what is converted needs none of them."""
+"""Endings of files that run, or run something when they are read."""
 
 
 OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html", ".gitattributes")
-"""Top-level files that a converted folder has of its own."""
 
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "spiece.model", "sentencepiece.bpe.model"),
     *("tokenizer.model", "vocab.json"),
 )
-"""Files of which a tokenizer has one."""
 
 
 TEMPLATES = "additional_chat_templates"  # a tokenizer's folder
@@ -47,10 +42,8 @@ TEMPLATES = "additional_chat_templates"  # a tokenizer's folder
 def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Copy the files that belong to a checkpoint besides its weights; return the names carried over and left out.
-    ``tokenizer``: a folder beside the source that holds the tokenizer (diffusers layouts). A folder that
-    ``modules.json`` names, and that of chat templates, is carried over whole. Code is left out. The source's model card
-    becomes ``SOURCE_README.md``; ``back`` restores it from there and leaves this program's own card behind."""
+    """Copy what is neither weights nor code; return the names carried over and left out. The source's card becomes
+    ``SOURCE_README.md``; ``back`` restores it. ``tokenizer``: its folder beside the source (diffusers)."""
     carried, left_out = [], []
     folders = {*side_modules(source), TEMPLATES}
     for entry in sorted(source.iterdir()):
@@ -97,8 +90,7 @@ def is_code(name: str) -> bool:
 
 
 def copy(file: Path, place: Path, folder: Path) -> None:
-    """Copy a file of ``folder``; raise UserError where it is no regular file, cannot be read, or is a link to one
-    outside, which would publish what lies there."""
+    """Copy a file of ``folder``; a link out of it would publish what lies there and is refused."""
     contained(folder, file.relative_to(folder).as_posix())
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -143,8 +135,6 @@ def check_tokenizer(*folders: Path | None) -> None:
 
 
 def converted_already(source: Path, says: str = "fp16_report.json") -> UserError:
-    """Return what to tell whoever converts what this program has converted: another conversion would know nothing of
-    what that was made from, and could not be undone to it. says: where that is written."""
     return UserError(
         f"{source} is converted already, as {says} says; convert what it was made from, or bring that back with"
         " bf16-to-fp16 undo (bf16-to-fp16 verify checks it as it is; finetune goes on from it)"

@@ -1,8 +1,5 @@
-"""Files of weights: ranges of their bytes as tensors, and where every tensor of a ``torch.save`` file lies.
-
-Ranges are read into memory of their own, as a mapping kills the process if the file shrinks; the only pickle that is
-read is that of a legacy ``pytorch_model.bin``, by torch with ``weights_only``.
-"""
+"""Ranges of weight files as tensors, and where the tensors of a ``torch.save`` file lie. Nothing is memory-mapped: a
+mapping kills the process if the file shrinks."""
 
 from __future__ import annotations
 
@@ -33,14 +30,13 @@ SAFETENSORS_DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-"""Dtypes that can be read, by their names in safetensors files."""
 
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 READ_BYTES = 1 << 20  # bytes read at a time where a whole file is hashed
 
 FileState = tuple[int, int, int, int, int]
-"""Device, inode, size in bytes, and times in ns of the last change of the data and of anything."""
+"""Device, inode, size in bytes, and times in ns of the last change of data and metadata."""
 
 
 def state_of(file: Path) -> FileState:
@@ -55,7 +51,7 @@ def state_of(file: Path) -> FileState:
 
 
 class RunningHash:
-    """The SHA-256 of an open file, fed with what passes by in order; what did not pass by is read from the file."""
+    """The SHA-256 of an open file: bytes fed in order are not read again."""
 
     def __init__(self, source: FileIO) -> None:
         self.digest, self.position, self.source = hashlib.sha256(), 0, source
@@ -97,9 +93,7 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
     """Return where every tensor of a ``torch.save`` file lies; tensors that share storage share bytes. torch reads the
-    pickle with ``weights_only``, which runs no code, onto the meta device, which holds no data; the offset of each
-    storage is then looked up in the zip directory. Raises UserError for anything but a dict of contiguous tensors in an
-    uncompressed zip file."""
+    pickle with ``weights_only``, which runs no code, onto the meta device; the zip directory gives the offsets."""
     resave = "load it with torch and save it with safetensors"
     records = zip_records(file)
     try:

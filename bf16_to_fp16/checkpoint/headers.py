@@ -1,9 +1,5 @@
-"""The headers of safetensors files: where every tensor lies, and of what dtype it is.
-
-Nothing in a stranger's file is believed: duplicate keys, holes, overlaps and wrong sizes are told. Nothing here imports
-torch, so that a command can say at once what is wrong with its input.
-Format: https://github.com/huggingface/safetensors#format
-"""
+"""The headers of safetensors files, checked for duplicate keys, holes, overlaps and wrong sizes. Imports no torch.
+Format: https://github.com/huggingface/safetensors#format"""
 
 from __future__ import annotations
 
@@ -24,10 +20,10 @@ ITEM_SIZES |= {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 
 FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")  # names of the dtypes that weights may have
 
 QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")
-"""Beginnings of the names of dtypes in which weights are only codes, meaningless without their scales."""
+"""Beginnings of the names of quantised dtypes."""
 
 TORCH_FORMATS = ("pt", "mlx")
-"""What the metadata of a file may call its format: transformers 4 takes MLX's for PyTorch's, and of version 5 any."""
+"""Formats in metadata that every transformers reads as PyTorch's."""
 
 LFS_POINTER = b"version "  # how Git LFS begins the few lines that stand for a large file
 MOST_AXES = 8  # axes of a tensor. The product of a million sizes would take hours
@@ -35,8 +31,6 @@ MOST_AXES = 8  # axes of a tensor. The product of a million sizes would take hou
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: ``nbytes`` bytes from ``offset`` of ``file``; ``dtype`` as safetensors spells it."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -53,8 +47,7 @@ def check_not_quantised(dtype: str, name: str, file: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return where every tensor of a safetensors file lies; raise UserError as ``read_whole_header`` does, and for a
-    file that says that it is for something else than PyTorch."""
+    """Return where every tensor of a safetensors file lies; refuse a file of another library's format."""
     tensors, metadata = read_whole_header(file)
     if (made_for := metadata.get("format", "pt")) not in TORCH_FORMATS:
         raise UserError(
@@ -65,9 +58,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return where every tensor of a safetensors file lies, and the file's own metadata. any_dtype: take tensors of
-    dtypes that cannot be read, too. Raises UserError unless the header is well formed, its ranges cover the data
-    exactly once, and no dtype is one in which weights are only codes."""
+    """Return where every tensor lies, and the file's metadata. any_dtype: take dtypes that cannot be read, too."""
     with reading(file) as source:
         size = size_of(source)
         if size < 8:

@@ -52,7 +52,6 @@ def status_of(error: BaseException) -> int | None:
 @contextlib.contextmanager
 def explained(repo: str, *, endpoint: str | None = None, revision: str | None = None, token: str | None = None,
               writing: bool = False) -> Iterator[None]:  # fmt: skip
-    """Turn the client's exceptions into a UserError of one line, which does not show the token."""
     try:
         yield
     except UserError:

@@ -1,7 +1,5 @@
-"""The layouts that ``convert`` writes: a folder, or one file with stock names or with those of Wan's own code.
-
-Wan's code computes UMT5's encoder with a class of its own, whose norms are fp32 with an eps that no file can change.
-"""
+"""The layouts that ``convert`` writes: a folder, or one file. Wan's code has norms in fp32 with an eps that no file can
+change."""
 
 from __future__ import annotations
 
@@ -16,11 +14,7 @@ FOLDER_LAYOUT = "hf"  # a folder of stock names, the only layout that is not one
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A layout of one file, and who reads it, as a card says.
-
-    Of a tool with a class of its own: the ``model_type`` of the encoders that it computes, how it names their tensors,
-    the ``eps`` of its norms, and its ``activation``, by stock names.
-    """
+    """A layout of one file. ``model_type``, ``eps``, ``activation``: of the reader's own class, None for stock code."""
 
     name: str
     readers: str
@@ -41,6 +35,5 @@ LAYOUTS: Mapping[str, FileLayout] = {
     "wan": FileLayout("wan", "Wan's tools", WAN, "umt5", 1e-6, "gelu_new"),
     "single": FileLayout("single", "any tool, stock names"),
 }
-"""The layouts of one file, by the names that ``--layout`` has for them."""
 
 LAYOUT_NAMES = (FOLDER_LAYOUT, *LAYOUTS)  # what ``--layout`` takes

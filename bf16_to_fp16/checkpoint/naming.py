@@ -1,10 +1,5 @@
-"""What tensors are called: those of a T5 encoder in stock code and in Wan's, and those of a stock class with images in
-its modules and in its files.
-
-ComfyUI, Forge, SD3's and Flux's files have the stock names, in a bundle behind a prefix. Wan's own T5
-(``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1) names the same tensors otherwise, one by one. The
-command line reads the layouts before anything heavy is imported, so nothing here imports torch.
-"""
+"""Names of tensors: a T5 encoder's in stock code and Wan's, and image models' in modules and files. Imports no torch.
+Wan's T5: ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1."""
 
 from __future__ import annotations
 
@@ -32,13 +27,11 @@ WAN_NAMES = (
     # One table for all blocks, as in T5: not in the published files, but in what their class can be.
     (f"{STOCK_BLOCK}.0.SelfAttention.relative_attention_bias.weight".format(i=0), "pos_embedding.embedding.weight"),
 )
-"""Stock names and Wan's, ``{i}`` for a block's number."""
 
 
 @dataclass(frozen=True)
 class Naming:
-    """A way to name the tensors of an encoder: ``pairs`` of the stock name and this one's, none where all are stock.
-    ``anchors``: names that a file in this naming has, whatever its size."""
+    """``pairs``: stock names and this naming's. ``anchors``: names that every file in it has."""
 
     title: str
     anchors: tuple[str, ...]
@@ -68,15 +61,13 @@ WITH_IMAGES = {
     ),
     ("visual.", "model.layers."): (("visual.", "model.visual."), ("model.", "model.language_model.")),
 }
-"""How names begin in files of stock classes that read images as well, of LLaVA's kind and of Qwen2.5-VL's, and how in
-their modules, by beginnings by which the kind is known, its own first. Every version of transformers writes the former
-and reads either, but 4.57 of a vision tower no other than its own."""
+"""By name prefixes of LLaVA's and Qwen2.5-VL's files: prefixes in files and in modules. transformers 4.57 reads a
+vision tower by its file names alone."""
 
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
-    """Return the names in the files of ``source`` of those tensors that modules call otherwise, by the modules' names;
-    raise UserError for two tensors of one name. classes: that the config names; one without a head ends in ``Model``,
-    and what stands in one with a head stands in none there."""
+    """Return the file names of tensors that modules call otherwise, by module name. A class without a head ends in
+    ``Model``, and its modules lack the ``model.`` in front."""
     names = frozenset(names)
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
     kinds = (k for k in WITH_IMAGES if all(any(name.startswith(begin) for name in names) for begin in k))
@@ -98,7 +89,7 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
 
 
 def in_modules(name: str, known: Collection[str]) -> str:
-    """Return which of the ``known`` names of modules' tensors one is that may be written as in files, else the name."""
+    """Return the one of the ``known`` module names that ``name`` is, where it may be written as in files."""
     if name in known:
         return name
     others = (
@@ -125,7 +116,7 @@ def translated(name: str, table: Iterable[tuple[str, str]]) -> str:
 
 
 def found_in(names: Iterable[str]) -> list[tuple[str, Naming]]:
-    """Return every prefix under which tensors of these names are a T5 encoder's, and how they are named there."""
+    """Return every prefix under which the tensors are a T5 encoder's, with their naming."""
     names = frozenset(names)
     encoders = []
     for naming in NAMINGS:

@@ -1,4 +1,4 @@
-"""What this program wrote, and may therefore replace: a folder whose record lists all that is in it, or a report."""
+"""What this program wrote, and may replace: a folder whose record lists all that is in it, or a report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from ..json_text import loads
 
 RECORDS = ("fp16_report.json", "fp16_pipeline.json", "fp16_adapter.json")
-"""What lists the files of a folder that this program wrote: a checkpoint's, a pipeline's, an adapter's."""
+"""Records of the files that this program wrote: a checkpoint's, a pipeline's, an adapter's."""
 
 BELONGING = ("config.json", "model_index.json", "adapter_config.json")
-"""Files of which one lies in every folder that is a checkpoint, a pipeline or an adapter."""
+"""Files of which one lies in every checkpoint, pipeline or adapter."""
 
 PAGE_MARK = '<meta name="generator" content="bf16-to-fp16">'  # what every page of this program has in its head
 
@@ -23,7 +23,6 @@ _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 
 def strange_file(folder: Path) -> str | None:
-    """Return the first file in a folder that this program's record there does not list; None where all are listed."""
     listed = listed_files(folder)
     return next((name for name in files_of(folder) if name not in listed), None)
 
@@ -57,7 +56,7 @@ def _raise(error: OSError) -> None:
 
 
 def is_made_from(folder: Path, other: Path) -> bool:
-    """Return whether the report in ``folder`` names, as its source, weights that the record in ``other`` lists."""
+    """Whether the report in ``folder`` names, as its source, weights that the record in ``other`` lists."""
     try:
         hashes = set(loads((folder / RECORDS[0]).read_bytes())["source"]["sha256"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -66,8 +65,7 @@ def is_made_from(folder: Path, other: Path) -> bool:
 
 
 def is_report(file: Path) -> bool:
-    """Return whether an earlier run wrote a file as a report: JSON or page, or nothing yet. A file in the
-    folder of a checkpoint is none: there ``fp16_report.json`` holds the way back."""
+    """Whether an earlier run wrote a file as a report. In a checkpoint's folder none is: it holds the way back."""
     if any((file.parent / name).exists() for name in BELONGING) or file.stat().st_size > LARGEST_REPORT:
         return False
     data = file.read_bytes()

@@ -13,10 +13,10 @@ from . import files, headers
 from .layouts import LAYOUTS
 
 SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
-"""Keys of a file's metadata: what it is, as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""
+"""Metadata keys: a summary as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""
 
 TENSORS = "bf16_to_fp16.tensors_sha256"
-"""Key of a file's metadata: the SHA-256 of its tensors, as ``described`` and then their bytes, in the file's order."""
+"""Metadata key: the SHA-256 of the tensors, each as ``described`` and then its bytes, in the file's order."""
 
 
 LONGEST_WAY_BACK = 64_000_000  # bytes of the plan and config that a file may hold; an XXL encoder's have less than 3 MB
@@ -31,8 +31,7 @@ def recorded_sha256(file: Path) -> str | None:
 
 
 def summary_of(file: Path) -> dict[str, Any] | None:
-    """Return what a file of weights says of its conversion, None where no conversion wrote it; raise UserError where it
-    is damaged."""
+    """Return what a file of weights says of its conversion, None where no conversion wrote it."""
     if not file.is_file():
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
     if (said := metadata_in(file).get(SUMMARY)) is None:
@@ -50,8 +49,7 @@ def packed_data(file: Path) -> dict[str, Any]:
 
 
 def way_back_of(file: Path) -> dict[str, Any] | None:
-    """Return what ``undo`` needs of a file that this program wrote, with its ``layout``; None for any other file, and
-    raise UserError where it is damaged."""
+    """Return what ``undo`` needs of a file, with its ``layout``; None where no conversion wrote it."""
     metadata = metadata_in(file)
     if WAY_BACK not in metadata:
         return None

@@ -1,9 +1,5 @@
-"""A converted folder as one file, with the names that a tool expects and the way back inside.
-
-Only headers differ between tools, so the weights are copied as they were written. The file's own metadata say what it
-was made from and how it was judged, and hold what ``undo`` needs, compressed.
-Format: https://github.com/huggingface/safetensors#format
-"""
+"""A converted folder as one file, under the names that a tool expects, with what ``undo`` needs in its metadata.
+Format: https://github.com/huggingface/safetensors#format"""
 
 from __future__ import annotations
 
@@ -29,8 +25,7 @@ COPIED_BYTES = 1 << 22  # bytes copied at a time
 
 
 def check_out_file(out: Path, source: Path | None, *, force: bool) -> None:
-    """Raise UserError unless one file of weights can be written at ``out``: absent or, under ``force``, one that
-    ``convert --layout`` wrote, apart from ``source``."""
+    """Raise UserError unless ``out`` is free or, under ``force``, a file that ``convert --layout`` wrote."""
     if out.suffix != ".safetensors":
         raise UserError(f"{out}: --layout writes one file; give an output path that ends in .safetensors")
     if out.is_dir():
@@ -56,7 +51,6 @@ def check_our_file(out: Path) -> None:
 def pack(
     weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str], tokenizer: bytes | None = None
 ) -> None:
-    """Write one file of weights; ``tokenizer``: what it holds of one besides, as its source did."""
     tensors = sorted(headers.read_whole_header(weights)[0].values(), key=lambda info: info.offset)
     running = hashlib.sha256()
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata, TENSORS: running.hexdigest()}}
@@ -85,8 +79,7 @@ def pack(
 
 
 def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
-    """Return the tokenizer that one file of weights holds, which opening it has put into ``folder``; None where there
-    is none, or no place for it."""
+    """Return the tokenizer that the source file held, which opening it has put into ``folder``."""
     inside = folder / SPIECE_FILE
     return inside.read_bytes() if file.is_file() and inside.is_file() and naming is STOCK else None
 
@@ -94,8 +87,7 @@ def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
 def hashing(
     source: FileIO, tensors: Iterable[headers.TensorInfo], running: Any, naming: Naming = STOCK
 ) -> Iterator[memoryview]:
-    """Yield the bytes of tensors of an open file, part by part, and add them to the hash ``running``, each tensor
-    behind its description under the name that ``naming`` has for it."""
+    """Yield the bytes of an open file's tensors; add each description and its bytes to ``running``."""
     buffer = memoryview(bytearray(COPIED_BYTES))
     for info in tensors:
         running.update(described(naming.from_stock(info.name), info.dtype, info.shape))

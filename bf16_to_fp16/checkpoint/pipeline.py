@@ -1,9 +1,5 @@
-"""A diffusion pipeline in the layout of diffusers: which folder holds which component, and its files, linked or copied.
-
-``model_index.json`` names the components, each a folder with a config of its own. What is not converted goes into the
-output as hard links, which take no space and survive a move of either folder; small files, which people edit, are
-copied.
-"""
+"""A diffusion pipeline in diffusers' layout. Other components are hard links: they take no space and survive moves.
+Small files, which people edit, are copied."""
 
 from __future__ import annotations
 
@@ -30,9 +26,8 @@ LINKED_FROM = 1 << 20  # size in bytes from which on a file is linked and not co
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline that can be converted: its folder, the commit that a Hub id stood for (else None), its class, library
-    and class of each component, the sub-folders of its encoders, those that are another name of one of them, those with
-    a variant fp16, its other files, and what is left out, by their names in the folder."""
+    """``loaded``: library and class of each component. ``same``: sub-folders that are another name of an encoder.
+    ``variants``: encoders with a variant fp16. ``others``: files to bring; ``left_out``: those not brought."""
 
     folder: Path
     source: str
@@ -53,10 +48,8 @@ def is_pipeline(folder: Path) -> bool:
 def open_pipeline(
     source: str | Path, wanted: Callable[[Mapping[str, Any]], bool], endpoint: str | None = None
 ) -> Pipeline | None:
-    """Open a diffusion pipeline; return None for any other source. Of a Hub id only small files are fetched here.
-
-    wanted: whether a component with this config.json is to be converted. Raises UserError where none is, and for a
-    pipeline that was converted already."""
+    """Open a diffusion pipeline; return None for any other source. Of a Hub id only small files are fetched. wanted:
+    whether a component with this config.json is to be converted."""
     folder, revision = local_source(source), None
     if folder is not None and not (folder.is_dir() and is_pipeline(folder)):
         return None
@@ -93,15 +86,12 @@ def open_pipeline(
 
 
 def class_of(index: Mapping[str, Any]) -> str:
-    """Return the class that a pipeline's index names; of one in a module of its own, which stands before it, the class
-    as well."""
     named = index.get("_class_name")
     return str((named[-1] if isinstance(named, list) and named else named) or "a pipeline without a class")
 
 
 def components(folder: Path, index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the components that a pipeline's index names and that have a folder, in its order, each with the library
-    and the class that load it."""
+    """Return the components that have a folder, each with the library and the class that load it."""
     parts = {
         name: (kind[0], kind[1])
         for name, kind in index.items()
@@ -119,8 +109,7 @@ def config_of(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def files_below(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of all files below a folder, and the hidden folders (git's, the Hub client's), which are left
-    out; raise UserError for a link that leads out of the folder or in a circle."""
+    """Return the names of all files below a folder, and the hidden folders, which are left out."""
     files, hidden = [], []
     for root, folders, names in os.walk(folder, followlinks=True):
         here = Path(root)
@@ -138,8 +127,7 @@ def files_below(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def used(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
-    """Return which files of a repository ``from_pretrained`` uses: small ones, and of each component the weights in
-    safetensors where there are any, else in the older format, and not as a variant where there is a default."""
+    """Return the files that ``from_pretrained`` uses: safetensors before .bin, and no variant beside a default."""
     kept: list[str] = []
     by_folder: dict[str, list[str]] = {name: [] for name in parts}
     for path in sorted(sizes):
@@ -168,9 +156,7 @@ def bring(
     link: bool = True,
     advance: Advance = lambda done, total: None,
 ) -> dict[str, int]:
-    """Bring files of ``folder`` into ``target``: large ones as hard links where the system can and ``link`` allows it,
-    else as copies. Return the sizes of the links by name; raise UserError for what is no regular file or leads out of
-    the folder."""
+    """Link large files of ``folder`` into ``target``, copy the others; return the sizes of the links by name."""
     links: dict[str, int] = {}
     for number, name in enumerate(names, 1):
         file, place = contained(folder, name), target / name

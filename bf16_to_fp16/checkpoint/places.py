@@ -1,4 +1,4 @@
-"""Names of places, checked before anything heavy is imported: a source here or on the Hub, a file of a folder."""
+"""Names of sources and files, checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RESTORE = "fetch the file again from the original checkpoint"
 CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 
 SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")
-"""Endings of a file that may be a source by itself, as the tools for diffusion models keep text encoders."""
+"""Endings of a file that may be a source by itself."""
 
 SHIPPED = "shipped:"
-"""What the names of the files and folders begin with that this package brings along: ``shipped:t5-gated-bytes``."""
+"""How names of this package's own data begin: ``shipped:t5-gated-bytes``."""
 
 CONVERTED = "a converted folder or a Hub id like org/name"
 
@@ -30,8 +30,6 @@ def own_name(path: str | Path) -> str:
 
 
 def local_path(name: str | Path) -> Path:
-    """Return the path that a name stands for, ``shipped:NAME`` for one of this package's own data; raise UserError
-    where it ships none of that name."""
     if not str(name).startswith(SHIPPED):
         return Path(name).expanduser()
     data = Path(__file__).parents[1] / "demo_data"
@@ -43,8 +41,7 @@ def local_path(name: str | Path) -> Path:
 
 
 def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool = False) -> Path | None:
-    """Return the folder (or the file, where that may be one) that a source names, None for a Hub id; raise UserError,
-    which tells to give what is ``wanted``, for what is neither."""
+    """Return the folder (or file) that a source names, None for a Hub id. wanted: what messages ask for."""
     folder = local_path(source)
     if folder.is_dir() or (or_file and folder.exists()):
         return folder
@@ -92,8 +89,8 @@ def subfolder_of(folder: Path, name: str) -> Path:
 
 
 def contained(folder: Path, name: str) -> Path:
-    """Return the path of a folder's file; raise UserError where the name or a link leads out of the folder. The Hub's
-    cache links ``snapshots/<commit>/…`` to ``blobs/…`` of the same repository, which counts as inside."""
+    """Return the path of a folder's file; refuse one that leads outside. The Hub's cache links ``snapshots/<commit>/…``
+    to ``blobs/…`` of the repository, which counts as inside."""
     path = Path(name)
     if leaves(name) or not path.parts or "\0" in name:
         raise UserError(f"{folder}: file name {shown(name)} leaves the folder; {RESTORE}")
@@ -115,5 +112,5 @@ def shown(value: object) -> str:
 
 
 def shown_in_a_command(word: str | Path) -> str:
-    """Return a word of a command line as it is published: of a local path the last part."""
+    """Return a word of a command as it is published: of a local path the last part."""
     return own_name(word) if Path(word).exists() else str(word)

@@ -1,9 +1,4 @@
-"""Reading a checkpoint: where every tensor lies, and its bytes on request.
-
-Everything is checked when the checkpoint is opened, also what stock readers take without a word, such as an index that
-points out of its folder; after that a tensor is a range of bytes in a file. The folder of a source that is one file of
-weights lies in scratch space and holds all but the weights.
-"""
+"""Reading a checkpoint: where every tensor lies, and its bytes on request. Opening it checks everything."""
 
 from __future__ import annotations
 
@@ -25,11 +20,9 @@ from .single_file import open_single_file
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: its config and where each tensor lies; the weights stay on the disk. ``source``: what the
-    user typed. ``revision``: the commit that a Hub id stood for. ``tensors``: by name, sorted. ``weight_files``: in
-    shard order. ``index``: the parsed index of shards. ``notes``: what was assumed of a source that is one file, for
-    its user. ``stored_names``: the names in files of tensors that modules call otherwise. ``own_folder``: the source's,
-    where ``folder`` is one in scratch space whose config names another class."""
+    """An opened checkpoint; the weights stay on the disk. ``revision``: a Hub id's commit. ``notes``: assumptions about
+    a lone file. ``stored_names``: file names by module name where they differ. ``own_folder``: the source's, where
+    ``folder`` is a scratch copy."""
 
     folder: Path
     source: str
@@ -46,18 +39,17 @@ class Checkpoint:
 
     @property
     def home(self) -> Path:
-        """The folder that holds what lies beside the weights, as the source has it."""
+        """The folder of what lies beside the weights."""
         return self.own_folder or self.folder
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a weight file whose inode, size or times are not as when the checkpoint was opened."""
         for file, before in self.states.items():
             if formats.state_of(file) != before:
                 raise UserError(f"{file} changed while it was read; wait until nothing writes to it and start again")
 
     @property
     def name(self) -> str:
-        """The source as a report may name it: a Hub id as typed, of a local folder only its own name."""
+        """The source as a report may name it: of a local folder only its own name."""
         if self.revision is not None:
             return self.source
         return "/".join(filter(None, (own_name(self.source), self.subfolder)))
@@ -93,8 +85,7 @@ class Checkpoint:
 
 
 VIEWS: dict[Path, Checkpoint] = {}
-"""The checkpoints that are one file of weights, or are read as another class, by the folders in scratch space that hold
-all else of them; only this process makes such folders."""
+"""Checkpoints whose folders are this process's scratch space, by those folders."""
 
 
 def open_checkpoint(
@@ -104,11 +95,9 @@ def open_checkpoint(
     config: Path | Mapping[str, Any] | None = None,
     endpoint: str | None = None,
 ) -> Checkpoint:
-    """Open the checkpoint in a local folder, in one file of weights or, where neither exists, under a Hub id
-    ``org/name[@revision]``. subfolder: the model's folder below it, as in diffusers layouts, or in a file the prefix of
-    its tensors' names. config: the config.json, or what it holds, that describes one file of weights, instead of the
-    one inferred. endpoint: the Hub's address, by default the environment's. Raises UserError for anything that is not a
-    complete checkpoint with plain weights."""
+    """Open a local folder, one file of weights, or a Hub id ``org/name[@revision]``; raise UserError for anything else.
+    subfolder: the model's folder below it, or in a file the prefix of its tensors' names. config: instead of the config
+    inferred for one file of weights. endpoint: the Hub's address."""
     folder, revision = local_source(source), None
     if folder in VIEWS and subfolder is None:
         return VIEWS[folder]

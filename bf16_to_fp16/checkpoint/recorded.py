@@ -1,7 +1,4 @@
-"""What ``convert`` records in a folder, as far as JSON shows it: that the report is there, and has what others need.
-
-Nothing here imports torch, so that a command can say at once what is wrong with its input.
-"""
+"""What ``convert`` records in a folder, read as JSON without torch."""
 
 from __future__ import annotations
 
@@ -28,14 +25,13 @@ NEEDED = {
         *("output.files", "plan", "certificate.sites"),
     )
 }
-"""What the report of a converted folder must have, and what is said where it is missing."""
 
 NO_PLAN = f"holds no plan of this program; give an {REPORT} that convert wrote"
 
 
 def report_data(path: Path, needed: Mapping[str, str], version: int | None = None) -> dict[str, Any]:
-    """Return the JSON object in a report's file. needed: dotted keys that it must have, each with the words of the
-    UserError where it is missing. version: the only schema that is taken."""
+    """Return a report's JSON. needed: dotted keys that it must have, each with the error's words. version: of its
+    schema."""
     data = read_json(path, "report", LONGEST_REPORT)
     if version is not None and data.get("schema") != version:
         raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")
@@ -59,7 +55,6 @@ def recorded(folder: Path) -> dict[str, Any]:
 
 
 def saved_again(folder: Path) -> bool:
-    """Return whether a folder's config tells of a conversion whose report is not there."""
     file = folder / "config.json"
     return file.is_file() and not (folder / REPORT).is_file() and CONVERTED_KEY in read_json(file, "config")
 
@@ -70,8 +65,6 @@ def check_below(source: str | Path, reports: Iterable[str]) -> None:
 
 
 def recorded_plan(path: Path, target: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return a report's file, given itself or by its folder, and its JSON object. Raises UserError where that has no
-    plan, or one for another ``target``."""
     file = path / REPORT if path.is_dir() else path
     if not file.exists():
         raise UserError(f"{file}: No such file or directory; give an {REPORT} or a converted folder")

@@ -1,7 +1,5 @@
-"""What is written where: tensors to files, headers, the index of shards, settled before the first byte.
-
-Names of files and their index are those of transformers. Format: https://github.com/huggingface/safetensors#format
-"""
+"""What is written where, settled before the first byte; files and index have transformers' names. Format:
+https://github.com/huggingface/safetensors#format"""
 
 from __future__ import annotations
 
@@ -21,10 +19,9 @@ from .reader import Checkpoint
 
 @dataclass(frozen=True)
 class Write:
-    """One tensor to write: ``source`` (a tensor of the checkpoint) or ``data``, times ``gain`` and powers of two. The
-    power's exponent is ``exponent`` + ``row_exponents[i]`` + ``column_exponents[j]`` (integer tensors over the first
-    and the second axis). ``gain`` is applied in fp64 and rounded to fp32 before the exponents. ``offset`` is added
-    before all that and taken off after it, in fp64. ``dtype``: what to store."""
+    """One tensor to write: (``source`` or ``data`` + ``offset``)·``gain``·2^E − ``offset``. E is ``exponent`` +
+    ``row_exponents[i]`` + ``column_exponents[j]``. ``gain`` is applied in fp64 and rounded to fp32; ``offset`` is added
+    and taken off in fp64."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,9 +63,8 @@ def reach_of(write: Write) -> int:
 
 
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
-    """Divide tensors into the files they go to; no file is empty unless there is nothing to write. By source file, in
-    the checkpoint's order; or greedily in order of names, where a tensor of more than ``max_shard_size`` bytes has a
-    file to itself."""
+    """Divide tensors into files: those of the source, or filled in order of names up to ``max_shard_size`` bytes each.
+    A larger tensor has a file to itself."""
     ordered = sorted(writes, key=lambda write: write.name)
     if max_shard_size is None:
         groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
@@ -89,8 +85,7 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int 
 
 
 def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str, str]) -> list[OutFile]:
-    """Return the files for groups of tensors, and the index of several; names: what files call those that are called
-    otherwise. In a file wider dtypes come first, so that all are aligned, then names decide."""
+    """Return the files, and the index of several. Wider dtypes come first, so that all are aligned."""
     files = []
     for number, group in enumerate(groups, 1):
         name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

@@ -1,8 +1,5 @@
-"""How sentence-transformers reads a folder's encoder: ``modules.json`` and the configs beside it.
-
-What would make another model of the encoder than config.json describes, or read anything but its last states, is
-refused (https://sbert.net/docs/package_reference).
-"""
+"""How sentence-transformers reads a folder's encoder: ``modules.json`` and the configs beside it. Refused is what reads
+anything but its last states (https://sbert.net/docs/package_reference)."""
 
 from __future__ import annotations
 
@@ -15,25 +12,23 @@ from .contents import MODULES, listed_modules
 from .files import nested_value, read_json
 
 KNOWN = ("Dense", "Dropout", "LayerNorm", "Normalize", "Pooling")
-"""Classes of modules that read the encoder's last states, or what was made of them, and nothing else."""
+"""Modules that read the encoder's last states, or what was made of them, alone."""
 
 ENCODER, NAMESPACE = "Transformer", "sentence_transformers."
-"""The class of the first module, and how the names of all classes begin that run no code from a repository."""
 
 WHOLE_CONFIG, WHOLE = "config_sentence_transformers.json", "SentenceTransformer"
-"""The file that names the class of the whole, and the one that runs the modules as they are listed."""
 
 ENCODER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-"""Files that say how the encoder is loaded: of those that are there the first that is not empty counts."""
+"""Configs of how the encoder is loaded: the first that is not empty counts."""
 
 PASSED_ON = ("config_args", "config_kwargs", "model_args", "model_kwargs")
-"""Their keys with what goes to the encoder's config and to its loading."""
+"""Their keys for the encoder's config and its loading."""
 
 HARMLESS = ("trust_remote_code", "use_cache")
-"""What may go there: it changes no weight and nothing of what the encoder computes."""
+"""Keyword arguments that change neither weights nor results."""
 
 READ = {
     "transformer_task": ("feature-extraction",),
@@ -41,12 +36,11 @@ READ = {
     "method": ("forward",),
     "method_output_name": ("last_hidden_state", ["last_hidden_state"]),
 }
-"""Their keys that choose what runs and which output is read, each with the values that mean the last states."""
+"""Keys that choose what runs and which output is read, with the values that mean the last states."""
 
 
 def check_sentence_encoder(folder: Path) -> None:
-    """Raise UserError where sentence-transformers would run anything but the folder's own encoder as config.json
-    describes it, followed by modules that read its last states; says nothing without a ``modules.json``."""
+    """Raise UserError unless the encoder runs as config.json says, and the other modules read its last states."""
     entries = listed_modules(folder)
     if not (folder / MODULES).is_file():
         return

@@ -1,9 +1,5 @@
-"""One file of weights as a source, as ComfyUI, Forge and Wan's tools keep text encoders.
-
-Such a file has no config beside it, names of its own or a prefix before them, perhaps a tokenizer inside, perhaps a
-whole pipeline around it. A folder in scratch space gets what a stock folder would hold besides weights, which stay
-where they are.
-"""
+"""One file of weights as a source, as ComfyUI, Forge and Wan's tools keep text encoders. Its config and tokenizer go
+into a folder in scratch space."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ ASIDE = (
     *(".scale_weight", ".weight_scale", ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale"),
     SPIECE,
 )
-"""Endings of the names of what lies beside weights and is none."""
+"""Endings of names that are no weights."""
 
 SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
 SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # the folders of this process, removed when it ends
@@ -34,8 +30,7 @@ SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # the folders of this proc
 
 @dataclass(frozen=True)
 class SingleFile:
-    """One file of weights, opened. ``folder``: scratch space with its config and tokenizer. ``tensors``: by their stock
-    names. ``states``: of the files that hold them. ``notes``: what was assumed, for the user."""
+    """``folder``: scratch space with config and tokenizer. ``tensors``: by stock names. ``notes``: what was assumed."""
 
     file: Path
     folder: Path
@@ -46,9 +41,8 @@ class SingleFile:
 
 
 def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str, Any] | None) -> SingleFile:
-    """Open one file of weights; raise UserError where it cannot be read, or holds no T5 or several. prefix: of the
-    names of the tensors that are meant, where several would do. config: what describes them, or its file, instead of
-    what is inferred."""
+    """Open one file of weights. prefix: of the encoder's names, where there are several. config: instead of the
+    inferred one."""
     state = formats.state_of(file)
     every = read_any(file)
     inside = way_back_of(file) if config is None else None
@@ -140,10 +134,10 @@ CLASSES = {
 TITLES = {"t5": "T5", "mt5": "mT5", "umt5": "UMT5"}
 
 VOCABULARIES = {32_128: "t5", 384: "t5", 250_112: "mt5", 256_384: "umt5"}
-"""Model types by the vocabularies of the published models: T5 and Flan-T5, ByT5, mT5, UMT5."""
+"""Model types by vocabulary of the published models."""
 
 SILU = {(4096, 16_384)}
-"""Widths of stream and feed-forward of the published models whose gate is SiLU's (UL2); all others have GELU's."""
+"""Widths of stream and feed-forward of the published models with a SiLU gate (UL2); others have GELU's."""
 
 ATTENTION, FEED_FORWARD = "encoder.block.0.layer.0.SelfAttention", "encoder.block.0.layer.1.DenseReluDense"
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -151,8 +145,7 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float6
 
 
 def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> dict[str, Any]:
-    """Return the stock config of the model that these tensors, by their stock names, are. where: what messages call it.
-    Raises UserError, with the way out, where names and shapes leave it open."""
+    """Return the stock config of these tensors; raise UserError where names and shapes leave it open."""
 
     def sizes(name: str) -> tuple[int, int]:
         info = tensors.get(name)
@@ -226,8 +219,7 @@ def type_of(tensors: Mapping[str, headers.TensorInfo], vocabulary: int, layers: 
 
 
 def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, headers.TensorInfo]) -> dict[str, Any]:
-    """Return a config that was given for these tensors, by its file or as what that holds, with the class that suits
-    them: an encoder's where there is no decoder."""
+    """Return a given config with the class that suits the tensors: an encoder's where there is no decoder."""
     read = files.read_json(config, "config") if isinstance(config, Path) else dict(config)
     model_type = str(read.get("model_type"))
     if model_type in CLASSES:

@@ -27,9 +27,8 @@ MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
 
 
 def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
-    """Raise UserError unless a folder can be made at ``out``: absent or empty (or, under ``force``, one that this
-    program wrote and that holds nothing else), writable, and apart from the ``sources`` that are here and from what
-    they were made from. Tried by making a folder beside it, as a file system may refuse what permissions promise."""
+    """Raise UserError unless a folder can be made at ``out`` and writing it harms no source. A folder is tried beside
+    it: a file system may refuse what permissions promise."""
     with writing(out, ELSEWHERE):
         there = out.is_dir() and not out.is_symlink()
         if not there and (out.exists() or out.is_symlink()):
@@ -57,8 +56,7 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
 
 
 def check_apart(out: Path, source: str | Path | None) -> None:
-    """Raise UserError where writing ``out`` could harm a local source: one lies in the other, a file of the source is a
-    link into ``out``, or the source was made from ``out``."""
+    """Raise UserError where ``out`` and a local source overlap, a source links into it, or was made from it."""
     source = None if source is None else Path(source).expanduser()
     if source is None or not source.exists():
         return
@@ -70,8 +68,7 @@ def check_apart(out: Path, source: str | Path | None) -> None:
 
 
 def overlap(one: Path, other: Path) -> bool:
-    """Return whether two paths are the same or one lies in the other. Files are compared, not names: on most Macs upper
-    and lower case are the same."""
+    """Whether one path lies in the other, by files: on most Macs upper and lower case are the same."""
 
     def same(a: Path, b: Path) -> bool:
         return a == b or (os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b))
@@ -87,8 +84,6 @@ def check_ours(out: Path) -> None:
 
 
 def check_file(path: Path, mend: str) -> None:
-    """Raise UserError, which ends with ``mend``, unless a report can be written at ``path``: there, in place of an
-    earlier report, or to a device."""
     reason: str | None = None
     try:
         if path.is_dir():
@@ -107,8 +102,7 @@ def check_file(path: Path, mend: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that takes its place at ``path``, over another one, when the block ends well; a
-    device, a link and a file in a folder that takes no other are written as they are. Raises OSError."""
+    """Yield where to write a file that then replaces ``path``; devices and links are written as they are."""
     if path.is_symlink() or (path.exists() and not (path.is_file() and os.access(path.absolute().parent, os.W_OK))):
         yield path
         return
@@ -134,8 +128,7 @@ def nearest_parent(path: Path) -> Path:
 
 @contextmanager
 def scratch(out: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``out`` that is removed at the end, unless it was renamed; what processes that were
-    killed left there goes first. Raises UserError where it cannot be made."""
+    """Yield an empty folder beside ``out`` that is removed at the end, unless it was renamed."""
     out = out.absolute()
     work = _beside(out)
     try:
@@ -151,7 +144,7 @@ def scratch(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Put off Ctrl-C and SIGTERM to the end of the block, which is a short one that should not stop half-way."""
+    """Put off Ctrl-C and SIGTERM to the end of the block."""
     waiting: list[int] = []
     before: dict[signal.Signals, Any] = {}
     try:
@@ -172,7 +165,6 @@ def _beside(out: Path) -> Path:
 
 
 def sweep(out: Path) -> None:
-    """Remove what processes of this machine that were killed left beside ``out``."""
     leftover = re.compile(rf"\.{re.escape(out.name)}\.partial-{MACHINE}-(\d+)-[0-9a-f]{{8}}")
     for entry in out.parent.iterdir():
         if (match := leftover.fullmatch(entry.name)) and not psutil.pid_exists(int(match[1])):
@@ -181,8 +173,7 @@ def sweep(out: Path) -> None:
 
 @contextmanager
 def staged(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield an empty folder beside ``out`` that takes its place when the block ends well, and else vanishes; raise
-    UserError where it cannot be made or put in place, or the disk is full or fails meanwhile."""
+    """Yield an empty folder beside ``out`` that takes its place when the block ends well, and else vanishes."""
     out = out.absolute()
     with scratch(out) as work:
         try:
@@ -204,8 +195,6 @@ def umask() -> int:
 
 
 def put_in_place(work: Path, out: Path, *, force: bool) -> None:
-    """Rename ``work`` to ``out``, which is absent, empty, or with ``force`` a folder that holds nothing else than this
-    program wrote."""
     old = _beside(out)
     try:
         if out.exists():

@@ -12,7 +12,6 @@ from .contents import INDEX, WEIGHTS
 from .folder import copy
 
 NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-"""Errors of a system that has no hard links between two places, or allows none to a file of another user."""
 
 VARIANT = "fp16"
 
@@ -45,8 +44,7 @@ def linked_to(file: Path, place: Path) -> bool:
 
 
 def name_variants(folder: Path) -> list[str]:
-    """Give the weights in a converted folder the names of the variant fp16 as well, as links, with an index of their
-    own, and return those names."""
+    """Link the weights in a folder, and their index, under the names of the variant fp16; return those."""
     names = []
     for path in sorted((*folder.glob("model-*-of-*.safetensors"), *folder.glob(WEIGHTS))):
         names.append(variant_name(path.name))

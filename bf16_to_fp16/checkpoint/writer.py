@@ -1,8 +1,5 @@
-"""Weights streamed from a checkpoint into safetensors files: read, scaled by powers of two, rounded, counted, hashed.
-
-A chunk of a tensor at a time goes through all of it, so the memory needed depends neither on the checkpoint's size nor
-on a tensor's, and a chunk stays in the processor's cache from one pass to the next.
-"""
+"""Weights streamed into safetensors files: read, scaled, rounded, counted, hashed. A chunk goes through all of it at a
+time, so that memory is small and the chunk stays in the cache."""
 
 from __future__ import annotations
 
@@ -44,10 +41,9 @@ Chunk = tuple[Callable[[], object], memoryview]
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What became of a tensor's elements, counted while it was written. ``lossless``: written value equal to the scaled
-    one, finite. ``normal``: finite and not below the smallest normal number. ``flushed_to_zero``: zero, though the
-    source was not. ``nonfinite``: inf or NaN as written. ``amax``: largest magnitude written, NaN where there is a NaN.
-    ``nonzero``: in the source."""
+    """A tensor's elements as written: ``lossless``, equal to the scaled value and finite; ``normal``, not subnormal.
+    ``flushed_to_zero``: those not zero in the source. ``amax``: NaN where there is a NaN. ``nonzero``: in the source.
+    """
 
     elements: int
     lossless: int
@@ -82,11 +78,9 @@ def write_fp16(
     hashes: bool = True,
     advance: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write tensors as safetensors into ``folder``: ``model.safetensors``, or shards and their index, under the names
-    that the source's files have for them. max_shard_size: bytes of tensors in a shard, else a tensor goes to the shard
-    that its source came from and one without source to the last. advance: called with bytes done and in all. Nothing is
-    clamped: what is beyond fp16 becomes inf and is counted. Raises UserError for a full disk and errors of a disk;
-    what was written is then removed."""
+    """Write tensors as safetensors into ``folder``, as ``lay_out`` names files. Nothing is clamped: what is beyond fp16
+    becomes inf and is counted. advance: called with bytes done and in all. Where writing fails, what was written is
+    removed."""
     files = lay_out(shards(checkpoint, writes, max_shard_size), folder, checkpoint.stored_names)
     stats = {write.name: NOTHING for write in writes}
     records: list[FileRecord] = []
@@ -138,8 +132,7 @@ def converted(
     hashes: Mapping[Path, RunningHash],
     stats: dict[str, TensorStats],
 ) -> Iterator[Chunk]:
-    """Yield the bytes to write for a tensor, chunk by chunk, each with what adds the bytes read for it to the hash of
-    their file; what became of the values is added to the tensor's ``stats``."""
+    """Yield a tensor's bytes, each chunk with the call that adds what was read to its file's hash; add to ``stats``."""
     if write.data is None:
         info = checkpoint.tensors[str(write.source)]
     dtype = SAFETENSORS_DTYPES[info.dtype] if write.data is None else write.data.dtype
@@ -172,8 +165,7 @@ def chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> tuple[torch.Tensor, Array]:
-    """Return a chunk's values, scaled in place, and which of them are zero before it: in an offset tensor those whose
-    result is."""
+    """Return a chunk's values, scaled in place, and which are zero before it; with an offset, which results are."""
     zero = np.equal(values.numpy(), 0)
     if write.offset:  # adding 0 would turn a -0
         values += write.offset
