@@ -22,16 +22,17 @@ from ..checkpoint.shards import Write
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
-from ..families.configs import with_value, without_value
+from ..families.configs import looked_up, with_value, without_value
+from ..families.layout import Layout
 from ..families.other_class import names_under
 from ..families.resolve import resolve
 from ..json_text import write_json
 from ..progress import Progress, shown_by
 from ..report.schema import Source
-from ..report.stored import check_written_files, originals, read_origin, read_packed, read_plan
+from ..report.stored import check_written_files, originals, read_origin, read_packed, read_plan, read_start
 from ..rescaling.apply import set_dtype, writes
-from ..rescaling.edits import listed_edits, without_edits
-from ..rescaling.plan import Plan, inverse, mark_of
+from ..rescaling.edits import edited, listed_edits, without_edits
+from ..rescaling.plan import Plan, composed, inverse, mark_of
 from ..wording import listed
 
 
@@ -67,9 +68,10 @@ def undo(
     origin = read_origin(folder)
     checkpoint = named_as_before(open_checkpoint(folder), origin)
     with staged(out, force=force) as work:
-        written = write_weights(checkpoint, read_plan(folder), origin, work, progress)
+        start = read_start(folder)
+        written = write_weights(checkpoint, read_plan(folder), origin, work, progress, start=start)
         check_written_files(folder, written.source_sha256)
-        write_beside(checkpoint, origin, work)
+        write_beside(checkpoint, origin, work, start)
     return out
 
 
@@ -82,19 +84,20 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
             f"{folder}: is not at the scale of the plan in {report}; give the folder that it was trained from, and what"
             " was saved before any undo and not moved further by make_fp16_safe"
         )
-    kept = [edit.site for edit in listed_edits(layout, plan)] + plan.centred_keys
-    if kept:
-        progress.say(f"Stays as the conversion made it: {listed(kept)}")
+    say_what_stays(layout, plan, progress)
     stored = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
-    back = []
-    for write in writes(checkpoint, layout, inverse(without_edits(layout, plan))):
+    whole, back = without_edits(layout, plan), []
+    if (start := read_start(report)) is not None:
+        say_what_stays(layout, start, progress)
+        whole = composed(without_edits(layout, start), whole)
+    for write in writes(checkpoint, layout, inverse(whole)):
         if write.source is not None:
             # Gains that are stored less 1, or were corrected, would be rounded once more.
             exact = stored[write.source] == "BF16" and not write.offset and write.gain == 1
             back.append(write.as_dtype("BF16" if exact else "F32"))
     config = {key: value for key, value in checkpoint.config.items() if key != CONVERTED_KEY}
     for key in () if plan.eps_held else layout.family.eps_keys:
-        config = with_value(config, key, layout.eps * 4.0**-plan.residual_exponent)
+        config = with_value(config, key, layout.eps * 4.0**-whole.residual_exponent)
     set_dtype(config, "bfloat16" if all(write.dtype == torch.bfloat16 for write in back) else "float32")
     with staged(out, force=force) as work:
         with progress.step(f"Writing {len(back)} tensors") as advance:
@@ -107,6 +110,12 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
         if (folder / "README.md").is_file() and not (work / "README.md").exists():
             copy(folder / "README.md", work / "README.md", folder)
     return out
+
+
+def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
+    """Say which changes of the function no power of two takes back."""
+    if kept := [edit.site for edit in listed_edits(layout, plan)] + plan.centred_keys:
+        progress.say(f"Stays as the conversion made it: {listed(kept)}")
 
 
 def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
@@ -125,17 +134,30 @@ def class_before(origin: Source) -> str | None:
 
 
 def write_weights(
-    checkpoint: Checkpoint, plan: Plan, origin: Source, work: Path, progress: Progress, **how: Any
+    checkpoint: Checkpoint,
+    plan: Plan,
+    origin: Source,
+    work: Path,
+    progress: Progress,
+    start: Plan | None = None,
+    **how: Any,
 ) -> Written:
+    """start: the plan by which what was converted had been rescaled before it was trained."""
     assert origin.dtype is not None  # as read
     stored = {"F64": "F32"}  # which holds all that came through fp16
     layout = resolve(checkpoint)
-    replaced = {name: Write(name, tuple(t.shape), None, t) for name, t in originals(layout, plan, origin).items()}
+    whole, before = plan, originals(layout, plan, origin)
+    if start is not None:
+        say_what_stays(layout, start, progress)
+        exact = without_edits(layout, start)
+        whole, back_too = composed(exact, plan), inverse(exact)
+        before = {name: edited(layout.tensors[name], t, back_too) for name, t in before.items()}
+    replaced = {name: Write(name, tuple(t.shape), None, t) for name, t in before.items()}
     back = [
         replaced.get(write.name, write).as_dtype(
             stored.get(dtype := origin.dtypes.get(write.name, origin.dtype), dtype)
         )
-        for write in writes(checkpoint, layout, inverse(plan))
+        for write in writes(checkpoint, layout, inverse(whole))
         if write.name not in origin.made
     ]
     with progress.step(f"Writing {len(back)} tensors") as advance:
@@ -144,8 +166,13 @@ def write_weights(
     return written
 
 
-def write_beside(checkpoint: Checkpoint, origin: Source, work: Path) -> None:
-    write_json(work / "config.json", config_before(checkpoint.config, origin))
+def write_beside(checkpoint: Checkpoint, origin: Source, work: Path, start: Plan | None = None) -> None:
+    config = config_before(checkpoint.config, origin)
+    if start is not None and not start.eps_held:
+        for key in (layout := resolve(checkpoint)).family.eps_keys:
+            converted = looked_up(config, key, layout.family.eps)
+            config = with_value(config, key, float(str(converted)) * 4.0**-start.residual_exponent)
+    write_json(work / "config.json", config)
     carry_over(checkpoint.folder, work, back=True)
 
 

@@ -47,7 +47,7 @@ from ..report.build import other_sha256
 from ..report.schema import AttackEntry, FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.apply import edited_config, set_dtype, writes
 from ..rescaling.outputs import moved, output_factors
-from ..rescaling.plan import Plan
+from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import MARGIN_BITS
 from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
@@ -65,15 +65,15 @@ from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
-START_OUTPUTS = "start.json"
-"""In the folder of a run, where the start's outputs are not the original's: by name the log2 of what they are
-multiplied by."""
+START_RECORD = "start.json"
+"""In the folder of a run, where the start is rescaled: its plan, and by output the log2 of what it is times the
+original's."""
 
 UNNEEDED = "Nothing to train: after a conversion alone no input can overflow it (--force trains all the same)"
 
 OF_A_RUN = {
     START_FOLDER,
-    START_OUTPUTS,
+    START_RECORD,
     LOG,
     "wandb",
 }
@@ -225,7 +225,7 @@ def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | N
         if broadcast_object_list([converted is not None])[0]:
             if main:  # of the folder what this run has written, and nothing else
                 shutil.rmtree(start)
-                (folder / START_OUTPUTS).unlink(missing_ok=True)
+                (folder / START_RECORD).unlink(missing_ok=True)
                 with suppress(OSError):
                     folder.rmdir()
             accelerator.end_training()
@@ -425,8 +425,9 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
         decided = decide(opened, options_of(recipe, max_length=recipe.data.input_length), progress)
         layout, plan = decided.layout, decided.plan
     with staged(start) as work:
-        if factors := moved(output_factors(layout, plan)):
-            write_json(start.with_name(START_OUTPUTS), factors)
+        if plan.moves:
+            record = {"plan": describe_plan(plan), "outputs": moved(output_factors(layout, plan))}
+            write_json(start.with_name(START_RECORD), record)
         tensors = [write.as_dtype("F32") for write in writes(checkpoint, layout, plan)]
         with progress.step(
             f"Writing {len(tensors)} rescaled tensors in fp32" if recipe.rescale else "Copying in fp32"
@@ -566,7 +567,8 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
         "checkpointing": written["checkpointing"] | {"folder": None},
     }
     data = {key: Path(str(value)).name if key == "path" else value for key, value in run.data.items()}
-    outputs = run.folder / START_OUTPUTS
+    file = run.folder / START_RECORD
+    record = read_json(file, "plan of the start") if file.is_file() else {}
     return Lineage(
         source=Source.of(checkpoint).model_copy(update={"other_sha256": other_sha256(checkpoint)}),
         finetune=FinetuneEntry(
@@ -576,6 +578,7 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
             processes=run.processes,
             devices=list(run.devices),
             **vars(run.outcome),
-            start_outputs=read_json(outputs, "factors of the start's outputs") if outputs.is_file() else {},
+            start=Plan.model_validate(record["plan"]) if record else None,
+            start_outputs=record.get("outputs", {}),
         ),
     )

@@ -464,11 +464,12 @@ class FinetuneEntry(ReportObject):
     gradient was not finite. ``evaluations``: by step, losses on held-out data,
     distances from the original on inputs of several kinds, and headroom. ``fidelity``: of the output to the original.
     ``next``: how to go on where it did not deliver what the recipe asks for. ``recipe``: as it was written, defaults
-    included; ``settled``: what became of the keys that it left open, by their dotted names. ``start_outputs``: by
-    output, the log2 of the factor by which the rescaled weights that were trained began with another than the
-    original's.
+    included; ``settled``: what became of the keys that it left open, by their dotted names. ``start``: the plan by
+    which the original was rescaled before the training; ``start_outputs``: by output, the log2 of the factor by which
+    it then differed from the original's.
     """
 
+    start: Plan | None = None
     start_outputs: dict[str, int | list[int]] = {}
     recipe: dict[str, Any] = {}
     settled: dict[str, Any] = {}

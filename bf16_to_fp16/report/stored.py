@@ -37,6 +37,13 @@ def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, s
     return report.plan, report.target or target or "half"
 
 
+def read_start(path: Path) -> Plan | None:
+    """Return the plan by which a finetune rescaled the original before it trained it, None for any other conversion."""
+    file, data = recorded_plan(path, None)
+    run = typed({"finetune": data["finetune"]} if "finetune" in data else {}, file, {}, NO_PLAN).finetune
+    return None if run is None else run.start
+
+
 @dataclass(frozen=True)
 class Packed:
     layout: str

@@ -124,6 +124,16 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
     )
     ratio = after.hidden_states[0].norm() / before.hidden_states[0].norm()
     assert float(ratio.log2()) == pytest.approx(factor, abs=0.1) and kept["verified"]
+    # What was trained comes back to the original's scale: of its own conversion and of the start's.
+    folders = tmp_path / "model", undo(tmp_path / "out", tmp_path / "back"), tmp_path / "out"
+    original, back, trained = (load(folder, torch.float32) for folder in folders)
+    assert back.config.layer_norm_epsilon == original.config.layer_norm_epsilon
+    change = (back.shared.weight.norm() / original.shared.weight.norm()).log2()
+    assert abs(float(change)) < 0.1 and result.report["finetune"]["start"]["residual_exponent"] < 0
+    one, other = (each(input_ids=ids, decoder_input_ids=ids).logits for each in (back, trained))
+    assert torch.allclose(one, other, atol=1e-4)
+    again = load(undo(tmp_path / "out", tmp_path / "again", plan=tmp_path / "out"), torch.float32)
+    assert torch.equal(again.shared.weight, back.shared.weight)
 
 
 @pytest.mark.parametrize(
