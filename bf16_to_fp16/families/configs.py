@@ -13,7 +13,7 @@ _NOWHERE = object()
 
 
 def looked_up(config: Mapping[str, object], key: str, default: object = None) -> object:
-    """Return a config's value for a key, which with dots is one of a config inside it; the default for none."""
+    """A key with dots is one of a config inside."""
     value: object = config
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -37,8 +37,7 @@ def without_value(config: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return for every config key that differs, with dots one of a config inside, its value before and after; an absent
-    key has no entry."""
+    """Return each changed key's value before and after; dots lead into inner configs, absent keys have no entry."""
     differing: dict[str, dict[str, object]] = {}
     for key in (k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)):
         sides = {side: c[key] for side, c in (("before", before), ("after", after)) if key in c}
@@ -76,30 +75,20 @@ def full_config(family: Family, config: Mapping[str, object]) -> dict[str, objec
 
 
 def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:
-    """Return the config's number for ``key``, of a mapping its length; raise UserError unless it is a whole one and at
-    least ``least``.
-
-    what: it should be, in words.
-    """
+    """Return a whole number for ``key``, or a mapping's length; raise UserError, with ``what``, unless ≥ ``least``."""
     number = config_value(family, config, key)
     return whole_number(key, len(number) if isinstance(number, Mapping) else number, what, least=least)
 
 
 def whole_number(key: str, number: object, what: str, *, least: int = 1) -> int:
-    """Return a config's number for ``key``; raise UserError unless it is a whole one, at least ``least`` and under 2³¹.
-
-    what: it should be, in words.
-    """
+    """Return a whole number in [``least``, 2³¹); raise UserError with ``what`` it should be."""
     if not isinstance(number, int) or isinstance(number, bool) or not least <= number < 2**31:
         raise UserError(f"config.json: {key!r} is {shown(number)}, not {what}; take it from the original checkpoint")
     return number
 
 
 def positive(key: str, value: object, what: str, *, zero: bool = False) -> float:
-    """Return a config's value for ``key``; raise UserError unless it is a finite number over 0, or 0 with ``zero``.
-
-    what: it should be, in words.
-    """
+    """Return a finite number over 0, or 0 with ``zero``; raise UserError with ``what`` it should be."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value or zero)
     if number and 0 <= float(str(value)) < math.inf:
         return float(str(value))

@@ -91,8 +91,7 @@ def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: 
 
 
 def check_kinds(family: Family, config: Mapping[str, object]) -> None:
-    """Raise UserError for a text, a fraction, a switch or a table that is none, for a rate of dropout that is no share,
-    for what ends a text and is no id, for a null that would be a switch, and for ``tie_encoder_decoder``."""
+    """Raise UserError for a value of the wrong kind, a dropout that is no share, or ``tie_encoder_decoder``."""
     for key, example in {**family.defaults, **COMMON}.items():
         value = looked_up(config, key)
         what, number = KINDS.get(type(example)), isinstance(example, float)

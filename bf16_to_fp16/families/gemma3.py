@@ -115,8 +115,7 @@ GEMMA3 = replace(
 
 
 def projector(config: Mapping[str, object]) -> Sequence[Part]:
-    """Return what brings the outputs of a vision tower into the stream: the norm reads what carries nothing, and the
-    linear, whose outputs stand in the place of embeddings that have been scaled, writes the stream."""
+    """Return the records from a vision tower to the stream, where its outputs replace scaled embeddings."""
     at = "multi_modal_projector"
     norm, weight = f"{at}.mm_soft_emb_norm", f"{at}.mm_input_projection_weight"
     part = Part(

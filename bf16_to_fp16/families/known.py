@@ -154,8 +154,7 @@ def loading_class(name: str) -> str:
 
 
 def half_call(name: str) -> str:
-    """Return what makes every weight of the stock class of this name fp16 once it is loaded in fp16: ``.half()``, or
-    nothing where that would round what stock code makes in fp32."""
+    """Return ``.half()``, or "" where that would round what stock code makes in fp32."""
     family = next((family for family in FAMILIES if name in names_of(family)), None)
     return "" if family is not None and family.made_in_fp32 else ".half()"
 
@@ -196,8 +195,7 @@ def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockCla
 
 
 def is_known(config: Mapping[str, object]) -> bool:
-    """Return whether a config belongs to a supported family, by its ``model_type`` and the class that it names first;
-    one that names no class does by its ``model_type``. Raises UserError where that is no name."""
+    """Return whether a config's ``model_type`` and first class, if any, are supported; may raise UserError."""
     family = of_model_type(model_type_of(config))
     return family is not None and all(name in names_of(family) for name in architectures(config)[:1])
 
@@ -220,11 +218,10 @@ def of_model_type(model_type: object) -> Family | None:
 
 
 def spare_padding(config: Mapping[str, object]) -> float:
-    """Return how many positions of padding, on the right, a padded row of the encoder needs at least for its numbers to
-    be finite in fp16: 0 for any number, inf where no row may be padded.
+    """Return how much right padding a padded encoder row needs to stay finite in fp16: 0 any, inf none allowed.
 
     Under a mask of −inf a padded position that sees no other is NaN, and with it what attends to it, masked or not.
-    Where attention sees sums of positions as well, stock code shows padded positions those that the row does not fill.
+    Stock code shows padded positions the sums of positions that the row does not fill.
     """
     family = of_model_type(config.get("model_type"))
     if family is None:
@@ -238,7 +235,7 @@ def spare_padding(config: Mapping[str, object]) -> float:
 
 
 def padding_entry(config: Mapping[str, object]) -> int | None:
-    """Return what a report says of ``spare_padding``: None where no row may be padded."""
+    """None where no row may be padded."""
     spare = spare_padding(config)
     return None if spare == math.inf else int(spare)
 
@@ -248,7 +245,7 @@ def roles_of(family: Family | None) -> Roles:
 
 
 def may_be_absent(family: Family) -> frozenset[str]:
-    """Return the tensors outside the blocks that a file may lack: stock code makes or zeroes them."""
+    """Return the tensors that stock code makes or zeroes where a file lacks them."""
     parts = (*family.ends, family.tied_head, family.untied_head)
     return frozenset(t.name for part in parts for t in part.tensors if t.absent)
 

@@ -41,11 +41,10 @@ class TensorMetadata(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Return the dtype in safetensors' spelling: BF16, F32."""
+        """As safetensors spells it: BF16, F32."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape."""
+    def shape(self) -> tuple[int, ...]: ...
 
 
 class TensorSource(Protocol):
@@ -53,21 +52,18 @@ class TensorSource(Protocol):
 
     @property
     def source(self) -> str:
-        """Return what to call it in messages."""
+        """What messages call it."""
 
     @property
-    def config(self) -> Mapping[str, object]:
-        """Return its config."""
+    def config(self) -> Mapping[str, object]: ...
 
     @property
-    def tensors(self) -> Mapping[str, TensorMetadata]:
-        """Return its tensors by name."""
+    def tensors(self) -> Mapping[str, TensorMetadata]: ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a whole tensor."""
+    def read(self, name: str) -> torch.Tensor: ...
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor."""
+        """Return rows [start, stop)."""
 
 
 TensorReader = Callable[[str], "torch.Tensor"]  # gives a layout's tensor by name, in any floating dtype
@@ -147,8 +143,7 @@ class Layout:
 
     @property
     def outside(self) -> dict[str, str]:
-        """The tensors that the files hold for another class of the family, with the reason, which this one does not
-        read."""
+        """Tensors of the files that only another class of the family reads, with the reason."""
         return {name: why for name, why in self.dropped.items() if why.startswith(self.stock.names[0])}
 
     @property
@@ -273,8 +268,7 @@ class Layout:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Module paths of the norms that read what carries a residual exponent, in order: a residual stream, what joins
-        it, and sums of a norm's output that carries it on."""
+        """Module paths of norms that read what carries a residual exponent, in order."""
         return tuple(self.streams_read)
 
     def eps_of(self, norm: str) -> float:

@@ -36,10 +36,7 @@ MODULES = {LOCAL: "LocalSelfAttention", GLOBAL: "TransientGlobalSelfAttention"}
 
 
 def attention(at: str, config: Mapping[str, object], i: int) -> Part:
-    """Return the records of the self-attention of encoder block ``i`` at ``at``.
-
-    Raises UserError for an ``encoder_attention_type`` that there is not.
-    """
+    """Raises UserError for an unknown ``encoder_attention_type``."""
     module = MODULES.get(str(config[TYPE]))
     if module is None:
         raise UserError(
@@ -68,7 +65,6 @@ def attention(at: str, config: Mapping[str, object], i: int) -> Part:
 
 
 def encoder_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of encoder block ``i``; the biases of later blocks are absent and shared from the first."""
     at = f"encoder.block.{i}.layer"
     return (attention(f"{at}.0", config, i), t5.neurons(f"{at}.1", str(config["feed_forward_proj"])))
 

@@ -82,8 +82,7 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
 
 
 def growth(config: Mapping[str, object]) -> tuple[float, float]:
-    """Return by how much queries grow, and behind how many positions; raise UserError for what stock code cannot use,
-    or what would shrink them."""
+    """Return the queries' growth and the position behind which it begins; raise UserError where they would shrink."""
     rotation = config.get("rope_parameters") or DEFAULT_ROTATION
     given = [rotation.get(key) for key in DEFAULT_ROTATION] if isinstance(rotation, Mapping) else [None]
     numbers = [float(n) for n in given if isinstance(n, (int, float)) and not isinstance(n, bool)]

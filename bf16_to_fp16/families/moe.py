@@ -58,7 +58,7 @@ def qwen3_moe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
 
 
 def olmoe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i`` of OLMoE, whose norms of queries and keys are of all heads together."""
+    """Norms of queries and keys are of all heads together."""
     at, style = f"layers.{i}", Style(biased=ATTENTION if config["attention_bias"] else ())
     wiring = wired_attention(config, at, norms_whole=True, **head_norms(at))
     last = sparse(at, config, "num_experts", style, normalised="norm_topk_prob")

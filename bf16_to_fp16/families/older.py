@@ -28,7 +28,7 @@ does not know them."""
 
 
 def with_older_keys(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Return a config with the keys by which transformers 4.57 makes the rotary positions that 5 makes."""
+    """Add the keys by which transformers 4.57 makes version 5's rotary positions."""
     result = dict(config)
     result |= {key: config[other] for key, other in family.aliases.items() if other in config}
     for place in rotations(config):
@@ -79,7 +79,7 @@ def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
 
 
 def rotations(config: Mapping[str, object]) -> Iterator[str]:
-    """Yield where ``rope_parameters`` stands: "" for the config itself, else the config inside it."""
+    """Yield the prefixes of configs with ``rope_parameters``: "" for the outer one."""
     if isinstance(config.get(ROTATION), Mapping):
         yield ""
     inside = ((k, v.get(ROTATION)) for k, v in config.items() if isinstance(v, Mapping))

@@ -60,8 +60,7 @@ def names_under(config: Mapping[str, object], tensors: Collection[str], name: st
 
 
 def headless(config: Mapping[str, object]) -> str | None:
-    """Return the name of the class that gives the last states of a config's causal model, which is what ``AutoModel``
-    makes of it; None for other models."""
+    """Return the class that ``AutoModel`` makes of a causal model; None for other models."""
     family, own = family_of(config), architectures(config)[:1]
     stock = next((each for each in family.classes if own and own[0] in each.names), None)
     if stock is None or not stock.is_language_model or stock.decodes:

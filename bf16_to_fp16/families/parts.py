@@ -67,20 +67,17 @@ class Style:
         return weight, Tensor(f"{path}.bias", (rows,), axes[:1])
 
     def reads(self, norm: str) -> Axis | None:
-        """Return the axis along which a weight reads a norm's output, or the stream where there is none."""
         if not norm:
             return divided_by(RESIDUAL)
         return None if self.offset else divided_by(norm)
 
     def normalised(self, norm: str) -> tuple[tuple[Signal, ...], tuple[Tensor, ...]]:
-        """Return the output of a norm of the stream, and its gains; nothing without one."""
         if not norm:
             return (), ()
         signal = Signal(norm, Kind.FIXED if self.offset else Kind.NORM, self.model, (output_of(norm),))
         return (signal,), self.norm(norm, None if self.offset else multiplied_by(norm))
 
     def before(self, norm: str, linear: str, size: str = "") -> tuple[Signal, ...]:
-        """Return what a linear gives to a norm alone, nothing without one."""
         if not norm:
             return ()
         seen = (output_of(linear), input_of(norm))
@@ -116,8 +113,7 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return how the rows of one linear share channels in the matrix where it stands with others; spread: in one of
-    its own."""
+    """Return the spread of a linear's rows in a fused matrix; spread: in one of its own."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])
@@ -208,7 +204,6 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
 
 
 def with_columns(own: Axis | None, signal: str) -> Axis:
-    """Return the axis along which a weight that makes a signal reads its input, with what it takes of each channel."""
     columns = multiplied_by(columns_of(signal))
     return columns if own is None else own.beside(columns)
 
@@ -260,8 +255,7 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
 
 
 def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool = False) -> Part:
-    """Return the records of a router and its experts; each: of all feed-forwards, the shared one too. others: further
-    tensors. biased: whether the router's linear has a bias."""
+    """Return the records of a router and its experts; each: of all feed-forwards, shared ones too."""
     routing = f"{wiring.classifier}.routing"
     chosen = multiplied_by(routing)
     router = [Tensor(f"{wiring.classifier}.weight", ("experts", "model"), (chosen, divided_by(wiring.norm)))]

@@ -64,7 +64,7 @@ def attention(at: str, module: str, *, memory: bool = False, style: Style = STYL
 
 
 def neurons(at: str, config: Mapping[str, object]) -> Part:
-    """Return the records of one feed-forward sublayer; its neurons carry a factor only through a ReLU."""
+    """A ReLU alone lets the neurons carry a factor."""
     stack = at.split(".")[0]
     wiring = FeedForward(
         at=at,

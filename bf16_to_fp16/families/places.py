@@ -26,8 +26,7 @@ _OPERATIONS = {"add": "sum", "": "linear", "mul": "product", "scores": "scores"}
 
 @dataclass(frozen=True)
 class Place:
-    """``stack``: "encoder" or "decoder". ``block``: its number, from 0. ``role``: of the module in its block, or of the
-    operation. None for what is outside of them all, or not known."""
+    """``stack``: encoder or decoder. ``block``: from 0. ``role``: of the module or operation. None where unknown."""
 
     stack: str | None = None
     block: int | None = None
@@ -55,7 +54,6 @@ def places(layout: Layout) -> Callable[[str], Place]:
 
 
 def _roles(sublayer: Sublayer, crosses: bool) -> Iterator[tuple[str, str]]:
-    """Yield the modules of a sublayer that have a role, "" for absent ones; crosses: its stack has cross-attentions."""
     name = FEED_FORWARD
     if isinstance(sublayer, Attention):
         name = ATTENTIONS[0] if not crosses else ATTENTIONS[2] if sublayer.memory else ATTENTIONS[1]
@@ -66,8 +64,7 @@ def _roles(sublayer: Sublayer, crosses: bool) -> Iterator[tuple[str, str]]:
 
 
 def places_by_name(sites: Iterable[str]) -> dict[str, Place]:
-    """Return the places of the sites of one model of any class; all that an attention computes has the role of its
-    scores."""
+    """Works for any class; all that an attention computes has the role of its scores."""
     names = list(sites)
     attentions = {name.removesuffix(":scores") for name in names if name.endswith(":scores")}
 

@@ -183,8 +183,7 @@ def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
 
 
 def unsaid(family: Family, config: Mapping[str, object]) -> str:
-    """Return what a config does not say and stock code decides by a word of its own, which may make it ask for other
-    tensors; else nothing."""
+    """Return what an absent key leaves to the stock class, which may then ask for other tensors; else ""."""
     words = {key: word for key, word in family.defaults.items() if isinstance(word, str)}
     parts = [f"{key!r} (stock code takes {word!r})" for key, word in words.items() if looked_up(config, key) is None]
     return f", with the config.json that says {' and '.join(parts)}" if parts else ""
@@ -195,7 +194,7 @@ def says_untied(family: Family, config: Mapping[str, object]) -> bool:
 
 
 def head_scale(family: Family, config: Mapping[str, object], tied: bool | None) -> float:
-    """Return what the stock class (transformers 5) multiplies the decoder's output with before the head."""
+    """As transformers 5 has it."""
     scales: object = tied is not None and family.output_scale is not OutputScale.NEVER
     if scales and family.output_scale is OutputScale.CONFIG:
         scales = config.get(family.output_scale_key, config.get("tie_word_embeddings") is not False)
@@ -266,8 +265,7 @@ def merge_signals(
 
 
 def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
-    """Return a tensor as a file holds it before any exponent: the checkpoint's in their dtype, fp32 where a gain is
-    folded in or they are generated."""
+    """Return a tensor before any exponent in the file's dtype; fp32 where a gain is folded in or it is generated."""
     if tensor.source is None:
         assert tensor.generate is not None
         return tensor.generate(tensor.shape[0], tensor.shape[1])
@@ -276,22 +274,19 @@ def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
 
 
 def effective(tensor: ResolvedTensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what stock code computes with where a file holds ``weight``: fp32 where it adds an offset, fp64 from
-    fp64."""
+    """Return what stock code computes with: fp32 where it adds an offset, fp64 from fp64."""
     if not tensor.offset:
         return weight
     return (weight if weight.dtype == torch.float64 else weight.float()) + tensor.offset
 
 
 def unscaled(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
-    """Return a tensor's values before any exponent, as stock code computes with them; dtypes as ``stored`` and
-    ``effective`` have them."""
+    """Return ``effective`` values before any exponent."""
     return effective(tensor, stored(checkpoint, tensor))
 
 
 def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Raise UserError for a norm whose every gain is zero: nothing behind it depends on its input, which no training
-    gives."""
+    """Raise UserError for a norm whose gains are all 0: nothing behind it depends on its input."""
     for path in layout.norms:
         tensor = layout.tensors[f"{path}.weight"]
         name = tensor.source

@@ -15,8 +15,7 @@ from .types import Spread
 
 
 def without_ends(spread: Spread) -> tuple[int, Spread, int]:
-    """Return how many elements at the beginning of an axis carry nothing, the factors of the others, and how many at
-    its end carry nothing."""
+    """Return the number of empty elements before, the factors between, and the number behind."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
     return before, tuple(factor for factor in spread if factor > 0), after
@@ -36,14 +35,12 @@ def channels_along(length: int, spread: Spread) -> int:
 
 
 def carrying(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return the values of the elements of an axis that carry something: [those, ...] from [elements, ...]."""
     before, _, after = without_ends(spread)
     return values[before : len(values) - after]
 
 
 def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return for each element of an axis the values of its channel, zeros where it has none: [elements, ...] from
-    [channels, ...]."""
+    """Return [elements, ...] from [channels, ...], zeros where an element has no channel."""
     if not spread:
         return values
     before, factors, after = without_ends(spread)
@@ -55,8 +52,7 @@ def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
 
 
 def shared(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return the values of the elements of each channel side by side: [channels, elements of each, ...] from
-    [elements, ...]."""
+    """Return each channel's elements side by side: [channels, elements of each, ...] from [elements, ...]."""
     if not spread:
         return values.unsqueeze(1)
     _, factors, _ = without_ends(spread)

@@ -68,7 +68,7 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
 
 
 def check_capacity(config: Mapping[str, object]) -> None:
-    """Raise UserError for more tokens of an expert than stock code's integers count, which then takes none or stops."""
+    """Raise UserError for a capacity past stock code's integers."""
     capacity = config.get(CAPACITY)
     if isinstance(capacity, int) and capacity >= 2**63:
         raise UserError(f"config.json: {CAPACITY!r} is {capacity}, more than 64 bits count; write the number of tokens")

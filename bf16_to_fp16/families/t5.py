@@ -90,7 +90,7 @@ def activation_of(projection: str) -> str:
 
 
 def blocks(*, every: bool = False) -> tuple[Stack, Stack]:
-    """Return both stacks; every: whether each block has a bias of its own, and not the first for all."""
+    """every: each block has a bias of its own, not the first for all."""
 
     def attending(stack: str, i: int) -> Part:
         first = f"{stack}.block.0.layer.0.SelfAttention"

@@ -32,7 +32,7 @@ class Reader:
 
 
 def walk(layout: Layout) -> Iterator[Reader]:
-    """Yield whatever reads the residual stream, in the order in which they run, the encoder's first."""
+    """Yield what reads the residual stream, in the order of running, the encoder first."""
     for stack in layout.stacks():
         first = site = layout.stream(stack.ends)
         for sublayer in stack.sublayers:

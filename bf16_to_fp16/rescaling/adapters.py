@@ -26,10 +26,9 @@ UNMOVED, PROMPT = ".ia3_l", "prompt_embeddings"
 
 @dataclass(frozen=True)
 class Scaled:
-    """An adapter's tensor on the other checkpoint.
+    """An adapter's tensor on the other checkpoint: ``exact`` holds every bit.
 
-    ``exact``: it holds every bit. ``widened``: its dtype could not, and it is fp32 now. ``overflows``: some are over
-    65504.
+    ``widened``: to fp32, as its dtype could not hold them. ``overflows``: some values are over 65504.
     """
 
     values: Tensor
@@ -88,7 +87,6 @@ def on_tensor(
 
 
 def along(exponent: int | Tensor, position: int, axes: int) -> int | Tensor:
-    """Return an axis's exponents, to be broadcast along one of so many axes."""
     if isinstance(exponent, int):
         return exponent
     return exponent.view([-1 if i == position else 1 for i in range(axes)])
@@ -108,8 +106,7 @@ def uniform(name: str, target: str, exponent: int | Tensor) -> int:
 
 
 def multiplied(name: str, values: Tensor, exponents: Tensor, factor: float, offset: float = 0.0) -> Scaled:
-    """Return ``values``, or their sum with ``offset``, times 2^exponents and a factor, in their dtype if that holds
-    every bit, else in fp32."""
+    """Return (``values`` + ``offset``) · 2^exponents · ``factor``; in fp32 where their dtype loses a bit."""
     double = values.double()
     wanted = torch.ldexp(double + offset if offset else double, exponents.double()) * factor
     wanted = wanted - offset if offset else wanted  # taking off 0 would turn a -0

@@ -80,8 +80,7 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
 
 
 def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> None:
-    """Multiply a tensor in place by ``gain`` and 2 to the exponents (int32, on its device, broadcast to it), or its sum
-    with ``offset``, which is rounded once where the tensor's dtype does not hold it."""
+    """Multiply (tensor + ``offset``) in place by ``gain`` and 2^exponents; the sum may round once."""
     if offset:
         if gain != 1.0 or bool((exponents != 0).any()):
             tensor.copy_(torch.ldexp((tensor.double() + offset) * gain, exponents.double()) - offset)
@@ -95,10 +94,9 @@ def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, ga
 
 
 def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> torch.Tensor:
-    """Return an fp32 weight times ``gain`` as it comes back from files: scaled as ``scale`` does, rounded to fp16, and
-    scaled back.
+    """Return an fp32 weight times ``gain`` as fp16 files give it back.
 
-    It goes there in float64, by runs of rows, so that a large vocabulary's table takes no memory but its own.
+    It is computed in float64 by runs of rows, to save memory.
     """
     result = torch.empty(weight.shape)
     matrices = (x.reshape(len(weight), -1) for x in (weight, exponents.expand(weight.shape), result))
@@ -141,8 +139,7 @@ DTYPE_KEYS = ("dtype", "torch_dtype")  # config keys of the dtype: of transforme
 
 
 def set_dtype(config: dict[str, object], dtype: str) -> None:
-    """Set the dtype under the key that the config already uses, as in configs inside it; ``torch_dtype``, which every
-    version reads, if it has none."""
+    """Set the dtype under each key the config uses; without one under ``torch_dtype``, which every version reads."""
     keys = [key for key in DTYPE_KEYS if key in config] or ["torch_dtype"]
     for key in keys:
         config[key] = dtype

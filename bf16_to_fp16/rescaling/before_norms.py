@@ -43,7 +43,6 @@ class Limits:
                 yield float(reached.amax.amax()), limit
 
     def of_weights(self, signal: ResolvedSignal, stream: int) -> Iterator[tuple[float, float]]:
-        """Yield the largest of each weight that writes a signal, but for the stream's exponent, with its limit."""
         for name, tensor in self.layout.tensors.items():
             if any(carried.signal == signal.name for carried in tensor.carries):
                 exponents = exponents_of(tensor, self.plan).full(tensor.shape) - stream

@@ -21,8 +21,7 @@ from ..families.types import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:
-    """Return the attentions of a layout whose key bias may be any vector and that read a norm with a bias, and those
-    that hold a table of position biases."""
+    """Return the attentions with a free key bias that read a norm with a bias, or with a table of position biases."""
 
     def free(here: Attention) -> bool:
         between = here.rotary, here.query_norm, here.key_norm, here.cap, here.radius, here.fused
@@ -33,7 +32,6 @@ def centrable(layout: Layout) -> tuple[Attention, ...]:
 
 
 def tables_of(attention: Attention) -> tuple[str, ...]:
-    """Return the tables of position biases that an attention holds: one softmax reads them all."""
     return tuple(name for name in (attention.bias, attention.block_bias) if name.startswith(f"{attention.at}."))
 
 

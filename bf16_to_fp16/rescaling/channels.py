@@ -21,8 +21,6 @@ ROUNDING = 2.0**-24
 def known_points(
     ranges: Mapping[str, ModuleRange], signal: ResolvedSignal
 ) -> Iterator[tuple[ObservationPoint, ChannelRange]]:
-    """Yield the points of a signal whose modules are known, with what its channels reach there, those that elements
-    share over all of them."""
     for point in signal.seen:
         if (module := ranges.get(point.module)) is None:
             continue
@@ -34,7 +32,6 @@ def known_points(
 
 
 def excess_bits(amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
-    """Return by how many bits ``amax`` passes ``limit``, 0 where it does not."""
     return torch.log2((amax / limit).clamp(min=1.0))
 
 
@@ -45,15 +42,14 @@ def as_shares(values: torch.Tensor) -> torch.Tensor:
 
 
 def whole_log2(x: float) -> int:
-    """Return the exponent of the largest power of two up to x; for inf the largest residual exponent, for 0 and NaN the
-    least."""
+    """Return ⌊log2 x⌋; for inf the largest residual exponent, for 0 and NaN the least."""
     if x == math.inf:
         return RESIDUAL_RANGE
     return math.floor(math.log2(x)) if x > 0 else -RESIDUAL_RANGE
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Return whether two exponent vectors are equal; None stands for all zeros."""
+    """None stands for all zeros."""
     if one is None or other is None:
         given = one if one is not None else other
         return given is None or not bool((given != 0).any())

@@ -24,8 +24,7 @@ fp64 [rows] and [rows, columns]."""
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return by signal of columns the exponents that do what ``needed`` ones would do to gates and scores, where few
-    channels are enough."""
+    """Return by signal the column exponents that replace ``needed`` ones, where few channels are enough."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if signal := signal_at(layout, each.gate, needed):
@@ -44,7 +43,6 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
 
 
 def signal_at(layout: Layout, linear: str, needed: Mapping[str, OfChannels]) -> str:
-    """Return the signal of the columns of a linear whose output must fall, "" where there is none."""
     tensor = layout.tensors.get(f"{linear}.weight")
     carried = () if tensor is None else carried_by(tensor.axes[1])
     signals = (axis.signal for axis in carried if layout.signals[axis.signal].kind is Kind.COLUMNS)
@@ -52,7 +50,7 @@ def signal_at(layout: Layout, linear: str, needed: Mapping[str, OfChannels]) -> 
 
 
 def read_by(layout: Layout, weights: TensorReader, linear: str, norm: str) -> Tensor:
-    """Return a linear's weight times the gain of the norm that it reads, fp64."""
+    """Return the weight times the gain of the norm that it reads, fp64."""
     weight = weights(f"{linear}.weight").double()
     if not norm:
         return weight
@@ -60,7 +58,6 @@ def read_by(layout: Layout, weights: TensorReader, linear: str, norm: str) -> Te
 
 
 def bits_of(exponents: OfChannels, rows: int) -> Tensor:
-    """Return by how many bits each row is to fall."""
     return -torch.as_tensor(exponents, dtype=torch.float64).expand(rows)
 
 

@@ -53,7 +53,7 @@ def edits_of(layout: Layout, plan: Plan) -> Plan:
 
 
 def without_edits(layout: Layout, plan: Plan) -> Plan:
-    """Return the part of a plan that is exact on the source that its edits make."""
+    """Return the part of a plan that is exact on the edited source."""
     priced = edits_of(layout, plan).exponents
     exact = {name: e for name, e in plan.exponents.items() if name not in priced}
     return plan.model_copy(update={"exponents": exact, "centred_keys": []})
@@ -66,7 +66,7 @@ def with_edits(plan: Plan, edits: Plan) -> Plan:
 
 
 def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | None = None) -> tuple[Edit, ...]:
-    """Return the edits of a plan that have a price, one by one; predicted: divergences by signal."""
+    """predicted: divergences by signal."""
     sites, known = sites_of(layout), predicted or {}
     exponents = edits_of(layout, plan).exponents.items()
 
@@ -79,7 +79,6 @@ def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | No
 
 
 def least(exponents: OfChannels) -> int:
-    """Return the least of several exponents."""
     return min(exponents) if isinstance(exponents, list) else exponents
 
 
@@ -103,14 +102,12 @@ def edited(tensor: ResolvedTensor, weight: Tensor, edits: Plan, offset: float = 
 
 
 def changed_by(layout: Layout, edits: Plan) -> set[str]:
-    """Return the names of the weights that edits change."""
     tensors = layout.tensors.items()
     moved = {name for name, tensor in tensors if bool(exponents_of(tensor, edits).full(tensor.shape).any())}
     return moved | set(centred_tensors(layout, edits.centred_keys))
 
 
 def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> TensorReader:
-    """Return a function from a layout's tensor name to its unscaled values under edits."""
     read = source_weights(source, layout)
     if edits is None:
         return read
@@ -119,8 +116,7 @@ def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> 
 
 
 def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
-    """Return by signal with a price the bits by which each of its channels passes ``limit``: fp64 [channels], or []
-    for one number, as of scores that were observed, where nothing says which head reached the largest."""
+    """Return the bits by which channels of priced signals pass ``limit``: fp64 [channels], [] for observed scores."""
     excess = {}
     for signal in layout.signals.values():
         if not signal.kind.has_price:
@@ -147,6 +143,5 @@ def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: 
 
 
 def exponents_for(bits: Tensor) -> OfChannels:
-    """Return the exponents that make up for an excess in bits, folded where all are one."""
     whole = -torch.ceil(bits - 2.0**-20).to(torch.int32)
     return folded(whole.view(-1))

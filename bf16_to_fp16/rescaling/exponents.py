@@ -27,8 +27,7 @@ class Exponents:
     offset: float = 0.0
 
     def full(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return the exponents as an int32 tensor on ``device`` that broadcasts to ``shape``; rows and columns must be
-        there."""
+        """Return int32 exponents that broadcast to ``shape``; rows and columns must be there."""
         total = torch.full((1,) * len(shape), self.scalar, dtype=torch.int32, device=device)
         if self.rows is not None:
             total = total + self.rows.view(-1, *([1] * (len(shape) - 1)))
@@ -79,8 +78,7 @@ def correction_of(tensor: ResolvedTensor, plan: Plan) -> float:
 
 
 def check_plan_fits(layout: Layout, plan: Plan) -> None:
-    """Raise UserError unless ``plan`` fits ``layout``: same family, known signals, right numbers of channels, centred
-    keys where they may be."""
+    """Raise UserError unless plan and layout agree on family, signals, channels and keys that may be centred."""
     if plan.family != layout.family.name:
         raise UserError(
             f"the plan is for {plan.family}, the checkpoint is {layout.family.name}; use the plan of this checkpoint"

@@ -102,8 +102,7 @@ class Plan(BaseModel):
 
 
 def inverse(plan: Plan) -> Plan:
-    """Return the plan that takes the weights back: every exponent negated, every correction inverted. Centred keys stay
-    centred: the biases that they had are no function of the weights."""
+    """Return the plan that takes the weights back; centred keys stay, as no weight holds their old biases."""
     return Plan(
         family=plan.family,
         residual_exponent=-plan.residual_exponent,
@@ -137,8 +136,7 @@ def composed(first: Plan, second: Plan) -> Plan:
 
 
 def describe_plan(plan: Plan) -> Mapping[str, object]:
-    """Return the plan as JSON data, lists of one repeated number folded into that number, without centred keys and a
-    held eps where there are none."""
+    """Return the plan as JSON data, with lists of one repeated number folded into it."""
     data = plan.model_dump(exclude={name for name in ("centred_keys", "eps_held") if not getattr(plan, name)})
     data["exponents"] = {
         k: v[0] if isinstance(v, list) and len(set(v)) == 1 else v for k, v in data["exponents"].items()

@@ -82,7 +82,7 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 
 @dataclass(frozen=True)
 class Violation:
-    """A limit that no exponent can hold: where, and by how many bits."""
+    """A limit that no exponent can hold."""
 
     signal: str
     excess_bits: float
@@ -227,13 +227,11 @@ class _Costs:
                     self.touched[carried.signal].append((tensor, place, carried))
 
     def planned(self, carried: Iterable[Axis]) -> list[Axis]:
-        """Return what is carried of signals that an exact plan may move, whatever the target."""
         kinds = ((c, self.layout.signals[c.signal].kind) for c in carried)
         return [c for c, kind in kinds if not kind.has_price and kind is not Kind.BEFORE_NORM]
 
     def branches_of_streams(self) -> dict[tuple[str, str], tuple[ResolvedSignal, str]]:
-        """Return what norms read that a linear gives to them alone, and the norm, by the places where it is seen; none
-        where their eps cannot be told from the stream's or what enters them was not observed."""
+        """Return by place what a linear gives to a norm alone; none where eps or range is unknown."""
         signals = {norm: self.layout.signals.get(before(norm)) for norm in self.layout.streams_read}
         observed = (norm for norm in signals if norm in self.ranges and self.ranges[norm].norm is not None)
         eps_stays = self.layout.fixed_eps is not None or self.layout.held_eps is not None
@@ -245,17 +243,13 @@ class _Costs:
     # -- what is known ----------------------------------------------------------------------------------------------
 
     def seen(self, signal: ResolvedSignal) -> Iterator[tuple[ObservationPoint, ChannelRange]]:
-        """Yield the points where a signal was observed, with the range of its channels; no others, as where a stack was
-        not run or a module is shared."""
         return known_points(self.ranges, signal)
 
     def possible(self, signal: ResolvedSignal) -> Iterator[tuple[ObservationPoint, ChannelRange]]:
-        """Yield the points where a signal has a bound, with that of its channels; none without a certificate."""
         return known_points(self.bounds or {}, signal)
 
     def table(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> LossTable:
-        """Return the loss table of what a tensor carries along ``axis``, with the vector exponents chosen for its other
-        axis applied."""
+        """Return the losses along ``axis``, with the exponents chosen for the other axis applied."""
         key = (tensor.name, axis, carried)
         if key not in self.tables:
             shift = self.shift(tensor, axis)
@@ -287,12 +281,11 @@ class _Costs:
         return torch.stack(shifts).sum(0, dtype=torch.int32) if shifts else None
 
     def release(self, signal: ResolvedSignal) -> None:
-        """Free the tables of a signal's weights, which take far more memory than what was found with them."""
+        """Free the tables of a signal's weights: they take far more memory than the costs."""
         for tensor, axis, carried in self.touched[signal.name]:
             self.tables.pop((tensor.name, axis, carried), None)
 
     def forget(self, tensor: ResolvedTensor, axis: int) -> None:
-        """Drop what is known of a tensor along an axis, since its other axis has been scaled."""
         for carried in carried_by(tensor.axes[axis]) if axis < len(tensor.axes) else ():
             self.tables.pop((tensor.name, axis, carried), None)
             self.energies.pop((tensor.name, axis, carried), None)
@@ -310,8 +303,7 @@ class _Costs:
         return r if kind is Kind.RESIDUAL else 0
 
     def before_norm(self, name: str, r: int) -> int:
-        """Return the exponent, beside the stream's r, of what a linear gives to a norm alone: 0, or the largest that
-        holds every limit, so long as the norm's eps changes its output by less than one fp16 rounding."""
+        """Return the exponent up to 0, beside r, that limits ask for, while the norm's eps does not show in fp16."""
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
@@ -338,7 +330,7 @@ class _Costs:
         return point.sign * r + (0 if branch is None else self.before_norm(branch[0].name, r))
 
     def stream_of(self, signal: ResolvedSignal) -> str:
-        """Return the residual stream whose exponent scales a signal's weights too; the first one where none does."""
+        """The first residual stream where none scales the signal's weights."""
         carried = {c.signal for tensor, *_ in self.touched[signal.name] for c in tensor.carries}
         return next((stream for stream in self.layout.streams if stream in carried), self.layout.streams[0])
 
@@ -369,8 +361,7 @@ class _Costs:
     # -- what an exponent costs -------------------------------------------------------------------------------------
 
     def channel_costs(self, signal: ResolvedSignal, tried: list[int]) -> Iterator[torch.Tensor]:
-        """Yield for each residual exponent the cost of every exponent −24…24 for every channel of a signal, float64
-        [channels, 49], each weight's cost worked out once for all of them."""
+        """Yield for each residual exponent the cost of exponents −24…24 by channel: float64 [channels, 49]."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         restraint = RESTRAINT_OF_STATES if signal.name in self.last_norms else RESTRAINT
         own = restraint / signal.size * exponents.abs().double().expand(signal.size, -1)
@@ -415,8 +406,7 @@ class _Costs:
         return known[r]
 
     def solution(self, signal: ResolvedSignal, costs: torch.Tensor, proof: torch.Tensor | None) -> Solution:
-        """Return the best exponents by their costs, those of the bounds included unless they cost too much; streams are
-        decided by the least costs, or they would move in the channels' place."""
+        """Return the best exponents; bounds count unless they cost too much. Streams take the least costs."""
         free, unmoved = float(costs.amin(1).sum()), float(costs[:, CHANNEL_RANGE].sum())
         if proof is None:
             return Solution(free, free, unmoved, self.restrained(costs))
@@ -441,8 +431,7 @@ class _Costs:
         return index.to(torch.int8)
 
     def weight_cost(self, table: LossTable, exponents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        """Return the cost of a weight's channels at ``exponents``: error energy by share, inexact elements, excess
-        over the limit."""
+        """Sum over a weight's channels: error energy by share, inexact elements, excess over the limit."""
         lossy, error = table.at(exponents)
         energy = table.energy[:, None].clamp(min=1e-300)
         cost = share * (error.double() / energy).clamp(max=1.0)
@@ -451,8 +440,7 @@ class _Costs:
         return cost + EXCESS * excess_bits(amax, self.limit)
 
     def residual_cost(self, r: int) -> float:
-        """Return what depends on r alone: the stream's own limits and noise, the weights that only it scales, the
-        eps drift."""
+        """Return what depends on r alone: the stream's limits, noise, weights that only it scales, drift."""
         signal = self.layout.signals[self.stream]
         cost = RESTRAINT * abs(r)
         for point, observed in self.seen(signal):
@@ -545,8 +533,7 @@ class _Costs:
         return total
 
     def drift_beside(self, r: int) -> float:
-        """Return the mean squared relative change of what norms give that share the eps and read another model's
-        outputs, which carry no factor."""
+        """Return the mean squared drift of norms with the shared eps that read another model's outputs."""
         shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
         kept = [norm.kept(self.layout.eps, -r) for norm in shared if norm is not None and self.stream == RESIDUAL]
         return sum(float((shares * (change - 1).square()).sum()) for change, shares in kept)
@@ -556,8 +543,7 @@ class _Costs:
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
     def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
-        """Return the sum over the norms whose stored gains a signal alone moves of the squared relative error of
-        rounding them; exponents: one for all channels, or one for each."""
+        """Return the squared relative rounding error of stored gains that this signal alone moves."""
         total, every = 0.0, torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         for tensor, axis, carried in self.touched[signal] if bool((exponents != 0).any()) else ():
             if tensor.offset:
@@ -577,8 +563,7 @@ class _Costs:
         return norm.kept(self.layout.eps, r, self.layout.fixed_eps)
 
     def gain_correction(self, path: str, r: int) -> float:
-        """Return the factor on a norm's weight that leaves the least mean squared change and that fp16 can hold, 1
-        where that change is under one fp16 rounding."""
+        """Return the gain factor of least mean squared change in fp16; 1 where the change is under one rounding."""
         kept, shares = self.kept(path, r)
         factor = float((shares * kept).sum() / (shares * kept.square()).sum())
         if abs(factor - 1) <= math.sqrt(ROUNDING):
@@ -607,8 +592,7 @@ class _Costs:
 
 class _PlanSearch(_Costs):
     def run(self, held: Mapping[str, int]) -> Planned:
-        """Decide each residual stream with its channels, whose costs add up, move gains where needed, and collect what
-        cannot be held; held: as in ``make_plan``."""
+        """Decide each stream with its channels, move gains where needed, and collect what cannot be held."""
         streams, drift, without = self.layout.streams, 0.0, 0.0
         if self.moves_least and not held and self.holds_unmoved():
             held, self.spare = dict.fromkeys(streams, 0), math.inf
@@ -676,8 +660,7 @@ class _PlanSearch(_Costs):
         )
 
     def holds_unmoved(self) -> bool:
-        """Return whether the weights as they are keep every limit and proof, and lose less in fp16 than one rounding
-        for each norm beside the best exponents."""
+        """Return whether unmoved weights keep all limits and proofs, at no more than a rounding for each norm."""
         spare = ROUNDING * len(self.layout.norms)
         for stream in self.layout.streams:
             self.stream = stream
@@ -695,10 +678,9 @@ class _PlanSearch(_Costs):
         return True
 
     def decide_stream(self, candidates: list[int]) -> dict[int, Total]:
-        """Enumerate the present stream's exponent, choose it and its channels'; return ``total_cost`` of each that was
-        tried.
+        """Enumerate the stream's exponent, choose it and its channels'; return the cost of each.
 
-        The exponent nearest 0 is taken that gives up no more proofs than the cheapest one and costs little more.
+        The exponent nearest 0 is taken that gives up no more proofs than the cheapest and costs little more.
         """
         self.tried = candidates
         totals = {r: self.total_cost(r) for r in self.tried}
@@ -733,7 +715,7 @@ class _PlanSearch(_Costs):
         return Fallback(self.stream, self.residual_cost(max(held)), self.residual_cost(r), False, max(held))
 
     def candidates(self) -> list[int]:
-        """Return the residual exponents worth trying: around the largest that the stream's limits allow, and 0."""
+        """Return exponents around the largest that the stream's limits allow, and 0."""
         tops = []
         for point, observed in self.seen(self.layout.signals[self.stream]):
             if point.sign > 0 and float(observed.amax.amax()) > 0:
@@ -751,7 +733,7 @@ class _PlanSearch(_Costs):
         return sorted(e for e in near if abs(e) <= RESIDUAL_RANGE)
 
     def settle(self, signal: ResolvedSignal, r: int) -> None:
-        """Choose every channel's exponent of one signal; ties go to the exponent nearest 0."""
+        """Choose a signal's exponents; ties go to the exponent nearest 0."""
         solution = self.best(signal, r)
         best = solution.index.to(torch.int32) - CHANNEL_RANGE
         self.fallbacks.pop(signal.name, None)
@@ -771,7 +753,7 @@ class _PlanSearch(_Costs):
         return self.best(signal, r).unmoved > self.lossy_price / 2
 
     def resettle_writers(self, norm: ResolvedSignal) -> None:
-        """Solve again the channels that the readers of a moved norm write, since their tables have changed."""
+        """Solve again what a moved norm's readers write: their tables have changed."""
         for tensor, *_ in list(self.touched[norm.name]):
             for written in carried_by(tensor.axes[0]) if len(tensor.axes) == 2 else ():
                 if written.signal in self.chosen:

@@ -49,8 +49,7 @@ class LossTable:
     count: int
 
     def at(self, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``counts`` and ``errors`` at whole exponents, each one more than the last: float32 [channels,
-        exponents]."""
+        """``counts``, ``errors`` at consecutive exponents: float32 [channels, exponents]."""
         start, count = int(exponents[0]) - self.first, len(exponents)
         return columns(self.counts, start, count), columns(self.errors, start, count)
 
@@ -82,9 +81,7 @@ class LossTable:
 
 @dataclass
 class Tables:
-    """Loss tables of a source's weights, which one plan makes and the next may ask for: by the weight's name and all
-    that the table depends on besides. most: bytes that it keeps; what comes later is made anew. nbytes: that it
-    does."""
+    """Loss tables that the next plan may reuse; behind ``most`` bytes they are made anew."""
 
     most: int = 1 << 29
     kept: dict[tuple[str, Hashable], LossTable] = field(default_factory=dict)
@@ -190,7 +187,6 @@ def _span(matrix: torch.Tensor, other: torch.Tensor | None) -> _Span:
 
 
 def channel_energy(weight: torch.Tensor, axis: int, other: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``energy`` of ``loss_table`` alone, at a fraction of its cost."""
     matrix = weight.detach()
     matrix = matrix.view(-1, 1) if matrix.dim() == 1 else matrix
     energy = torch.zeros(matrix.shape[axis], dtype=torch.float64)
@@ -291,14 +287,12 @@ def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @cache
 def _codes() -> torch.Tensor:
-    """Return for every magnitude of bf16, by its bits, its place and what it adds."""
     binade, reach, number, squared = _parts(torch.arange(1 << 15, dtype=torch.int16).view(torch.bfloat16))
     return ((binade * 8 + reach << _PACKED) + (number << _SQUARES) + (squared.long() >> 6)) * number
 
 
 def sums_below(histogram: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
-    """Return for each channel the sums of its first bins, so many as each element of ``bins`` says, each one less than
-    the last: [channels, sums]."""
+    """Return each channel's sums over its first bins; ``bins`` falls by one: [channels, sums]."""
     padded = torch.nn.functional.pad(histogram.cumsum(1), (1, 0))
     return columns(padded, int(bins[-1]), len(bins)).flip(1)
 

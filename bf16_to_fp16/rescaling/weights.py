@@ -24,7 +24,7 @@ class _Stored:
 
 
 class ModelTensors:
-    """A stock model in memory, seen as a source of tensors under the names of files."""
+    """A stock model in memory, under the tensor names of files."""
 
     def __init__(self, model: Any) -> None:
         experts_apart(model, of_model_type(model.config.model_type))
