@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.recipe import Data, Recipe, Schedule, keys, nearest_key, parse_recipe, read_recipe
@@ -57,13 +56,6 @@ def test_every_default_that_is_written_out_is_accepted() -> None:
             for key, value in settings.items():
                 tree = {"source": "a", "out": "b", "data": {"path": "c"}, section: {key: value}}
                 assert parse_recipe(tree) == recipe, f"{section}.{key}"
-
-
-def test_a_recipe_cannot_be_changed() -> None:
-    recipe = parse_recipe({"source": "a", "out": "b", "data": {"path": "c"}})
-    for section, name, value in ((recipe, "out", "c"), (recipe.data, "path", "d")):
-        with pytest.raises(ValidationError):
-            setattr(section, name, value)
 
 
 @pytest.mark.parametrize(
@@ -212,11 +204,6 @@ def test_a_short_run_has_a_short_default_warmup() -> None:
     assert Schedule(steps=1000).warmup_steps == 50
     assert Schedule(steps=30).warmup_steps == 3
     assert Schedule(steps=1).warmup_steps == 1
-
-
-def test_sections_can_be_made_in_python() -> None:
-    recipe = Recipe(source="a", out="b", data=Data(path="c"), precision=("bf16", "fp16"))
-    assert parse_recipe({"source": "a", "out": "b", "data": {"path": "c"}, "precision": ["bf16", "fp16"]}) == recipe
 
 
 def test_the_list_of_keys_has_every_key_with_its_default() -> None:
