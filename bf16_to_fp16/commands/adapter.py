@@ -1,9 +1,5 @@
-"""LoRA adapters between a checkpoint and its conversion: ``convert CONVERTED OUT --adapter ADAPTER``, and back.
-
-An adapter that was trained on the original is taken to the converted checkpoint by the plan that is recorded there, one
-that was trained on the converted checkpoint to the original by its inverse. Nothing is run. A certificate is of
-weights, so that of the checkpoint says nothing of an adapter on it; that of the merged weights can be had.
-"""
+"""LoRA adapters between a checkpoint and its conversion, by the plan recorded there or its inverse. Nothing is run. A
+certificate is of weights, so it says nothing of an adapter on them."""
 
 from __future__ import annotations
 
@@ -34,9 +30,8 @@ from .undo import config_before
 
 @dataclass(frozen=True)
 class ConvertedAdapter:
-    """What was done to an adapter: the folder written, the checkpoint that it goes on, its tensors by name, and whether
-    the converted checkpoint was finetuned, so that its weights are not the original's, or edited, so that its function
-    is not."""
+    """The folder written, the checkpoint it goes on, its tensors, and whether that checkpoint was finetuned or
+    edited."""
 
     out: Path
     base: str
@@ -80,15 +75,10 @@ def convert_adapter(
     back: bool = False,
     force: bool = False,
 ) -> ConvertedAdapter:
-    """Write the LoRA adapter in the folder ``adapter``, trained on what ``base`` was converted from, for ``base``
-    itself, and return what was done.
-
-    base: a folder that ``convert`` wrote. back: the other way, from ``base`` to its source. Where the two compute the
-    same function to the bit, so do they with their adapters. No certificate covers an adapter: ``certify(base,
-    adapter=…)`` bounds the weights that it makes when it is merged. Raises UserError for another kind of adapter, a
-    pickle, an adapter that is on that side already, or a tensor that is on none of the checkpoint or cannot follow;
-    ``out`` then does not exist.
-    """
+    """Write a LoRA adapter, trained on what ``base`` was converted from, for ``base``, and return what was done. base:
+    a folder that ``convert`` wrote. back: from ``base`` to its source. With exact plans both compute the same function.
+    Raises UserError for another kind of adapter, a pickle, an adapter already on that side, or a tensor that cannot
+    follow; ``out`` then does not exist. ``certify(base, adapter=…)`` bounds the merged weights."""
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
     check_out(out, adapter, base, force=force)
@@ -115,7 +105,7 @@ def rescale_adapter(
     back: bool,
     force: bool,
 ) -> dict[str, Scaled]:
-    """Write an adapter for what ``plan`` makes of its checkpoint, with this config; as many parameters as it takes."""
+    """Write an adapter for what ``plan`` makes of its checkpoint; as many parameters as it takes."""
     try:
         rescaled = scaled_adapter(read_tensors(adapter), layout, plan, head_gain)
     except UserError as error:
@@ -130,7 +120,6 @@ def rescale_adapter(
 
 
 def check_tying(adapter: Path, config: Mapping[str, Any], plan: Plan) -> None:
-    """Raise UserError for an adapter that is to stay tied where the conversion has separated head and embedding."""
     if plan.untied_head and config.get("ensure_weight_tying"):
         raise UserError(
             f"{adapter / CONFIG}: ensure_weight_tying, and the conversion separated the head from the embedding; merge"

@@ -54,15 +54,11 @@ def audit(
     config: str | Path | None = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report: verdict, regimes with
-    every site, environment; of a converted folder, certificate and tiers as well.
-
-    Its many parameters are the command's options, as keywords. data: text to run on besides the built-in probe.
-    train_mode: with dropout and the backward pass under a loss scale. attention: of ``ATTENTIONS``.
-    attack_steps: gradient steps of a search for every site's worst input, reported beside the certificate's bounds.
-    sweep: have the probe run every id of the vocabulary. device: auto, cpu, cuda, cuda:N or mps. config: the
-    config.json of one file of weights, else inferred. Raises ``UserError`` for what cannot be used.
-    """
+    """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report. Its many parameters are
+    the command's options. data: text to run on besides the built-in probe. train_mode: with dropout and the backward
+    pass under a loss scale. attention: of ``ATTENTIONS``. attack_steps: gradient steps towards each site's worst input.
+    sweep: the probe runs every id. device: auto, cpu, cuda, cuda:N or mps. config: the config.json of one file of
+    weights, else inferred. Raises ``UserError`` for what cannot be used."""
     progress = shown_by(progress)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
@@ -131,8 +127,8 @@ def proof(
     device: Device,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Return what an audit reports beside its regimes: ``certificate`` and ``uncertified``, with ``attack_steps`` the
-    ``attack``, and of a ``converted`` folder ``tiers``."""
+    """Return ``certificate`` and ``uncertified``, with ``attack_steps`` the ``attack``, of a ``converted`` folder
+    ``tiers``."""
     seen, proven, broken = dict[str, float](), dict[str, Any](), False
     certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:

@@ -1,10 +1,5 @@
-"""The main job: a bf16 checkpoint in, an exactly rescaled, certified and audited fp16 checkpoint out.
-
-One direction, no going back: open and classify the source, bound its signals for every input and observe what they
-reach in fp32, plan, stream the rescaled weights to files, bound the written weights, then load what was written with
-stock code and measure it in every regime and against the source. Nothing appears at the output path before all of
-that is done.
-"""
+"""A bf16 checkpoint in, a rescaled, certified and audited fp16 checkpoint out. The steps: open, bound, observe, plan,
+write, bound and measure the written files; only then does ``out`` appear."""
 
 from __future__ import annotations
 
@@ -69,10 +64,8 @@ repeats in fp16. Measured: 1.3 for both demo checkpoints, 1.6 for a T5 of 60 mil
 
 @dataclass(frozen=True)
 class Conversion:
-    """What ``convert`` did: the report (its keys are listed in docs/report.md), the folder or file written (None for a
-    dry run), the plan; of a dry run, the bytes of the weights to be written, and the seconds that the whole will take
-    (None where nothing was run); of one file, sentences on the tool that is to read it. ``next``: the report's, with
-    the paths as they were given, so that it runs."""
+    """What ``convert`` did. The report's keys are in docs/report.md. nbytes, seconds: a dry run's estimate of weights
+    and duration. ``next``: the report's, with paths as given, so that it runs."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -85,7 +78,6 @@ class Conversion:
 
     @property
     def safe(self) -> bool:
-        """Whether the verdict is safe."""
         return self.report.get("verdict") == "safe"
 
     def __repr__(self) -> str:
@@ -104,12 +96,9 @@ def convert(
     **options: Any,
 ) -> Conversion:
     """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out`` and return what was done
-    and measured.
-
-    ``options`` are the fields of ``Options``, which says what each of them means. dry_run: plan only, write nothing.
-    force: replace an existing ``out``. endpoint: the Hub's address, by default the environment's. Raises UserError for
-    input that cannot be used; ``out`` then does not exist.
-    """
+    and measured. ``options`` are the fields of ``Options``. dry_run: plan only, write nothing. force: replace an
+    existing ``out``. endpoint: the Hub's address. Raises UserError for input that cannot be used; ``out`` then does not
+    exist."""
     asked = Options(**options)
     place = Destination(Path(out), force=force, dry_run=dry_run)
     run = convert_by if asked.layout == FOLDER_LAYOUT or dry_run else convert_to_file
@@ -219,11 +208,8 @@ def convert_to_file(
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    """Convert as ``convert_by`` does, and leave one file in the layout that ``options`` ask for.
-
-    The folder is made beside it and then packed, so there must be room for the weights twice. Its config says the eps
-    of the tool that is to read the file, so that stock code measures what that tool will compute.
-    """
+    """Convert to one file in the layout of ``options``; the folder is made beside it first, so weights need room twice.
+    Its config has the reading tool's eps, so that stock code measures what that tool computes."""
     progress = shown_by(progress)
     options.check()
     check_out_file(place.out, Path(source), force=place.force)
@@ -277,7 +263,7 @@ def eps_notes(report: Report, layout: FileLayout) -> tuple[str, ...]:
 
 
 def write_report(work: Path, report: Report) -> Report:
-    """Write the page, the card and the report itself, and return it with the other two in its list of files."""
+    """Write page, card and report; return the report with both in its list of files."""
     # As it will be read, so that anyone can make both again from the file.
     stored = read(Report, json.loads(as_json(dump(report))))
     write_page(work / PAGE, stored)

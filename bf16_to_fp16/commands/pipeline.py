@@ -1,9 +1,5 @@
-"""Whole diffusion pipelines: every supported text encoder converted, all else linked or copied, and the way back.
-
-The output is a pipeline like the source, and computes the same: what it reads of its encoders stays as it is. Each
-converted sub-folder is a converted checkpoint by itself, with its own report, page and card, which ``verify``,
-``audit``, ``certify`` and ``publish`` take; ``fp16_pipeline.json`` beside ``model_index.json`` says which they are.
-"""
+"""Whole diffusion pipelines: every supported text encoder converted, all else linked or copied, and the way back. Each
+converted sub-folder is a checkpoint by itself; ``fp16_pipeline.json`` lists them."""
 
 from __future__ import annotations
 
@@ -46,8 +42,7 @@ REWRITTEN = ("config.json", INDEX)  # texts that a conversion writes anew, and `
 
 @dataclass(frozen=True)
 class PipelineConversion:
-    """What ``convert_pipeline`` did: the report of the whole (``fp16_pipeline.json``; empty for a dry run), the folder
-    written (None for a dry run), and the conversion of each encoder by its sub-folder."""
+    """What ``convert_pipeline`` did. The report is that of the whole; folder and report are empty for a dry run."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -55,7 +50,6 @@ class PipelineConversion:
 
     @property
     def safe(self) -> bool:
-        """Whether the verdict is safe for every encoder."""
         return all(done.safe for done in self.encoders.values())
 
     def __repr__(self) -> str:
@@ -74,14 +68,9 @@ def convert_pipeline(
     progress: Progress | bool | None = None,
     **options: Any,
 ) -> PipelineConversion:
-    """Convert every supported text encoder of a diffusion pipeline (folder or Hub id) to fp16, and bring the rest of
-    the pipeline to ``out`` with them.
-
-    It has as many parameters as ``convert``: those that are not here are the fields of ``Options``. copy: copy the
-    other files instead of linking the large ones. dry_run: plan only, write nothing. force: replace an existing
-    ``out``. endpoint: the Hub's address. Raises UserError for a source that is no such pipeline, and where one of its
-    encoders cannot be converted; ``out`` then does not exist.
-    """
+    """Convert every supported text encoder of a diffusion pipeline (folder or Hub id), and bring the rest to ``out``.
+    Other parameters are fields of ``Options``. copy: copy large files instead of linking them. force: replace an
+    existing ``out``. Raises UserError where an encoder cannot be converted; ``out`` then does not exist."""
     pipeline = open_pipeline(source, is_known, endpoint)
     if pipeline is None:
         raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")
@@ -215,8 +204,7 @@ def entry_of(
 
 @dataclass(frozen=True)
 class Undone:
-    """What ``undo_pipeline`` wrote: the folder, and the files of the source that cannot be brought back, since the
-    conversion left them out."""
+    """The folder that ``undo_pipeline`` wrote, and the source's files that the conversion left out."""
 
     out: Path
     missing: tuple[str, ...]
@@ -240,11 +228,8 @@ def read_pipeline(folder: Path) -> answers.PipelineReport:
 def undo_pipeline(
     folder: str | Path, out: str | Path, *, force: bool = False, progress: Progress | bool | None = None
 ) -> Undone:
-    """Write the source of a converted pipeline back: each encoder by the inverse of its plan, with the names and texts
-    that it had, and all else linked as it is.
-
-    Raises UserError where the folder is no converted pipeline.
-    """
+    """Write a converted pipeline's source back, with its names and texts; the other files are linked. Raises UserError
+    where the folder is no converted pipeline."""
     progress, folder, out = shown_by(progress), written_folder(folder), Path(out)
     report = read_pipeline(folder)
     check_out(out, folder, force=force)
@@ -261,12 +246,8 @@ def undo_pipeline(
 
 
 def as_it_was(back: Path, entry: answers.PipelineEntry, converted: Path) -> list[str]:
-    """Give an encoder that was brought back the files and texts of the source, and return the names of those that it
-    cannot have.
-
-    Weights of a pickle, or in other shards than the output's, come back under other names and with an index of their
-    own.
-    """
+    """Give a restored encoder the source's files and texts, and return the names of those that it cannot have. Pickled
+    or otherwise sharded weights come back under other names, with an index of their own."""
     weights = set(read_origin(converted).sha256)
     for name in files_below(back)[0]:
         if name not in entry.files and not is_weights(name):

@@ -1,9 +1,4 @@
-"""Upload a converted folder to the Hub, checked as ``verify`` checks it.
-
-Every file is hashed and the bounds and the audit are computed again before anything is created. One commit makes all
-files appear. The Hub knows which files it has, so a run that was interrupted goes on where it stopped. At the end the
-repository's hashes are compared with the folder's.
-"""
+"""Upload a converted folder to the Hub in one commit, after ``verify``. An interrupted run goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -42,8 +37,6 @@ SMALL = 10_000_000  # bytes up to which a file is searched for the token
 
 @dataclass(frozen=True)
 class Upload:
-    """A converted folder, ready to upload: its report as it will be there, and every file by name, or its new bytes."""
-
     report: Report
     files: dict[str, Path | bytes]
     card_edited: bool
@@ -69,11 +62,9 @@ def entry_of(name: str, file: Path | bytes) -> FileEntry:
 def prepare(
     folder: str | Path, *, allow_unsafe: bool = False, audited: bool = False, progress: Progress | bool | None = None
 ) -> Upload:
-    """Check a converted folder as ``verify`` does and return it ready to upload. audited: only its hashes are checked.
-
-    An edited card is taken as it is, and its hash put into the report. An unsafe checkpoint needs ``allow_unsafe``, and
-    its report, its page and the first line of its card say so. Raises UserError otherwise.
-    """
+    """Check a converted folder as ``verify`` does and return it ready to upload. audited: check hashes only. An edited
+    card is taken as it is, its hash put into the report. Raises UserError for an unsafe checkpoint unless
+    ``allow_unsafe``; report, page and card then say so."""
     progress, folder = shown_by(progress), written_folder(folder)
     check_no_pipeline(folder)
     report, found = read_recorded(folder), Verified()
@@ -147,14 +138,10 @@ def publish(
     confirm: Any = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Upload a converted folder to a repository of the Hub and return what was done.
-
-    Its many parameters are the command's options. public: a new repository is private unless this is set; without it
-    an existing public one is refused. force: replace files of other content; what else is there stays. dry_run: check
-    the folder and send nothing. token: by default that of the environment or the log-in. audited: the audit of these
-    files has just been run. confirm: called with the ``Upload``; nothing is sent where it returns False. Raises
-    UserError, one line with the remedy, for whatever prevents it; the token appears in no message.
-    """
+    """Upload a converted folder to a Hub repository; its many parameters are the command's options. public: without it
+    a new repository is private and an existing public one refused. force: replace files of other content. dry_run:
+    check and send nothing. audited: these files have just been audited. confirm: nothing is sent where it returns
+    False. Raises UserError; no message holds the token."""
     from huggingface_hub import HfApi, get_token
 
     progress = shown_by(progress)
@@ -240,7 +227,7 @@ def send(
 
 
 def check_other_content(repo: str, held: dict[str, Any], names: list[str], missing: list[str], force: bool) -> None:
-    """Raise UserError where a repository holds something else than an earlier or partial upload of the same files."""
+    """Raise UserError where a repository holds something else than an earlier upload of the same files."""
     same = set(names) - set(missing)
     # The three that people edit, or that another run of the same conversion writes anew.
     renewed = {CARD, REPORT, PAGE} if REPORT in held else set()
@@ -283,7 +270,7 @@ def missing_from(held: dict[str, Any], upload: Upload) -> list[str]:
 
 @contextmanager
 def transfers(api: Any) -> Iterator[None]:
-    """Upload by LFS to any server but the Hub itself: the client would use Xet without asking whether it is there."""
+    """Upload by LFS to any server but the Hub: the client would assume that it has Xet."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_DISABLE_XET

@@ -33,15 +33,11 @@ FULL_PRECISION = "load it with dtype=torch.float32 to rescale it"
 def rescale(
     model: Any, inputs: list[Batch] | None = None, *, target: str = "half", margin_bits: float = MARGIN_BITS
 ) -> Plan:
-    """Rescale a stock fp32 model in place, exactly, by the best plan for what it shows on ``inputs``, and return
-    the plan.
-
-    inputs: batches as ``run.probe.batches`` makes them, by default the built-in probe. The head stays as tied as it is.
-    The model's outputs keep every bit in fp32, as far as that holds gains that are stored less an offset; norm eps
-    attributes are scaled with the residual stream, so ``model.config`` must say so too before saving (``plan.eps``),
-    which ``make_fp16_safe`` does. Raises UserError for a model of no known family, or whose modules do not do what its
-    config says.
-    """
+    """Rescale a stock fp32 model in place, exactly, by the best plan for ``inputs``, and return the plan. inputs: as
+    ``run.probe.batches`` makes them, by default the built-in probe. fp32 outputs keep every bit, as far as fp32 holds
+    gains that are stored less an offset. Norm eps attributes are scaled; set them in ``model.config`` too before saving
+    (``plan.eps``), as ``make_fp16_safe`` does. Raises UserError for a model of no known family, or whose modules do not
+    do what its config says."""
     check_asked(target, margin_bits)
     source, layout = opened(model)
     ranges = observed(model, source, layout, inputs)
@@ -68,7 +64,7 @@ def opened(model: Any) -> tuple[ModelTensors, Layout]:
 
 
 def check_tied(model: Any, layout: Layout, where: str) -> None:
-    """Raise UserError for a tensor that has the values of another one and would be left as it is."""
+    """Raise UserError for a tensor tied to another that the plan would not scale with it."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known = {id(parameters[name]) for name in layout.tensors if name in parameters}
     for name in layout.dropped:
@@ -98,8 +94,8 @@ def observed_plan(
     margin_bits: float,
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return the best plan for what a model in memory shows, and where ``bounds`` are given for what any input can
-    reach; in memory the eps of every norm can be scaled, so that nothing drifts or is corrected."""
+    """Return the best plan for what a model in memory shows and, with ``bounds``, for any input. In memory every norm's
+    eps can be scaled: nothing drifts."""
     weights = source_weights(source, layout)
     plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=bounds).plan
     if target == "train":

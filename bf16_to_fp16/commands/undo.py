@@ -44,20 +44,12 @@ def undo(
     force: bool = False,
     progress: Progress | bool | None = None,
 ) -> Path:
-    """Write the source's weights back from a converted folder by the inverse of its recorded plan, and return
-    ``out``.
-
-    plan: the converted folder, or its report, that ``folder`` was trained from and saved again by any script. Its
-    powers of two are then taken back, in fp32 where ``folder`` is in fp16: the very function that was trained, at the
-    original's scale. Edits and centred biases stay, and are said.
-
-    A file that ``convert --layout`` wrote is brought back as a file with the same names, or as a folder where ``out``
-    does not end in ``.safetensors``. Bit for bit where the conversion was lossless, but for the sign of a 0 in a gain
-    that is stored less 1 and moved; a sentence encoder's linears, in fp32, come back as fp16 holds them. Tensors that
-    the conversion made (positions, a separated head) are left out; those that it dropped are not restored;
-    those that it replaced come from the report. Nothing is claimed of what the weights compute, so whether stock code
-    of the installed version agrees is not asked. Raises UserError where the folder has no plan.
-    """
+    """Write the source's weights back from a converted folder by the inverse of its plan, and return ``out``. plan: the
+    converted folder, or its report, from which ``folder`` was trained and saved by any script; it is undone in fp32
+    where ``folder`` is fp16. Edits and centred biases stay, and are said. A ``--layout`` file becomes a file of the
+    same names, or a folder. Bit for bit where the conversion was lossless, but for the sign of a 0 in a moved gain
+    stored less 1; a sentence encoder's linears come back as fp16 holds them. Tensors the conversion made are left out;
+    replaced ones come from the report; dropped ones are not restored. Raises UserError where the folder has no plan."""
     progress = shown_by(progress)
     if plan is not None:
         return undo_trained(written_folder(folder), Path(out), Path(plan), force=force, progress=progress)
@@ -119,8 +111,8 @@ def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
 
 
 def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
-    """Return a converted checkpoint whose tensors are written under the names of the class that the source was for,
-    where it was converted for another one and nothing was left out for that."""
+    """Return the checkpoint under the names of its source's class, where it was converted for another and dropped
+    nothing for it."""
     before = class_before(origin)
     if before is None or checkpoint.stored_names:  # names in files with images are the same with a head and without one
         return checkpoint
@@ -129,7 +121,6 @@ def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
 
 
 def class_before(origin: Source) -> str | None:
-    """Return the class that a source's config names, where it was converted for another and can be one of it again."""
     return None if origin.dropped else origin.class_in("before")
 
 

@@ -1,9 +1,5 @@
-"""Check a converted checkpoint against its own report.
-
-Whatever the files determine is computed again, by the functions that ``convert`` itself uses: hashes, certificate,
-audit and tiers; with ``original`` also weights, config, carried-over files and fidelity. Each result is a section of a
-report, and ``differences`` compares it with the recorded one. Card and page are compared by hash alone.
-"""
+"""Check a converted checkpoint against its own report. What the files determine is computed again by ``convert``'s own
+functions and compared, section by section, by ``differences``; card and page by hash."""
 
 from __future__ import annotations
 
@@ -129,12 +125,10 @@ def verify(
     device: str | torch.device = "auto",
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Check a converted folder, file or Hub repository against its report and return every difference.
-
-    original: the source, local or on the Hub; adds the checks ``replay`` and ``fidelity``. data: text to audit on
-    besides the probe. run_model: False skips the audit. ``verdict`` is "safe" where nothing differs and the report says
-    safe; ``as_reported`` marks a true report of an unsafe checkpoint. Raises UserError for anything not converted here.
-    """
+    """Check a converted folder, file or Hub repository against its report and return every difference. original: the
+    source, local or on the Hub; adds the checks ``replay`` and ``fidelity``. data: text to audit on besides the probe.
+    run_model: False skips the audit. ``verdict`` is "safe" where nothing differs and the report says safe. Raises
+    UserError for anything not converted here."""
     progress = shown_by(progress)
     check_data(data, run_model=run_model)
     if original is not None:
@@ -249,8 +243,6 @@ def check_contents(
 
 
 def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
-    """Yield that a report says unsafe or short, and what one that says safe records of sites and divergences that are
-    not."""
     if report.short:
         yield schema.REPORT, f"says itself that it is safe, but short of what was asked: {missed(report)}", SHORT
         return
@@ -316,8 +308,8 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
 def replay(
     original: Checkpoint, checkpoint: Checkpoint, report: schema.Report, found: Verified, progress: Progress
 ) -> Layout | None:
-    """Apply the plan to the original, compare bytes, config and carried files, and return the original's layout; None
-    where it is not the file that was converted."""
+    """Apply the plan to the original, compare bytes, config and carried files, and return its layout; None where
+    another file was converted."""
     hashes = {original.file_name(file): original.sha256(file) for file in original.weight_files}
     other = [n for n in sorted({*hashes, *report.source.sha256}) if report.source.sha256.get(n) != hashes.get(n)]
     if other:
@@ -363,7 +355,7 @@ def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> It
 
 
 def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
-    """Yield the carried-over files that are not the original's; a file on one side alone counts where stock code obeys
+    """Yield carried-over files that are not the original's. A file on one side alone counts where stock code obeys
     it."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
@@ -410,8 +402,6 @@ def length_note(checkpoint: Checkpoint, layout: Layout, covered: int) -> list[st
 
 @dataclass(frozen=True)
 class Rerun:
-    """The audit, run again. ``same_inputs``: on the very inputs of the report."""
-
     inputs: list[Batch]
     in_fp32: list[Batch]
     ran: Audited
@@ -439,8 +429,8 @@ def run_again(
 
 
 def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterator[tuple[str, ...]]:
-    """Yield the sites that break, else where the regimes are not the recorded ones; sites are compared by name, as
-    another version of torch or transformers names some operations otherwise."""
+    """Yield sites that break, else regimes unlike the recorded. Sites compare by name: versions of torch and
+    transformers name operations differently."""
     entries = regimes_of(again.ran.regimes)
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)

@@ -9,8 +9,6 @@ from .schema import CertificateEntry, Environment, Output, RegimeEntry, Source, 
 
 
 class ProblemEntry(ReportObject):
-    """Something that does not hold: which check found it, at which file or site, why, and what to do."""
-
     check: str
     name: str
     reason: str
@@ -18,21 +16,15 @@ class ProblemEntry(ReportObject):
 
 
 class Claim(ReportObject):
-    """What the report that is verified says itself."""
-
     verdict: str | None
     proof: str | None
     family: str | None
 
 
 class Verification(Versioned):
-    """What ``verify`` found: how each check ended, every problem, and what was computed again.
-
-    ``files``: how many the report lists. ``certificate``: without its sites, None where the files failed; ``target``:
-    for which it is. ``tiers``: as the files give them, none where they failed. ``padding``: as in a report.
-    ``as_reported``: the report is true, and says itself that the checkpoint is unsafe, or short of what was asked.
-    ``notes``: what limits the claim, in sentences. ``edits``: sites that the plan edits, which changes the function.
-    """
+    """What ``verify`` found. ``files``: how many the report lists. ``certificate``: without its sites; None, as
+    ``tiers`` is empty, where the files failed. ``as_reported``: a true report of a checkpoint that is unsafe or short
+    of what was asked. ``notes``: what limits the claim. ``edits``: sites that the plan edits."""
 
     verdict: Literal["safe", "unsafe"]
     verified: Flag
@@ -53,11 +45,8 @@ class Verification(Versioned):
 
 
 class PipelineEntry(ReportObject):
-    """A sub-folder of a pipeline that was converted, with the verdict and proof of its own report.
-
-    ``same``: the sub-folder that it is another name of. ``files``: those that the source had there. ``texts``: of those
-    that a conversion writes anew, config and index, what they held.
-    """
+    """A converted sub-folder. ``same``: the sub-folder that it is another name of. ``files``: those that the source had
+    there. ``texts``: its own config and index, which a conversion writes anew."""
 
     subfolder: str
     same: str | None = None
@@ -68,13 +57,9 @@ class PipelineEntry(ReportObject):
 
 
 class PipelineReport(Versioned):
-    """What a conversion of a whole pipeline says of it: where it comes from, its converted sub-folders, the verdict of
-    all of them, and what became of the other files.
-
-    ``pipeline``: the class that ``model_index.json`` names. ``linked`` and ``copied``: how many of them, ``nbytes``:
-    their bytes. ``dtype``: in which the largest of them is stored, as torch calls it. ``left_out``: what is not in the
-    output. ``output``: all files of it but this one, links without their SHA-256.
-    """
+    """The conversion of a whole pipeline. ``pipeline``: the class in ``model_index.json``. ``linked``, ``copied``:
+    numbers of files. ``dtype``: of the largest encoder, as torch calls it. ``left_out``: files that are not in the
+    output. ``output``: its files but this one, links without SHA-256."""
 
     verdict: Literal["safe", "unsafe"]
     source: Source

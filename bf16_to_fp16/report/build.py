@@ -1,7 +1,4 @@
-"""The report of a conversion, built from what was planned, written and measured.
-
-Terminal, page and model card are made from this object, so they cannot disagree.
-"""
+"""The report of a conversion, built once: terminal, page and card show this object, so they cannot disagree."""
 
 from __future__ import annotations
 
@@ -57,12 +54,9 @@ log-uniform."""
 
 @dataclass(frozen=True)
 class Decided:
-    """The plan for one layout (head tied or apart) and target, and its grounds.
-
-    planned, bounds: None for a replayed plan. ranges: observed, of the edited source where there are edits; None where
-    nothing ran. ranges_before: of the source without edits. reference: the source's outputs. predicted: the divergence
-    of each edit, by signal. notes: sentences for the user on what was given up.
-    """
+    """The plan for one layout (head tied or apart) and target, and its grounds. planned, bounds: None for a replayed
+    plan. ranges: of the edited source where there are edits; None where nothing ran. predicted: the divergence of each
+    edit, by signal. notes: what was given up, for the user."""
 
     layout: Layout
     plan: Plan
@@ -77,7 +71,6 @@ class Decided:
 
     @property
     def of_source(self) -> Mapping[str, ModuleRange] | None:
-        """What the source itself reached."""
         return self.ranges if self.ranges_before is None else self.ranges_before
 
     @property
@@ -94,11 +87,9 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the written files are: bounded, run in every regime, and compared with the source (where anything runs).
-    plan: with the drift's predicted and measured figures. tiers: by name whether the certificate of each holds. half:
-    the outputs of the written model in fp16. environment: what it was all made with. attack: what a search found, where
-    one was made. edits: those of the plan, as they were measured. soft: the
-    inputs that they harm. outputs: how far each is from the source's."""
+    """What bounds and runs of the written files gave. plan: with the drift's predicted and measured figures. tiers:
+    whether the certificate of each holds. half: outputs of the written model in fp16. soft: the inputs that ``edits``
+    harm. outputs: how far each is from the source's."""
 
     certificate: Certificate
     plan: Plan
@@ -124,10 +115,9 @@ def build(
     others: Sequence[Mapping[str, Any]] = (),
     max_kl: float | None = None,
 ) -> schema.Report:
-    """Return the report of a conversion of ``checkpoint`` from what its steps found. command: that does the same again.
-    inputs: what was run on, as ``run.batch.describe_batches`` returns it. others: records of the files in the output
-    besides its weights, as ``checkpoint.folder.records`` returns them. max_kl: the distance from the source that is
-    accepted, where it is more than bf16's."""
+    """Return the report of a conversion. command: does the same again. inputs: from ``run.batch.describe_batches``.
+    others: records of the output's files besides weights. max_kl: the accepted distance from the source, where more
+    than bf16's."""
     layout, planned, ranges, written = decided.layout, decided.planned, decided.of_source, rewritten.written
     plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
     over, close = passed_limits(planned, regimes, plan, certificate)
@@ -187,7 +177,6 @@ def build(
 
 
 def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.UnsafeEntry]:
-    """Return an entry if the arithmetic that was asked for by name is one in which the output is not known to hold."""
     name = next((tier.name for tier in TIERS if tier.target == target), "")
     if target not in SQUARING or tiers[name].holds or tiers[name].reason == remedies.SQUARES_UNSEEN:
         return []
@@ -225,9 +214,8 @@ def outputs_of(factors: Mapping[str, OfChannels], errors: Mapping[str, OutputErr
 
 
 def other_outputs(outputs: Mapping[str, schema.OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
-    """Return what is unsafe of outputs that were compared: those that are not the source's times their factor. Of a
-    plan that drifts or edits, inner states are told instead, which the class gives on request alone. drifts, ran: as
-    in ``remedies.other_output``."""
+    """Return the outputs that are not the source's times their factor. A plan that drifts or edits only tells of inner
+    states, which the class gives on request."""
     return [
         remedies.other_output(name, drifts=drifts, ran=ran)
         for name, entry in outputs.items()
@@ -250,7 +238,7 @@ def exceptions_of(soft: SoftSide | None) -> dict[str, Any]:
 
 
 def harmed(exceptions: Sequence[schema.ExceptionEntry], max_kl: float | None) -> list[schema.UnsafeEntry]:
-    """Return an entry if one id alone is enough for edits to harm any text in which it stands, the worst such."""
+    """Return the worst single id that makes edits harm every text with it."""
     worst = next((each for each in exceptions if len(each.ids) == 1 and each.kl > (max_kl or 0.0)), None)
     return [] if worst is None else [remedies.harmed(worst, bits_between(worst.kl, max(TIMES * worst.kl_bf16, LEAST)))]
 
@@ -274,8 +262,8 @@ def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> sche
 def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeResult], plan: Plan, certificate: Certificate
 ) -> tuple[list[schema.UnsafeEntry], list[schema.UnsafeEntry]]:
-    """Return the limits that no exponent holds: those that are passed, and those where only the margin is missing.
-    Without regimes nothing was audited, and the certificate decides."""
+    """Return the limits that no exponent holds: those passed, and those where only the margin is missing. Without
+    regimes the certificate decides."""
     over: list[schema.UnsafeEntry] = []
     close: list[schema.UnsafeEntry] = []
     for entry in map(passed_limit, planned.violations if planned else ()):
@@ -289,15 +277,14 @@ def passed_limits(
 def conclude(
     regimes: Mapping[str, RegimeResult], over: Sequence[schema.UnsafeEntry], certificate: Certificate
 ) -> Literal["safe", "unsafe"]:
-    """Return "safe" if nothing is ``over`` its limit and the regimes are; without regimes, if the certificate holds."""
     if over or not regimes:
         return "safe" if certificate.holds and not over else "unsafe"
     return verdict(regimes)
 
 
 def bits_lost(planned: Planned, layout: Layout) -> float:
-    """Return the bits of precision that holding the bounds costs: half the logarithm of how much the predicted squared
-    error grows, over one unavoidable rounding for each norm."""
+    """Return the bits of precision that holding the bounds costs: half the log2 of how much the squared error grows,
+    over one rounding for each norm."""
     base = ROUNDING * max(1, len(layout.norms))
     return 0.5 * math.log2((base + planned.cost) / (base + planned.cost - planned.cost_of_proof))
 
@@ -321,8 +308,8 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
 
 
 def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.PrecisionEntry]:
-    """Return how many significant bits the residual stream keeps where each norm reads it. fp16 has 11. A channel that
-    falls under 2⁻¹⁴ keeps fewer; the channels count by their mean square."""
+    """Return the significant bits, 11 at most, that the stream keeps where each norm reads it. A channel under 2⁻¹⁴
+    keeps fewer; channels count by their mean square."""
     rows, place, of_norms = [], places(layout), norm_exponents(layout, plan)
     for path, stream in layout.entrances.items():
         module = ranges.get(path)
@@ -341,8 +328,7 @@ def is_exact(
     source: schema.Source,
     edits: Sequence[Edit | schema.InexactEntry] = (),
 ) -> bool:
-    """Return whether the output must compute the source's function to the bit: no weight was rounded, made, replaced or
-    edited."""
+    """Return whether no weight was rounded, made, replaced or edited: the function is the source's to the bit."""
     if (
         edits
         or plan is None
@@ -370,10 +356,9 @@ def too_inexact(
     proven: bool = False,
     eps_held: bool = False,
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry if fp16 is further from the fp32 source than bf16 is, and than ``max_kl``, since too much has
-    become too small or ``edits`` cost so much, or if the output of an ``exact`` plan is another function in fp32. Where
-    it is edits that a proof needed, and it is ``proven``, they may cost ``MOST_FOR_A_PROOF`` times as much. eps_held:
-    whether another function in fp32 comes of an eps that is held."""
+    """Return an entry if fp16 is further from the source than bf16 and ``max_kl``, or an ``exact`` plan's output
+    differs in fp32. ``edits`` that a proof needed may cost ``MOST_FOR_A_PROOF`` times as much where it is
+    ``proven``."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
@@ -390,7 +375,6 @@ def too_inexact(
 
 
 def bits_between(error: float, other: float) -> float:
-    """Return by how many bits one squared error is larger than another; all of fp16's for an infinite one."""
     return math.log2(error / other) / 2 if math.isfinite(error) else FP16_RANGE_BITS
 
 
@@ -463,9 +447,8 @@ def weight_counts(layout: Layout, plan: Plan, written: Written) -> schema.Weight
 def signals_of(
     layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange], edited: Mapping[str, ModuleRange] | None = None
 ) -> list[schema.SignalEntry]:
-    """Return for every observed signal what it reached in the source and what it reaches after the plan, scores, which
-    are no module's output, among them. edited: what modules reached in the edited source, by which keys that are
-    centred and their scores go: no exponent tells what they lose."""
+    """Return what every observed signal, scores too, reached in the source and reaches after the plan. edited: ranges
+    of the edited source, for centred keys and their scores: no exponent gives those."""
     replaced, exact = centred_tensors(layout, plan.centred_keys), without_edits(layout, plan)
     attentions = [sublayer for sublayer in layout.topology if isinstance(sublayer, Attention)]
     centred = {

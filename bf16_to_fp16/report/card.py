@@ -1,7 +1,4 @@
-"""The model card of a converted checkpoint: what the next user of it sees first.
-
-Licence, languages, tags and task are inherited from the source's own card; what it does not say is not invented.
-"""
+"""The model card of a converted checkpoint. Licence, languages, tags and task are the source's own or absent."""
 
 from __future__ import annotations
 
@@ -44,9 +41,8 @@ def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
 
 
 def render_card(report: Report, config: Mapping[str, Any]) -> str:
-    """Return the model card of a conversion, front matter and Markdown, which depends on nothing else. report: what
-    ``build.build`` returns. config: the checkpoint's, which names its class. An unsafe verdict is the first line of the
-    text."""
+    """Return the model card, front matter and Markdown. config: names the model's class. An unsafe verdict is the first
+    line."""
     inherited: dict[str, Any] = dict(report.source.card)
     architecture = next(iter(architectures(config)), "")
     results = eval_results(report, class_named(architecture), inherited.get("pipeline_tag"))
@@ -63,7 +59,6 @@ def render_card(report: Report, config: Mapping[str, Any]) -> str:
 
 
 def warned(card: str, report: Report) -> str:
-    """Return a card whose text begins with the unsafe verdict of ``report``: as it is if it does so already."""
     front = FRONT_MATTER.match(card)
     head, body = (card[: front.end()], card[front.end() :]) if front else ("", card)
     if body.lstrip().startswith(NOTICES[facts.standing(report)]):
@@ -84,8 +79,8 @@ def task_of(stock: StockClass | None) -> str:
 
 
 def eval_results(report: Report, stock: StockClass | None, task: str | None) -> list[EvalResult]:
-    """Return the fidelity figures as the Hub's ``model-index`` takes them; none where nothing finite was measured.
-    stock: the class of the checkpoint, None for one that is not known. task: what its own card says that it does."""
+    """Return the fidelity figures as the Hub's ``model-index`` takes them. stock: the checkpoint's class, None if
+    unknown. task: from its own card."""
     close = report.fidelity
     if close is None:
         return []
@@ -135,7 +130,7 @@ def plan_in_full(plan: Plan) -> str:
 
 
 def runs(channels: Sequence[int]) -> str:
-    """Return ascending numbers as text, neighbours drawn together: "0-3, 7"."""
+    """Return ascending numbers with neighbours joined: "0-3, 7"."""
     parts: list[list[int]] = []
     for channel in channels:
         if parts and channel == parts[-1][-1] + 1:
@@ -146,8 +141,8 @@ def runs(channels: Sequence[int]) -> str:
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """Return licence, languages, tags and task from the card of a source folder, without what is absent or not text. A
-    model inside a diffusers pipeline has its card one folder up, beside ``model_index.json``."""
+    """Return licence, languages, tags and task of a source's card. A pipeline's card stands beside
+    ``model_index.json``, one folder up."""
     card = folder / "README.md"
     if not card.is_file() and (folder / "SOURCE_README.md").is_file():
         card = folder / "SOURCE_README.md"

@@ -52,12 +52,8 @@ AT_LEAST = " at least"  # behind the name of an arithmetic whose own bounds may 
 
 
 def by_proof(report: schema.Report) -> list[tuple[str, float]]:
-    """Return (arithmetic, bits of headroom) for any input by a certificate that holds: in PyTorch, and where norms
-    square the stream in fp16, which comes nearer to the limit.
-
-    The bounds are those of the report's own arithmetic. Those for norms in fp16 hold in PyTorch too, where ``certify``
-    finds tighter ones: ``AT_LEAST``.
-    """
+    """Return (arithmetic, bits of headroom) that the certificate proves: in PyTorch, and with norms that square in
+    fp16. Bounds for norms in fp16 hold in PyTorch too, where ``certify`` finds tighter ones: ``AT_LEAST``."""
     certificate, target = report.certificate, report.target or ""
     assert certificate is not None  # which holds
     squares = [site.headroom_bits for site in certificate.sites if site.kind == SiteKind.SQUARES]
@@ -88,8 +84,7 @@ def measured_on(report: schema.Report) -> str:
 
 
 def closeness(report: schema.Report) -> tuple[str, str]:
-    """Return how much closer fp16 is to the fp32 source than bf16 in words, and the two numbers, of a report that has
-    them."""
+    """Return in words how much closer to the fp32 source fp16 is than bf16, and both numbers."""
     close = report.fidelity
     assert close is not None
     bf16, fp16 = known(close.kl_bf16), known(close.kl_fp16)
@@ -131,7 +126,7 @@ def held_eps(report: schema.Report) -> str:
 
 
 def distinct(signals: Sequence[schema.SignalEntry]) -> list[schema.SignalEntry]:
-    """Return one entry for each site where signals were seen: of a head's output, that it is the logits."""
+    """Return one entry for each site, a head's output as its logits."""
     return list({(signal.module, signal.side): signal for signal in signals}.values())
 
 
@@ -140,8 +135,8 @@ def by_design(site: schema.SiteEntry) -> str:
 
 
 class Distance(NamedTuple):
-    """How far a finetune's result is from the original on one kind of input (None: infinitely), the share of positions
-    with the same best choice, and both of the original in bf16."""
+    """A finetune's distance from the original on one kind of input (None: infinite), the share of equal best choices,
+    and both of the original in bf16."""
 
     value: float | None
     where: str
@@ -175,8 +170,8 @@ def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[Distance]]:
 
 
 def furthest(run: schema.FinetuneEntry) -> str:
-    """Return on which kind of input a finetune's result is furthest from the original, and how far, with what its
-    untrained start had there if that was nearer and did not hold the bounds; empty where nothing was measured."""
+    """Return the kind of input on which a finetune is furthest from the original, and how far; with its untrained
+    start's distance if that was less and did not hold the bounds."""
     what, unit, measured = distances(run)
     if not measured:
         return ""
@@ -214,8 +209,7 @@ def found_by(report: schema.Report) -> str:
 
 
 def claim_end(padding: int | None, family: str | None, model_class: str | None = None) -> str:
-    """Return for which padding a claim holds, about what inside a model nothing is claimed, and of which class alone it
-    speaks, as the end of "every input"; empty for any and nothing. padding, family, model_class: as in a report."""
+    """Return the limits of a claim (padding, the model's inside, its class) as the end of "every input"."""
     aside = f", the {tower} aside" if (tower := tower_of(family)) else ""
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:
@@ -226,7 +220,7 @@ def claim_end(padding: int | None, family: str | None, model_class: str | None =
 
 
 def every_input(report: schema.Report, *, length: bool = False) -> str:
-    """Return "every input" with all that limits it; with its length if asked, and wherever that is less than usual."""
+    """Return "every input" with its limits; its length if asked or less than usual."""
     certificate = report.certificate
     shown = certificate is not None and (length or certificate.max_length < MAX_LENGTH)
     of = f" of up to {counted(certificate.max_length, 'position')}" if certificate is not None and shown else ""
@@ -279,7 +273,7 @@ def padding_advice(report: schema.Report) -> str:
 
 
 def coverage(report: schema.Report) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return what the bounds cover, and what not, with the option that would or ""; without a certificate nothing."""
+    """Return what the bounds cover, and what not, each with the option that would cover it."""
     certificate = report.certificate
     if certificate is None:
         return [], []
@@ -378,7 +372,7 @@ def other_class(report: schema.Report) -> str:
 
 
 def giving_states(report: schema.Report) -> str:
-    """Return the class of the same stacks as the report's that gives their last states, "" where there is none."""
+    """Return the class of the same stacks that gives their last states, or ""."""
     family, decodes = named(report.family), "cross_attentions" in report.outputs
     return "" if family is None else family.giving_states(decodes=decodes) or ""
 
@@ -486,15 +480,13 @@ def first_broken(regime: schema.RegimeEntry) -> str | None:
 
 
 def held_in(entry: schema.TierEntry, proven: str, *, broken: bool) -> str:
-    """Return whether a checkpoint is safe in a class of runtimes; proven: what a proof is called; broken: whether it
-    is unsafe in what was run."""
     unseen = {SQUARES_UNSEEN: "not known", OVER: "no" if broken else "not proven"}.get(entry.reason, "no")
     return {"certified": f"yes, {proven}", "observed": "yes, on what was run", None: unseen}[entry.proof]
 
 
 def unmet_target(report: schema.Report | answers.Verification) -> str:
-    """Return in words where a checkpoint that is safe in PyTorch is not known to be, and why, although it was made for
-    that arithmetic; empty for any other."""
+    """Return why a checkpoint is not known to be safe in the arithmetic that it was made for, though it is in
+    PyTorch."""
     name = next((tier.name for tier in TIERS if tier.target == report.target), "")
     entry = report.tiers.get(name)
     if entry is None or entry.holds:

@@ -1,8 +1,5 @@
-"""The pictures of a report: one drawing style, values on a log2 axis against fp16's limit, one picture per stack.
-
-Colours are placeholders that become CSS variables, so that a picture follows light and dark like the text around it;
-lines differ in shape as well, for those who see no colours.
-"""
+"""The pictures of a report: values on a log2 axis against fp16's limit, one picture per stack. Colours are placeholders
+that become the page's CSS variables."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ _VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s
 
 @dataclass(frozen=True)
 class Point:
-    """One observed signal in the picture: x in blocks from the bottom of its stack, max |x| before and after."""
+    """One observed signal: x in blocks from the bottom of its stack, max |x| before and after."""
 
     series: Series
     x: float
@@ -98,8 +95,8 @@ def pictures(signals: Sequence[SignalEntry]) -> list[Picture]:
 
 
 def points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return the points of one stack, spread evenly within their block, and the logits behind the last. Of experts,
-    which stand side by side, the largest counts. Zeros and infinite values have no place on a log axis."""
+    """Return the points of one stack, spread evenly within their block, logits last. Of experts side by side the
+    largest counts. A log axis has no place for zeros and infinities."""
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
     reads = [s for s in mine if s.block is not None and signal_series(s) is STREAM]
     norms = {s.module for s in reads}
@@ -151,9 +148,8 @@ def before_after_in_words(shown: Iterable[Point], stack: str, signals: Iterable[
 
 @contextmanager
 def drawn(into: list[Picture], stack: str, ends: tuple[int, int], words: str, *, wide: bool = False) -> Iterator[Any]:
-    """Give the axes of one stack's picture with their limit line and grid; on leaving, it is added to ``into``. x:
-    blocks from the bottom of the stack. y: log2 of the largest |x|, between ``ends``. The same picture has the same
-    bytes."""
+    """Give the axes of one stack's picture; on leaving, it is added to ``into``. x: blocks. y: log2 |x|, between
+    ``ends``. Equal pictures have equal bytes."""
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator, MultipleLocator
@@ -199,9 +195,8 @@ def themed(svg: str, words: str) -> Markup:
 
 
 def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
-    """Return a picture of each column of blocks that a regime ran: the largest |x| per block and kind of operation.
-    What broke is drawn as large as in fp32, at the limit where that is not known, a cross over it; what is so by design
-    is left out."""
+    """Return a picture per stack of a regime: the largest |x| by block and operation. What broke has a cross, at its
+    fp32 value or the limit; breaks by design are left out."""
     largest: dict[str, dict[Series, dict[int, SiteEntry]]] = {}
     for site in sites:
         series = BLOCKS.get(site.role or "")
@@ -232,8 +227,8 @@ WIDE_FROM = 16  # last block from which a picture of brackets takes the page's w
 
 @dataclass(frozen=True)
 class Bracket:
-    """The largest of one kind of signal in one block: the worst value found, the bound, the bound of partial sums.
-    ``found``: None where nothing was run, infinite for an overflow. ``block``: None for the logits."""
+    """The largest of one kind of signal in one block. ``found``: None where nothing was run, infinite for an overflow.
+    ``block``: None for the logits."""
 
     series: Series
     block: int | None
@@ -296,8 +291,8 @@ def bracket_in_words(shown: Sequence[Bracket], stack: str, sites: Sequence[Bound
 
 
 def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, ends: tuple[int, int], words: str) -> None:
-    """Draw one stack's brackets: a marker at the worst found, a bar at the bound, a line between them. What is beyond
-    the picture stands at its edge. A cross is an overflow that the bound allows."""
+    """Draw a marker at each worst value found, a bar at its bound, a line between. A cross is an overflow that the
+    bound allows."""
     end, (low, high) = 1 + max((b.block for b in shown if b.block is not None), default=-1), ends
     wide = end > WIDE_FROM
     size = min(6.0, max(2.4, (500 if wide else 230) / ((end + 1) * len(BRACKETS))))

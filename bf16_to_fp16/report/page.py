@@ -1,8 +1,5 @@
-"""The report as a page: one HTML file that carries everything it shows, loads nothing, and forbids every request.
-
-It is made from the report alone: the verdict, the card's results, the pictures, what was changed, and the table of
-sites. Names come from other people's files, so all text is escaped, by Jinja2 or by the Markdown renderer.
-"""
+"""The report as one HTML file that loads nothing and forbids every request. Names come from other people's files:
+Jinja2 or the Markdown renderer escapes all text."""
 
 from __future__ import annotations
 
@@ -72,12 +69,10 @@ def environment() -> Environment:
 
 
 def as_html(text: str) -> Markup:
-    """Return Markdown as HTML; HTML that stands in it is shown as text."""
     return Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(text))
 
 
 def breakable(name: object) -> Markup:
-    """Return text, escaped, whose dotted names may wrap behind their dots, but not numbers."""
     return Markup(re.sub(r"(?<!\d)\.|\.(?!\d)", ".<wbr>", str(escape(str(name)))))
 
 

@@ -30,5 +30,5 @@ def tiers_of(
 
 
 def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
-    """Return a report that names the class of which alone it speaks, where the files hold tensors for another."""
+    """Return the report with the one class it speaks of, where the files hold tensors for another."""
     return report if layout.alone is None else report.model_copy(update={"model_class": layout.alone})

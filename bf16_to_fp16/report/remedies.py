@@ -1,4 +1,4 @@
-"""Why a site is unsafe or not proven, and what helps: every reason and remedy of a report is worded here."""
+"""The reasons and remedies of a report: why a site is unsafe or not proven, and what helps."""
 
 from __future__ import annotations
 
@@ -100,9 +100,8 @@ def inexact(
     edited: bool = False,
     drifted: bool = False,
 ) -> UnsafeEntry:
-    """Return an output that is less accurate than bf16's, or of an ``exact`` plan than fp32's noise, by so many bits,
-    as an entry of the report; ran: whether the plan is from what was observed. edited, drifted: whether edits, or an
-    eps that is held, are the reason."""
+    """Return the entry of an output less accurate than bf16's or, of an ``exact`` plan, than fp32's noise. ran: the
+    plan is from observations. edited, drifted: edits, or a held eps, are the reason."""
     why, remedy = (TOO_FEW_BITS, INEXACT if ran else INEXACT_BY_BOUNDS) if finite else (NOT_FINITE, SOMETHING_INSIDE)
     why, remedy = (EDITED, ACCEPT) if edited and finite else (why, remedy)
     why, remedy = (DRIFTED, SHRINK_LESS) if drifted and finite else (why, remedy)
@@ -116,7 +115,6 @@ def harmed(rare: ExceptionEntry, excess_bits: float) -> UnsafeEntry:
 
 
 def described(rare: ExceptionEntry) -> str:
-    """Return the ids of an exception with their tokens."""
     names = (
         [f"{i} {token!r}" for i, token in zip_longest(rare.ids, rare.tokens, fillvalue="")] if rare.tokens else rare.ids
     )
@@ -133,9 +131,8 @@ def other_output(name: str, *, drifts: bool, ran: bool) -> UnsafeEntry:
 
 
 def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
-    """Return how stock code runs a model of which only the vision tower overflows: with that, and what reads
-    it, in fp32. Empty where anything else is over the limit in fp32, and where autocast alone was run, under which a
-    stream that is kept in fp32 has no limit."""
+    """Return how stock code runs a model of which only the vision tower overflows: that and its readers in fp32. Under
+    autocast alone a stream in fp32 has no limit: nothing is said."""
     known = named(family)
     projector = None if known is None else known.projector
     broken = [site for regime in regimes.values() for site in regime.broken_sites]
@@ -160,8 +157,8 @@ def unsafe_sites(
     converted: bool = False,
     convertible: bool = True,
 ) -> list[UnsafeEntry]:
-    """Return the sites that broke, in that order, each with its regimes, the counts of the worst, reason and remedy.
-    converted: whether rescaling has been tried on these weights already; convertible: whether it can be."""
+    """Return the sites that broke, in order, with reason and remedy. converted: rescaling has been tried on these
+    weights. convertible: whether it can be."""
     broken = {name: {site.name: site for site in regime.broken_sites} for name, regime in regimes.items()}
     clean = " or ".join(name for name, sites in broken.items() if not sites)
     remedy = NO_FAMILY if not convertible else PENALTY if converted else NOT_CONVERTED
@@ -198,8 +195,8 @@ def unsafe_sites(
 
 
 def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
-    """Return the sites that a search drove past their limits, the worst first, each with what it reached. What only
-    overflows in fp16, after something else has, is left out beside it. converted: as in ``unsafe_sites``."""
+    """Return the sites that a search drove past their limits, the worst first, without those that overflow only after
+    another."""
     past = [site for site in attack.sites if site.headroom_bits < 0]
     first = [site for site in past if site.fp32 > site.limit]
     steps = counted(attack.steps, "gradient step")
@@ -275,8 +272,8 @@ def going_on_from(
 def finetuning_of(
     source: str, out: str, clean: Sequence[str] = (), *, certify: bool = False, **others: str | None
 ) -> str:
-    """Return how to go on with a conversion that was not enough: the command that writes and runs the shortest recipe.
-    source, out, others: keys of the recipe. clean: regimes in which nothing broke. certify: for a certificate."""
+    """Return the command that finetunes an insufficient conversion with the shortest recipe. clean: regimes in which
+    nothing broke."""
     recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
     recipe |= {key: value for key, value in others.items() if value is not None}
     if certify:

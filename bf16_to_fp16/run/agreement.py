@@ -1,11 +1,6 @@
-"""Whether stock code, from the same folder, builds and fills the model that the layout describes.
-
-Bounds are computed from the raw config.json and the tensors. Stock classes also know aliases, defaults, derived fields
-and keys that lead to other weights. So the stock class is built here by its own loader, on torch's meta device, and
-says which tensors are missing or unexpected. A config that notes every key that is asked for shows what stock code
-reads. Each such key must be one that the layout is made from, one that no bound depends on, or have the value that
-follows from the others.
-"""
+"""Whether stock code builds the model that the layout describes. It is built on the meta device by its own loader,
+which says what tensors are missing or unexpected. Each config key that stock code reads must be one of the layout, one
+no bound depends on, or have the value that follows from the others."""
 
 from __future__ import annotations
 
@@ -52,8 +47,8 @@ _ABSENT = object()
 
 
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
-    """Return the layout of a checkpoint, of which stock code builds the very same model. Raises UserError as
-    ``resolve`` does, and where stock code or sentence-transformers would build or compute another."""
+    """Return the layout. Raises UserError as ``resolve`` does, and where stock code or sentence-transformers would
+    compute another model."""
     layout = resolve(checkpoint)
     check_sentence_encoder(checkpoint.folder)
     check_agreement(checkpoint, layout)
@@ -88,7 +83,7 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 
 @contextmanager
 def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]) -> Iterator[None]:
-    """Raise UserError where stock code asks for a refused attribute, or fails: every field has its own way to."""
+    """Raise UserError where stock code asks for a refused attribute, or fails."""
     failed: Exception | None = None
     try:
         yield
@@ -104,7 +99,7 @@ def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]
 
 
 def noting(config: Any, asked: set[str], within: str = "") -> Any:
-    """Have a config, and those inside it, note in ``asked`` every attribute that they are asked for; return it."""
+    """Have a config, and those inside it, note in ``asked`` every attribute asked for; return it."""
     kind: Any = type(config)
 
     def attribute(config: Any, name: str) -> Any:
@@ -213,18 +208,17 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
 
 
 def functions(module: nn.Module) -> dict[str, object]:
-    """Return what a module without weights holds; of a partial function its parts, since two are never equal."""
+    """Return what a module without weights holds; a partial function in parts, since two are never equal."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
 
 
 def rotary_scales(module: nn.Module) -> list[str]:
-    """Return the attributes of rotary positions that multiply their cosines and sines, one for each kind of layer."""
     return [name for name in vars(module) if name.endswith("attention_scaling")]
 
 
 def check_rotary(layout: Layout, model: Any, where: str) -> None:
-    """Raise UserError for rotary positions whose angles stock code cannot make, at the first position or far behind."""
+    """Raise UserError for rotary positions whose angles stock code cannot make, at the first position or a late one."""
     for path in sorted({part.rotary.at for part in layout.topology if isinstance(part, Attention) and part.rotary}):
         # Made again, since the model has no values; no file holds them.
         module = model.get_submodule(path)
@@ -266,7 +260,6 @@ def check_dynamic(parameters: Any, where: str) -> None:
 
 
 def check_older(layout: Layout, where: str) -> None:
-    """Raise UserError for what transformers 4, which reads these folders too, would make another model of."""
     for key in layout.family.tie_keys if layout.tied else ():
         if not (said := looked_up(layout.config, key, True)):
             raise UserError(
@@ -277,7 +270,7 @@ def check_older(layout: Layout, where: str) -> None:
 
 
 class _Agreeing(TorchDispatchMode):
-    """Says yes where stock code asks a tensor without values, as BigBird-Pegasus asks a mask."""
+    """Answers True where stock code tests a meta tensor's values, as BigBird-Pegasus does a mask's."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -286,8 +279,8 @@ class _Agreeing(TorchDispatchMode):
 
 
 def run_short(model: Any, layout: Layout) -> bool:
-    """Run a meta model on two tokens through the first layers of each stack, and return whether it scales what its
-    last norm gives before the head."""
+    """Run a meta model's first layers on two tokens; return whether it scales the last norm's output before the
+    head."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     seen: dict[str, Tensor] = {}
     with ExitStack() as stack, torch.no_grad(), _Agreeing():
@@ -315,8 +308,8 @@ def run_short(model: Any, layout: Layout) -> bool:
 
 
 def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the attributes of the config that neither follow from the keys of the layout nor are harmless, each with
-    the line that refuses it."""
+    """Return the config attributes that neither follow from the layout's keys nor are harmless, each with its
+    refusal."""
     family = layout.family
     free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
     free |= {known.initialisation.factor for known in FAMILIES}
@@ -352,14 +345,12 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
 
 @cache
 def following(kind: Any, keys: str) -> Mapping[str, object]:
-    """Return the attributes of a stock config that has these keys, JSON, and no others."""
     return attributes(kind(**json.loads(keys)))
 
 
 def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Return the keys that a layout is made from, with their values in a config or those that stock code takes. A
-    quotient of two others is left out unless it is there: of a config without ``head_dim`` Qwen2's class makes no such
-    attribute, Llama's does."""
+    """Return the config values that a layout is made from, stock defaults included. A quotient of two others counts
+    only if present: without ``head_dim`` in the config Llama's class makes one, Qwen2's does not."""
     keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
     keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}
     keys -= LABELS

@@ -1,9 +1,5 @@
-"""A token alone in its row, computed from the weights through every sublayer.
-
-With no other token to average with, an attention gives a token its own values, so that a model is a chain of matrices
-with neurons and norms between. It is run in fp32, one sublayer's weights at a time; a decoder's token reads what the
-encoder made of the same id. It decides what the probe runs, and no figure comes from here.
-"""
+"""A token alone in its row, computed in fp32 from the weights, one sublayer's at a time. Attention then returns the
+token's own values. It decides what the probe runs; no figure comes from here."""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ from ..families.types import Attention, Experts, FeedForward, Sublayer
 
 
 class Weights:
-    """A layout's weights in fp32, unscaled or as ``reader`` gives them, and what its modules compute; ``vocabulary``,
-    ``width``: of the embedding."""
+    """A layout's fp32 weights, unscaled or from ``reader``. ``vocabulary``, ``width``: of the embedding."""
 
     def __init__(self, source: TensorSource, layout: Layout, reader: TensorReader | None = None) -> None:
         self.source, self.layout = source, layout
@@ -86,7 +81,7 @@ class Weights:
         return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
     def handed_out(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return a router's logits, what ``fed`` gives inside of each token's first expert, and what all give."""
+        """Return a router's logits, what ``fed`` gives inside each token's first expert, and the experts' sum."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
         outputs: list[Tensor] = []
@@ -102,8 +97,8 @@ class Weights:
         return [logits, *outputs]
 
     def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which experts take each token and what their outputs are multiplied with, by a router's logits:
-        [tokens, experts of a token] each, the largest first; groups of experts are not known."""
+        """Return the experts of each token and their weights, [tokens, experts per token], the largest first. Expert
+        groups are unknown here."""
         number, weight, _ = self.layout.experts_together(sublayer)
         scores = logits.sigmoid() if sublayer.sigmoid else logits.softmax(-1)
         correction = self.read(sublayer.correction) if sublayer.correction else None
@@ -123,10 +118,9 @@ class Weights:
 
 @dataclass
 class Step:
-    """What a norm and the sublayer behind it make of tokens that stand alone, [tokens, channels] each. ``norm``: "" of
-    a sublayer without one. ``sublayer``: None for the first and the final norm of a stack. ``stream``: what the norm
-    reads. ``outputs``: its own, a router's logits, then what the linears give (of a token's first expert, the last of
-    all its experts), with the neurons before the last."""
+    """What a norm and its sublayer make of lone tokens, [tokens, channels]. ``norm``, ``sublayer``: "" and None where
+    absent. ``stream``: the norm's input. ``outputs``: the norm's, router logits, then the linears' (of a token's first
+    expert; last the sum), the neurons before the last."""
 
     stack: ResolvedStack
     norm: str
@@ -136,7 +130,7 @@ class Step:
 
 
 def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
-    """Yield what every sublayer makes of each id alone in its row, in the encoder and then in the decoder."""
+    """Yield the steps of each lone id, through the encoder and then the decoder."""
     memory = torch.empty(0)
     for stack in weights.layout.stacks():
         stream = weights.embedded(stack, weights.looked_up(stack, ids))

@@ -28,11 +28,9 @@ CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image"
 
 @dataclass(frozen=True)
 class Batch:
-    """One input of an audit: int64 ids and 0/1 masks, all of shape [rows, length]. The decoder's fields are None for a
-    model that takes none. ``head`` false leaves the logits out; ``generate`` asks for beam search from ``input_ids``
-    instead of a forward. ``kind``: what it is there for, "given" for a batch that was made elsewhere. ``chosen``: the
-    chosen ids, by reason, at the first batch of them. ``blind``: whether padding in it may see nothing. ``image``: what
-    stock code takes for an image in each row, by its arguments' names."""
+    """One input: int64 ids and 0/1 masks, [rows, length]. ``head`` false leaves the logits out. ``generate``: beam
+    search from ``input_ids``. ``kind``: "given" for a batch made elsewhere. ``chosen``: ids by reason, at the first
+    batch of them. ``blind``: padding may see nothing. ``image``: stock arguments of an image in each row."""
 
     description: str
     input_ids: Tensor
@@ -57,7 +55,6 @@ class Batch:
 
     @property
     def unpadded(self) -> Tensor:
-        """Which of its rows have no padding, in the encoder or in the decoder: bool [rows]."""
         masks = (self.attention_mask, self.decoder_attention_mask)
         return torch.stack([mask.bool().all(1) for mask in masks if mask is not None]).all(0)
 
@@ -73,8 +70,7 @@ class Batch:
         return replace(self, **kept)
 
     def labels(self) -> Tensor:
-        """Return the next id for each position, of the decoder where there is one, or -100 where either is padding;
-        int64."""
+        """Return the next id for each position, of the decoder where there is one; -100 for padding."""
         ids, mask = self.decoder_input_ids, self.decoder_attention_mask
         if ids is None or mask is None:
             ids, mask = self.input_ids, self.attention_mask
@@ -84,7 +80,7 @@ class Batch:
 
 
 def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
-    """Return ids and 0/1 mask, int64 [rows, longest], of one-dimensional ``rows`` filled up with ``padding``."""
+    """Return ids and 0/1 mask, int64 [rows, longest], padded on the right."""
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), padding, dtype=torch.int64)
     mask = torch.zeros((len(rows), longest), dtype=torch.int64)
@@ -95,7 +91,7 @@ def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
 
 
 def ended(batch: Batch, end: int) -> Batch:
-    """Return the batch with the end token in the last place of every row that is not padding, and nowhere else."""
+    """Return the batch with one end token in each row, at its last position that is no padding."""
     ids = batch.input_ids.clone()
     ids[ids == end] = end - 1 if end else 1
     places = torch.arange(ids.shape[1]) * batch.attention_mask
@@ -104,8 +100,8 @@ def ended(batch: Batch, end: int) -> Batch:
 
 
 def seen_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
-    """Return the batches that a claim in fp16 covers under an attention: eager ones without their blind rows, whose
-    padding may be NaN."""
+    """Return the batches that a claim in fp16 covers: eager attention leaves out blind rows, whose padding may be
+    NaN."""
     if attention != "eager":
         return list(inputs)
     whole = [(batch, batch.unpadded) for batch in inputs]
@@ -119,11 +115,9 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
-    """Return the report's ``inputs``, from which the same can be run again and be told from anything else. ``batches``:
-    each run of one kind as one entry: kind, number of batches, rows of them all, and the longest encoder and decoder in
-    tokens (None without a decoder's input). ``data``: the last part of the path, or the name of a dataset of the Hub,
-    and how many rows were drawn; None without data. ``chosen``: ids by reason, empty where every id is run.
-    ``sha256``: of all ids and masks."""
+    """Return the report's ``inputs``, by which the same can be run again. ``batches``: by kind, the numbers of batches
+    and rows and the longest rows. ``data``: base name or Hub id, and rows drawn. ``chosen``: ids by reason, empty where
+    every id is run. ``sha256``: of all ids and masks."""
     digest = hashlib.sha256()
     for batch in inputs:
         for tensor in batch.tensors.values():
@@ -151,10 +145,9 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
 
 
 def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False, **shown: bool) -> Any:
-    """Run ``model`` on ``batch`` and return the stock output object (None for a batch that generates or has no head).
-    The batch is moved to the model's device. With ``labels`` the output carries the stock loss. shown: what else stock
-    code is asked to return. Raises UserError where stock code fails, as it does for impossible settings that it did not
-    look at before."""
+    """Run ``model`` on ``batch``, moved to its device, and return the stock output (None if it generates or has no
+    head). labels: the output carries the stock loss. shown: further outputs asked for. Raises UserError where stock
+    code fails, as for impossible settings."""
     try:
         return _run(model, batch, labels, shown)
     except (MemoryError, torch.OutOfMemoryError):
@@ -213,7 +206,7 @@ def _cacheable(config: Any) -> bool:
 
 
 def values_of(output: Any) -> Tensor:
-    """Return a stock output's logits, those of a span's start and end as [rows, positions, 2], or what comes first."""
+    """Return the logits, a span's start and end as [rows, positions, 2], or the first output."""
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
     values: Tensor = output["logits"] if "logits" in output else output[0]

@@ -1,8 +1,5 @@
-"""Which ids of a large vocabulary the probe runs.
-
-Candidates are the rows of the embedding table that are longest, shortest, or extreme in an outlier channel, and some at
-random. They are carried alone through every sublayer, and those that reach farthest at each site are chosen.
-"""
+"""Which ids of a large vocabulary the probe runs: of the embedding's longest, shortest and outlier rows and some random
+ones, those that reach farthest when carried alone through every sublayer."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ _ELEMENTS = 1 << 22  # entries of the table in memory at a time
 
 
 def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -> dict[str, list[int]]:
-    """Return the special ids and others drawn at random, ``CHOSEN`` in all, by reason."""
     first = sorted(set(special))
     others = torch.randperm(vocabulary, generator=generator)[:CHOSEN].tolist()
     return {SPECIAL: first, DRAWN: [i for i in others if i not in first][: CHOSEN - len(first)]}
@@ -38,7 +34,7 @@ def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -
 def chosen(
     source: TensorSource, layout: Layout, special: Iterable[int], generator: torch.Generator
 ) -> dict[str, list[int]]:
-    """Return ``CHOSEN`` different ids of a checkpoint or model by reason, each under the first it was chosen for."""
+    """Return ``CHOSEN`` different ids by reason, each under its first."""
     weights = Weights(source, layout)
     carried = max(_CANDIDATES, affordable(layout))
     others = torch.randperm(weights.vocabulary, generator=generator)[:carried].tolist()
@@ -74,7 +70,7 @@ def chosen(
 
 
 def affordable(layout: Layout) -> int:
-    """Return how many tokens can be carried through the layers for ``_CARRIED`` products, and in little memory."""
+    """Return how many tokens ``_CARRIED`` products, and little memory, carry through the layers."""
     run = (
         tensor for name, tensor in layout.tensors.items() if name not in (layout.family.embedding, layout.family.head)
     )
@@ -84,7 +80,6 @@ def affordable(layout: Layout) -> int:
 
 
 def scanned(weights: Weights) -> dict[str, list[int]]:
-    """Read the table once, in parts, and return the ids of its extreme rows by reason, best first."""
     lengths = torch.empty(weights.vocabulary, dtype=torch.float64)
     entries = torch.full((2, weights.width), -torch.inf)
     ids = torch.zeros((2, weights.width), dtype=torch.int64)

@@ -1,10 +1,6 @@
-"""Experts one by one, as checkpoints hold them, in a stock model that gathers all of a layer in two tensors.
-
-transformers 5 joins the linears of all experts when it loads a checkpoint, and computes them in a loop or in grouped
-products. Here each becomes a module again, under the names of the files, as in transformers 4: so every weight has its
-own name, and every operation its own site. The operations are those of stock code's loop, but that gate and neurons are
-two products and not one.
-"""
+"""Experts as modules again, under the names of the files: transformers 5 joins a layer's experts in two tensors. So
+every weight has its name and every operation its site. The operations are stock code's, but gate and neurons are two
+products."""
 
 from __future__ import annotations
 
@@ -39,8 +35,7 @@ class ExpertsApart(nn.ModuleList):
         self.train(gathered.training)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return what the experts give of tokens [tokens, width]; chosen, weights: which take each and what their
-        outputs are multiplied with, [tokens, experts of a token] both."""
+        """Return the experts' output for x [tokens, width]; chosen, weights: [tokens, experts per token]."""
         joined = torch.zeros_like(x)
         for number, expert in enumerate(self):
             if chosen.is_meta:  # who takes a token is a matter of values
@@ -60,8 +55,7 @@ def linear_of(weight: Tensor) -> nn.Linear:
 
 
 def experts_apart(model: Any, family: Family | None) -> Any:
-    """Take the experts of a stock model apart in place, where its family's files hold each by itself, and return the
-    model."""
+    """Take a stock model's experts apart in place, where its family's files hold each by itself."""
     stored = None if family is None else family.stored_experts
     if stored is None:
         return model

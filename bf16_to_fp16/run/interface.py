@@ -1,7 +1,5 @@
-"""What a stock model takes and gives, read from its config: ids for a decoder, logits of tokens, special ids.
-
-A class says more than its config's flags: a family's declaration goes first, then how the class describes itself.
-"""
+"""What a stock model takes and gives, read from its config. A family's declaration goes before how the class describes
+itself, and this before the config's flags."""
 
 from __future__ import annotations
 
@@ -15,32 +13,31 @@ from .stock import described, setting, vocabulary_of
 
 
 def class_in(config: Any) -> StockClass | None:
-    """Return the stock class that a config names, as its family or else it itself says; None where it names none."""
     names = getattr(config, "architectures", None) or ()
     return next((stock for look in (class_named, described) for name in names if (stock := look(name))), None)
 
 
 def config_of(model: Any) -> Any:
-    """Return the config of a stock model in memory with the name of its class, which may never have been saved."""
+    """Return the config of a model in memory with the name of its class, which may never have been saved."""
     config = copy(model.config)
     config.architectures = [type(model).__name__]
     return config
 
 
 def takes_decoder_ids(config: Any) -> bool:
-    """Return whether a model must be given ids for a decoder; ``is_encoder_decoder`` is often true of encoders."""
+    """Return whether a model needs ids for a decoder; ``is_encoder_decoder`` is often true of encoders."""
     stock = class_in(config)
     return bool(config.is_encoder_decoder) if stock is None else stock.takes_decoder_ids
 
 
 def predicts_tokens(config: Any) -> bool:
-    """Return whether a model gives logits of the next token, so that it has a loss of its own and can generate."""
+    """Return whether a model gives logits of the next token, so that it can generate."""
     stock = class_in(config)
     return takes_decoder_ids(config) if stock is None else stock.is_language_model
 
 
 def is_causal(config: Any) -> bool:
-    """Return whether a model predicts the next token of the very ids that it is given, with no decoder beside it."""
+    """Return whether a model predicts the next of its own ids, with no decoder beside it."""
     return predicts_tokens(config) and not takes_decoder_ids(config)
 
 
@@ -53,36 +50,34 @@ def gives_probabilities(config: Any) -> bool:
 
 
 def longest_sequence(config: Any) -> int:
-    """Return the most positions that a model of ``config`` has; 2³⁰ where nothing bounds them."""
     positions = setting(config, "max_position_embeddings")
     return int(positions) if positions else 2**30
 
 
 def decoder_start(config: Any) -> int:
-    """Return the token with which a decoder begins, as ``generate`` takes it; T5's is the padding's."""
+    """Return the token with which ``generate`` begins; T5's is the padding's."""
     names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
     return next((token for name in names for token in _named(config, name)), 0)
 
 
 def pad_id(config: Any) -> int:
-    """Return the id that fills up rows: the config's padding token, 0 where it names none."""
     token = setting(config, "pad_token_id")
     return 0 if token is None else int(token)
 
 
 def special_ids(config: Any) -> list[int]:
-    """Return the ids with a meaning of their own in order: the config's, and the last, T5's first sentinel."""
+    """Return the config's special ids and the last id, T5's first sentinel, in order."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "decoder_start_token_id")
     return sorted({vocabulary_of(config) - 1, *(i for name in names for i in _named(config, name))})
 
 
 def end_ids(config: Any) -> list[int]:
-    """Return the end token, the first of several, as a list of one; [] where the config names none in reach."""
+    """Return the first end token as a list of one; [] where there is none in the vocabulary."""
     return _named(config, "eos_token_id")[:1]
 
 
 def first_ids(config: Any) -> list[int]:
-    """Return the token with which a causal model's texts begin as a list of one; [] for any other model or none."""
+    """Return the start token of a causal model's texts as a list of one; [] otherwise."""
     return _named(config, "bos_token_id")[:1] if is_causal(config) else []
 
 

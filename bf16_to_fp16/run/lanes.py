@@ -1,12 +1,7 @@
-"""Many runs of a stock model in one walk over its files, in the memory of one block.
-
-A lane is one ordinary run of a stock model in a thread of its own, with its precision, attention and inputs. Its model
-has no weights: at a block, a final norm or a head it waits. The walk reads the weights of the first place where any
-lane waits, lets those lanes through, drops the weights and goes on. On a CPU several lanes go through at once, each
-with its share of the threads, since one short batch keeps few busy. So every mask, bias and cache is stock code's own,
-and no number differs from a whole model's on as many threads. Of an embedding a lane reads only the rows of its ids.
-For a lane that comes back to a place (a generation, for each token) the weights are read again.
-"""
+"""Many runs of a stock model in one walk over its files, in the memory of one block. A lane is one stock run in its own
+thread. Its model has no weights: it waits at a block, final norm or head. The walk loads the weights of the first place
+where any lane waits, lets those lanes through and drops them. No number differs from a whole model's on as many
+threads. A generation comes back for each token, and the weights are read again."""
 
 from __future__ import annotations
 
@@ -41,11 +36,11 @@ _COLLECTIONS = (dict, OrderedDict, set)
 
 
 class _Ended(BaseException):
-    """Raised in a lane that is to end because another one failed or the walk was interrupted."""
+    """Ends a lane after another one failed."""
 
 
 class _Model:
-    """The parameters that all lanes of one precision share: by places, and empty unless a lane is at one of them."""
+    """The parameters that lanes of one precision share, by place; empty where no lane is."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)
@@ -68,7 +63,7 @@ class _Model:
 
 
 def _onto(model: nn.Module, device: torch.device, stored: Collection[str]) -> dict[nn.Parameter, str]:
-    """Move a model to a device, with placeholders for its meta tensors, and return its parameters' stored names."""
+    """Move a model to a device, with placeholders for meta tensors; return the stored names of its parameters."""
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
@@ -103,10 +98,8 @@ def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 @dataclass(eq=False)
 class Lane(Generic[T]):
-    """One run in a walk; ``result``: what ``run`` returned, there once the walk is over.
-
-    ``casts``: whether it runs under autocast. ``threads``: on how many of torch's it computes.
-    """
+    """One run in a walk. ``result``: what ``run`` returned. ``casts``: it runs under autocast. ``threads``: of
+    torch's."""
 
     run: Callable[[Any], T]
     model: Any
@@ -127,8 +120,6 @@ def results_of(lanes: Iterable[Lane[T]]) -> list[T]:
 
 
 class Walk:
-    """Runs of the stock model of a checkpoint on a device, added one by one and then run together, place by place."""
-
     def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
         self.checkpoint = checkpoint
         self.device = torch.device(device)
@@ -150,11 +141,10 @@ class Walk:
         change: Change | None = None,
         casts: bool = False,
     ) -> Lane[T]:
-        """Add a run of the model as ``run.stock.load`` gives it with ``dtype``, ``half`` and ``attention``. run: is
-        called with the model, without gradients, in a thread of its own; it must not change weights. change: applied to
-        each weight; it returns those that it leaves. casts: whether it runs under autocast, whose cast
-        of a weight is seen in the one lane that makes it: such lanes go one after another. Raises ``UserError`` as
-        ``load`` does."""
+        """Add a run of the model as ``run.stock.load`` gives it. run: called with the model, in its own thread; must
+        not change weights. change: applied to each weight; returns those that it leaves. casts: under autocast, whose
+        cast of a weight only the casting lane sees: such lanes go one after another. Raises ``UserError`` as ``load``
+        does."""
         weights = self._weights(dtype, half)
         lane = Lane(run, self._hooked(weights, attention), weights, change, casts=casts)
         self.lanes.append(lane)
@@ -178,13 +168,11 @@ class Walk:
         return self._models[key]
 
     def alike(self, one: tuple[torch.dtype, bool], other: tuple[torch.dtype, bool]) -> bool:
-        """Return whether all weights have the same dtypes under two values of (``dtype``, ``half``)."""
         first, second = ([p.dtype for p in self._weights(*key).module.parameters()] for key in (one, other))
         return first == second
 
     def run(self, advance: Advance | None = None) -> None:
-        """Run all lanes to their ends; raises what the first lane that fails raises. advance: called after every
-        place."""
+        """Run all lanes to their ends; raise what the first that fails raises. advance: called after every place."""
         with ALONE:
             self._threads = torch.get_num_threads()
             steps = [0, max((len(lane.weights.places) for lane in self.lanes), default=0)]
@@ -206,7 +194,6 @@ class Walk:
                 self._end()
 
     def _run_place(self, waiting: list[Lane[Any]], widened: Widened) -> None:
-        """Let the lanes through that wait at the first place where any does."""
         order = {path: i for i, path in enumerate(waiting[0].weights.places)}
         place = min((str(lane.waits_at) for lane in waiting), key=order.__getitem__)
         here = [lane for lane in waiting if lane.waits_at == place]
@@ -229,7 +216,7 @@ class Walk:
 
     @staticmethod
     def _together(place: str, lanes: Iterable[Lane[Any]]) -> list[list[_Model]]:
-        """Return the models of some lanes that wait at a place, in groups whose weights are in memory at once."""
+        """Return the models of lanes that wait at a place, grouped by whose weights are in memory together."""
         models = list(dict.fromkeys(lane.weights for lane in lanes))
         small = sum(p.numel() * p.element_size() for each in models for _, p in each.stored(place)) <= _TOGETHER
         return [models] if small else [[each] for each in models]
@@ -237,7 +224,7 @@ class Walk:
     def _load(
         self, weights: _Model, place: str, change: Change | None, plain: dict[str, Tensor], widened: Widened
     ) -> None:
-        """Give a place its weights under a change; plain: those that changes start from, once they have been read."""
+        """Give a place its weights; plain: the unchanged ones, once they have been read."""
         for name, parameter in weights.stored(place):
             if name not in plain:
                 if name not in self._read:
@@ -254,7 +241,7 @@ class Walk:
         torch.clear_autocast_cache()
 
     def _resume(self, lanes: Sequence[Lane[Any]]) -> None:
-        """Let lanes run to the next place where they wait, or to their ends; raise what the first raises that fails."""
+        """Let lanes run to their next place or end; raise what the first failing one raises."""
         apart = {(lane.casts, None if lane.casts else id(lane)) for lane in lanes}
         most = min(self._threads, _AT_ONCE) if self.device.type == "cpu" else 1
         # Told from the lanes alone, so that each has as many threads in every run.
@@ -299,7 +286,6 @@ class Walk:
         self._back.put(lane)
 
     def _pause(self, place: str) -> None:
-        """Called in a lane at a place: wait there until it is let through."""
         lane: Lane[Any] = self._own.lane
         lane.waits_at = place
         self._back.put(lane)
@@ -321,8 +307,8 @@ class Walk:
         self._models.clear()
 
     def _hook_own(self, place: nn.Module) -> None:
-        """Give a lane parameters of its own while it is at a place: Switch's routers cast theirs where they are, and
-        so all lanes'. Under autocast, which casts each parameter once, it keeps those of all."""
+        """Give a lane its own parameters at a place: Switch's routers cast theirs in place, and so all lanes'. Autocast
+        casts each parameter once, so there it keeps the shared ones."""
         slots = [(m, n, p) for m in place.modules() for n, p in m._parameters.items() if p is not None]
 
         def before(module: nn.Module, args: Any) -> None:
@@ -358,7 +344,7 @@ class Walk:
         module.register_forward_hook(after, always_call=True)
 
     def _rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the rows of an embedding that the running lane asks for, and where in them that of each id is."""
+        """Return the embedding rows for a lane's ids, and where each id's row is among them."""
         lane: Lane[Any] = self._own.lane
         wanted, places = ids.unique(return_inverse=True)
         rows = self.checkpoint.read_some_rows(name, wanted.tolist()).to(self.device, dtype)

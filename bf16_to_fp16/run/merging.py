@@ -23,12 +23,9 @@ PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 
 @dataclass(frozen=True)
 class Part:
-    """What a tensor of an adapter is to one of the checkpoint: which axis of that each of its own axes is, None for the
-    rank.
-
-    ``made``: True where it makes the output, and so takes a factor on the tensor as well. ``magnitude``: the length of
-    a row (or, of an embedding, a column), taken over the other axis.
-    """
+    """What an adapter's tensor is to the checkpoint's: the axis there of each of its own axes, None for the rank.
+    ``made``: it makes the output, so a factor on the tensor scales it too. ``magnitude``: the length of a row or of an
+    embedding's column."""
 
     suffix: str
     axes: tuple[int | None, ...]
@@ -52,8 +49,7 @@ PARTS = (
 
 
 def part_of(name: str) -> tuple[str, Part | None]:
-    """Return the name of the checkpoint's tensor that an adapter's tensor belongs to, and which part it is; None for
-    the tensor itself."""
+    """Return the checkpoint's tensor name, and which part an adapter's tensor is; None for the tensor itself."""
     plain = name.removeprefix(PREFIX)
     for part in PARTS:
         if plain.endswith(part.suffix):
@@ -81,7 +77,7 @@ def tensors_by_module(layout: Layout) -> dict[str, ResolvedTensor]:
 
 
 def target_of(name: str, target: str, layout: Layout, named: Mapping[str, ResolvedTensor]) -> str:
-    """Return the layout's name of an adapter's ``target``, which older versions of transformers call as files do."""
+    """Return the layout's name of an adapter's ``target``, which older transformers call as files do."""
     known = in_modules(target, named)
     if known not in named:
         raise UserError(
@@ -91,11 +87,8 @@ def target_of(name: str, target: str, layout: Layout, named: Mapping[str, Resolv
 
 
 def merged_update(tensors: Mapping[str, Tensor], layout: Layout, scaling: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return what an adapter of A and B adds to each tensor of its checkpoint when it is merged, fp32, by name.
-
-    scaling: by module path, alpha/r or what the adapter has in its place. Raises UserError for an adapter that is on
-    something else, lacks a half, or of which two parts are on one tensor.
-    """
+    """Return what an adapter of A and B adds to each tensor, fp32, by name. scaling: alpha/r or its like, by module
+    path. Raises UserError for an adapter of something else, without a half, or with two parts on one tensor."""
     updates: dict[str, Tensor] = {}
     named = tensors_by_module(layout)
     for name, values in tensors.items():
@@ -130,11 +123,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def merged_weights(adapter: Path, folder: Path, layout: Layout, stored: TensorReader) -> TensorReader:
-    """Return a function from a layout's tensor name to the fp16 values of a checkpoint merged with an adapter for it.
-
-    folder: the checkpoint's. stored: gives its own values. Raises UserError for an adapter with more than A and B, or
-    that is not on it, or says that it is for the other side of a conversion.
-    """
+    """Return a function from a layout's tensor name to merged fp16 values. stored: gives the checkpoint's own. Raises
+    UserError for an adapter with more than A and B, not on it, or for the conversion's other side."""
     config, tensors = config_of(adapter, folder), read_tensors(adapter)
     others = [name for name in tensors if not MERGED.search(name)]
     if others:
@@ -155,7 +145,7 @@ def merged_weights(adapter: Path, folder: Path, layout: Layout, stored: TensorRe
 
 
 def scaling_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, float]:
-    """Return by module path what an adapter multiplies B·A with: alpha/r, or alpha/√r with ``use_rslora``."""
+    """Return the factor of B·A by module path: alpha/r, or alpha/√r with ``use_rslora``."""
     scalings = {}
     for name, values in tensors.items():
         target, part = part_of(name)

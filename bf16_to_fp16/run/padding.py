@@ -1,8 +1,5 @@
-"""Padding: rows of mixed lengths as one batch, and batches with as much of it as stock code bears in fp16.
-
-Of that a family says two things: how many padded positions a row needs, if it bears any (``spare_padding``), and
-whether padding may see no position at all (``blind_padding``).
-"""
+"""Padding: rows of mixed lengths as one batch, with as much of it as stock code bears in fp16. A family says how much a
+row needs (``spare_padding``), and whether padding may see nothing (``blind_padding``)."""
 
 from __future__ import annotations
 
@@ -31,8 +28,8 @@ def padded(
     description: str = "padded, mixed lengths",
     kind: str = PADDED,
 ) -> Batch:
-    """Return one-dimensional rows of the encoder, and of the decoder behind its start token and without their last id,
-    as one batch, filled up on the right; without the decoder's for a model that takes none."""
+    """Return rows as one batch, padded on the right. The decoder's get a start token and lose their last id; a model
+    without a decoder ignores them."""
     ids, mask = stack(encoder, pad_id(config))
     if not takes_decoder_ids(config):
         return Batch(description, ids, mask, kind=kind)
@@ -49,8 +46,8 @@ def padded_left(config: Any, right: Batch) -> Batch:
 
 
 def bearable(config: Any, batch: Batch) -> list[Batch]:
-    """Return the batch as stock code can run it in fp16: with as much padding as it asks for, or as one batch for each
-    length where it bears none. Either way nothing of a batch padded on the left, whose rows are another's."""
+    """Return the batch as stock code bears it in fp16: with the padding it asks for, or one batch per length. A batch
+    padded on the left gives none: its rows are another's."""
     if _is_borne(config, batch):
         return [batch]
     if not bool(batch.attention_mask[:, 0].all()):  # on the left: the same rows again
@@ -67,7 +64,7 @@ def bearable(config: Any, batch: Batch) -> list[Batch]:
 
 
 def spared(config: Any, batch: Batch) -> Batch:
-    """Return the batch with as much padding as stock code asks for in fp16: a backward needs it in every batch."""
+    """Return the batch with the padding that stock code asks for in fp16: a backward needs it in every batch."""
     spare = spare_padding(config.to_dict())
     if not 0 < spare < math.inf:
         return batch
@@ -76,8 +73,8 @@ def spared(config: Any, batch: Batch) -> Batch:
 
 
 def bearable_as_one(config: Any, batch: Batch) -> Batch:
-    """Return the batch as one that stock code can run in fp16: with as much padding as it asks for, or with the rows
-    begun again in the place of padding where it bears none."""
+    """Return the batch with the padding that stock code asks for in fp16, or, where it bears none, rows repeated in its
+    place."""
     if _is_borne(config, batch):
         return batch
     if spare_padding(config.to_dict()) < math.inf:
@@ -92,8 +89,8 @@ def _is_borne(config: Any, batch: Batch) -> bool:
 
 
 def is_blind(config: Any, batch: Batch) -> bool:
-    """Return whether padding may see no position, on any side: left of a row under a causal mask, or half a sliding
-    window away from it. Of a class of no known family its attention says whether it is causal (``CAUSAL``)."""
+    """Return whether some padding may see no position: left of a row under a causal mask, or outside its window. For an
+    unknown family its attention module says whether it is causal (``CAUSAL``)."""
     family = of_model_type(config.model_type)
     if family is not None and not family.blind_padding:
         return False

@@ -1,10 +1,6 @@
-"""The token batches on which a model is observed.
-
-Without data, a built-in probe needs no tokenizer and looks where activations differ: at random, long, repeated, padded
-and short rows, at the ids that ``choice`` finds in the weights, in a generation and at an image. With data the
-checkpoint's own tokenizer makes the batches (``tokenizer``). A causal language model has one side, on which rows begin
-with its start token and are padded on the left as well. Everything is seeded: two audits see the same tokens.
-"""
+"""The token batches on which a model is observed; seeded. Without data a built-in probe needs no tokenizer: random,
+long, repeated, padded and short rows, ids that ``choice`` finds in the weights, a generation, an image. A causal
+model's rows begin with its start token and are padded on the left as well."""
 
 from __future__ import annotations
 
@@ -55,11 +51,9 @@ def batches(
     sweep: bool = False,
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
-    """Return the batches of ``data`` tokenised with the tokenizer in ``source``, or the built-in probe without data.
-    config: the model's transformers configuration. source: folder of the checkpoint, read only with ``data``. data: as
-    ``texts`` takes it. examples, length: caps, in examples and tokens. sweep: run every id of the vocabulary. chosen:
-    the ids by reason that the probe runs instead, by default random ones. Raises ``UserError`` for unusable data or
-    tokenizer."""
+    """Return the batches of ``data``, by the tokenizer in ``source``, or the built-in probe without data. data: as
+    ``texts`` takes it. examples, length: caps, in examples and tokens. sweep: run every id. chosen: the ids by reason
+    that the probe runs, by default random ones. Raises ``UserError`` for unusable data or tokenizer."""
     length = min(length, interface.longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, sweep, chosen)
@@ -83,9 +77,8 @@ def audit_batches(
     chosen: Mapping[str, Sequence[int]] | None = None,
     opened: tuple[TensorSource, Layout] | None = None,
 ) -> list[Batch]:
-    """Return what an audit runs on: the built-in probe, its ids chosen by the weights in ``folder`` unless they are
-    given or all are wanted, and ``data`` where given. opened: the checkpoint in ``folder`` and its layout, where the
-    caller has them. Other arguments and errors are those of ``batches``."""
+    """Return the built-in probe, its ids by default chosen by the weights in ``folder``, and ``data``'s batches.
+    opened: the checkpoint in ``folder`` and its layout. Other arguments and errors: as ``batches``."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
@@ -98,7 +91,7 @@ def audit_batches(
 
 
 def _rows(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of a batch without padding, for the encoder and for the decoder; of one stack alone twice the same."""
+    """The rows without padding, for the encoder and the decoder; of one stack twice the same."""
     decoder, decoder_mask = batch.decoder_input_ids, batch.decoder_attention_mask
     if decoder is None or decoder_mask is None:
         decoder, decoder_mask = batch.input_ids, batch.attention_mask
@@ -107,13 +100,12 @@ def _rows(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def is_small(config: Any) -> bool:
-    """Return whether a vocabulary is so small that the probe runs every id."""
     return vocabulary_of(config) <= choice.WHOLE
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
-    """Return which ids of a large vocabulary the probe should run, by reason, chosen by the weights of this layout;
-    None for a small one, of which it runs all."""
+    """Return the ids of a large vocabulary that the probe runs, by reason; None for a small one, of which it runs
+    all."""
     if is_small(config):
         return None
     with FastProducts():
@@ -121,14 +113,14 @@ def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int =
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
-    """Return a report's listed ids where they can be chosen ones of this vocabulary, else None."""
+    """Return a report's listed ids where this vocabulary has them, else None."""
     ids = [i for chosen in by_reason.values() for i in chosen]
     fits = 0 < len(ids) <= choice.CHOSEN and max(ids) < vocabulary_of(config)
     return by_reason if fits else None
 
 
 def _readable(config: Any, batch: Batch) -> Batch:
-    """The batch as the model's head can read it: with one end token in every row, where it reads that."""
+    """The batch with one end token in every row, where the head reads that."""
     stock = interface.class_in(config)
     if stock is None or not stock.reads_end_token:
         return batch
@@ -142,7 +134,6 @@ def _readable(config: Any, batch: Batch) -> Batch:
 
 
 def _begun(config: Any, ids: Tensor) -> Tensor:
-    """Ids [..., length] whose first is the token with which texts begin, where there is one."""
     if first := interface.first_ids(config):
         ids = ids.clone()
         ids[..., 0] = first[0]
@@ -185,7 +176,6 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 
 
 def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder: Tensor, **options: Any) -> Batch:
-    """A batch without padding; the decoder's ids are for a model that takes them."""
     whole = Batch(description, encoder, torch.ones_like(encoder), kind=kind, **options)
     if not interface.takes_decoder_ids(config):
         return whole
@@ -193,7 +183,7 @@ def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder
 
 
 def _past_window(config: Any, length: int) -> int | None:
-    """How long a row must be to go beyond a sliding window, None where ``length`` does or nothing can."""
+    """How long a row must be to pass a sliding window; None where ``length`` does or nothing can."""
     window = setting(config, "sliding_window")
     if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or interface.takes_decoder_ids(config):
         return None
@@ -201,8 +191,8 @@ def _past_window(config: Any, length: int) -> int | None:
 
 
 def images(config: Any) -> list[Batch]:
-    """Return a row of ids about an image of noise, as bright as images are once prepared; none for a model that
-    reads no images. Drawn apart, so that the other rows are those of a text model; no id about it is an image's."""
+    """Return a row about an image of noise, as bright as prepared images; none for a model without vision. Its own
+    generator leaves the other rows as a text model's; no id of the text is an image's."""
     family = of_model_type(config.model_type)
     projector = None if family is None else family.projector
     if projector is None:
@@ -231,7 +221,7 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """The batches with logits as far as the budget suffices, random ids and the first short rows in any case."""
+    """The batches with logits as far as the budget goes; random ids and the first short rows always."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}
@@ -245,9 +235,8 @@ def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
 
 
 def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
-    """Return 16 rows of random ids whose lengths are log-uniform from 1 to 64, in the decoder from 1 to 16: half of
-    them framed as a text is, one in four with a special token among them. left: the encoder's are filled up on the
-    left."""
+    """Return 16 rows of random ids, lengths log-uniform from 1 to 64, in the decoder to 16. Half are framed as texts,
+    one in four has a special token. left: the encoder's are padded on the left."""
     generator, vocabulary = seeded(seed), vocabulary_of(config)
     most, special = interface.longest_sequence(config), interface.special_ids(config)
 
@@ -269,8 +258,8 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
 
 
 def few_rows(config: Any) -> Batch:
-    """Return eight rows of eight random ids, in the decoder of four, without padding, enough to compare two
-    checkpoints; 32 rows of what gives a row one answer."""
+    """Return eight unpadded rows of eight random ids, in the decoder four, to compare checkpoints; 32 for models with
+    one answer a row."""
     generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
     most = interface.longest_sequence(config)
 
@@ -286,20 +275,20 @@ def few_rows(config: Any) -> Batch:
 
 
 def whole_rows(config: Any, ids: Tensor, description: str) -> Batch:
-    """Return ids [rows, length] as one batch without padding; a decoder gets the same behind its start token."""
+    """Return ids [rows, length] as one unpadded batch; a decoder gets them behind its start token."""
     started = ids.roll(1, dims=1)
     started[:, 0] = interface.decoder_start(config)
     return _readable(config, _unpadded(config, kinds.RANDOM, description, ids, started))
 
 
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
-    """Ids behind the token with which a text begins, else before its end, and at most so many from that edge on."""
+    """Ids behind the start token, else before the end token; ``most`` from that edge on."""
     first = interface.first_ids(config)
     return [*first, *ids][:most] if first else [*ids, *interface.end_ids(config)][-most:]
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
-    """Return given ids of the encoder and the decoder (start token included) as one batch, filled up on the right."""
+    """Return given ids as one batch, padded on the right; the decoder's include the start token."""
     ids, mask = stack([torch.tensor(row) for row, _ in rows], interface.pad_id(config))
     if not interface.takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch(description, ids, mask)))
@@ -308,8 +297,8 @@ def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], de
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
-    """Rows of one token to ``longest``, and every special token alone, bare and framed: filled up on the right, then
-    the same rows on the left; the decoder's, which are shorter, on the right."""
+    """Rows of 1 to ``longest`` tokens, and every special token alone, bare and framed; padded on the right, then on the
+    left. The decoder's are shorter, and padded on the right."""
     vocabulary = vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []
@@ -322,7 +311,7 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
 
 
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
-    """The chosen ids in long rows, in pairs and alone; in the decoder the other way round in each row."""
+    """The chosen ids in long rows, in pairs and alone; the decoder's rows are reversed."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
     inputs: list[Batch] = []
     for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
@@ -338,7 +327,7 @@ def _in_rows(ids: Tensor, columns: int) -> list[Tensor]:
 
 
 def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
-    """Every id once in the encoder and, in reverse order, once in the decoder, in chunks of eight sequences."""
+    """Every id once in the encoder and, reversed, in the decoder, in chunks of eight sequences."""
     rows = max(1, min(8, LOGIT_BUDGET // (length * vocabulary)))
     inputs = []
     for ids in torch.arange(vocabulary).split(rows * length):
@@ -349,8 +338,7 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
 
 
 def generation(config: Any, batch: Batch) -> Batch:
-    """Return the first two rows of a batch, from which beam search makes a few tokens; a causal model's are filled up
-    on the left, and leave it positions."""
+    """Return two rows of a batch for beam search; a causal model's are padded on the left, and leave room."""
     if interface.is_causal(config):
         kept = slice(-max(1, interface.longest_sequence(config) - GENERATED_TOKENS), None)
         batch = padded_left(config, batch)

@@ -1,8 +1,5 @@
-"""Matrix products on a CPU, computed in fp32 and rounded once: the same numbers but for the order of sums, much faster.
-
-A CPU accumulates 16-bit products in fp32 and overflows to inf as tensor cores do, but the layouts of the backward run
-10 to 50 times slower than in fp32. A linear's product in fp32 is oneDNN's: MKL takes twice as long on AMD's processors.
-"""
+"""Matrix products on a CPU in fp32, rounded once. A CPU accumulates 16-bit products in fp32 too, but up to 100 times
+slower. fp32 linears go to oneDNN: MKL takes twice as long on AMD's processors."""
 
 from __future__ import annotations
 
@@ -23,11 +20,9 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that
 
 
 class FastProducts(TorchDispatchMode):
-    """Context manager under which matrix products of 16 or 32 bits on the CPU, in the forward and in the backward, are
-    fp32 products of the same operands rounded once. A sum that is exact in fp32 comes out identical; otherwise under
-    one element in a hundred of 16 bits differs from the native kernel, by one rounding. Native fp16 kernels on a CPU
-    are 4 to 100 times slower, bf16 ones a few times. Other devices, other dtypes, convolutions and the fused SDPA are
-    left alone. The backward must run inside too."""
+    """Under it, 16- and 32-bit matrix products on the CPU are fp32 products rounded once, in the backward as well,
+    which must run inside. Exact sums come out identical; else under 1% of 16-bit elements differ, by one rounding.
+    Other devices, dtypes, convolutions and fused SDPA are left alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +53,6 @@ def is_matrix_product(func: Any) -> bool:
 
 
 def product_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
-    """Return a matrix product of operands that ``is_computed`` knows, computed in fp32 and rounded once."""
     operands = [_widened(a) if isinstance(a, Tensor) else a for a in args]
     *bias, x, weight = operands
     plain = func in _OF_LINEARS and not kwargs and _is_weight(weight) and all(_is_bias(b, weight) for b in bias)
@@ -73,18 +67,18 @@ _OF_LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def _is_weight(operand: Tensor) -> bool:
-    """Whether a factor is a weight as a linear multiplies with it, [inputs, outputs] and contiguous the other way."""
+    """Whether a factor is a linear's weight: [inputs, outputs], contiguous when transposed."""
     return operand.dim() == 2 and not operand.is_contiguous() and operand.t().is_contiguous()
 
 
 def _is_bias(summand: Tensor, weight: Tensor) -> bool:
-    """Whether a summand is one number per output, side by side: oneDNN does not heed a bias's strides."""
+    """Whether a summand has one contiguous number per output: oneDNN ignores a bias's strides."""
     return summand.shape == weight.shape[1:] and summand.is_contiguous()
 
 
 class Widened:
-    """fp32 copies of 16-bit weights (transposed, as a linear multiplies them), made at first use and kept until
-    ``clear``. A copy whose values are those of an fp32 weight that was ``offer``ed is that weight."""
+    """fp32 copies of 16-bit weights, transposed, kept until ``clear``. An equal fp32 weight that was ``offer``ed serves
+    as the copy."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
@@ -109,7 +103,7 @@ class Widened:
 
 
 def _has_values_of(narrow: Tensor, wide: Tensor) -> bool:
-    """Whether two contiguous weights are equal, compared part by part: a second wide one is not made."""
+    """Whether two contiguous weights are equal, by parts: a second wide one is not made."""
     parts = (weight.flatten().split(_ELEMENTS_AT_A_TIME) for weight in (narrow, wide))
     return narrow.shape == wide.shape and all(torch.equal(x.float(), y) for x, y in zip(*parts, strict=True))
 
@@ -119,7 +113,7 @@ _kept: Widened | None = None
 
 @contextmanager
 def weights_widened_once() -> Iterator[Widened]:
-    """Yield the copies of weights that products of 16-bit operands then share, in every thread."""
+    """Share copies of weights among 16-bit products in every thread."""
     global _kept
     before, _kept = _kept, Widened()
     try:
@@ -135,7 +129,7 @@ def _widened(operand: Tensor) -> Tensor:
 
 
 def is_computed(args: tuple[Any, ...]) -> bool:
-    """Return whether an operation's operands are tensors of one dtype of 16 or 32 bits, the first on the CPU."""
+    """Return whether all operands are tensors of one 16- or 32-bit dtype, the first on the CPU."""
     first = args[0]
     if first.dtype not in (torch.float16, torch.bfloat16, torch.float32) or first.device.type != "cpu":
         return False

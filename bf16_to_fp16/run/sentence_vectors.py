@@ -1,4 +1,4 @@
-"""What stands behind an encoder in a folder of sentence-transformers, run by that package where it is installed."""
+"""The modules behind an encoder in a sentence-transformers folder, run by that package where it is installed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from ..errors import UserError
 
 
 class SentenceVectors(nn.Module):
-    """Makes sentences' vectors of an encoder's last states; its children have the names of the modules' folders."""
-
     def __init__(self, folder: Path) -> None:
         from sentence_transformers.util import import_from_string
 
@@ -32,7 +30,6 @@ class SentenceVectors(nn.Module):
                 raise unusable(place, error) from error
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        """Return the vectors: [rows, channels]; states: [rows, positions, channels]; mask: [rows, positions]."""
         seen = mask.bool().any(1)  # a row without any position has no vector
         features = {"token_embeddings": states[seen], "attention_mask": mask[seen]}
         for name in self.order:

@@ -33,8 +33,8 @@ _OF_ROWS = "ForSequenceClassification"
 
 @cache
 def described(name: str) -> StockClass | None:
-    """Return a class of transformers as far as it describes itself; None where there is no model of this name. It is a
-    language model if it can generate. What the fields of its output are called is not known."""
+    """Return a transformers class as it describes itself; None for an unknown name. It is a language model if it can
+    generate; its output fields stay unknown."""
     import transformers
 
     kind: Any = getattr(transformers, name, None)
@@ -71,7 +71,7 @@ def any_config(folder: Path) -> Any:
 
 
 def setting(config: Any, name: str) -> Any:
-    """Return what a stock config says under a name, or else the text model's inside it; None for nothing."""
+    """Return a stock config's value, else its text model's; None for neither."""
     value = getattr(config, name, None)
     return getattr(getattr(config, "text_config", None), name, None) if value is None else value
 
@@ -82,9 +82,9 @@ def vocabulary_of(config: Any) -> int:
 
 
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
-    """Return the stock model in ``folder`` as ``from_pretrained(dtype=dtype)`` loads it, in eval mode on the CPU. With
-    ``half`` every weight is then cast to fp16 (``all_half``). Nothing is fetched and no remote code runs. Raises
-    ``UserError`` where files cannot be read or a tensor is missing (stock fills it at random)."""
+    """Return a folder's stock model as ``from_pretrained(dtype=dtype)`` does, in eval mode on the CPU. half: every
+    weight is cast to fp16. Nothing is fetched, no remote code runs. Raises ``UserError`` for unreadable files or a
+    missing tensor, which stock fills at random."""
     config = load_config(folder).to_dict()
     model, missing = from_files(folder, stock_class(config), dtype, attention)
     check_complete(folder, config, missing)
@@ -92,8 +92,8 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
 
 
 def all_half(model: Any) -> Any:
-    """Cast every parameter and every stored buffer to fp16 in place, T5's ``wo`` too, and return the model. ``.half()``
-    alone would also cast what stock code makes itself: rotary frequencies in fp16 are another function."""
+    """Cast parameters and stored buffers to fp16 in place, T5's ``wo`` too. ``.half()`` would also cast rotary
+    frequencies, which makes another function."""
     kept = [(m, {name: m._buffers[name] for name in m._non_persistent_buffers_set}) for m in model.modules()]
     model.half()
     for module, buffers in kept:
@@ -102,8 +102,6 @@ def all_half(model: Any) -> Any:
 
 
 def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> tuple[Any, list[str]]:
-    """Return what the transformers class ``name`` makes of a folder, and the tensors that it did not find there. Raises
-    ``UserError`` where it cannot."""
     import transformers
 
     seen = VIEWS.get(Path(folder))
@@ -122,10 +120,9 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
 
 
 def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False) -> Any:
-    """Return the stock model of a checkpoint as ``load`` gives it with eager attention, on torch's meta device: without
-    values, except those of buffers and of tensors that no file holds and stock code makes. Two tensors that stock code
-    ties for being equal are one parameter only where the checkpoint lacks one of them. Raises ``UserError`` as ``load``
-    does."""
+    """Return a checkpoint's stock model with eager attention on the meta device, with buffers and tensors that no file
+    holds. Tensors that stock ties for being equal stay two where the checkpoint has both. Raises ``UserError`` as
+    ``load`` does."""
     folder = checkpoint.folder
     config = load_config(folder)
     try:
@@ -153,8 +150,8 @@ def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = 
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Make a stock model and the stacks inside it run an attention; raises what stock code raises for one it has not. A
-    stack may have a config of its own, which some versions of transformers 5 leave as it is (5.17)."""
+    """Make a stock model and its stacks run an attention; raises what stock raises for one it lacks. Some transformers
+    5 leave a stack's own config as it is (5.17)."""
     model.set_attn_implementation(implementation)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -170,8 +167,8 @@ NOTHING_REMOTE |= {"force_download": False, "subfolder": "", "trust_remote_code"
 def without_values(
     checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, any_shape: bool = False
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Return the stock model of a checkpoint on the meta device, and what its own loader says of the weights.
-    any_shape: note weights of other shapes there, instead of raising what stock code raises."""
+    """Return a checkpoint's stock model on the meta device, and what its loader says of the weights. any_shape: note
+    other shapes instead of raising."""
     import transformers
 
     weights = {
@@ -194,7 +191,7 @@ def without_values(
 
 
 def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
-    """Run a stock model, with a head that reads the end token alone at every position: no row needs one."""
+    """Run a stock model, its end-token head at every position: no row needs an end token."""
     stock, head = layout.stock, layout.head
     if not stock.reads_end_token or head is None:
         model(**inputs)
@@ -205,7 +202,7 @@ def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
 
 
 def fill_in(model: Any, checkpoint: Checkpoint) -> None:
-    """Give a model on the meta device its buffers, and the parameters that no file holds as stock code makes them."""
+    """Give a meta model its buffers, and stock's initial values for parameters that no file holds."""
     stored = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in checkpoint.tensors}
     drawn = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

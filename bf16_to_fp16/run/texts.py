@@ -1,14 +1,6 @@
-"""Rows of text from JSONL, CSV, Parquet and text files, and from datasets of the Hub: all of them are opened here.
-
-``texts`` reads data once from the first row to the last, as the probe does; ``open_texts`` makes a table of
-``datasets`` of them, which the training corpus reads again and again. Both have the same readers of files and one rule
-for which columns hold the text and its target. The Hub is asked once instead of for half a minute where it does not
-answer.
-
-``datasets`` has readers of JSON, CSV and text of its own. They are not used, because they change what they read: a text
-2020-01-01 becomes a time, the cell NA nothing, a list on a line a row of text; what is broken they name by the place in
-a block of the file, if at all. Without them a file is probed without the second that importing ``datasets`` takes.
-"""
+"""Rows of text from JSONL, CSV, Parquet, text files and Hub datasets. ``texts`` reads once; ``open_texts`` makes a
+table of ``datasets`` for training. ``datasets``' own readers change texts (2020-01-01 becomes a time, NA nothing) and
+place errors poorly."""
 
 from __future__ import annotations
 
@@ -32,8 +24,8 @@ _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may b
 
 
 def texts(data: str) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target (None where there is none) of every row of ``data``. data: what ``local_files`` takes, else
-    the id of a dataset on the Hub, of which the first 4096 rows are read. Raises UserError for what cannot be read."""
+    """Yield text and target (or None) of every row. data: as ``local_files`` takes it, else a Hub dataset, of which the
+    first 4096 rows are read. Raises UserError for what cannot be read."""
     files = local_files(data)
     yield from text_pairs(data, hub_rows(data) if files is None else chain.from_iterable(map(file_rows, files)))
 
@@ -41,9 +33,8 @@ def texts(data: str) -> Iterator[tuple[str, str | None]]:
 def choose_columns(
     strings: Iterable[str], input_column: str | None = None, target_column: str | None = None
 ) -> tuple[str | None, str | None]:
-    """Return which of the columns ``strings`` holds the text, and which one, if it is there, the target. The named
-    ones; else for the text ``input``, ``text`` or the first that is not the target, None where there is none, and for
-    the target ``target``."""
+    """Return the text's and the target's column: the named ones, else ``input``, ``text`` or the first that is not the
+    target, and ``target``; None where there is none."""
     target = target_column or (TARGET_COLUMN if input_column != TARGET_COLUMN else None)
     others = [name for name in strings if name != target]
     return input_column or next((name for name in (*TEXT_COLUMNS, *others) if name in others), None), target
@@ -52,9 +43,8 @@ def choose_columns(
 def text_pairs(
     data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target of ``rows``, whose first one decides on columns that are not named. data: how errors name
-    them. Raises UserError where no column holds strings, where a named one is missing or where the text's holds
-    something else later on."""
+    """Yield text and target of ``rows``; the first decides on columns that are not named. data: its name in errors.
+    Raises UserError where a column is missing or holds no strings."""
     column: str | None = None
     target: str | None = None
     for row in rows:
@@ -79,8 +69,8 @@ def _listed(names: Iterable[Any]) -> str:
 
 
 def file_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .jsonl, .json, .csv, .parquet or .txt file; all but Parquet may be packed as .gz. Raises
-    UserError where it cannot be read, with the number of the line where that can be told."""
+    """Yield the rows of a .jsonl, .json, .csv, .parquet or .txt file; all but Parquet may be .gz. Raises UserError
+    where it cannot be read, with the line's number if known."""
     if (ending := _ending(path)) == ".parquet":
         yield from parquet_rows(path)
         return
@@ -146,9 +136,8 @@ KINDS = (*READERS, ".parquet")  # endings of the files that can be read
 
 
 def local_files(path: str) -> list[Path] | None:
-    """Return the files, all of one kind, of a file's path, a pattern with ``*`` or a folder; None for what can only be
-    a dataset of the Hub. Raises UserError where there is none, or files of several kinds or of one that cannot be
-    read."""
+    """Return the files, all of one kind, of a path, ``*`` pattern or folder; None for a Hub dataset. Raises UserError
+    for none, several kinds, or a kind that cannot be read."""
     place = local_path(path)
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if _ending(file) in KINDS)
@@ -198,9 +187,8 @@ def hub_rows(name: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def asking_the_hub(name: str) -> Iterator[None]:
-    """Let ``datasets`` read the dataset ``name`` of the Hub, from its own cache where the Hub does not answer.
-    ``datasets`` alone would try again for half a minute first. Raises UserError where the Hub is out of reach and the
-    cache has no such dataset."""
+    """Let ``datasets`` read a Hub dataset, from its cache where the Hub does not answer: alone it retries for half a
+    minute. Raises UserError where the cache lacks it too."""
     import datasets
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
@@ -239,10 +227,9 @@ def open_texts(
     input_column: str | None = None,
     target_column: str | None = None,
 ) -> tuple[Any, tuple[str, str | None]]:
-    """Return a dataset of ``datasets``, and the names of its columns of texts and, where there is one, of targets.
-    path: what ``local_files`` takes, else the id of a dataset on the Hub, of which ``subset`` and ``split`` are taken.
-    Raises UserError for what cannot be read.
-    """
+    """Return a ``datasets`` table and its columns of texts and, where there is one, of targets. path: as
+    ``local_files`` takes it, else a Hub dataset with ``subset`` and ``split``. Raises UserError for what cannot be
+    read."""
     named = (input_column, target_column)
     files = local_files(path)
     wanted: dict[str, Any] = {}
@@ -278,7 +265,7 @@ def open_texts(
 def _local_rows(
     path: str, files: tuple[str, ...], columns: tuple[str | None, str | None], stamps: Any
 ) -> Iterator[dict[str, Any]]:
-    """The rows of local files as {"text", "target"}; ``stamps`` only tell ``datasets`` when a file has changed."""
+    """The rows as {"text", "target"}; ``stamps`` only tell ``datasets`` when a file has changed."""
     for name in files:
         for text, target in text_pairs(path, file_rows(Path(name)), *columns):
             yield {"text": text, "target": target}

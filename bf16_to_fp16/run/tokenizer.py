@@ -1,7 +1,5 @@
-"""A checkpoint's own tokenizer, and the batches that it makes of texts.
-
-A causal language model is given a text and its target as one row, any other model's decoder the target.
-"""
+"""Batches of texts by a checkpoint's tokenizer. A causal model gets text and target as one row, another's decoder the
+target."""
 
 from __future__ import annotations
 
@@ -24,10 +22,9 @@ from .texts import texts
 
 
 def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int, length: int) -> list[Batch]:
-    """Return rows of ``data`` as ids that the tokenizer in the folder ``source`` gives, the shortest first. data: as
-    ``texts`` takes it. seed: of the choice of rows, and of a decoder's ids for a text without a target. examples,
-    length: the most rows, and the most ids of each. Raises UserError for unusable data or tokenizer, and where that
-    gives an id past the vocabulary."""
+    """Return rows of ``data`` as ids by the tokenizer in ``source``, the shortest first. data: as ``texts`` takes it.
+    seed: of the rows, and of decoder ids without a target. examples, length: caps. Raises UserError for unusable data
+    or tokenizer, or an id past the vocabulary."""
     chosen = _sample(texts(data), examples, random.Random(seed))
     if not chosen:
         raise UserError(f"{data}: no examples in it; give a file with at least one")
@@ -73,7 +70,7 @@ def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int,
 
 
 def _sample(items: Iterable[tuple[str, str | None]], count: int, rng: random.Random) -> list[tuple[str, str | None]]:
-    """A uniform sample of at most ``count`` in one pass (Vitter's algorithm R), so that a large file is never held."""
+    """A uniform sample of at most ``count`` in one pass (Vitter's algorithm R)."""
     kept: list[tuple[str, str | None]] = []
     for seen, item in enumerate(items):
         if len(kept) < count:
@@ -84,7 +81,7 @@ def _sample(items: Iterable[tuple[str, str | None]], count: int, rng: random.Ran
 
 
 def without_end(ids: Tensor, tokenizer: Any) -> Tensor:
-    """Return the ids of a text that goes on: without the end token that some tokenizers set behind every text."""
+    """Return a text's ids without the end token that some tokenizers append."""
     return ids[:-1] if len(ids) > 1 and int(ids[-1]) == tokenizer.eos_token_id else ids
 
 
