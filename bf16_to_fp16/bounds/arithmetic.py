@@ -106,7 +106,6 @@ class Arithmetic:
     sums16: bool = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for a length that no sequence has."""
         if not 1 <= self.max_length <= MOST_POSITIONS:
             said = shortened(self.max_length)
             raise UserError(f"a maximum length of {said} is no number of positions; give 1 to {MOST_POSITIONS}")

@@ -132,7 +132,6 @@ class _Walk(Findings):
         return self.certificate()
 
     def table(self, name: str) -> tuple[Tensor, Tensor, float]:
-        """Return what ``table_of`` finds in an embedding, which both stacks may begin with."""
         if name not in self.tables:
             table = self.tensor(name)
             assert table is not None
@@ -213,7 +212,6 @@ class _Walk(Findings):
         return made.bound, expected
 
     def end(self, stack: ResolvedStack) -> None:
-        """Bound what a stack's final norm gives, and what the head makes of the last one's."""
         ends = stack.ends
         final, square = self.norm(ends.norm)
         keep = self.kept("stream") if ends.dropouts else 1.0
@@ -249,8 +247,7 @@ class _Walk(Findings):
         self.note(sublayer.add, SiteKind.RESIDUAL, self.stream)
 
     def norm(self, path: str) -> tuple[NormOutput, Tensor]:
-        """Return what a norm of the residual stream gives, and the mean square of its components; of the stream itself
-        without one."""
+        """Return a norm's output and its components' mean square; without a norm those of the stream."""
         if not path:
             return stream_itself(self.stream_axes, self.stream), self.stream_square
         length = min(float(self.stream.norm()), self.stream_norm)
@@ -308,8 +305,7 @@ class _Walk(Findings):
     def linears(
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, tuple[NormOutput, Tensor]]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
-        """Yield what ``linear`` gives of each path, kind and source; fused: how many rows of one matrix each has, none
-        where they are matrices of their own."""
+        """Yield ``linear`` of each; fused: rows of each in one matrix, none where each has its own."""
         if not fused:
             for path, kind, source in reads:
                 yield self.linear(path, kind, *source)
@@ -319,15 +315,13 @@ class _Walk(Findings):
         yield from zip(made.split(fused), expected.split(fused), strict=True)
 
     def project(self, path: str, weight: Tensor, made: Projection, entering: Tensor, square: Tensor) -> Tensor:
-        """Record an output projection and return the mean squares of what it gives; entering, square: bounds and mean
-        squares of its input."""
+        """Record an output projection; return its mean squares. entering, square: bounds, mean squares of its input."""
         expected = squared_matrix_vector(weight, square)
         self.record(path, SiteKind.OUTPUT, (made.bound, made.partial), expected, (entering, square))
         return expected
 
     def join(self, sublayer: Sublayer, made: Projection, expected: Tensor) -> None:
-        """Add what a sublayer's output projection gives to the stream, through the norm between where there is one;
-        expected: its mean squares."""
+        """Add a projection's output, through the norm behind it, to the stream; expected: its mean squares."""
         axes = None
         if sublayer.post_norm:
             length = min(made.length, float(made.bound.norm()))
@@ -344,7 +338,6 @@ class _Walk(Findings):
     # -- sublayers --------------------------------------------------------------------------------------------------
 
     def attention(self, sublayer: Attention) -> None:
-        """Bound one attention sublayer and add it to the stream."""
         heads, kv_heads = self.layout.heads(sublayer), self.layout.kv_heads(sublayer)
         source, square = self.norm(sublayer.norm)
         other = (source, square) if not sublayer.memory else self.memory
@@ -398,8 +391,7 @@ class _Walk(Findings):
         query: tuple[NormOutput, int],
         key: tuple[NormOutput, int],
     ) -> None:
-        """Bound a rotation of normalised queries and keys, and their scores; query, key: with the number of heads that
-        one norm is of."""
+        """Bound the rotation of normalised queries and keys, and their scores; each with its norm's number of heads."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
         one, other = (turned(source, a, together, rotary) for source, together in (query, key))
         self.turn({sublayer.query_norm: one.bound.flatten(), sublayer.key_norm: other.bound.flatten()})
@@ -409,8 +401,7 @@ class _Walk(Findings):
     def rotated_score(
         self, sublayer: Attention, rotary: Rotary, query: tuple[LinearBound, int], key: tuple[LinearBound, int]
     ) -> None:
-        """Bound a rotation of queries and keys as their projections make them, and their scores; query, key: with the
-        number of heads."""
+        """Bound the rotation of queries and keys without norms, and their scores; each with its number of heads."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
         one, other = rotated(*query, rotary, a, grown(rotary, a.max_length)), rotated(*key, rotary, a)
         if rotary.growth is not None:
@@ -425,7 +416,7 @@ class _Walk(Findings):
         self.scored(sublayer, rotated_score_bounds(one, other, a, scale), scale, factors)
 
     def turn(self, turned_rows: Mapping[str, Tensor]) -> None:
-        """Note what a rotation makes of modules' outputs as theirs: what moves their channels moves the turned ones."""
+        """Note a rotation's outputs as those of modules: what moves their channels moves the turned ones."""
         for path, most in turned_rows.items():
             bound, square = self.outputs[path]
             self.outputs[path] = (torch.maximum(bound, most), square)
@@ -449,7 +440,6 @@ class _Walk(Findings):
         return either(source, made), torch.maximum(square, made_square)
 
     def score(self, sublayer: Attention, heads: int, query: LinearBound, key: LinearBound) -> None:
-        """Bound the scores of every head."""
         scale = self.layout.score_scale(sublayer)
         made = score_bounds(query, key, heads, self.arithmetic, scale)
         self.scored(sublayer, made, scale, max(largest(query.bound), largest(key.bound)))
@@ -495,11 +485,10 @@ class _Walk(Findings):
         self.scores[sublayer.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)), excess)
 
     def feed_forward(self, sublayer: FeedForward) -> None:
-        """Bound one feed-forward sublayer and add it to the stream."""
         self.join(sublayer, *self.neurons(sublayer, *self.norm(sublayer.norm)))
 
     def experts(self, sublayer: Experts) -> None:
-        """Bound a router and all its experts, and add what those of a token may give to the stream."""
+        """Bound a router and its experts, and add what those of one token give to the stream."""
         source, square = self.norm(sublayer.norm)
         if self.arithmetic.train and sublayer.noise:
             # Where the norm's output is in fp32 already, stock code multiplies what the experts read as well.
@@ -595,7 +584,7 @@ class _Walk(Findings):
     # -- the head ---------------------------------------------------------------------------------------------------
 
     def head(self, head: Head, final: NormOutput, square: Tensor) -> None:
-        """Bound what a head makes of the last norm's output: logits, by one linear or by several."""
+        """Bound the logits, made by one linear or by several."""
         layout = self.layout
         scale, keep = layout.head_scale, self.kept("head") if head.dropout else 1.0
         if scale != 1.0:
@@ -631,8 +620,7 @@ class _Walk(Findings):
             self.note("model:mul", SiteKind.LOGITS, capped.result)
 
     def head_linear(self, linear: HeadLinear, final: NormOutput, square: Tensor) -> tuple[Tensor, Tensor]:
-        """Bound a head's linear on a norm's output, some rows at a time; return the bounds of its outputs and their
-        expected mean squares."""
+        """Return a head linear's bounds and expected mean squares, made some rows at a time."""
         table, bias = self.checked(linear.weight, self.read(linear.weight)), self.tensor(linear.bias)
         bounds, partials, expected, start = [], [], [], 0
         for rows in chunks(table):
@@ -654,7 +642,7 @@ class _Walk(Findings):
         return bound, squares
 
     def linear_behind(self, linear: HeadLinear, caps: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
-        """Bound a head's linear on what a tanh gives; caps, square: bounds and mean squares of its input."""
+        """Bound a head's linear behind a tanh; caps, square: bounds and mean squares of its input."""
         weight, bias = self.weight(linear.at)
         bound = bound_box(caps, weight, bias, self.arithmetic)
         expected = squared_matrix_vector(weight, square)
@@ -689,7 +677,7 @@ def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, flo
 
 
 def output_dropout(sublayer: Sublayer) -> str:
-    """Return the module that drops a sublayer's output in training, "" where it is a function."""
+    """Return the dropout's module, "" where it is a function."""
     if isinstance(sublayer, Attention):
         return sublayer.dropout
     return sublayer.dropouts[-1] if sublayer.dropouts else ""

@@ -198,7 +198,7 @@ class _Walk:
         return self.found
 
     def end(self, stack: ResolvedStack, source: NormOutput) -> None:
-        """Note what a stack's final norm gives where nothing may move it, and what the head makes of the last one's."""
+        """Note a final norm's output where nothing may move it, and the head's."""
         norm = stack.ends.norm
         if stack.is_encoder:
             self.memory = source
@@ -220,7 +220,6 @@ class _Walk:
         return effective(self.layout.tensors[name], wide(self.read(name))) if name in self.layout.tensors else None
 
     def pair(self, path: str) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a module."""
         weight = self.weight(f"{path}.weight")
         assert weight is not None
         return weight, self.weight(f"{path}.bias")
@@ -232,7 +231,6 @@ class _Walk:
     # -- the stream ---------------------------------------------------------------------------------------------------
 
     def embedding(self, ends: StackEnds) -> Tensor:
-        """What the stream begins with, by channel."""
         table = self.weight(self.layout.table(ends))
         assert table is not None
         amax = table.abs().amax(0) * self.layout.embedding_scale(ends)
@@ -266,8 +264,7 @@ class _Walk:
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Bounds of a sublayer's output projections by path, and of what they give together; zeros where a norm behind
-        them makes what joins the stream and none is wanted."""
+        """Bounds of output projections by path, and of their joint output; zeros behind an unwanted norm."""
         if sublayer.post_norm and not self.stream_counts and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
@@ -298,14 +295,12 @@ class _Walk:
             self.note(sublayer.add, self.stream)
 
     def read_by(self, norm: str) -> NormOutput:
-        """What a sublayer reads of the stream, through its norm where it has one."""
         if norm:
             return self.norm(norm)
         assert self.stream is not None
         return stream_itself(self.axes, self.stream)
 
     def norm(self, path: str) -> NormOutput:
-        """What a norm gives, of the stream where it is a LayerNorm."""
         return self.normalised(path, self.stream)
 
     def normalised(self, path: str, amax: Tensor | None) -> NormOutput:
@@ -328,8 +323,7 @@ class _Walk:
         return rows_of(weight, bias, source)
 
     def linears(self, fused: Sequence[int], *reads: tuple[str, NormOutput]) -> list[_Rows]:
-        """What each linear makes of its source; of one matrix, whose rows are ``fused`` in number, all linears there
-        are."""
+        """Return each linear of its source; ``fused`` ones have so many rows of one matrix."""
         if fused:
             return self.linear(*reads[0]).split(fused)
         return [self.linear(path, source) for path, source in reads]
@@ -549,7 +543,6 @@ class _Walk:
 
 
 def first_linears(sublayer: Sublayer) -> list[str]:
-    """Return the linears that read a norm's output in a feed-forward, or in experts and their router."""
     # Of a gate and neurons in one matrix there is one linear.
     found = list(
         dict.fromkeys(path for each in feed_forwards_of(sublayer) for path in (each.gate, each.linear) if path)
@@ -574,7 +567,6 @@ def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
 
 
 def rows_of(weight: Tensor, bias: Tensor | None, source: NormOutput) -> _Rows:
-    """Return what a linear makes of a norm's output, row by row."""
     matrix = weight * source.gain
     norms = source.radius * lengths(matrix)
     centre, partial = torch.zeros_like(norms), norms
@@ -586,8 +578,7 @@ def rows_of(weight: Tensor, bias: Tensor | None, source: NormOutput) -> _Rows:
 
 
 def homogeneous(one: _Rows, other: _Rows) -> tuple[_Rows, _Rows]:
-    """Return two linears of one norm's output as maps alone, what shift and bias give being one more column, as the
-    certificate does."""
+    """Return two linears as maps alone: shift and bias become one more column, as in the certificate."""
     centres, norms = (torch.cat(both).abs().sum() for both in ((one.centre, other.centre), (one.norms, other.norms)))
     share = (centres / norms.clamp(min=SMALL)).clamp(2.0**-20, 2.0**20)
     length, radius = one.radius * share.sqrt(), one.radius * (1 + share).sqrt()
@@ -600,12 +591,11 @@ def homogeneous(one: _Rows, other: _Rows) -> tuple[_Rows, _Rows]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return a tensor in fp32, one in fp64 as it is."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def directions(rows: _Rows) -> Tensor:
-    """Return the rows at length 1, zero ones as they are."""
+    """Zero rows stay as they are."""
     return rows.matrix / (rows.norms / rows.radius).clamp(min=SMALL)[:, None]
 
 
@@ -615,12 +605,11 @@ def balanced(one: Tensor, other: Tensor) -> Tensor:
 
 
 def lengths(x: Tensor) -> Tensor:
-    """Return ‖·‖₂ over the last axis."""
     return torch.linalg.vector_norm(x, dim=-1)
 
 
 def unit(x: Tensor) -> Tensor:
-    """Return vectors along the last axis at length 1, zero ones as they are."""
+    """Zero vectors stay as they are."""
     return torch.nn.functional.normalize(x, dim=-1, eps=SMALL)
 
 
@@ -635,7 +624,7 @@ def transposed(matrices: Tensor, vectors: Tensor) -> Tensor:
 
 
 def random_vector(like: Tensor) -> Tensor:
-    """Return the vector from which every power iteration begins, as long as the last axis: always the same."""
+    """Return the same start vector for every power iteration, as long as the last axis."""
     drawn = torch.randn(like.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     return drawn.to(like.device, like.dtype)
 
@@ -675,7 +664,7 @@ def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def largest_eigenvalue(*rows: Tensor) -> Tensor:
-    """Return that of Σ RᵀR over matrices of one width."""
+    """Return the largest eigenvalue of Σ RᵀR over matrices of one width."""
     with torch.no_grad():
         vector = unit(random_vector(rows[0]))
         for _ in range(STEPS):

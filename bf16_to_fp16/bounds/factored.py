@@ -21,11 +21,9 @@ class Sized(Protocol):
     """A matrix or what stands for one: its dtype and number of elements."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype that it is stored in."""
+    def dtype(self) -> torch.dtype: ...
 
-    def numel(self) -> int:
-        """Return the number of elements."""
+    def numel(self) -> int: ...
 
 
 def working_dtype(matrix: Sized) -> torch.dtype:
@@ -52,11 +50,9 @@ class Factored:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the weight is stored in."""
         return self.weight.dtype
 
     def numel(self) -> int:
-        """Return the number of elements."""
         return self.weight.numel()
 
     def part(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -108,12 +104,10 @@ class Tall:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of its weights."""
         return frozenset(part.name for block in self.blocks for part in block)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that its rows are made in."""
         return working_dtype(self.blocks[0][0])
 
     def parts(self, rows: int) -> Iterator[Tensor]:

@@ -62,7 +62,7 @@ def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, Line
 
 
 def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
-    """Return what vectors hold, as something that can be a key."""
+    """Return vectors as a key."""
     return tuple(vector.numpy().tobytes() if vector.any() else b"" for vector in vectors)
 
 

@@ -108,7 +108,6 @@ class Certificate:
 
 
 def is_inside(name: str, path: str) -> bool:
-    """Return whether a site lies in the module ``path`` or below it."""
     return name == path or name.startswith((f"{path}:", f"{path}."))
 
 
@@ -129,7 +128,6 @@ class Findings:
         self.scores: dict[str, ScoreRange] = {}
 
     def certificate(self) -> Certificate:
-        """Return what was found."""
         paths = [*self.outputs, *(p for p in self.scores if p not in self.outputs)]
         empty = (torch.zeros(0), torch.zeros(0))
         ranges = {
@@ -166,8 +164,7 @@ class Findings:
         self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
     def dropout(self, path: str, keep: float) -> None:
-        """Record the steps of a dropout in module ``path``: a mask of 0 and 1, divided by 1 − p; of several there the
-        largest counts."""
+        """Record a dropout's mask, divided by 1 − p; of several in a module the largest counts."""
         for site in (f"{path}:bernoulli", f"{path}:div"):
             self.inner[site] = max(self.inner.get(site, 0.0), (1 + UNIT) / keep)
 
@@ -207,14 +204,12 @@ class Findings:
         self.inner[f"{path}:weight"] = max(amax, self.inner.get(f"{path}:weight", 0.0))
 
     def weight(self, path: str) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of a linear."""
         weight = self.tensor(f"{path}.weight")
         assert weight is not None
         return weight, self.tensor(f"{path}.bias")
 
 
 def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
-    """Return bounds and expected mean squares as the planner takes them."""
     return ChannelRange(pair[0].float(), pair[1].float(), 1)
 
 

@@ -358,7 +358,7 @@ def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.d
 
 
 def number(value: float | Tensor) -> float:
-    """Return a number without its gradient."""
+    """Without its gradient."""
     return float(value.detach()) if isinstance(value, Tensor) else value
 
 
