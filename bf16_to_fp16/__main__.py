@@ -1,9 +1,6 @@
-"""The program: ``python -m bf16_to_fp16`` and the command ``bf16-to-fp16``.
-
-From the first import until the process ends, Ctrl-C gives status 130 and no traceback, so whatever takes long to
-import is imported inside ``main``. An exception that nothing has caught is a bug of this package: status 70, since 1
-would say "unsafe", and one line that names the file with the traceback.
-"""
+"""The program: ``python -m bf16_to_fp16`` and the command ``bf16-to-fp16``. Ctrl-C gives status 130 without a
+traceback, so slow imports stand inside ``main``. An uncaught exception is a bug: status 70, since 1 would say "unsafe",
+and the traceback in a file."""
 
 import codecs
 import gc
@@ -55,7 +52,7 @@ def main() -> int:
 
 
 class _Data:
-    """Standard output, without which the work is lost: that its disk refuses it is the user's to mend."""
+    """Standard output, without which the work is lost: a full disk is the user's to mend."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -77,7 +74,6 @@ class _Data:
             self.refused(error)
 
     def refused(self, error: OSError) -> None:
-        """Raise UserError, but for a reader that went away."""
         if isinstance(error, BrokenPipeError):
             raise error
         from .errors import UserError
@@ -94,10 +90,8 @@ class _Talk(_Data):
 
 
 def open_closed_streams() -> bool:
-    """Open the standard streams that are closed on nothing, and return whether standard output was.
-
-    The next files that are opened would otherwise be the standard streams, and be written to by whoever prints.
-    """
+    """Open closed standard streams on nothing, and return whether standard output was: the next opened files would
+    otherwise take their places."""
     closed = sys.stdout is None
     for number in (0, 1, 2):
         try:
@@ -111,7 +105,7 @@ def open_closed_streams() -> bool:
 
 
 def report_bug(error: Exception) -> int:
-    """Write an exception's traceback to a temporary file, ask for a report in one line, and return the status."""
+    """Write an exception's traceback to a temporary file, ask for a report, and return the status."""
     import tempfile
     import traceback
 

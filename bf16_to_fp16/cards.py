@@ -1,8 +1,5 @@
-"""NVIDIA's cards: what the driver shows of them, whether they compute in bf16, and which torch has kernels for them.
-
-torch cannot be asked for this: a build without CUDA sees no card, and on one without bf16 ``is_bf16_supported`` says
-that there is some, since it counts emulation.
-"""
+"""NVIDIA's cards by what the driver shows. torch cannot be asked: a build without CUDA sees no card, and
+``is_bf16_supported`` counts emulation."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ LAST_FOR_VOLTA = "2.7.1"  # the last torch whose plain wheel is for CUDA 12.6, w
 
 @dataclass(frozen=True)
 class Card:
-    """A card: its name, compute capability and memory in bytes."""
-
     name: str
     capability: tuple[int, int]
     memory: int
@@ -32,8 +27,7 @@ class Card:
 
 
 def cards() -> list[Card]:
-    """Return the cards that NVIDIA's driver shows, whether torch can use them or not; none where there is no driver, or
-    where ``CUDA_VISIBLE_DEVICES`` hides them."""
+    """Return the driver's cards, torch or not; none without a driver, or where ``CUDA_VISIBLE_DEVICES`` hides them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     asked = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -54,14 +48,13 @@ def cards() -> list[Card]:
 
 
 def computes_in_bf16(device: Any) -> bool:
-    """Return whether a ``torch.device`` computes in bf16 itself. A CPU and an MPS device do, whatever way they take."""
+    """Return whether a device computes in bf16 itself; a CPU and an MPS device do."""
     import torch
 
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FIRST_WITH_BF16
 
 
 def how_to_mend(capability: tuple[int, int]) -> str:
-    """Return the command that installs a torch with kernels for a card."""
     which = f"torch=={LAST_FOR_VOLTA}" if capability < OLDEST_IN_NEW_BUILDS else "torch"
     return f"pip install --force-reinstall {which} (other builds: https://pytorch.org/get-started/locally/)"
 

@@ -1,8 +1,5 @@
-"""The demonstration: three small checkpoints, really trained in bf16, that break in fp16 until they are converted.
-
-They ship with the package, so this needs neither a network nor arguments. How they were trained, and what was
-enlarged to make them overflow the way published checkpoints do, is in ``recipes/``.
-"""
+"""The demonstration: three small shipped checkpoints, trained in bf16, that break in fp16 until converted. How they
+were trained and enlarged is in ``recipes/``."""
 
 from __future__ import annotations
 
@@ -26,10 +23,8 @@ TEXT = "held_out.txt"
 
 
 def demo(out: Path, *, progress: Progress, show: bool = True) -> list[dict[str, Any]]:
-    """Audit each shipped checkpoint in fp16 as it is, convert it into ``out``, and return the reports of the results.
-
-    ``show``: print the tables to standard output. Raises UserError, before any work, where ``out`` cannot hold them.
-    """
+    """Audit each shipped checkpoint in fp16, convert it into ``out``, and return the reports. ``show``: print the
+    tables. Raises UserError, before any work, where ``out`` cannot hold them."""
     for name in CHECKPOINTS:
         check_out(out / name, force=True)
     reports = []

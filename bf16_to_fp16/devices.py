@@ -1,8 +1,5 @@
-"""Where the work runs: a device is asked for by name and used part by part.
-
-A part that runs out of its memory goes on on the CPU; what ran where is kept for the report. torch is imported when a
-device is looked for, so that a name can be refused without it.
-"""
+"""Where the work runs: a device by name, used part by part; a part that runs out of memory goes on on the CPU. torch is
+imported late, so that a name can be refused without it."""
 
 from __future__ import annotations
 
@@ -40,10 +37,8 @@ def checked_name(name: str) -> str:
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """Return the device of a name: auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps.
-
-    A ``torch.device`` is taken as it is. Raises UserError for another name, or for a device that is not there.
-    """
+    """Return the device of a name: auto (CUDA, else the CPU), cpu, cuda, cuda:N or mps. Raises UserError for another
+    name or a missing device."""
     import torch
 
     if isinstance(name, torch.device) and name.type not in ("cuda", "mps"):
@@ -65,7 +60,7 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether the installed torch can compute on a CUDA card: it is built for some of their kinds alone."""
+    """Return whether the installed torch is built for a CUDA card's kind."""
     import torch
 
     try:
@@ -97,7 +92,7 @@ def check_all_is_used(name: str) -> None:
 
 
 def shown(device: torch.device) -> str:
-    """Return a device's name for people: "cpu", or "cuda:0 (NVIDIA H200, compute capability 9.0)"."""
+    """Return "cpu", or "cuda:0 (NVIDIA H200, compute capability 9.0)"."""
     import torch
 
     if device.type != "cuda":
@@ -107,11 +102,7 @@ def shown(device: torch.device) -> str:
 
 
 class Device:
-    """A device that work runs on, part by part; a part that its memory has no room for goes on on the CPU.
-
-    ``asked``, ``name``: the device. ``used``: for each part of the work the devices that it ran on, one after the
-    other.
-    """
+    """A device for parts of the work. ``used``: for each part the devices that it ran on, in order."""
 
     def __init__(self, name: str | torch.device = "auto", progress: Progress | None = None) -> None:
         self.progress = progress or Progress(quiet=True)
@@ -120,10 +111,8 @@ class Device:
         self.used: dict[str, list[str]] = {}
 
     def run(self, part: str, work: Callable[[torch.device], T], *, wide: bool = False) -> T:
-        """Return what ``work`` makes on the device; where that has no memory left, on the CPU, which is said.
-
-        wide: the work needs fp64, which MPS lacks, and so runs on the CPU there.
-        """
+        """Return ``work``'s result on the device, or on the CPU where its memory is full, which is said. wide: needs
+        fp64, which MPS lacks."""
         import torch
 
         on_cpu, place = torch.device("cpu"), self.asked
@@ -171,10 +160,8 @@ def products_on(device: Device, part: str) -> Iterator[None]:
 
 
 def on_device(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of tensors on the CPU that runs where ``products_on`` says and gives its result on the CPU.
-
-    Each call stands for itself, so a device that is out of memory costs no more than the call.
-    """
+    """Return a function of CPU tensors that runs where ``products_on`` says. A call that runs out of memory costs no
+    more than itself."""
 
     @wraps(product)
     def placed(*tensors: Tensor) -> Tensor:

@@ -13,10 +13,8 @@ PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy", "ma
 
 
 def environment(device: str, used: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return the versions, the devices and the dtype that the figures were made with.
-
-    device: that was asked for. used: those that each part of the work ran on, one after the other.
-    """
+    """Return the versions, devices and dtype of the figures. device: as asked for. used: devices of each part, in
+    order."""
     return {
         "versions": {name: installed(name) for name in PACKAGES},
         "python": platform.python_version(),
@@ -34,8 +32,7 @@ def installed(package: str) -> str | None:
 
 
 def project_url() -> str | None:
-    """Return the project's address, the first http(s) one under ``[project.urls]`` of the installed package's metadata;
-    None where it names none."""
+    """Return the first http(s) address under ``[project.urls]`` of the installed metadata, or None."""
     try:
         named = metadata("bf16_to_fp16").get_all("Project-URL") or []
     except PackageNotFoundError:

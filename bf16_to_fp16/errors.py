@@ -1,9 +1,5 @@
-"""The one exception a user is meant to see, and the first line of any other.
-
-Everything that is the input's fault raises ``UserError`` with a message of one line that names the file or
-tensor and says how to mend it. The command line prints it as ``error: …`` and exits with status 2; any other
-exception is a bug of this package: status 70, and the traceback in a file.
-"""
+"""The one exception a user is meant to see: ``UserError``, one line that names the file or tensor and the remedy. The
+command line prints it as ``error: …`` with status 2; any other exception is a bug: status 70."""
 
 from __future__ import annotations
 

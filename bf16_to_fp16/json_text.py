@@ -1,4 +1,4 @@
-"""JSON of strangers: whatever it is, what cannot be used of it is one kind of error."""
+"""JSON of strangers: whatever cannot be used of it is one kind of error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from typing import Any
 
 
 def loads(text: str | bytes) -> Any:
-    """Return what a JSON text holds.
-
-    Raises json.JSONDecodeError, also where it is nested more deeply than Python can follow, holds an integer of
-    thousands of digits, is no Unicode text, or holds half a character (``\\ud800``), which no file can have again.
-    """
+    """Return what a JSON text holds. Raises json.JSONDecodeError also for too deep nesting, integers of thousands of
+    digits, invalid Unicode, or lone surrogates, which no file can hold again."""
     try:
         value = json.loads(text)
         if ("\\u" in text) if isinstance(text, str) else (b"\\u" in text):
@@ -41,8 +38,7 @@ def as_json(data: Mapping[str, object]) -> str:
 
 
 def finite(data: object) -> object:
-    """Return ``data`` with ±inf as ±the largest double and NaN as None: JSON has neither, and readers compare these
-    as numbers."""
+    """Return ``data`` with ±inf as ±the largest double and NaN as None: JSON has neither."""
     if isinstance(data, float):
         if math.isnan(data):
             return None

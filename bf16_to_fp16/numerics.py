@@ -1,10 +1,6 @@
-"""The limits of the 16-bit formats, and how far a number is from them.
-
-Two facts carry the whole package. fp16 has 11 significant bits, stops at 65504 and has its last subnormal at
-2⁻²⁴; bf16 has 8 significant bits and fp32's range. And a multiplication by a power of two is exact as long as the
-result neither overflows nor loses bits below the last subnormal, so such factors may be moved between weights
-without changing what a network computes.
-"""
+"""The limits of the 16-bit formats. fp16 has 11 significant bits, the largest 65504 and the last subnormal 2⁻²⁴; bf16
+has 8 bits and fp32's range. A multiplication by a power of two is exact unless it overflows or loses bits below the
+last subnormal."""
 
 from __future__ import annotations
 
@@ -44,10 +40,7 @@ MOST_POSITIONS = 2**31 - 1  # the longest sequence that a certificate may be ask
 
 
 def headroom_bits(amax: float, limit: float = FP16_MAX) -> float:
-    """Return log2(limit / amax): how many doublings are left before ``amax`` reaches ``limit``.
-
-    ``inf`` for amax = 0, ``-inf`` for an infinite or NaN amax.
-    """
+    """Return log2(limit / amax); ``inf`` for amax = 0, ``-inf`` for an infinite or NaN amax."""
     if amax == 0:
         return math.inf
     if not math.isfinite(amax):
@@ -56,12 +49,9 @@ def headroom_bits(amax: float, limit: float = FP16_MAX) -> float:
 
 
 def lowest_bit_exponent(x: torch.Tensor) -> torch.Tensor:
-    """Return for each element the exponent of its lowest set significand bit.
-
-    x: fp32, bf16 or fp16 tensor. Returns int32 of the same shape: the e with x = odd·2ᵉ. Zeros give 127 (no bit to
-    lose); non-finite elements give -1000 (no fp16 holds them). A value is on fp16's grid after scaling by 2ˢ iff e
-    + s ≥ −24, its significand has at most 11 bits and |x|·2ˢ ≤ 65504.
-    """
+    """Return int32 exponents e of the lowest set significand bits, x = odd·2ᵉ. x: fp32, bf16 or fp16. Zeros give 127,
+    non-finite elements -1000. A value times 2ˢ is on fp16's grid iff e + s ≥ −24, its significand has at most 11 bits
+    and |x|·2ˢ ≤ 65504."""
     import torch  # the limits are asked for by much that needs no torch
 
     bits = x.detach().to(torch.float32).contiguous().view(torch.int32)

@@ -1,7 +1,5 @@
-"""Progress of the work: a bar on a terminal or in a notebook, one line per step elsewhere, on standard error.
-
-Standard output belongs to data. Colours and bars come from rich, which respects ``NO_COLOR`` and dumb terminals.
-"""
+"""Progress on standard error: a bar on a terminal or in a notebook, else one line per step. rich respects ``NO_COLOR``
+and dumb terminals."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ class VisibleConsole(Console):
 
 
 class Progress:
-    """Shows on standard error, or in a notebook, how far the work is; with ``quiet`` nothing at all, as library calls
-    do by default."""
+    """Shows progress on standard error, or in a notebook; nothing with ``quiet``, the default of library calls."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = VisibleConsole(stderr=True, quiet=quiet, highlight=False)
@@ -42,10 +39,7 @@ class Progress:
 
     @contextmanager
     def step(self, text: str) -> Iterator[Advance]:
-        """Announce a step and yield a function that shows how far it is.
-
-        On a terminal or in a notebook that is a bar with the time left.
-        """
+        """Announce a step and yield a function that shows how far it is: a bar on a terminal or in a notebook."""
         notebook = self.console.is_jupyter and find_spec("ipywidgets") is not None  # which draws the bars there
         if not self.console.is_terminal and not notebook:
             self.say(text)
@@ -59,8 +53,7 @@ class Progress:
 
 
 def shown_by(progress: Progress | bool | None) -> Progress:
-    """Return what shows the progress of a library call: as given, bars and lines for True, nothing for False and
-    None."""
+    """Return a library call's progress: as given, bars and lines for True, nothing for False and None."""
     return progress if isinstance(progress, Progress) else Progress(quiet=not progress)
 
 

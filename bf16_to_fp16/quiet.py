@@ -1,8 +1,4 @@
-"""Silence of the libraries beneath: what matters of theirs is checked here and said by this package.
-
-Their settings belong to the whole process, so they are put back: whoever calls this package from a program keeps the
-bars and messages that the program has chosen.
-"""
+"""Silence of the libraries beneath; their settings belong to the whole process, so they are put back."""
 
 from __future__ import annotations
 

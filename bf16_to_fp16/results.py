@@ -34,7 +34,7 @@ class ReportObject(BaseModel):
 
 
 def dump(part: BaseModel) -> dict[str, Any]:
-    """Return a part as JSON data: the keys that it was given, in their order."""
+    """Return a part as JSON data: its given keys, in order."""
     return part.model_dump(by_alias=True, exclude_unset=True)
 
 
@@ -60,7 +60,7 @@ class Fidelity(ReportObject):
 
     @property
     def exact(self) -> bool:
-        """Whether the output's weights in fp32 gave every bit of the source's outputs; a KL of 0 may be rounded."""
+        """Whether fp32 outputs kept every bit; a KL of 0 may be rounded."""
         return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
 
 

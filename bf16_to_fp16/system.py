@@ -1,4 +1,4 @@
-"""The memory that a process may take, and what its threads keep of it."""
+"""The memory that a process may take and its threads keep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ M_ARENA_MAX = -8  # glibc's mallopt option: how many arenas threads allocate in,
 
 
 def available_memory() -> float:
-    """Return the bytes that this process may still take: what is free, less where a cgroup or a limit leaves less."""
+    """Return the bytes that this process may still take, within its cgroup and limits."""
     limits = [float(psutil.virtual_memory().available)]
     process = psutil.Process()
     if hasattr(process, "rlimit"):
@@ -35,8 +35,8 @@ def available_memory() -> float:
 
 @contextmanager
 def one_arena() -> Iterator[None]:
-    """Have new threads allocate where others do: each with an arena of its own would keep what it has freed, several
-    times what is in use. At the end what lies free between what is in use is given back. Only glibc has arenas."""
+    """Have new threads share one arena: each of their own would keep what it has freed. What lies free between is given
+    back at the end. Only glibc has arenas."""
     library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "mallopt"):
         yield

@@ -1,7 +1,5 @@
-"""What a checkpoint can be made and bounded for: targets, and the tiers of arithmetic that they stand for.
-
-Nothing here imports torch, so that the command line lists them before anything heavy is loaded.
-"""
+"""Targets of a checkpoint and the tiers of arithmetic they stand for. Nothing here imports torch, so that the command
+line lists them fast."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ MARGIN_BITS = 1.25  # how many bits an observed signal keeps to its limit: data 
 
 @dataclass(frozen=True)
 class Tier:
-    """A class of runtimes: its name in reports, the target that asks for it, its title for people, its arithmetic, and
-    the runtimes in it."""
+    """A class of runtimes: its name in reports, the target that asks for it, its title, arithmetic and runtimes."""
 
     name: str
     target: str
@@ -53,8 +50,6 @@ TIERS = (
 
 @dataclass(frozen=True)
 class Target:
-    """What weights can be planned and bounded for: its name, its arithmetic, and what ``convert`` says of it."""
-
     name: str
     where: str
     made: str

@@ -1,9 +1,5 @@
-"""What is printed holds no control characters: names in other people's files and a server's words could steer a
-terminal, turn a line around or hide a part of it.
-
-Escaped are Unicode's control and format characters (C0 but for newline and tab, C1, directions, joiners, tags), its
-separators of lines, and halves of surrogate pairs, which file names of other encodings become and no stream takes.
-"""
+"""Printed text without control characters: others' names could steer a terminal or hide text. Escaped are Unicode's
+control and format characters (but newline and tab), line separators, and surrogates, which no stream takes."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Categories of the characters that are
 
 
 def visible(text: str, *, as_json: bool = False) -> str:
-    """Return a text with what cannot be seen escaped as Python does, or as JSON does, of which it then stays one."""
+    """Return a text with what cannot be seen escaped, as Python does or as JSON, which it then stays."""
     if text.isprintable():
         return text
     return "".join(

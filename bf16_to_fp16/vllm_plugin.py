@@ -1,10 +1,7 @@
-"""A plugin by which vLLM runs converted folders in fp16 that it refuses by their model type.
-
-vLLM refuses float16 for some model types whatever the weights are (``_FLOAT16_NOT_SUPPORTED_MODELS`` in its
-``config/model.py``: gemma2, gemma3, gemma3_text and glm4 in 0.33), and ``--dtype auto`` takes bf16 there. Its entry
-point group ``vllm.general_plugins`` names ``register``, which vLLM calls in each of its processes. The refusal is
-lifted for one local folder at a time: its report says safe, and its files have the hashes that the report lists.
-"""
+"""A plugin by which vLLM runs converted folders in fp16 that it refuses by their model type
+(``_FLOAT16_NOT_SUPPORTED_MODELS`` in its ``config/model.py``: gemma2, gemma3, gemma3_text, glm4 in 0.33). vLLM calls
+``register``, the entry point of ``vllm.general_plugins``, in each process. The refusal is lifted for one local folder
+whose report says safe and whose hashes match."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ FP16_OR_AUTO = ("auto", "half", "float16")
 
 
 def register() -> None:
-    """Wrap vLLM's choice of a dtype, once; leave vLLM as it is where it has no such function."""
+    """Wrap vLLM's choice of a dtype, once, where it has that function."""
     from vllm.config import model as module
 
     if not (isinstance(getattr(module, REFUSED, None), dict) and callable(getattr(module, DECIDES, None))):
@@ -57,7 +54,7 @@ def register() -> None:
 
 @cache
 def objection(folder: Path) -> str | None:
-    """Return why a folder is not what a report calls safe, in words, or None. Hashes every file, once in a process."""
+    """Return why a folder is not what a report calls safe, or None. Hashes every file, once in a process."""
     try:
         report = read_recorded(folder)
         checkpoint = open_checkpoint(folder)
@@ -72,7 +69,6 @@ def objection(folder: Path) -> str | None:
 
 @contextmanager
 def lifted(refused: dict[str, str], model_type: str) -> Iterator[None]:
-    """Take one model type off the list for a moment."""
     reason = refused.pop(model_type)
     try:
         yield

@@ -1,8 +1,5 @@
-"""YAML as people mean it: the scalars of YAML 1.2, no key twice, and an error of one line with the place to mend.
-
-Numbers are read as YAML 1.2 reads them (``1e-4`` is a number, ``off`` is a word), since YAML 1.1's rules surprise
-people.
-"""
+"""YAML by version 1.2's scalars (``1e-4`` is a number, ``off`` a word), no key twice, errors in one line with the
+place."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ from .errors import UserError
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """Return what a YAML file holds, None for an empty one; ``what`` it is, in a word for messages.
-
-    Raises UserError of one line for a file that cannot be read, is not UTF-8 or not YAML.
-    """
+    """Return what a YAML file holds, None for an empty one. what: names it in messages. Raises UserError for a file
+    that cannot be read, is not UTF-8 or not YAML."""
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -32,12 +27,9 @@ def read_yaml(path: Path, what: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2, which refuses a key given twice.
-
-    ruamel.yaml, which reads YAML 1.2 by itself, would need as much beside it: it makes dates of ``2020-01-01``, takes
-    ``.5e3`` for text, fails at ``=``, merges at ``<<``, goes back to YAML 1.1 where a file asks for it, and lets keys
-    that are no words and lists that hold themselves through.
-    """
+    """PyYAML's safe loader with YAML 1.2's scalars, which refuses duplicate keys. ruamel.yaml would need as much beside
+    it: it makes dates of ``2020-01-01``, takes ``.5e3`` for text, fails at ``=``, merges at ``<<``, and lets
+    self-holding lists through."""
 
 
 _SCALARS = {

@@ -1,8 +1,5 @@
-"""A model of any other transformers class, run in its regimes: where its fp16 breaks, and by how much.
-
-The observer knows operations and not families, so it sees inside any model. What a family adds is left out: bounds,
-conversion, a choice of ids by the weights, and a walk over the files; each regime is loaded whole.
-"""
+"""A model of any other transformers class in its regimes: where its fp16 breaks, and by how much. Bounds, conversion,
+chosen ids and the walk over files need a family; here each regime is loaded whole."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ from .regimes import DTYPES, RegimeResult, SiteResult, audit_each, audit_model, 
 
 @dataclass(frozen=True)
 class AnyModel:
-    """A checkpoint whose class belongs to no family. ``config``: that with which inputs are made. ``attention``: those
-    that the class has."""
+    """A checkpoint whose class belongs to no family. ``config``: makes the inputs. ``attention``: those of the
+    class."""
 
     folder: Path
     name: str
@@ -38,8 +35,8 @@ class AnyModel:
     generates: bool
 
     def load(self, dtype: torch.dtype, *, half: bool = False) -> Any:
-        """Return the model in eval mode on the CPU; ``half``: every weight cast to fp16. Raises UserError where stock
-        code cannot load it, or finds a tensor missing that it would draw at random."""
+        """Return the model in eval mode on the CPU; half: every weight in fp16. Raises UserError where stock code
+        cannot load it or would draw a missing tensor at random."""
         model, missing = from_files(self.folder, self.name, dtype, self.attention[0])
         if missing:
             raise UserError(
@@ -50,9 +47,8 @@ class AnyModel:
 
 
 def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:
-    """Return the checkpoint in ``folder`` ready to be audited; an attention that its class lacks is left out, and said.
-    Raises UserError for a class that transformers does not have (code in the folder is never run), one without a
-    vocabulary, and where no attention is left."""
+    """Return a checkpoint ready to audit, without attentions that its class lacks. Raises UserError for a class outside
+    transformers (its code is never run), one without a vocabulary, and where no attention is left."""
     import transformers
 
     config = any_config(folder)
@@ -84,8 +80,8 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
 
 
 def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = False) -> list[Batch]:
-    """Return the probe and the user's text as inputs of a model, all with a head, and a generation where the class can.
-    Raises UserError for data that cannot be used."""
+    """Return the probe and the user's text, with a head, and a generation where the class can. Raises UserError for
+    unusable data."""
     made = probe.batches(model.config, None, None, seed=seed, sweep=sweep)
     if data is not None:
         made += probe.batches(model.config, model.folder, data, seed=seed)
@@ -134,7 +130,7 @@ def lost_weights(model: Any) -> list[SiteResult]:
 
 
 def with_lost_weights(result: RegimeResult, weights: Sequence[SiteResult]) -> RegimeResult:
-    """Return the result with these weights as sites, first of all: of a large vocabulary a probe draws a few rows."""
+    """Return the result with these weights as first sites: a probe draws few rows of a large vocabulary."""
     seen = {site.name for site in result.sites}
     lost = [site for site in weights if site.name not in seen]
     if not lost:

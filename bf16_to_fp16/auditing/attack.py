@@ -1,11 +1,7 @@
-"""The adversary: a gradient search for the inputs that bring each site nearest to its limit.
-
-Every row of a batch goes after a goal of its own, a site or 1/σ of what a norm reads: over convex combinations of rows
-of the embedding table (the hull that the certificate covers), and over token ids, changing one position at a time to
-what the gradient prefers and keeping what improves (HotFlip, Ebrahimi et al. 2018). After each round every input found
-is tried on every goal, and the next round starts from the best. What is found is measured again in fp32 and in real
-fp16 arithmetic.
-"""
+"""A gradient search for the inputs that bring each site nearest to its limit. Each row of a batch climbs towards one
+site or 1/σ of a norm's input, over mixtures of embedding rows (the certificate's hull) and over ids, one position at a
+time (HotFlip, Ebrahimi et al. 2018). Each round tries all inputs on all goals and starts from the best. Finds are
+measured again in fp32 and in real fp16."""
 
 from __future__ import annotations
 
@@ -51,8 +47,7 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Found:
-    """What one site reached: by as many random inputs, by tokens, by mixtures of the table's rows, all in fp32, and in
-    fp16 by any of them."""
+    """A site's largest values in fp32, by random inputs, tokens and mixtures, and in fp16 by any of them."""
 
     name: str
     random: float
@@ -72,8 +67,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Attack:
-    """Each site's findings, and per attacked site the worst ids of the encoder and the decoder (empty for an
-    encoder)."""
+    """Each site's findings, and per attacked site the worst ids of encoder and decoder."""
 
     steps: int
     seed: int
@@ -109,13 +103,13 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
 
 
 class _Elite:
-    """The best inputs found so far for each goal, best first, with what they reach."""
+    """The best inputs so far for each goal, best first, with what they reach."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[tuple[float, Inputs]]] = {}
 
     def offer(self, x: Inputs, reached: Mapping[str, Tensor]) -> None:
-        """Take the rows of ``x`` that are among the best; reached: what each row reaches of every goal, [rows]."""
+        """Take rows of ``x`` that are among the best; reached: of every goal, [rows]."""
         for goal, values in reached.items():
             kept = self.kept.setdefault(goal, [])
             # NaN is past every limit.
@@ -128,7 +122,6 @@ class _Elite:
             del kept[STARTS:]
 
     def starts(self, goals: Sequence[str]) -> Inputs:
-        """Return a start for each row: of rows with the same goal the n-th takes the n-th best."""
         seen: dict[str, int] = {}
         parts = []
         for goal in goals:
@@ -140,7 +133,7 @@ class _Elite:
 
 @dataclass(frozen=True)
 class _Climb:
-    """A way uphill: each row's goal, the inputs it starts from, in how many steps, and what to call after each."""
+    """Each row's goal and start, the number of steps, and a callback after each."""
 
     goals: Sequence[str]
     start: Inputs
@@ -149,8 +142,7 @@ class _Climb:
 
 
 class _Adversary:
-    """A model under attack: its inputs, what they reach of every goal, and the searches, each of which goes uphill from
-    a start and returns the best that every row has come by."""
+    """A model under attack. Each search goes uphill from a start and returns every row's best."""
 
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
@@ -172,8 +164,6 @@ class _Adversary:
         """Goals that are 1/σ of a norm's input, with the site that the norm reads."""
 
     def draw(self, rows: int) -> Inputs:
-        """Return random ids; every fourth row repeats one token."""
-
         def side() -> Tensor:
             ids = torch.randint(self.vocabulary, (rows, self.length), generator=self.generator)
             ids[::4] = ids[::4, :1]
@@ -193,7 +183,7 @@ class _Adversary:
         run_everywhere(model, self.layout, **{kind: x[0]}, attention_mask=mask, **decoder)
 
     def values(self, x: Inputs) -> dict[str, Tensor]:
-        """Return what each goal is read from, differentiable: a site's values, or 1/σ of what a norm reads."""
+        """Return each goal's differentiable values: a site's, or 1/σ of a norm's input."""
         with watched(self.model, self.layout) as values:
             self.run(x)
         for goal, stream in self.narrow.items():
@@ -217,8 +207,8 @@ class _Adversary:
         return tuple(self.best_words(side, table, nearest=True)[1] for side, table in sides)
 
     def best_words(self, x: Tensor, table: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
-        """Return for every position the largest x·row of a table and its id, a few thousand rows at a time. nearest:
-        the largest x·row − ‖row‖²/2, which is that of the row with the least ‖x − row‖."""
+        """Return for every position the largest x·row of a table and its id, in chunks. nearest: the largest x·row −
+        ‖row‖²/2 instead, of the row nearest to x."""
         best = torch.full(x.shape[:2], -math.inf, device=x.device)
         word = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
         for start in range(0, len(table), 4096):
@@ -232,8 +222,8 @@ class _Adversary:
         return best, word
 
     def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
-        """Return the largest |x| of every operation on all inputs, ids or embeddings. The first row of each comes again
-        with as many positions masked as fp16 asks for, so that the mask's operations run."""
+        """Return every operation's largest |x| on all inputs. Each first row comes again with as much masking as fp16
+        bears, so that the mask's operations run."""
         spare = spare_padding(model.config.to_dict()) or 1
         last = int(spare) if spare < self.length else 0
         observer = SiteObserver(model)
@@ -270,7 +260,7 @@ class _Adversary:
         return self.climb(climb, lambda: tuple(map(mixed, sides, climb.start, tables)), optimizer)
 
     def climb(self, climb: _Climb, make: Callable[[], Inputs], optimizer: torch.optim.Optimizer) -> Inputs:
-        """Step uphill on the embeddings that ``make`` gives; return each row's best, its start included."""
+        """Step uphill on ``make``'s embeddings; return each row's best, its start included."""
         with torch.no_grad():
             best, kept = self.reached(climb.start, climb.goals), climb.start
         for _ in range(climb.steps):
@@ -332,15 +322,10 @@ def attack(
     sites: Sequence[str] | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> Attack:
-    """Return what ``steps`` gradient steps, most over embeddings and one in ``TOKEN_SHARE`` over tokens, find at each
-    site of ``model``.
-
-    model: a stock model in eval mode with the weights that will run in fp16, in any dtype, on the device of the search;
-    it is not changed. sites: audit names to go after, by default all that the search has a way to; a name given several
-    times gets as many rows. Scores stand for what a scale, a bias or a mask makes of them. Every other operation is
-    measured on the same inputs. length: positions of both
-    sides. Deterministic for a seed, on every device.
-    """
+    """Return what ``steps`` gradient steps, one in ``TOKEN_SHARE`` over tokens, find at each site. model: a stock model
+    in eval mode with the weights that run in fp16, in any dtype; unchanged. sites: audit names to go after, by default
+    all within reach; a repeated name gets more rows. Scores stand for their scaled, biased or masked forms. length:
+    positions of both sides. Deterministic for a seed, on every device."""
     half = fixed(copy.deepcopy(model).half())
     wide = fixed(copy.deepcopy(model).float())
     adversary = _Adversary(wide, layout, seed, min(length, longest_sequence(model.config)))
@@ -368,7 +353,7 @@ def search_by(adversary: _Adversary, sites: Sequence[str] | None) -> _AttackSear
 
 
 def way_to(site: str, known: Sequence[str]) -> str:
-    """Return the goal by which a search comes to a site: itself, or its attention's scores; "" for none."""
+    """Return the goal that reaches a site: itself, its attention's scores, or "" for none."""
     scores = f"{site.partition(':')[0]}:scores"
     return site if site in known else scores if scores in known else ""
 

@@ -1,9 +1,5 @@
-"""Compare every output of a stock class with the source's: logits, hidden states, attentions.
-
-A plan multiplies some outputs by powers of two, and the report lists these factors. Both models run in fp32 on the same
-small batches; an output that is off by more than its factor and rounding is an error. The source's own error in bf16 is
-the measure of rounding.
-"""
+"""Compare every output of a stock class with the source's: logits, hidden states, attentions. Both run in fp32 on small
+batches; an output may differ by its recorded power of two and rounding, measured by the source's bf16 error."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ def run_recording(model: Any, batch: Batch, recorded: Sequence[Batch], outputs: 
 
 
 def all_outputs(output: Any) -> EveryOutput:
-    """Return the tensors of a stock output on the CPU; the last of ``hidden_states`` is named as the last state."""
+    """Return a stock output's tensors on the CPU; the last of ``hidden_states`` has the last state's name."""
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, value in output.items():
         layers = value if isinstance(value, (tuple, list)) else (value,)

@@ -1,8 +1,5 @@
-"""Whether fp16 is the more accurate 16-bit format for a checkpoint, measured.
-
-The source in fp32 is the reference; the source in bf16 and the output in fp16 are compared with it on the same batches.
-An encoder gives states, not probabilities: there the relative squared error stands in for the divergence.
-"""
+"""Whether fp16 is the more accurate 16-bit format for a checkpoint: the source in bf16 and the output in fp16 are
+compared with the fp32 source. An encoder's states are compared by relative squared error."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ Outputs = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """The outputs of a source in fp32, and in bf16 as a stock user would run it; every one of them on a few batches."""
+    """A source's outputs in fp32 and in bf16; every one of them on a few batches."""
 
     fp32: Outputs
     bf16: Outputs
@@ -42,13 +39,12 @@ class Reference:
 
 
 def compared(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the batches on which models are compared: not those that generate, lack the head or have blind padding."""
     return [b for b in batches if b.head and not b.generate and not b.blind]
 
 
 def output_on(batch: Batch, output: Any) -> Tensor:
-    """Return what a stock output gives, [choices, channels]: logits or last hidden states at the positions that are not
-    padding, a row's logits where there is one choice for a row, for a span's start and end those of every position."""
+    """Return a stock output's logits or last states, [choices, channels], at unpadded positions; a row's logits for one
+    choice a row, every position's for a span."""
     values = values_of(output).detach().cpu()
     mask = (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
     if values.dim() == 2:
@@ -62,9 +58,8 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 def add_outputs(
     walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
 ) -> list[Lane[Tensor]]:
-    """Add to a walk one lane for each batch that is compared, whose results are ``Outputs``; products are those of
-    ``FastProducts``. every: where all that is given on ``smallest_batches`` is put, in their order. options: of
-    ``Walk.add``."""
+    """Add a lane to a walk for each compared batch; the results are ``Outputs``, by products of ``FastProducts``.
+    every: takes all outputs on ``smallest_batches``, in order. options: of ``Walk.add``."""
     shown = [] if every is None else smallest_batches(compared(batches))
     put = [] if every is None else every
     put.extend({} for _ in shown)
@@ -84,8 +79,8 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Add lanes as ``add_outputs`` does in fp32, of which each gives how far its output, times ``scale``, is from the
-    ``expected`` one: outputs of many runs, of a large vocabulary, would fill the memory."""
+    """Add fp32 lanes whose results are the differences of their outputs, times ``scale``, from the ``expected``:
+    keeping the outputs of many runs would fill the memory."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
         with FastProducts():
@@ -110,7 +105,6 @@ class Difference:
         self.positions = 0
 
     def add(self, a: Tensor, p: Tensor | None, other: Tensor) -> None:
-        """Add [positions, channels] of both in float64; p: log-probabilities of ``a`` where it is logits."""
         b = other.double()
         error = (a - b).abs_().max()
         self.error = max(self.error, float(error) if math.isfinite(error) else math.inf)
@@ -132,8 +126,7 @@ class Difference:
 
 
 def parts_of(expected: Tensor, *, probabilities: bool) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield an output some positions at a time: which, their values in float64, and their log-probabilities where they
-    are logits."""
+    """Yield an output in parts: positions, float64 values and, for logits, log-probabilities."""
     positions = max(1, _ELEMENTS_AT_A_TIME // expected.shape[1])
     for start in range(0, len(expected), positions):
         part = slice(start, start + positions)
@@ -159,8 +152,8 @@ def mean_divergence(differences: Sequence[Difference]) -> float:
 
 @torch.no_grad()
 def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabilities: bool) -> Fidelity:
-    """Return how far ``bf16`` and ``fp16`` are from ``reference``, all on the same batches. probabilities: whether they
-    are logits. Raises ``ValueError`` where there are no batches."""
+    """Return how far ``bf16`` and ``fp16`` are from ``reference``. probabilities: they are logits. Raises
+    ``ValueError`` without batches."""
     from_bf16, from_fp16 = Difference(), Difference()
     for i, expected in enumerate(reference):
         for part, a, p in parts_of(expected, probabilities=probabilities):

@@ -1,9 +1,6 @@
-"""The range of gradients under fp16 AMP: the loss scale that they allow, and what is lost at it.
-
-A dynamic scaler halves its scale whenever a gradient overflows, so it settles where the largest one just fits. What is
-then under 2⁻²⁵ becomes 0. A signal that is multiplied by 2^r has a gradient of 2^-r times the size: a stream that is
-shrunk further than the forward needs costs the smallest gradients elsewhere.
-"""
+"""Gradients under fp16 AMP: the loss scale that they allow, and what is lost at it. A dynamic scaler settles where the
+largest gradient just fits; what is under 2⁻²⁵ becomes 0. A signal times 2^r has gradients times 2^-r: a stream that
+shrinks further than needed costs the smallest gradients elsewhere."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ SHOWN = 20  # sites that a report lists
 
 @dataclass(frozen=True)
 class GradientSite:
-    """The gradients of one operation: the largest, at the loss scale, and the share of elements that are 0 in fp16 and
-    not in fp32."""
+    """One operation's largest gradient, at the loss scale, and the share of elements lost to 0 in fp16."""
 
     name: str
     amax: float
@@ -39,10 +35,9 @@ class GradientSite:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the backward pass shows under fp16 AMP. ``loss_scale``: the largest power of two from 2⁻¹⁰ to 2¹⁶ at which
-    no gradient overflows, None where none is small enough; ``flushed``: the share of all elements that are 0 in fp16
-    and not in fp32; ``largest``: the site that decides the scale, without one the site whose gradient overflows at any,
-    None where the loss is not finite; ``sites``: from the most flushed on."""
+    """The backward pass under fp16 AMP. ``loss_scale``: the largest power of two from 2⁻¹⁰ to 2¹⁶ at which no gradient
+    overflows, or None. ``flushed``: the share of elements lost to 0 in fp16. ``largest``: the site that decides the
+    scale, or overflows at any; None for a loss that is not finite. ``sites``: the most flushed first."""
 
     loss_scale: float | None
     flushed: float = 0.0
@@ -54,8 +49,8 @@ class Gradients:
 
 
 def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]:
-    """Return what a model gives for a batch, and its loss; None where it gives nothing. Without labels the loss pulls
-    what it gives towards zero."""
+    """Return a model's output and loss, None where there is no output; without labels the loss pulls outputs to
+    zero."""
     labelled = batch.head and predicts_tokens(config_of(model))
     # A causal model has nothing to predict behind a token that stands alone.
     labelled = labelled and bool((batch.labels() != IGNORED_LABEL).any())
@@ -97,7 +92,7 @@ class _Sum:
 def _backward(
     model: nn.Module, batches: Sequence[Batch], scale: float, *, autocast: bool, seed: int
 ) -> dict[str, _Sum]:
-    """Return the gradients of all batches by site, under autocast those in fp16; none where a loss is not finite."""
+    """Return all gradients by site, under autocast the fp16 ones; none where a loss is not finite."""
     observer, place = SiteObserver(model), next(model.parameters()).device
     with observer, torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
         torch.manual_seed(seed)

@@ -1,12 +1,8 @@
-"""The verdict: a checkpoint run in the ways people run it in fp16, with every operation measured.
-
-The regimes differ in what is fp16. ``stock`` is what ``from_pretrained(dtype=float16)`` gives (T5's ``wo`` stays fp32,
-and with it the residual); ``half`` has every weight in fp16, and what no file holds as stock code makes it; ``amp``
-keeps fp32 weights and lets autocast run the matrix products in fp16. Each runs with eager attention, where the scores
-can be measured, and with SDPA, whose kernels do not show them. Finite logits prove nothing, since stock code clamps
-residuals: a regime is safe iff no output of any operation is non-finite or saturated, apart from what is so by design.
-Beside the verdict stands what sank: a signal below the smallest normal number overflows nowhere and has lost bits.
-"""
+"""A checkpoint run in the ways people run it in fp16, every operation measured. ``stock``:
+``from_pretrained(dtype=float16)``, which leaves T5's ``wo`` and so the residual in fp32. ``half``: every weight in
+fp16. ``amp``: fp32 weights, matrix products in fp16 by autocast. Each runs with eager attention, where scores can be
+measured, and with SDPA, whose kernels hide them. Finite logits prove nothing, since stock code clamps residuals: a
+regime is safe iff no operation's output is non-finite or saturated other than by design."""
 
 from __future__ import annotations
 
@@ -64,7 +60,7 @@ _SIGNALS = ("", "context", "embedding", "add", "mul", "layer_norm")
 @dataclass(frozen=True)
 class SiteResult:
     """One site of a regime, merged over batches and attentions; fields as in ``observe.sites.Site``. ``benign``: the
-    reason, or None. ``fp32``: the largest |x| in fp32 of a site that broke, None where that is not known."""
+    reason, or None. ``fp32``: the largest |x| in fp32 of a site that broke, if known."""
 
     name: str
     amax: float
@@ -78,7 +74,6 @@ class SiteResult:
 
     @property
     def broken(self) -> bool:
-        """Whether some of its values are not finite, or saturated, other than by design."""
         return bool(self.nonfinite or self.saturated)
 
     @classmethod
@@ -105,15 +100,11 @@ class Run:
 
 @dataclass(frozen=True)
 class RegimeResult:
-    """What one regime showed: totals over its sites, and the sites from the tightest on.
-
-    ``amax`` and ``headroom_bits`` are those of the tightest site that has a limit; ``nonfinite_logits`` counts what a
-    user would see of it. Sites equally tight stand in the order they ran: an overflow began at the first.
-    ``underflow``: the fp16 signals of the forward below the smallest normal number, 2⁻¹⁴, on every input; one that is
-    zero throughout only where it is not zero in fp32. ``runs``: what ran, by attention. ``same_as``: the regime that
-    computes the very same, whose run this is. ``norms``: what entered each norm, in ``half`` under the first attention.
-    ``vectors``: whether what stands behind a sentence encoder ran too. ``gradients``: of ``amp`` in training.
-    """
+    """One regime's totals, and its sites from the tightest on, ties in the order they ran. ``nonfinite_logits``: what a
+    user would see. ``underflow``: fp16 signals below 2⁻¹⁴ on every input; all zeros only where fp32 has others.
+    ``runs``: what ran, by attention. ``same_as``: the regime whose run this is. ``norms``: norms' inputs, in ``half``
+    under the first attention. ``vectors``: a sentence encoder's further modules ran. ``gradients``: of ``amp`` in
+    training."""
 
     regime: str
     nonfinite: int
@@ -134,9 +125,8 @@ class RegimeResult:
         return self.nonfinite == 0 and self.saturated == 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``regimes`` entry of the report, in finite numbers. JSON has no infinity: an overflowed amax is
-        written as 65536, which it at least was, and a headroom without end as the 40 bits between fp16's last subnormal
-        and its limit."""
+        """Return the report's entry in finite numbers: an overflowed amax is 65536, endless headroom 40 bits, fp16's
+        whole range."""
         places = places_by_name(site.name for site in self.sites)
         gradients = {} if self.gradients is None else {"gradients": self.gradients.to_json()}
         return gradients | {
@@ -153,7 +143,6 @@ class RegimeResult:
 
 
 def verdict(results: Mapping[str, RegimeResult]) -> Literal["safe", "unsafe"]:
-    """Return "safe" if no regime has a non-finite or saturated value that is not benign, else "unsafe"."""
     return "safe" if all(result.safe for result in results.values()) else "unsafe"
 
 
@@ -168,11 +157,10 @@ def audit_folder(
     attention: Sequence[str] = ATTENTIONS,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
-    """Return what each regime shows on the checkpoint in ``folder``, on ``inputs``, by default the built-in probe.
-    ``half`` runs on all inputs under the first attention; other attentions, ``stock`` and ``amp`` on fewer, unless
-    ``half`` breaks: ``RegimeResult.runs`` says what ran. A forward runs in a walk over the files, in the memory of a
-    block; ``train_mode`` loads the model and runs all inputs in every way. An attention that the class has not is left
-    out. device: by default the CPU. Raises ``UserError`` for a folder that cannot be used."""
+    """Return what each regime shows on the checkpoint in ``folder``, on ``inputs`` or the built-in probe. ``half`` runs
+    on all inputs under the first attention; other runs get fewer, unless ``half`` breaks. Forwards walk over the files,
+    in a block's memory; ``train_mode`` loads the model and runs all. Attentions that the class lacks are left out.
+    Raises ``UserError`` for a folder that cannot be used."""
     check_names(regimes, attention)
     place = device or torch.device("cpu")
     config = load_config(folder)
@@ -234,8 +222,7 @@ def _breaks_backwards_alone(result: RegimeResult) -> bool:
 
 @dataclass(frozen=True)
 class Audited:
-    """What a walk showed: each regime, the outputs of ``half`` under the first attention and, if asked for, in fp32,
-    there every one of them on a few batches."""
+    """Each regime, and the outputs of ``half`` under the first attention and, if asked for, in fp32."""
 
     regimes: dict[str, RegimeResult]
     half: Outputs
@@ -254,8 +241,7 @@ def run_regimes(
     advance: Advance | None = None,
 ) -> Audited:
     """Run a checkpoint in ``regimes`` in one walk over its files and return what they show, as ``audit_folder`` does.
-    Where stock's fp16 loading leaves nothing in fp32, ``stock`` is ``half`` and is not run beside it. fp32: what it is
-    run on in fp32 as well, unmeasured, for its outputs."""
+    ``stock`` is ``half`` where it leaves nothing in fp32. fp32: unmeasured inputs in fp32, for their outputs."""
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
     ran = [regime for regime in regimes if regime != "stock" or not alike]
@@ -317,9 +303,9 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
 
 
 def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
-    """What a regime runs on under an attention. Where it need not run on all: the first batch, those with padding and
-    those that use a cache. all_regimes: whether it stands for the others: what is fp16 in stock or amp is so in half as
-    well, with the same values but for rounding; and a second attention differs from the first in one function."""
+    """What a regime runs on under an attention: all, or the first batch, padded ones and those with a cache.
+    all_regimes: it stands for the others: stock's and amp's fp16 is fp16 in half too, and another attention differs in
+    one function."""
 
     def own(batch: Batch) -> bool:
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
@@ -331,8 +317,7 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
 
 @dataclass(frozen=True)
 class _Ran:
-    """What one run showed: how many of its outputs are not finite, its sites, what entered norms, and its output where
-    that is to be compared."""
+    """One run: the number of non-finite outputs, its sites, norms' inputs, and its output where that is compared."""
 
     nonfinite: int
     sites: Sequence[Site]
@@ -341,8 +326,8 @@ class _Ran:
 
 
 class _Seen:
-    """What a regime shows under one attention: its lanes. keeps: whether they keep outputs to compare and what enters
-    norms. behind: the folder of a sentence encoder, whose modules behind it run in ``half`` alone."""
+    """A regime's lanes under one attention. keeps: outputs to compare and norms' inputs. behind: a sentence encoder's
+    folder, whose further modules run in ``half`` alone."""
 
     def __init__(self, regime: str, attention: str, *, keeps: bool = False, behind: Path | None = None) -> None:
         self.regime, self.attention, self.keeps = regime, attention, keeps
@@ -371,8 +356,7 @@ class _Seen:
         return _Ran(_nonfinite(output), sites, norms, output_on(batch, output) if compares else None)
 
     def _run_behind(self, batch: Batch, output: Any) -> Sequence[Site]:
-        """Run what stands behind a sentence encoder on its last states, where the model shows them, and return its
-        sites."""
+        """Run a sentence encoder's further modules on its last states, where it shows them; return their sites."""
         shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
         states = next((each for each in shown if each is not None), None)
         if self.behind is None or states is None:
@@ -407,9 +391,8 @@ def _beside_fp32(
 def beside_fp32(
     results: dict[str, RegimeResult], within: Collection[str], run: Callable[[], Mapping[str, float]]
 ) -> dict[str, RegimeResult]:
-    """Return the results with what fp32 shows of them: how large the values are that broke, and which of the signals
-    that are zero throughout are not so there. within: as ``insides_of`` gives them. run: gives the largest |x| of every
-    site in fp32; called only where needed."""
+    """Add what fp32 shows: how large the values that broke are, and which all-zero signals are not zero there. within:
+    from ``insides_of``. run: gives every site's largest fp32 |x|; called only where needed."""
     silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
     if not silent and all(result.safe for result in results.values()):
         return results
@@ -434,9 +417,9 @@ def audit_model(
     advance: Advance | None = None,
     seed: int = 0,
 ) -> RegimeResult:
-    """Return what ``model``, already in the dtypes of ``regime``, shows on ``batches`` under each attention. For
-    ``amp`` the model is in fp32 and runs under autocast. loss_scale: where one is given, it trains, with dropout
-    (seeded), and the backward of the loss times the scale. Mode, attention and gradients are left as they were."""
+    """Return what ``model`` shows on ``batches`` under each attention, in the dtypes of ``regime``; for ``amp`` it is
+    in fp32 under autocast. loss_scale: train, with seeded dropout and the loss's scaled backward. Mode, attention and
+    gradients are restored."""
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
@@ -515,7 +498,7 @@ def _check_autocast(model: nn.Module, observer: SiteObserver) -> None:
 
 
 def _merge(merged: dict[str, tuple[int, SiteResult]], sites: Iterable[Site]) -> None:
-    """Add ``sites`` by name; one that was fp16 at one time and fp32 at another is shown as fp16."""
+    """Add ``sites`` by name; one in fp16 once and fp32 once counts as fp16."""
     for site in sites:
         if not site.calls:
             continue
@@ -541,7 +524,7 @@ def _merge(merged: dict[str, tuple[int, SiteResult]], sites: Iterable[Site]) -> 
 
 
 def insides_of(config: Any) -> frozenset[str]:
-    """Return what the modules are called whose outputs are no signals of their own; of an unknown family nothing."""
+    """Return the modules whose outputs are no signals of their own; none for an unknown family."""
     return roles_of(of_model_type(getattr(config, "model_type", None))).insides
 
 
@@ -576,7 +559,7 @@ def _result(
 
 
 def _signals(sites: Iterable[SiteResult], insides: Collection[str]) -> list[SiteResult]:
-    """The sites that put out a signal in fp16 in the forward; ``insides`` as ``insides_of`` gives them."""
+    """The sites of fp16 signals in the forward. insides: from ``insides_of``."""
     sites = list(sites)
     attentions = {s.name.rpartition(":")[0] for s in sites if s.name.endswith((":scores", ":context"))}
     signals = []

@@ -1,9 +1,6 @@
-"""The soft side of edits: tokens at which an edited signal is small, where an edit changes the function most.
-
-The probe looks for extremes and misses them. Ids that stand alone (``run.alone``) show in the weights where an edit can
-count: by the change of a sublayer's output against bf16's error of it, and by how far the weight of one key of two
-moves. What is found there is judged by stock code, beside bf16 and beside random pairs.
-"""
+"""Finds tokens at which an edited signal is small, where an edit changes the function most. Lone ids (``run.alone``)
+show where edits count: a sublayer's changed output against its bf16 error, or the moved weight of one of two keys.
+Stock code judges these ids beside bf16 and random pairs."""
 
 from __future__ import annotations
 
@@ -47,12 +44,9 @@ HALF_STEP = 2.0**-9  # of bf16, relative
 
 @dataclass(frozen=True)
 class RareInput:
-    """Ids on which an edited model is further from its source than ``TIMES`` bf16's divergence.
-
-    ids: one that was put into text, or several of which a whole row was drawn. kl: divergence in fp32 from the source.
-    kl_bf16: that of the source whose activations are rounded to bf16 stochastically, the mean of ``DRAWS`` runs.
-    kl_run: that of the source as bf16 runs it. tokens: the names of the ids, where a tokenizer gives them.
-    """
+    """Ids on which edits diverge from the source more than ``TIMES`` bf16 does. ids: one put into text, or several
+    drawn for a whole row. kl: in fp32. kl_bf16: of activations stochastically rounded to bf16, the mean of ``DRAWS``
+    runs. kl_run: of the source as bf16 runs it."""
 
     ids: tuple[int, ...]
     kl: float
@@ -63,8 +57,8 @@ class RareInput:
 
 @dataclass(frozen=True)
 class SoftSide:
-    """What was found: inputs, worst first; how many ids were looked at; the share of random pairs on which the edits
-    are further from the source than bf16."""
+    """The inputs found, worst first; the number of ids searched; the share of random pairs on which edits are further
+    than bf16."""
 
     found: tuple[RareInput, ...]
     searched: int
@@ -74,8 +68,8 @@ class SoftSide:
 def soft_side(
     source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, config: Any, text: Tensor | None
 ) -> SoftSide:
-    """Look for the inputs that the edits of a plan harm. source: unedited. written: what is judged. layout: the plan's.
-    text: int64 ids [rows, length] into which single ids are put; None takes random ones."""
+    """Look for inputs that a plan's edits harm. written: is judged. text: int64 ids [rows, length] into which single
+    ids are put; None draws it."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = vocabulary_of(config)
     order = torch.randperm(vocabulary, generator=generator)
@@ -95,7 +89,6 @@ def soft_side(
 
 
 def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a line of text with one id in it, or a row drawn from several."""
     if len(ids) > 1:
         return torch.tensor(ids)[torch.randint(len(ids), (LENGTH,), generator=generator)]
     row = line.clone()
@@ -107,7 +100,7 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 
 
 def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> Iterator[tuple[int, ...]]:
-    """Yield ids and sets of ids by what edits change of tokens that stand alone, the first of each site first."""
+    """Yield ids and sets of ids, by the edits' changes of lone tokens, the first of each site first."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
@@ -128,7 +121,6 @@ def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> I
 
 
 def first_of(change: Tensor, ids: Tensor) -> list[int]:
-    """Return the ids with the largest changes."""
     indices: list[int] = ids[change.nan_to_num(0.0).topk(min(RANKS, len(ids))).indices].tolist()
     return indices
 
@@ -139,7 +131,7 @@ def modules_of(sublayer: Sublayer) -> set[str]:
 
 
 def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
-    """Return by how many times bf16's error the edits change a feed-forward's output, for each token."""
+    """Return each token's change of a feed-forward's output, in bf16's errors."""
     normed, output = step.outputs[0], step.outputs[-1]
     sublayer = step.sublayer
     assert isinstance(sublayer, FeedForward | Experts)
@@ -150,7 +142,7 @@ def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
 
 
 def change_of_logits(plain: Weights, edited: Weights, step: Step) -> Tensor | None:
-    """Return by what divergence the edits change the logits of each token, None for a head of several linears."""
+    """Return each token's divergence of logits under edits; None for a head of several linears."""
     layout = plain.layout
     if layout.head is None or len(layout.head.linears) > 1:
         return None
@@ -201,14 +193,13 @@ def pairs_at(
 
 
 def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool) -> Tensor:
-    """Return [tokens, heads, channels], normed."""
     if norm and whole:
         return weights.norm(norm, x).unflatten(1, (heads, -1))
     return weights.norm(norm, x.unflatten(1, (heads, -1)))
 
 
 def weight_of_two(scores: Tensor) -> Tensor:
-    """Return the weight that each query gives the other of two keys, of which one is its own."""
+    """Return each query's weight of the other of two keys, one being its own."""
     return (scores - scores.diagonal()[:, None]).sigmoid()
 
 
@@ -225,7 +216,7 @@ def judged(
     pairs: int,
     searched: int,
 ) -> SoftSide:
-    """Return what of ``inputs``, a row of ids each, the edits harm; the last ``pairs`` are random ones."""
+    """Return which of ``inputs``, a row of ids each, the edits harm; the last ``pairs`` are random."""
     batches = [whole_rows(config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
     walk, other = Walk(source), Walk(written)
     expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -265,8 +256,7 @@ def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool
 
 
 def bf16_in_the_mean(source: Checkpoint, batches: Sequence[Batch], layout: Layout) -> Tensor:
-    """Return each row's divergence of the source whose activations are rounded to bf16 stochastically, in the mean: as
-    it is run, bf16 may be lucky on one row."""
+    """Return each row's mean divergence under stochastic rounding to bf16: one ordinary bf16 run may be lucky."""
     walk = Walk(source)
     expected = add_outputs(walk, batches, torch.float32)
     draws = [
@@ -279,7 +269,6 @@ def bf16_in_the_mean(source: Checkpoint, batches: Sequence[Batch], layout: Layou
 
 
 def run_rounded(batch: Batch, seed: int, model: Any) -> Tensor:
-    """Return a model's output with every linear, norm and embedding rounded to bf16 stochastically."""
     generator = torch.Generator().manual_seed(seed)
 
     def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

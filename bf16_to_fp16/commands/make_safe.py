@@ -1,8 +1,5 @@
-"""``make_fp16_safe``: one line before a training under fp16 AMP, and one after it.
-
-The model in memory is rescaled as ``rescale`` does it, with the bounds of any input beside what was observed, and its
-config says so, so that ``save_pretrained`` writes weights and eps that belong together before and after ``undo``.
-"""
+"""``make_fp16_safe``: one line before a training under fp16 AMP, and one after it. The config says so too, so that
+``save_pretrained`` writes matching weights and eps."""
 
 from __future__ import annotations
 
@@ -93,7 +90,6 @@ class MadeSafe:
 
     @property
     def changed(self) -> bool:
-        """Whether the plan moves anything."""
         return self.plan.moves or bool(self.plan.centred_keys)
 
     def __str__(self) -> str:
@@ -168,12 +164,9 @@ class MadeSafe:
         return model
 
     def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
-        """Write the adapter of a PEFT model around what was made safe to a folder ``out``, for the original, and return
-        it: what PEFT saves itself is for weights at the plan's scale.
-
-        Raises UserError as ``convert_adapter`` does, and unless the model has one adapter, on what is at this plan's
-        scale.
-        """
+        """Write the adapter of a PEFT model around what was made safe to ``out``, for the original, and return it:
+        PEFT's own files fit the plan's scale. Raises UserError as ``convert_adapter`` does, and unless the model has
+        one adapter at this plan's scale."""
         if self.layout is None:
             raise UserError("what came back from a pickle or a copy writes no adapter; keep what make_fp16_safe gave")
         out, adapters = Path(out), list(getattr(model, "peft_config", ()))
@@ -197,7 +190,6 @@ class MadeSafe:
         return out
 
     def check_made_safe(self, model: Any) -> None:
-        """Raise UserError unless a model is at the scale of the plan, as far as can be told."""
         mark = model.__dict__.get(MARK)
         if mark is not None and mark.plan == self.plan:
             return
@@ -320,8 +312,7 @@ def warn_of_embeddings(advice: str, module: nn.Module, args: Any, named: Mapping
 
 
 def converted_folder(model: Any) -> Path | None:
-    """Return the converted folder that a model was loaded from, None for other models; raise UserError where its config
-    tells of a conversion whose report is not at hand."""
+    """Return the converted folder of a model, or None; raise UserError where its conversion's report is not at hand."""
     mark = getattr(model.config, CONVERTED_KEY, None)
     if mark is None:
         return None
@@ -340,8 +331,8 @@ def converted_folder(model: Any) -> Path | None:
 
 
 def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> TensorReader:
-    """Return a function from a layout's tensor name to its values under a plan, rounded to fp16 as autocast and
-    ``half`` round them."""
+    """Return a function from a tensor's name to its values under a plan, rounded to fp16 as autocast and ``half``
+    do."""
 
     def own(name: str) -> torch.Tensor:
         return stored(source, layout.tensors[name])
@@ -405,7 +396,7 @@ def check_known(model: Any) -> None:
 
 @contextmanager
 def on_the_cpu(model: Any) -> Iterator[None]:
-    """Have a model on the CPU for the block; raise UserError for one that is spread over devices or has no values."""
+    """Have a model on the CPU for the block; raise UserError if it is spread over devices or lacks values."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise UserError(

@@ -1,5 +1,5 @@
-"""Chooses edits: the smallest exponents at a price for what no exact exponent brings under its limit. The source is run
-with them, and they are taken if it changes little."""
+"""Chooses edits: the least exponents at a price where no exact one suffices. The source, run with them, must change
+little."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence that edits may 
 
 @dataclass(frozen=True)
 class Needed:
-    """What a signal would have to fall by: exponents for every input, and for what was observed alone, None where that
-    fits already."""
+    """The exponents by which a signal would have to fall, for every input and for what was observed (None if that
+    fits)."""
 
     proven: OfChannels
     observed: OfChannels | None
@@ -67,8 +67,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Edits:
-    """Edits that were chosen, the divergence that each alone makes of the source in fp32, by signal, and whether the
-    head is to be separated for them."""
+    """Edits that were chosen, the divergence of each alone, by signal, and whether the head is separated for them."""
 
     plan: Plan
     predicted: Mapping[str, float]
@@ -78,9 +77,8 @@ class Edits:
 def needed_edits(
     layout: Layout, bounds: Mapping[str, ModuleRange], ranges: Mapping[str, ModuleRange], margin_bits: float
 ) -> dict[str, Needed]:
-    """Return by signal what would bring it under its limit, where something would; bounds, ranges: what modules can
-    reach and what they were seen to. margin_bits: kept by what was observed. Where a bound is out of reach, what was
-    observed is all."""
+    """Return by signal what would bring it under its limit. margin_bits: kept by what was observed. Where a bound is
+    out of reach, what was observed is all."""
     possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
     seen = excess_of_signals(layout, ranges, FP16_MAX * 2.0**-margin_bits)
     needed = {}
@@ -96,8 +94,8 @@ def needed_edits(
 
 
 def needlessly_shared(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the paths of the attentions whose keys may be centred and whose scores pass their limits, by ``bounds``;
-    of those that hold tables of position biases, where what these have in common is large."""
+    """Return the attentions whose scores pass their limits and whose keys may be centred; of those with position
+    biases, where these share a large part."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
     def needless(attention: Attention) -> bool:
@@ -110,8 +108,8 @@ def needlessly_shared(layout: Layout, weights: TensorReader, bounds: Mapping[str
 
 @dataclass(frozen=True)
 class Known:
-    """What the source gives on some inputs: its outputs in fp32 on those that are compared, and its divergence in bf16
-    from them, ``most`` times which is what a price is counted in."""
+    """The source's fp32 outputs on some inputs, and its divergence in bf16 from them; a price counts in ``most`` times
+    that."""
 
     inputs: Sequence[Batch]
     fp32: Outputs
@@ -131,8 +129,8 @@ class Known:
 
 @dataclass(frozen=True)
 class Cost:
-    """What edits cost: the divergence from the source on what the conversion runs on, and the largest share of what
-    they may cost there or on shipped text."""
+    """The divergence of edits where the conversion runs, and the largest share of what they may cost, there or on
+    shipped text."""
 
     divergence: float
     share: float
@@ -140,8 +138,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Trial:
-    """Runs of a source under edits, in fp32, and how far they are from its own outputs; known: those, first on what the
-    conversion runs on. made: edits of every run."""
+    """fp32 runs of a source under edits, compared with its own outputs. known: those, the conversion's inputs first.
+    made: edits of every run."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -150,7 +148,7 @@ class Trial:
     made: Plan
 
     def alone(self, chosen: Mapping[str, OfChannels], most: float) -> dict[str, Cost] | None:
-        """Return what each of several edits costs alone; None where their shares add up to more than ``most``."""
+        """Return what each of several edits costs alone; None where their shares exceed ``most``."""
         names, costs = list(chosen)[::-1], dict[str, Cost]()
         for some in (names[start : start + TOGETHER] for start in range(0, len(names), TOGETHER)):
             trials = [{name: chosen[name]} for name in some]
@@ -161,13 +159,13 @@ class Trial:
         return {name: costs[name] for name in chosen}
 
     def columns(self, rows: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-        """Return the cuts of columns that can stand in for edits of ``rows``, by signal."""
+        """Return the cuts of columns that can replace edits of ``rows``, by signal."""
         read = centred(source_weights(self.checkpoint, self.layout), self.layout, self.made.centred_keys)
         return column_exponents(self.layout, read, rows)
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
-        """Return what each of several edits costs, all run in one walk, on less where their ``number`` is large, which
-        is that of all that are compared; what: are tried, in words."""
+        """Return what each of several edits costs, all run in one walk, on fewer inputs where ``number``, that of all
+        edits compared, is large. what: is tried, in words."""
         plans = [dict(trial) for trial in trials]
         # What a head without a cap makes of the last states is scaled after the run, as a head of its own would.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
@@ -202,12 +200,9 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 
 
 def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None) -> Edits | None:
-    """Return the edits that bring all that is needed under its limit, as running the source with them shows; None where
-    they are not worth their price.
-
-    What was observed is worth any. Where it passes its limit too, a proof may cost nearly twice what bf16 costs, or
-    ``max_kl``; where only a proof asks for edits, 1/128 of what bf16 costs.
-    """
+    """Return the edits that bring all needed signals under their limits, as runs of the source show; None where too
+    dear. What was observed is worth any price. If it passes its limit too, a proof may cost nearly twice bf16's
+    divergence, or ``max_kl``; where only a proof asks for edits, 1/128 of it."""
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
     allowed = math.inf if all(each.proven == each.observed for each in needed.values()) else PRICE_OF_A_PROOF
@@ -227,8 +222,8 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
 def cheaper(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits with columns cut in place of rows wherever that costs less, and what each of them costs alone;
-    None where that is more than ``allowed``."""
+    """Return the edits with columns cut instead of rows wherever that costs less, and each one's cost alone; None above
+    ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs
@@ -249,11 +244,9 @@ def cheaper(
 
 
 def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str, Needed], bool]:
-    """Return what is needed with the exponents of logits as the head can carry them, one for all choices or one for
-    each, whichever costs less, and whether it must be separated for that: not where one costs less than a proof may.
-
-    One keeps the order of the choices; where those that are loud are never chosen, it flattens the others for nothing.
-    """
+    """Return what is needed with the exponents of logits as the head can carry them, one for all choices or one each,
+    whichever costs less, and whether it must be separated: not where one costs less than a proof may. One keeps the
+    order of choices; it flattens them for nothing where the loud ones are never chosen."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False
@@ -278,8 +271,8 @@ def scaled_by(logits: Tensor, exponents: OfChannels) -> Tensor:
 
 
 def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress: Progress) -> list[Known]:
-    """Return what the source gives on the shipped text, nothing where it has no tokenizer that can be used: random ids
-    alone would tell little of what edits cost where a user's text is."""
+    """Return what the source gives on the shipped text; nothing without a usable tokenizer: random ids tell little of a
+    user's text."""
     if not has_tokenizer(checkpoint.folder):
         return []
     try:
@@ -295,8 +288,8 @@ def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress:
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the change that edits make of the stored weights of ``source``; read: gives these with their keys centred,
-    where the same keys are in many changes."""
+    """Return the change that edits make of the stored weights. read: gives these, keys centred, shared by many
+    changes."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
 

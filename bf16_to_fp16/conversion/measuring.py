@@ -1,7 +1,4 @@
-"""The step of ``convert`` that measures what was written: certificate, audit, fidelity.
-
-All three read the files as anyone would, so that nothing that is still in memory can stand in for them.
-"""
+"""The certificate, audit and fidelity of what was written, all from the files."""
 
 from __future__ import annotations
 
@@ -117,7 +114,7 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
 def searched(
     source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, progress: Progress
 ) -> soft.SoftSide | None:
-    """Return which rare inputs the edits of a plan harm; None of a plan without edits that have a price."""
+    """Return the rare inputs that a plan's edits harm; None without edits that have a price."""
     if not edits_of(layout, plan).exponents:
         return None
     config, text, tokenizer = load_config(source.folder), None, None
@@ -137,8 +134,8 @@ def searched(
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
-    """Return what a written checkpoint is run on in fp32: all for the drift of a plan that has one, or edits, else what
-    shows with the fewest ids that the function is the source's."""
+    """Return the fp32 inputs of a written checkpoint: all for a drift or edits, else the batch with the fewest ids that
+    shows the function."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
     return smallest_batches(compared(inputs))
@@ -172,8 +169,8 @@ def compare(
     inputs: Sequence[Batch],
     in_fp32: Sequence[Batch],
 ) -> tuple[Fidelity, Plan]:
-    """Return how far a written checkpoint is from its source, and its plan with what a drift was predicted to cost and
-    what it does; inputs, in_fp32: what it ran on in fp16, and in fp32 as well."""
+    """Return how far a written checkpoint is from its source, and its plan with the drift's predicted and measured
+    cost. inputs, in_fp32: what it ran on in fp16 and in fp32."""
 
     def distance(expected: Outputs, outputs: Outputs, bf16: Outputs | None = None) -> Fidelity:
         return fidelity(expected, bf16, outputs, probabilities=layout.gives_probabilities)

@@ -40,9 +40,8 @@ def say_where_saved_again(checkpoint: Checkpoint, progress: Progress) -> None:
 
 
 def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
-    """Return what each tensor of a checkpoint is. Say which of them the class that its config names does not read, so
-    that nothing holds for them, and where a proof for ``max_length`` positions is for less than its config names; raise
-    UserError where there can be none."""
+    """Return each tensor's role. Note which ones the config's class does not read, and a ``max_length`` below the
+    config's; raise UserError where none can be proven."""
     layout = agreed_layout(checkpoint)
     if max_length is not None:
         check_bounded(layout, checkpoint.source)

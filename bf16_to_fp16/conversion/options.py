@@ -1,8 +1,5 @@
-"""How a conversion is done, where it goes, and what it comes from: the frozen values that ``convert`` begins with.
-
-``Options`` is the one home of ``convert``'s options: the command line, the published command and the Python API come
-from its fields. Nothing here imports torch, so that the command line says at once what does not go together.
-"""
+"""The options of a conversion, its place and its origin. Nothing here imports torch, so that the command line refuses
+at once."""
 
 from __future__ import annotations
 
@@ -40,11 +37,9 @@ OF_CONFIG, FIXED = EPS = ("config", "fixed")  # where whoever reads the output h
 
 @dataclass(frozen=True)
 class Flag:
-    """How a field of ``Options`` stands on the command line.
-
-    ``click``: further arguments of ``click.option``. ``path``: the type of a path that is looked at when it is given.
-    ``read``: makes the field's value of what was given. ``written``: writes the value in a command line.
-    """
+    """A field of ``Options`` on the command line. ``click``: further arguments of ``click.option``. ``path``: the type
+    of a path that is checked at parsing. ``read``: makes the field's value. ``written``: writes the value in a
+    command."""
 
     name: str
     help: str
@@ -104,12 +99,9 @@ def check_data(data: object, *, run_model: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a conversion is done, apart from where; what a field means is said by its flag's ``help``.
-
-    run_model: False is ``--no-audit``. A field without a flag is for Python alone. prove: hold every signal for every
-    input where an exponent does it, whatever precision that costs. variant: give the weights the names of the variant
-    fp16 as well, as is done where the source has them.
-    """
+    """How a conversion is done; a field's flag has its ``help``, a field without one is for Python alone. run_model:
+    False is ``--no-audit``. prove: hold every signal for every input where an exponent does it, whatever precision that
+    costs. variant: name the weights as variant fp16 too, as where the source has them."""
 
     target: str = option(
         AUTO,
@@ -263,7 +255,7 @@ class Options:
             chosen.naming.from_stock(name)  # which refuses what has none
 
     def held_eps(self, layout: Layout) -> float | None:
-        """Return the eps of whoever is to read the output, where that does not ask the config; else None."""
+        """Return the eps of the output's reader where that ignores the config; else None."""
         if layout.family.eps_key is None:
             return None
         own = LAYOUTS[self.layout].eps if self.layout in LAYOUTS else None
@@ -299,11 +291,8 @@ class Destination:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a report says of a checkpoint that was trained: the command that made it, where it comes from, the
-    original, with which the output is compared besides its source, and what the report becomes by what was asked.
-
-    search: for inputs that break the sites of these names, which the certificate does not prove, of the folder written.
-    """
+    """What a report says of a trained checkpoint: its command, lineage and original, compared besides its source.
+    search: for inputs that break the named sites, which the certificate does not prove."""
 
     command: str
     lineage: Lineage

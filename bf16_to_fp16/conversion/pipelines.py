@@ -1,9 +1,6 @@
-"""How each text encoder of a diffusion pipeline is converted, so that what the pipeline reads of it is the source's.
-
-A conversion leaves an encoder's last states as they are and multiplies its inner ones with a power of two. Encoders of
-an encoder and decoder family are read at their end. Of others many pipelines read inner states, so their stream is
-held, but for the pipelines that are known to read the last ones alone.
-"""
+"""How each text encoder of a diffusion pipeline is converted, so that what the pipeline reads stays the source's.
+Conversion keeps last states and scales inner ones. Many pipelines read inner states, so the stream is held but for
+encoder-decoder families and pipelines known to read the last states alone."""
 
 from __future__ import annotations
 
@@ -55,11 +52,8 @@ def class_that_loads(pipeline: Pipeline, name: str, config: Mapping[str, Any]) -
 
 
 def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
-    """Return the options by which an encoder is converted: for the class that loads it, its stream held where the
-    pipeline may read inner states.
-
-    Raises UserError for a class that does not fit its config, and for one with a decoder, whose inner states change.
-    """
+    """Return an encoder's options: the class that loads it, its stream held where the pipeline may read inner states.
+    Raises UserError for a class that does not fit its config, or one with a decoder, whose inner states change."""
     config = config_of(pipeline.folder, name) or {}
     kind = class_that_loads(pipeline, name, config)
     stock = class_named(kind)

@@ -71,9 +71,8 @@ MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
 
 @dataclass(frozen=True)
 class Opened:
-    """A source that can be converted: its tensors, what each of them is, what to run it on (nothing, where the
-    certificate alone decides), and where. edits: what its weights are changed by before anything exact; before: the
-    source without them."""
+    """A source to convert. inputs: empty where the certificate alone decides. edits: changes of its weights. before:
+    the source without them."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -86,7 +85,7 @@ class Opened:
         return edited_weights(self.checkpoint, layout, self.edits)
 
     def under(self, decided: Decided) -> Opened:
-        """Return the source with the edits that were decided; itself where there are none, or they are made."""
+        """Return the source with the decided edits; itself without them, or with them made."""
         edits = edits_of(decided.layout, decided.plan)
         if not edits.exponents and not edits.centred_keys:
             return self
@@ -128,8 +127,8 @@ def open_source(
 
 
 def as_it_is_loaded(checkpoint: Checkpoint, name: str | None, progress: Progress) -> Checkpoint:
-    """Return a source as the class of this name reads it, or a sentence encoder as that which loads it does; say so
-    where its config names another."""
+    """Return a source as the class ``name`` reads it, or a sentence encoder's own loader; say so where its config names
+    another."""
     own = architectures(checkpoint.config)[:1]
     if name is None and (checkpoint.folder / MODULES).is_file():
         name = headless(checkpoint.config)
@@ -169,7 +168,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
 
 
 def price_of_moving(decided: Decided) -> Iterator[str]:
-    """Yield what a user should know who trains the output: how far a proof alone, or a stricter target, moved it."""
+    """Yield notes for those who train the output: how far a proof, or a stricter target, moved it."""
     planned, exponents = decided.planned, stream_exponents(decided.layout, decided.plan)
     least = min(exponents.values())
     if decided.target in SQUARING and least < FURTHEST_FOR_TRAINING:
@@ -187,8 +186,8 @@ def price_of_moving(decided: Decided) -> Iterator[str]:
 
 
 def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Mapping[str, float]]:
-    """Return the choice of a plan for a source that is edited where no exact plan is enough, its plan, and what each
-    edit was found to cost, by signal; first keys are centred, which costs nothing."""
+    """Return the choice of a plan where no exact one is enough, its plan, and each edit's cost by signal; keys are
+    centred first, at no cost."""
     source, opened, exponents = search, search.opened, bounds_of(decided).exponents
     shared = needlessly_shared(opened.layout, opened.weights(opened.layout), bounds_of(decided).ranges)
     made = Plan(family=opened.layout.family.name, centred_keys=shared)
@@ -219,17 +218,13 @@ def bounds_of(decided: Decided) -> SourceBounds:
 
 
 def proves(decided: Decided) -> bool:
-    """Return whether the bounds prove the plan for everything but what stands behind the model."""
     return decided.planned is not None and not decided.planned.fallbacks and not bounds_of(decided).unmoved
 
 
 @dataclass(frozen=True)
 class Search:
-    """Chooses plans for one source, edits included.
-
-    ranges, reference: what its modules reach, and its outputs in fp32 and bf16; None where nothing is run. start: the
-    streams' exponents of the plain source's bounds, where this one is edited. tables: of weights, kept between plans.
-    """
+    """Chooses plans for one source, edits included. ranges, reference: None where nothing runs. start: stream exponents
+    of the plain source's bounds, for an edited one. tables: weights kept between plans."""
 
     opened: Opened
     options: Options
@@ -266,8 +261,8 @@ class Search:
         return Decided(layout, plan, target, planned, self.ranges, self.reference, bounds=bounds)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return a plan for training, or one without the further margin where gains that round to it would take the
-        function further from the source than bf16 does; other plans as they are."""
+        """Return the plan, for training without the further margin where rounded gains would take it further from the
+        source than bf16 is."""
         if decided.target != "train" or self.reference is None or decided.plan.drift is None:
             return decided
         found = tried_drift(self.opened, self.reference, self.progress)(decided.layout, decided.plan)
@@ -319,12 +314,8 @@ Bounds = Callable[[Layout, Mapping[str, int]], SourceBounds]
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """Everything that a plan is chosen by.
-
-    ranges: observed; None plans by the bounds alone, without a margin. drift: runs the source with the eps that a plan
-    amounts to, and says how far that is from the source. tables: of weights, from earlier plans. start: the streams'
-    exponents of the plain source's bounds.
-    """
+    """What a plan is chosen by. ranges: None plans by bounds alone, without a margin. drift: measures the divergence of
+    a plan's fixed eps. tables, start: as in ``Search``."""
 
     opened: Opened
     options: Options
@@ -344,10 +335,8 @@ def bound_source(
     spectra: Spectra | None = None,
     named: Callable[[Layout], str] = lambda _: "source",
 ) -> Bounds:
-    """Return a function that bounds the unscaled source, in arithmetic without subnormals.
-
-    weights: gives a layout's. spectra: keeps the eigenvalues. named: the source's name in progress lines.
-    """
+    """Return a function that bounds the unscaled source, in arithmetic without subnormals. spectra: keeps the
+    eigenvalues. named: the source's name in progress lines."""
 
     def of(layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
         again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {powers(exponents)}"
@@ -367,9 +356,8 @@ def bound_source(
 def observe_source(
     checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device, change: Change | None = None
 ) -> tuple[Mapping[str, ModuleRange], Reference]:
-    """Run the source in one walk, in fp32 on all of ``inputs`` and in bf16 where outputs are compared, and return what
-    every module's input and output reach in fp32, and the outputs of both. change: what it is edited by; then it runs
-    in fp32 alone."""
+    """Run the source in one walk, in fp32 and, where outputs are compared, in bf16; return the modules' fp32 ranges and
+    both outputs. change: edits; then it runs in fp32 alone."""
 
     def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
         walk = Walk(checkpoint, place)
@@ -418,8 +406,8 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def best_plan(inputs: PlanInputs) -> tuple[Layout, Planned, SourceBounds]:
-    """Plan with the head as it is; where the tied head's limit blocks the plan or a requested proof, also with the head
-    separated, and take the better. Return the bounds with the plan that was chosen by them."""
+    """Return the best plan and its bounds: the head as it is, or separated where the tied head's limit blocks the plan
+    or a requested proof."""
 
     def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
         fallbacks = len(planned.fallbacks) if inputs.options.prove else 0
@@ -436,12 +424,9 @@ def best_plan(inputs: PlanInputs) -> tuple[Layout, Planned, SourceBounds]:
 
 
 def plan_for(layout: Layout, inputs: PlanInputs) -> tuple[Planned, SourceBounds]:
-    """Return the plan for a layout, and the bounds that it was chosen by.
-
-    LayerNorm's eps stays when the stream is scaled, so its bounds hold for the exponents that they were made for, and
-    for smaller ones. Each round starts from the last plan, until that covers itself: bounds for larger exponents can
-    only be larger. The first exponents are those of the plain source's bounds, which an edited plan seldom passes.
-    """
+    """Return the plan for a layout, and its bounds. LayerNorm's eps does not scale with the stream, so bounds hold for
+    their exponents and smaller ones. Each round starts from the last plan until that covers itself: bounds only grow
+    with exponents."""
     start = inputs.start if layout.family.centred_norm else {}
     exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
     planned, bounds = planned_within(exponents, "", layout, inputs)
@@ -469,10 +454,8 @@ def uncorrected(planned: Planned) -> Planned:
 def planned_within(
     exponents: Mapping[str, int], again: str, layout: Layout, inputs: PlanInputs
 ) -> tuple[Planned, SourceBounds]:
-    """Bound a layout under exponents of its streams, and plan by these bounds; again: ends the step's line.
-
-    Where proving a stream would drift, and a run shows the drift to be acceptable, the stream is held there.
-    """
+    """Bound a layout under stream exponents, and plan by these bounds; again: ends the step's line. A stream is held
+    where proving it drifts and a run shows that acceptable."""
     options, bounds = inputs.options, inputs.bounds(layout, exponents)
     head = ", with a head apart from the embedding" if layout.tied is False and inputs.opened.layout.tied else ""
     place = f" for use {WHERE[options.target]}" if options.target in WHERE else ""
@@ -510,8 +493,7 @@ def planned_once(
 
 
 def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
-    """Return whether the divergence of a drift stays under a share of bf16's, by default half of what fp16's own
-    rounding may take."""
+    """Return whether a drift's divergence stays under a share of bf16's, by default half of fp16's own."""
     return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share
 
 
@@ -529,12 +511,9 @@ def tried_drift(opened: Opened, reference: Reference, progress: Progress) -> Cal
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the outputs of the fp32 source with the norm eps that its rescaled weights will meet where it is fixed:
-    eps·4^-r, which is the same function.
-
-    Corrected gains are rounded to fp16, as they will be stored; where some are stored less an offset, so is every
-    weight, since what those lose is of one size with what fp16 cannot hold of the others.
-    """
+    """Return the fp32 source's outputs under eps·4^-r, the same function as rescaled weights with a fixed eps.
+    Corrected gains are rounded to fp16; where some are stored less an offset, so is every weight: what both lose is of
+    one size."""
     rounds = any(tensor.offset for tensor in layout.tensors.values())
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 

@@ -23,9 +23,9 @@ _STEPS_IN_A_BINADE = 8
 
 
 class RangeObserver:
-    """Context manager that meters the inputs and outputs of every linear, embedding, norm and attention of an fp32
-    ``model``, by channel: the planner's ranges. Every position counts, padding too: fp16 must hold it. Scores are seen
-    only under ``attn_implementation="eager"``. scratch: memory that observers may share, also at once."""
+    """Context manager that meters, by channel, the inputs and outputs of an fp32 model's linears, embeddings, norms and
+    attentions. Padding counts: fp16 must hold it. Scores need ``attn_implementation="eager"``. scratch: memory that
+    observers may share."""
 
     def __init__(self, model: nn.Module, scratch: Scratch | None = None) -> None:
         self.model = model
@@ -50,8 +50,8 @@ class RangeObserver:
         self._hooks.close()
 
     def take(self, others: Sequence[RangeObserver]) -> None:
-        """Take over what other observers, of runs by copies of the model, have metered so far: each would keep as much
-        as one does, in small pieces between what is soon freed."""
+        """Take over what observers of the model's copies have metered: each would keep as much as one, in small
+        pieces."""
         for other in others:
             for path, meter in other.meters.items():
                 if meter.output.rows:
@@ -78,7 +78,7 @@ def metering_norms(model: nn.Module) -> Iterator[NormMeters]:
 
 
 def norms_seen(runs: Sequence[NormMeters]) -> dict[str, NormRange]:
-    """Return what the meters of norms, which the first run's take over, saw in several runs by copies of one model."""
+    """Return what norms saw in runs by copies of one model; the first run's meters take the others over."""
     first, *rest = runs or [{}]
     for path, meter in first.items():
         for other in rest:
@@ -108,8 +108,6 @@ def _scores(observer: SiteObserver) -> dict[str, ScoreRange]:
 
 @dataclass(frozen=True)
 class _Total:
-    """Largest |x| and sum of squares of each channel of a tensor, fp32 [channels], its rows, and its version."""
-
     amax: Tensor
     squares: Tensor
     rows: int
@@ -117,7 +115,7 @@ class _Total:
 
 
 class Scratch:
-    """Memory for products: one of its own for every tensor would cost more, fresh, than the arithmetic."""
+    """Reused memory for products: fresh memory would cost more than the arithmetic."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0)
@@ -131,7 +129,7 @@ class Scratch:
 
 
 class _Totals:
-    """Adds up tensors [..., channels], each once for all modules that it passes: queries, keys and values read one."""
+    """Adds up tensors [..., channels], each once though several modules read it."""
 
     NAME = "_bf16_to_fp16_total"
 

@@ -1,9 +1,6 @@
-"""What every operation of a model puts out, seen by a dispatch mode.
-
-Module hooks miss an overflow between two modules: a score, a gated product, a residual add that the next line clamps. A
-dispatch mode sits below autograd and autocast and sees each operation of forward and backward with its real dtype. Each
-output costs one ``aminmax``; only where that shows something large are elements counted.
-"""
+"""What every operation of a model puts out, seen by a dispatch mode. It sits below autograd and autocast, so it sees
+what module hooks miss, such as a residual add that the next line clamps. Elements are counted only where ``aminmax`` is
+large."""
 
 from __future__ import annotations
 
@@ -59,17 +56,11 @@ class _Frame(Call):
 
 
 class SiteObserver(TorchDispatchMode):
-    """Context manager that measures every floating-point output inside ``model``'s forward, and its backward.
-
-    Sites are named by module path and operation: ``<path>`` for the output of a linear module, else ``<path>:add``,
-    ``<path>:add#2`` for the second in one call, ``<path>:scores`` and ``<path>:context`` for the two products of an
-    attention, ``<path>:masked`` for what its mask must add at least, ``<site>:grad`` for the backward of a site. May be
-    entered again; the sites accumulate. A row of attention that sees nothing is NaN under a mask of −inf, which counts
-    unless it is cut off before the module's end.
-
-    fast_products: compute matrix products on the CPU as ``FastProducts`` does. only: measure the modules at
-    these paths alone.
-    """
+    """Context manager that measures every floating-point output of ``model``'s forward and backward. Sites: ``<path>``
+    of a linear, else ``<path>:add``, ``<path>:add#2`` for a call's second, ``:scores`` and ``:context`` of an
+    attention, ``:masked`` for what its mask must add at least, ``<site>:grad`` of the backward. Entered again, sites
+    accumulate. A blind attention row is NaN under a −inf mask, which counts unless cut off before the module ends.
+    only: measure the modules at these paths."""
 
     def __init__(
         self,
@@ -148,7 +139,7 @@ class SiteObserver(TorchDispatchMode):
         return [site for sites in self._sites.values() for site in sites.values()]
 
     def from_scores_on(self) -> dict[str, dict[str, float]]:
-        """Return the largest |x|, by module path and operation, of what attentions do from their scores on."""
+        """Return the largest |x|, by path and operation, of attentions from their scores on."""
         by_path: dict[str, dict[str, float]] = {}
         for path, sites in self._sites.items():
             amax: dict[str, float] = {}
@@ -183,7 +174,6 @@ class SiteObserver(TorchDispatchMode):
         return out
 
     def _carry(self, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
-        """A view keeps the origin of what it shows."""
         if not out.is_floating_point():
             return
         origin = origins.origin_of(args[0])
@@ -199,7 +189,7 @@ class SiteObserver(TorchDispatchMode):
             self._remember(self._frame.path)
 
     def _remember(self, name: str) -> None:
-        """Note which site's backward the newest autograd node is, where it is a new one."""
+        """Note which site's backward the newest autograd node is."""
         number = torch.autograd._get_sequence_nr() - 1
         if number > self._sequence:
             self._sequence = number
@@ -273,7 +263,7 @@ class SiteObserver(TorchDispatchMode):
         return self._node_frame
 
     def _see_masked(self, frame: _Frame, args: tuple[Any, ...], dtype: torch.dtype, masked: Tensor) -> None:
-        """Measure what the mask that is added to scores, for a sum of this dtype, must add at least."""
+        """Measure what a mask must add at least to scores of this dtype."""
         scores = origins.scores_of_mask(args)
         if scores is None:
             return
@@ -354,7 +344,6 @@ def _name(operator: _Operator, args: Any, frame: _Frame, index: int, *, constant
 
 
 def _extremes(x: Tensor) -> tuple[float, float]:
-    """The least and the largest value; NaN where one is."""
     low, high = torch.aminmax(x)
     return float(low), float(high)
 
@@ -385,7 +374,7 @@ def _count(chosen: Tensor) -> int:
 
 
 def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None:
-    """Count the masked positions of rows that see others and have a weight all the same."""
+    """Count masked positions with a weight all the same, in rows that see others."""
     site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
     origin = origins.origin_of(args[0])
     if site is not None and origin is not None and origin.masked is not None:
@@ -407,7 +396,7 @@ def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
 
 
 def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
-    """Count what is not finite behind a softmax with blind rows; their NaN waits for the module's end."""
+    """Count non-finite values behind a softmax with blind rows; their NaN waits for the module's end."""
     nans = out.isnan()
     kept = out.masked_fill(nans, 0.0)
     _note(site, kept, *_extremes(kept))
@@ -416,7 +405,7 @@ def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
 
 
 def _settle(frame: _Frame, output: Any) -> None:
-    """Judge the NaN of rows that see nothing, now that their module has ended: by design where none is left."""
+    """Judge blind rows' NaN at their module's end: by design where none is left."""
     if not frame.pending:
         return
     first = output[0] if isinstance(output, (tuple, list)) and output else output

@@ -1,8 +1,5 @@
-"""Where a tensor comes from, and so what in it is infinite by design, whatever the model's name.
-
-Attention masks are made of constants, and the cube inside ``gelu_new`` ends in a tanh. Observer and tap share these
-rules, so that both leave out the same positions.
-"""
+"""Where a tensor comes from, and so what in it is infinite by design: masks are made of constants, ``gelu_new``'s cube
+ends in a tanh. Observer and tap share these rules."""
 
 from __future__ import annotations
 
@@ -48,9 +45,9 @@ _ORIGIN = "_bf16_to_fp16_origin"
 
 @dataclass(slots=True)
 class Origin:
-    """Where a tensor comes from, kept as an attribute on it. ``constant``: no activation or parameter entered it.
-    ``masked``: bool, the positions that stem from a mask. ``cube``: the sites on the way from x³ to it. ``least``: of a
-    constant, the least number that entered it, known without a sync."""
+    """A tensor's origin, an attribute of it. ``constant``: no activation or parameter entered it. ``masked``: positions
+    of a mask. ``cube``: the sites from x³ to it. ``least``: of a constant, the least number in it, known without a
+    sync."""
 
     constant: bool = False
     masked: Tensor | None = None
@@ -68,7 +65,6 @@ def set_origin(tensor: Tensor, origin: Origin | None) -> None:
 
 
 def only_constants(args: Iterable[Any]) -> bool:
-    """Return whether no floating tensor among an operation's operands stems from an activation or a parameter."""
     for operand in args:
         if isinstance(operand, Tensor):
             if operand.is_floating_point():
@@ -98,7 +94,7 @@ def _least(operands: Iterable[Any]) -> float:
 
 
 def forget_origin(out: Tensor) -> None:
-    """Forget where a tensor came from that something was written into, and so the memory that it shows."""
+    """Forget the origin of a tensor that was written into, and of the memory that it shows."""
     for tensor in (out, out._base):
         if tensor is not None and origin_of(tensor) is not None:
             set_origin(tensor, None)
@@ -117,7 +113,7 @@ def _positions(operand: Any) -> Tensor | bool:
 
 
 def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor | None:
-    """Return the positions of an output that stem from a mask, broadcastable to it, or None; kind: of ``MASKING``."""
+    """Return an output's masked positions, broadcastable to it, or None; kind: of ``MASKING``."""
     masked: Tensor | bool
     if kind == "cat":
         parts = [_positions(part) for part in args[0]]
@@ -142,8 +138,8 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
-    """Return what a mask is added to, where it is one that fp16 holds: of the least finite number of its dtype, as
-    transformers makes them. Any other is −inf in fp16 and hides every score, so that None is returned."""
+    """Return what a mask of its dtype's least finite number, as transformers makes it, is added to; else None: any
+    other is −inf in fp16 and hides every score."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):
@@ -153,28 +149,27 @@ def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
 
 
 def is_sum_of_positions(args: Iterable[Any]) -> bool:
-    """Return whether a matrix product chooses and sums, and forms no score: one of its factors is a constant."""
+    """Return whether a product sums positions instead of forming scores: one factor is constant."""
     return any(isinstance(x, Tensor) and (origin := origin_of(x)) is not None and origin.constant for x in args)
 
 
 def sees_nothing(scores: Tensor) -> bool:
-    """Return whether some row of scores is masked throughout, of which softmax makes NaN where the mask is −inf."""
+    """Return whether some row is fully masked: softmax makes it NaN where the mask is −inf."""
     origin = origin_of(scores)
     return origin is not None and origin.masked is not None and bool(origin.masked.all(-1).any())
 
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
-    """Return what a mask must add at least for masked positions to have no weight, by row of attention: fp32 [...,
-    queries], 0 where nothing is masked, where everything is, and where a score is NaN, which its own site shows.
-    scores: [..., queries, keys], before the mask. masked: bool, broadcastable to it."""
+    """Return what a mask must add at least for masked positions to have no weight, fp32 [..., queries]; 0 where nothing
+    or everything is masked, or a score is NaN. scores: [..., queries, keys], before the mask. masked: bool."""
     cap = ceiling(masked, -math.inf, scores.dtype)
     hidden, seen = (torch.minimum(scores, most).amax(-1).float() for most in (-cap, cap))
     return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)
 
 
 def ceiling(masked: Tensor, most: float, dtype: torch.dtype) -> Tensor:
-    """Return the largest value that each position may have: ``most`` at those of a mask, at others inf; of this dtype,
-    broadcastable to ``masked``. On a CPU ``minimum`` with it is some fifteen times as fast as ``masked_fill``."""
+    """Return ``most`` at masked positions, inf at others, in this dtype. On a CPU ``minimum`` with it is 15 times as
+    fast as ``masked_fill``."""
     for axis, (size, stride) in enumerate(zip(masked.shape, masked.stride(), strict=True)):
         if stride == 0 and size > 1:  # expanded: the same over again
             masked = masked.narrow(axis, 0, 1)

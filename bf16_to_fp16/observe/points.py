@@ -1,8 +1,5 @@
-"""The sites of a layout that can overflow, watched in one forward: what the attack climbs.
-
-It asks for the gradients of these sites and no other, hundreds of times, so hooks on the modules that the layout names
-do, where observer and tap look at every operation.
-"""
+"""The differentiable sites of a layout that can overflow: what the attack climbs. It needs only these, hundreds of
+times, so it hooks the layout's modules instead of every operation."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ from .tap import Tap
 
 @dataclass(frozen=True)
 class _Point:
-    """A site of a feed-forward: its name, the module that it enters or leaves, and the linear with as many outputs as
-    it has channels."""
+    """A feed-forward's site: the module that it enters or leaves, and a linear with one output per channel."""
 
     name: str
     module: str
@@ -43,10 +39,9 @@ def points_of(sublayer: FeedForward) -> list[_Point]:
 
 @contextmanager
 def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary that each forward fills with differentiable values of the sites that can overflow, by the
-    audit's names: linears, scores, context, gated products, the residual stream before each norm, norms' outputs.
-    Scores are recomputed from queries and keys, [rows, heads, queries, keys], where every query meets every key, else
-    taken as they are, [rows, ..., keys]; everything else has the channels last."""
+    """Yield a dictionary that each forward fills with the values of sites that can overflow, by audit names. Scores are
+    recomputed from queries and keys, [rows, heads, queries, keys], where every query meets every key, else taken as
+    they are, [rows, ..., keys]. All else has the channels last."""
     values: dict[str, Tensor] = {}  # without what a sequence too short for any sum leaves empty
     taken: dict[str, Tensor] = {}
     local = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention) and sublayer.radius]
@@ -54,7 +49,7 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     hooks = ExitStack()
 
     def note(name: str, value: Tensor) -> None:
-        """Note a site's values; those of an expert's at the places of the tokens that it takes, else 0."""
+        """Note a site's values; an expert's at the places of its tokens, else 0."""
         if name in taken:
             values[name] = values[name].masked_scatter(taken[name], value)
         elif value.numel():
@@ -113,9 +108,8 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Return queries or keys [rows, heads, positions, channels] turned by their positions' angles, [rows, positions,
-    channels] each, channel i with i + channels/2 or, ``interleaved``, 2i with 2i + 1; more channels than there are
-    angles stay as they are."""
+    """Return queries or keys [rows, heads, positions, channels] turned by angles [rows, positions, channels]: channel i
+    with i + channels/2 or, ``interleaved``, 2i with 2i + 1; channels beyond the angles stay."""
     size = cos.shape[-1]
     turning, rest = x[..., :size], x[..., size:]
     if interleaved:
@@ -154,8 +148,8 @@ def _scores(values: dict[str, Tensor], layout: Layout, sublayer: Attention) -> A
 
 
 def _handed_out(values: dict[str, Tensor], layout: Layout, sublayer: Experts, taken: dict[str, Tensor]) -> Any:
-    """A hook of a router that makes room, [rows, positions, channels], for the values at the sites of every expert, 0
-    where it takes no token; taken: where it does, by site."""
+    """A router's hook that makes room, [rows, positions, channels], for every expert's values, 0 where it takes no
+    token; taken: where it does, by site."""
 
     def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
         chosen, weights = output[0].bool(), output[1]

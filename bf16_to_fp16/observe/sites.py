@@ -1,4 +1,4 @@
-"""A site: the outputs of one operation of one module, over every call; and the names that observer and tap give it."""
+"""A site, the outputs of one operation of one module over every call, and its name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 
 @dataclass(slots=True)
 class Site:
-    """The outputs of one operation of one module, over every call. ``amax`` is the largest |x| (inf where one
-    overflowed or was NaN) without masked positions. ``nonfinite``, ``saturated`` (finite |x| from 64504, fp16 only) and
-    ``benign`` count elements; the first two leave out the benign ones, and NaN is never benign. ``order`` is the number
-    of the output that first broke it (was not finite), else of its first output. ``limit`` is None where fp16's range
-    does not bind: outputs of another dtype, constants, and the cube inside ``gelu_new``. ``elements`` and ``zeros``
-    count gradients alone."""
+    """``amax``: the largest |x| (inf for an overflow or NaN) without masked positions. ``nonfinite``, ``saturated``
+    (finite, from 64504, fp16 only): elements other than ``benign`` ones; NaN is never benign. ``order``: the number of
+    the first output that broke, else of the first. ``limit``: None where fp16's range does not bind: other dtypes,
+    constants, ``gelu_new``'s cube. ``elements``, ``zeros``: of gradients alone."""
 
     name: str
     dtype: torch.dtype
@@ -60,8 +58,7 @@ _OUTPUTS_OF_A_RUN = 1 << 40  # more than any run has
 
 
 def sites_of_all(runs: Iterable[Iterable[Site]]) -> list[Site]:
-    """Return the sites of forwards by copies of one model as if one observer had seen them one after another, in the
-    order in which the forwards show them."""
+    """Return the sites of runs by copies of one model, merged in the order of the runs as one observer would."""
     sites: dict[tuple[str, torch.dtype], Site] = {}
     for number, run in enumerate(runs):
         for site in run:
@@ -85,24 +82,21 @@ class Call:
 
     @property
     def before_softmax(self) -> bool:
-        """Whether this is an attention that has its scores, but not yet its weights."""
         return "scores" in self.counts and not self.after_softmax
 
     def product(self, *, sums: bool) -> str:
-        """Return the name of a matrix product: of a linear its output's; ``sums``: it chooses and sums positions."""
+        """Return the name of a matrix product; sums: it sums positions."""
         if self.linear:
             return ""
         return "sum" if sums else "context" if self.after_softmax else "scores"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear, whose output is the site of its path; a router that holds its weight itself is one
-    too."""
+    """Whether a module's output is the site of its path; a router that holds its weight counts."""
     own = getattr(module, "weight", None)
     return isinstance(module, nn.Linear) or (hasattr(module, "top_k") and isinstance(own, nn.Parameter))
 
 
 def site_name(path: str, name: str, count: int) -> str:
-    """Return the full name of a module's operation: ``path:name``, of its second run ``path:name#2``."""
     full = f"{path}:{name}" if name else path
     return f"{full}#{count}" if count > 1 else full

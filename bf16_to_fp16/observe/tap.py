@@ -1,8 +1,4 @@
-"""The same sites above autograd, differentiable: what the penalty reads.
-
-A dispatch mode sees tensors without their history. A function mode above autograd and autocast sees each output with
-its gradient.
-"""
+"""The observer's sites above autograd and autocast, differentiable: what the penalty reads."""
 
 from __future__ import annotations
 
@@ -64,7 +60,7 @@ class _Function:
 
 @dataclass(slots=True, kw_only=True)
 class _Call(Call):
-    """One call of one module; ``names``: full names of the sites of its path, None for unwanted ones."""
+    """One call of one module; ``names``: its sites' full names, None for unwanted ones."""
 
     module: nn.Module
     tapped: bool
@@ -93,26 +89,15 @@ class _TapMode(TorchFunctionMode):
 
 class Tap:
     """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
-    forwards, differentiable, under the name that ``SiteObserver`` gives it with eager attention, and with
-    ``<path>:masked`` for each row of attention what the mask must add at least.
-
-    Positions that an attention mask excludes are zero. Use a tensor at once: an in-place operation may change it later.
-    What ``on_site`` computes is not tapped, and what it saves for its backward survives gradient checkpointing. A
-    module that runs again inside a backward (non-reentrant checkpointing) is not tapped a second time, and a forward
-    without gradients is not tapped at all. May stay active over a whole training loop, in train and eval mode.
-
-    only: whether a site is wanted, asked once for each name. glance: called first, with the detached tensor; only where
-    it is true ``on_site`` is called, and graph nodes are made. Wrappers such as DDP, FSDP or a checkpointed module add
-    nothing to the names, whether ``model`` is the wrapper or what it wraps.
-
-    Not handed over, though ``SiteObserver`` sees them: copies (``to``, ``clone``, ``cat``), constants, what stock code
-    runs without gradients (Pegasus's fixed positions), the statistics of ``layer_norm``, the noise of a dropout, and
-    what is inside a fused function (a loss, SDPA apart from its context). A linear is one site with its bias, and the
-    input of a cube (``:cubed``) is handed over in every dtype.
-
-    Raises ``UserError`` for a compiled model, which hides its operations, and in the forward for reentrant gradient
-    checkpointing, under which they have no gradient.
-    """
+    forwards, differentiable, under ``SiteObserver``'s names with eager attention, and ``<path>:masked`` by row of
+    attention. Masked positions are zero. Use a tensor at once: an in-place operation may change it. What ``on_site``
+    computes is not tapped; what it saves survives gradient checkpointing. A module rerun inside a backward is not
+    tapped again, a forward without gradients not at all. only: whether a site is wanted, asked once a name. glance:
+    called first with the detached tensor; false skips ``on_site`` and its graph nodes. Wrappers (DDP, FSDP,
+    checkpointing) add nothing to names. Left out are copies (``to``, ``clone``, ``cat``), constants, what runs without
+    gradients, the statistics of ``layer_norm``, dropout's noise, and the inside of fused functions but SDPA's context.
+    A linear is one site with its bias; a cube's input (``:cubed``) is handed over in every dtype. Raises ``UserError``
+    for a compiled model, and in the forward for reentrant gradient checkpointing."""
 
     def __init__(
         self,
@@ -220,7 +205,7 @@ class Tap:
         return not torch.is_grad_enabled() and (not self.without_gradients or self._inner_no_grads > 0)
 
     def _follow_no_grad(self) -> None:
-        """Count the ``no_grad`` blocks of a forward in which gradients are off already: their flag says nothing."""
+        """Count ``no_grad`` blocks in a forward already without gradients: their flag tells nothing."""
         if not self.without_gradients:
             return
         if _is_called_by("no_grad.__enter__"):
@@ -330,7 +315,6 @@ def _describe_function(func: Any) -> _Function:
 
 
 def _carry_mask(function: _Function, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
-    """What is only moved keeps its masked positions."""
     if function.masking in ("cat", "pad"):
         masked = origins.masked_positions(function.masking, args, kwargs)
         origins.set_origin(out, None if masked is None else origins.Origin(masked=masked))
@@ -358,7 +342,7 @@ def _itself(x: Tensor) -> Tensor:
 
 
 def paths(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every module with its path, free of what wrappers (DDP, FSDP, checkpointing) add; the root is "model"."""
+    """Return every module with its path, without wrappers' additions; the root is "model"."""
     prefix, inner = "", model
     # A wrapper that has nothing but a ``module``: DDP, DeepSpeed.
     while [name for name, _ in inner.named_children()] == ["module"]:

@@ -1,4 +1,4 @@
-"""Standard output as a screen: tables by rich, plain lines where it is no terminal; free of what is slow to import."""
+"""Standard output as a screen: tables by rich, plain lines without a terminal. Nothing slow is imported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Name:
 
 class Output(VisibleConsole):
     def say(self, text: str) -> None:
-        """Print a line unfolded, so that what is in it can be copied."""
+        """Print a line unfolded, so that it can be copied."""
         self.print(Text(text), soft_wrap=True)
 
     def table(self, table: tables.Table) -> None:
@@ -52,15 +52,15 @@ class Output(VisibleConsole):
 
 
 class Screen(Output):
-    """A console for a terminal, in whose tables no number is cut: where they do not fit, each row is a list."""
+    """A terminal's console, whose tables cut no number: where they do not fit, each row is a list."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         for each in objects:
             super().print(self.fitted(each) if isinstance(each, Table) else each, **options)
 
     def fitted(self, table: Table) -> Table:
-        """Return a table without empty columns, in which those of numbers keep their width. Where the others would have
-        no room beside them, the cells of a row stand below one another."""
+        """Return a table without empty columns, numbers at full width; without room the cells of a row stand below one
+        another."""
         drop_empty_columns(table)
         for column in table.columns:
             number = column.justify == "right"
@@ -86,7 +86,7 @@ class Screen(Output):
 
 
 class Plain(Output):
-    """A console for files and pipes: a line of text for a row of a table, without frames, colours or wrapping."""
+    """A console for files and pipes: a line for each row, without frames, colours or wrapping."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         for each in objects:

@@ -1,4 +1,4 @@
-"""The parts of a report, as figures, rows and tables from which terminal, page and card are made."""
+"""The parts of a report, as figures, rows and tables for terminal, page and card."""
 
 from __future__ import annotations
 
@@ -174,12 +174,11 @@ def unsafe_tables(report: Report) -> list[Table]:
 
 
 def remedies_of(report: Report, unproven: Sequence[UnprovenEntry]) -> list[str]:
-    """Return what helps where bounds pass their limits, each once; nothing where the whole has a next step."""
     return [] if report.next else list(dict.fromkeys(site.remedy for site in unproven))
 
 
 def is_exact(report: Report) -> bool:
-    """Return whether a plan is powers of two that change nothing, so that fp32 outputs keep every bit."""
+    """Return whether a plan changes nothing: fp32 outputs keep every bit."""
     plan = report.plan
     return plan is None or not (
         plan.gain_correction or plan.untied_head or plan.drift or plan.centred_keys or report.inexact

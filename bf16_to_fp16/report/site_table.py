@@ -1,4 +1,4 @@
-"""The page's table of sites: one row for each, from the regime in which it has least headroom."""
+"""The page's table of sites: each in the regime in which it has least headroom."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ MOST_ROWS = 3_000
 
 @dataclass(frozen=True)
 class SiteRow:
-    """A site in the ``regime`` in which it has least headroom, of none where nothing was run; ``tightness``: bound
-    over the worst value found."""
+    """A site in its tightest ``regime``, if anything was run; ``tightness``: bound over the worst value found."""
 
     site: SiteEntry
     regime: str
@@ -39,13 +38,12 @@ class SiteRow:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """What rows are ordered by: broken ones first, then those with least headroom, what has no limit last."""
+        """Broken rows first, then by headroom, those without a limit last."""
         bits = self.site.headroom_bits
         return not self.broken, math.inf if bits is None or math.isnan(bits) else bits
 
     @property
     def reached(self) -> str:
-        """The largest |x|; a value of fp32 has no limit here, but may be inf or NaN as well."""
         site = self.site
         return reached(site.reached) if site.limit is not None or site.nonfinite else magnitude(site.reached)
 

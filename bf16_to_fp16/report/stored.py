@@ -1,4 +1,4 @@
-"""A stored report, read back as far as a later command needs it: its plan, its source, its hashes."""
+"""What later commands read of a stored report: its plan, source and hashes."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def read_origin(path: Path) -> Source:
 
 
 def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Tensor]:
-    """Return the source's tensors, by name, in place of which a plan wrote others; raise UserError where ``source``
-    does not hold these very tensors, unchanged."""
+    """Return the source's tensors that a plan replaced, by name; raise UserError where ``source`` lacks these very
+    ones."""
     check_centred(layout, plan)
     names, tensors = centred_tensors(layout, plan.centred_keys), {}
     for name in sorted({*names, *source.replaced}):

@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """``of``: the value of a row, by its attribute or number, or computed. ``write``: its text. ``css``: "site" for
-    dotted names, "n" for numbers."""
+    """``of``: a row's value, by attribute or number, or computed. ``write``: its text. ``css``: "site" for dotted
+    names, "n" for numbers."""
 
     title: str
     of: str | int | Callable[[Any], Any]

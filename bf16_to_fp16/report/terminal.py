@@ -1,4 +1,4 @@
-"""The report on a terminal: tables by rich, plain where standard output is not a terminal, ``NO_COLOR`` respected."""
+"""The report on a terminal, plain elsewhere; ``NO_COLOR`` is respected."""
 
 from __future__ import annotations
 
@@ -294,7 +294,6 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
 
 
 def print_underflow(screen: Output, regimes: Mapping[str, schema.RegimeEntry]) -> None:
-    """Print the sites that lie below fp16's smallest normal number on every input."""
     for name, regime in regimes.items():
         if sunk := [site.name for site in regime.underflow]:
             screen.print(
@@ -368,12 +367,11 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
 
 
 def bound_of(value: float) -> str:
-    """Return a bound with four digits, rounded up; unlike a measured value it may lie beyond fp16."""
     return "none" if math.isnan(value) or wording.infinite(value) else plain(wording.rounded_up(value, 4))
 
 
 def plain(value: float) -> str:
-    """Return a number with four digits, whole where it is under ten million, so that 65504 is not taken for 65500."""
+    """Return a number with four digits, whole under ten million: 65504 is not 65500."""
     return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:,.4g}"
 
 
@@ -414,8 +412,7 @@ def brought_back(folder: Path) -> str:
 
 
 def came_through(whose: str, weights: schema.WeightsEntry) -> str:
-    """Return in words how many of someone's weights are brought back bit for bit: those that fp16 held, and perhaps
-    more, since a rounded gain may round to what it was."""
+    """Return in words how many weights come back bit for bit: those that fp16 held, perhaps more."""
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
         return f"{whose}, all of them bit for bit"
@@ -549,8 +546,8 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
 
 
 def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, aside: bool = False) -> None:
-    """Print what would be uploaded: who will see it, files, and the card; ``whole``: all of it but folded lines. aside:
-    on standard error, where standard output is for data."""
+    """Print what would be uploaded; whole: the card unfolded. aside: on standard error, where standard output is
+    data."""
     screen = console(stderr=aside)
     seen = "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
     screen.say(seen)

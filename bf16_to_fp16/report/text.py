@@ -16,7 +16,7 @@ MOST_UNCERTIFIED = 6  # sites without a proof that are listed; the report has al
 
 
 def results_text(report: Report, *, on_page: bool = False) -> str:
-    """Return what was measured and proven as Markdown. on_page: without the verdict, which a page's head has."""
+    """Return the results as Markdown. on_page: without the verdict, which a page's head has."""
     unproven = report.uncertified
     hub_id, revision = origin(report)
     return (
@@ -76,7 +76,7 @@ def notice(report: Report) -> str:
 
 
 def origin(report: Report) -> tuple[str | None, str | None]:
-    """Return the Hub id and commit of the source, or of the original of what was trained; None for a local folder."""
+    """Return the Hub id and commit of the source or of a trained one's original; None for a local folder."""
     path, revision = report.source.path, report.source.revision
     return (None, None) if path is None or revision is None else (path.partition("@")[0], revision)
 
@@ -86,7 +86,6 @@ def oneline(value: str) -> str:
 
 
 def prose(value: object) -> str:
-    """Return text that Markdown shows as it is, also inside a table."""
     return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", oneline(str(value)))
 
 

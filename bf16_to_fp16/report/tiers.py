@@ -14,12 +14,9 @@ from . import remedies, schema
 def judged_tiers(
     certified: Mapping[str, bool], *, clean: bool = False, squares: Squares | None = None, pooled: bool = False
 ) -> dict[str, schema.TierEntry]:
-    """Return for each tier whether it holds, and by what.
-
-    certified: by tier whether its bounds hold. clean: the regime ``half`` ran and nothing broke. squares: of the stream
-    in that run; without them no tier holds whose norms square it in fp16. pooled: the model gives vectors of sentences,
-    whose squares no run measures.
-    """
+    """Return for each tier whether it holds, and by what. certified: by tier, its bounds. clean: regime ``half`` ran
+    and nothing broke. squares: of its stream; without them no tier holds whose norms square it in fp16. pooled: the
+    model gives sentence vectors, whose squares no run measures."""
     unfit = remedies.SQUARES_UNSEEN if squares is None else ""
     if squares is not None and squares.least < NORM_FLOOR:
         unfit = remedies.sinks(squares.least)

@@ -1,8 +1,5 @@
-"""What a converted checkpoint is good for next: to train, adapt, merge, quantise, by what its plan moved.
-
-An optimizer's step is absolute, so to AdamW a weight times 2^r sees the source's learning rate 2^-r times as large;
-adapters, quantisers and readers of states meet the same factor. benchmarks/rates.py measures each.
-"""
+"""What a converted checkpoint is good for next, by what its plan moved. To AdamW a weight times 2^r has 2^-r times the
+learning rate; adapters, quantisers and readers of states meet the same factor. benchmarks/rates.py measures each."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ def harm(report: schema.Report) -> str:
 
 
 def gains_round(plan: Plan) -> bool:
-    """Return whether gains that are stored less 1 have moved, to where bf16 is coarse."""
+    """Return whether gains stored less 1 have moved, to where bf16 is coarse."""
     return plan.drift is not None and plan.eps is not None and any(r < 0 for r in plan.residual_exponents)
 
 

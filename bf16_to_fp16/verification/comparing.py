@@ -19,7 +19,7 @@ NAMED_BY = ("name", "module", "side", "kind", "signal", "attention")
 
 
 def near(key: str, said: float, again: float) -> bool:
-    """Return whether two numbers agree to the tolerance of their key; others agree to 1e-9."""
+    """Return whether two numbers agree to their key's tolerance, 1e-9 by default."""
     if math.isnan(said) or math.isnan(again):
         return math.isnan(said) and math.isnan(again)
     said, again = (max(-1e300, min(value, 1e300)) for value in (said, again))  # JSON has no infinity

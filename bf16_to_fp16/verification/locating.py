@@ -30,8 +30,7 @@ WRONG = {
 def locate(
     source: str | Path, subfolder: str | None, endpoint: str | None, progress: Progress
 ) -> tuple[Path, str | None, list[str]]:
-    """Return the folder of a converted checkpoint, the commit that a Hub id stood for (else None), and the files of
-    its repository that its report does not know."""
+    """Return a converted checkpoint's folder, its Hub commit (else None), and the repository's unlisted files."""
     folder = local_folder(source, CONVERTED)
     if folder is None:
         return fetch(str(source), subfolder, endpoint, progress)
@@ -39,11 +38,8 @@ def locate(
 
 
 def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Progress) -> tuple[Path, str, list[str]]:
-    """Download what a repository's report lists and nothing else; return the folder, the commit, and the names of the
-    repository's other files.
-
-    Raises UserError for a repository without a report, and where the disk has no room for it.
-    """
+    """Download what a repository's report lists; return the folder, the commit, and its other files' names. Raises
+    UserError without a report, or without room."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.hf_api import RepoFile
 
