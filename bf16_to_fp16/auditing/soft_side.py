@@ -30,7 +30,7 @@ from ..run.stock import vocabulary_of
 from .fidelity import Outputs, add_outputs, difference, output_on
 
 LENGTH, EVERY = 16, 4  # tokens of a row, and every so many of a text are replaced
-LEAST_ROWS, MOST_ROWS = 128, 512  # rows that are run, fewer of a large vocabulary
+LEAST_ROWS, MOST_ROWS = 64, 512  # rows that are run, fewer of a large vocabulary
 TOGETHER = 32  # rows of one batch
 IN_TEXT = 32  # ids that are put into text
 RANKS = 8  # suspects of one site
@@ -78,7 +78,7 @@ def soft_side(
         suspects = list(dict.fromkeys(suspected(source, layout, edits_of(layout, plan), ids)))
     alone = list(dict.fromkeys(s[:1] for s in suspects))[:IN_TEXT]
     together = [s for s in suspects if len(s) > 1]
-    most = max(LEAST_ROWS, min(MOST_ROWS, 2 * affordable(layout) // LENGTH))
+    most = max(LEAST_ROWS, min(MOST_ROWS, affordable(layout) // LENGTH))
     most = min(most, LOGIT_BUDGET // (LENGTH * vocabulary))
     inputs = (alone[: most // 4] + together)[: most // 2]
     pairs = torch.randint(vocabulary, (most - len(inputs), 2), generator=generator)
