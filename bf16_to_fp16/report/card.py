@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from ..checkpoint.folder import TOKENIZER_FILES
 from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
 from ..families.types import StockClass
-from ..rescaling.plan import Plan
-from ..results import dump
 from . import facts, uses
 from .schema import Report
 from .sections import source_name
@@ -29,7 +27,6 @@ NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of which a processor, which makes a model's input of images and text, has one."""
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n.*?\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
-LONGEST_PLAN = 200_000  # characters of a plan that a card shows
 OTHER_FORMATS = frozenset(
     ("bf16", "bfloat16", "fp32", "gguf", "jax", "onnx", "openvino", "pytorch", "rust", "tf", "tflite")
 )
@@ -110,36 +107,6 @@ def eval_results(report: Report, stock: StockClass | None, task: str | None) -> 
     ]
 
 
-def plan_in_full(plan: Plan) -> str:
-    def shown(exponent: int | Sequence[int]) -> object:
-        if isinstance(exponent, int):
-            return exponent
-        where: dict[int, list[int]] = {}
-        for channel, value in enumerate(exponent):
-            if value:
-                where.setdefault(value, []).append(channel)
-        moved: dict[str | int, object] = {
-            value: runs(channels) if len(channels) > 1 else channels[0] for value, channels in sorted(where.items())
-        }
-        return {"channels": len(exponent)} | moved
-
-    data = {key: value for key, value in dump(plan).items() if key != "exponents"}
-    data["exponents"] = {name: shown(exponent) for name, exponent in plan.exponents.items()}
-    written = str(yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True))
-    return written if len(written) <= LONGEST_PLAN else ""
-
-
-def runs(channels: Sequence[int]) -> str:
-    """Return ascending numbers with neighbours joined: "0-3, 7"."""
-    parts: list[list[int]] = []
-    for channel in channels:
-        if parts and channel == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], channel]
-        else:
-            parts.append([channel])
-    return ", ".join("-".join(map(str, part)) for part in parts)
-
-
 def front_matter(folder: Path) -> dict[str, Any]:
     """Return licence, languages, tags and task of a source's card. A pipeline's card stands beside
     ``model_index.json``, one folder up."""
@@ -168,8 +135,7 @@ def front_matter(folder: Path) -> dict[str, Any]:
 
 
 def card_text(report: Report, architecture: str, *, licensed: bool, languages: bool = True) -> str:
-    run, plan, carried = report.finetune, report.plan, report.source.carried_over
-    assert plan is not None  # a card is of a conversion
+    run, carried = report.finetune, report.source.carried_over
     return (
         environment()
         .get_template("card.md.jinja")
@@ -180,7 +146,6 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
             address=project_url(),
             licensed=licensed,
             languages=languages,
-            plan=plan_in_full(plan),
             recipe=yaml.safe_dump(run.recipe, sort_keys=False, width=120, allow_unicode=True)
             if run and run.recipe
             else "",

@@ -20,7 +20,7 @@ from ..families.places import SUBLAYERS
 from ..families.roles import STACKS
 from ..numerics import FP16_MAX
 from ..wording import bound_magnitude, infinite, known, magnitude, power
-from .schema import BoundEntry, CertificateEntry, SignalEntry, SiteEntry
+from .schema import BoundEntry, CertificateEntry, SignalEntry
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,6 @@ PRODUCT = Series(f"its neurons or gated product, into {_WRITERS.replace(', ', ' 
 SCORES = Series("attention scores and their span; last in the decoder: logits", Line.SCORES, "v", "#000009")
 SERIES = (STREAM, ATTENTION, FEED_FORWARD, PRODUCT, SCORES)
 BRACKETS = (replace(STREAM, name="residual stream"), *SERIES[1:])
-BLOCKS = {
-    "sum": replace(STREAM, name="residual stream and other sums"),
-    "linear": replace(FEED_FORWARD, name="outputs of linears"),
-    "product": replace(PRODUCT, name="gated products, and what norms put out"),
-    "scores": replace(SCORES, name="attention scores"),
-}
-"""The lines of an audit's pictures by the roles of its sites."""
 _INK, _GRID, _LIMIT, _PAPER = "#000001", "#000002", "#000003", "#000007"
 _VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s.placeholder: s.css for s in SERIES}
 
@@ -192,34 +185,6 @@ def themed(svg: str, words: str) -> Markup:
         words, "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
     )
     return Markup(svg.replace("%s", str(label), 1))
-
-
-def audit_pictures(sites: Iterable[SiteEntry]) -> list[Picture]:
-    """Return a picture per stack of a regime: the largest |x| by block and operation. What broke has a cross, at its
-    fp32 value or the limit; breaks by design are left out."""
-    largest: dict[str, dict[Series, dict[int, SiteEntry]]] = {}
-    for site in sites:
-        series = BLOCKS.get(site.role or "")
-        if series is None or site.block is None or site.limit is None or site.benign or not known(site.reached):
-            continue
-        blocks = largest.setdefault(site.stack or "model", {}).setdefault(series, {})
-        if site.block not in blocks or site.reached > blocks[site.block].reached:
-            blocks[site.block] = site
-    shown = [s.reached for of in largest.values() for blocks in of.values() for s in blocks.values() if s.reached > 0]
-    if not shown:
-        return []
-    result: list[Picture] = []
-    for stack, lines in largest.items():
-        top = max((site for blocks in lines.values() for site in blocks.values()), key=lambda site: site.reached)
-        words = f"{stack}: the largest value is {magnitude(top.reached)}, at {top.name}; the limit is 65,504"
-        with drawn(result, stack, axis(shown), words) as axes:
-            for series, blocks in lines.items():
-                y = {block: math.log2(site.reached) for block, site in sorted(blocks.items()) if site.reached > 0}
-                look: dict[str, Any] = {"color": series.placeholder, "markersize": 3.6 if len(y) < 20 else 2.4}
-                axes.plot(list(y), list(y.values()), "-", marker=series.marker, linewidth=1.3, **look)
-                over = [block for block, bits in y.items() if bits > math.log2(FP16_MAX)]
-                axes.plot(over, [y[block] for block in over], "x", color=_LIMIT, markersize=7, markeredgewidth=1.4)
-    return result
 
 
 WIDE_FROM = 16  # last block from which a picture of brackets takes the page's width

@@ -22,9 +22,6 @@ def write_page(path: Path, report: Report) -> None:
 
 
 def render(report: Report) -> str:
-    # Where the most is fp16.
-    widest = "half" if "half" in report.regimes else next(iter(report.regimes), "")
-    alone = bool(widest) and not report.signals and report.certificate is None
     rows = site_rows(report)
     return (
         environment()
@@ -35,8 +32,6 @@ def render(report: Report) -> str:
             changes=changes_text(report),
             pictures=figures.pictures(report.signals),
             brackets=figures.bracket_pictures(report.certificate) if report.certificate else [],
-            blocks=figures.audit_pictures(report.regimes[widest].sites) if alone else [],
-            widest=widest,
             columns=site_columns(report),
             rows=rows[:MOST_ROWS],
             hidden=max(0, len(rows) - MOST_ROWS),

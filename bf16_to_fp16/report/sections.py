@@ -251,18 +251,6 @@ def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[st
     return rows
 
 
-def exponent_table(exponents: Mapping[str, int | Sequence[int]]) -> Table:
-    rows = []
-    for name, exponent in exponents.items():
-        if isinstance(exponent, int):
-            rows.append((name, signed(exponent), "all"))
-        else:
-            ends = sorted({min(exponent), max(exponent)})
-            moved = sum(e != 0 for e in exponent)
-            rows.append((name, " to ".join(map(signed, ends)), f"{moved:,} of {len(exponent):,}"))
-    return Table((names("signal", 0), numbers("exponent of 2", 1, str), numbers("channels moved", 2, str)), rows)
-
-
 def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
     recipe, data = run.recipe, run.data
     schedule, penalty = recipe.get("schedule") or {}, recipe.get("penalty") or {}

@@ -6,7 +6,6 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -30,7 +29,6 @@ from .sections import (
     TIER_COLUMNS,
     closeness_table,
     exponent_rows,
-    exponent_table,
     plan_rows,
     regime_rows,
     run_rows,
@@ -42,7 +40,6 @@ from .tables import Column, Table, names, numbers
 WORST_SITES = 6
 MOST_EDITS = 3  # edits that are named, the dearest
 CARD_LINES = 40
-FOLDED_LINES = 8  # lines shown of what a card folds
 CHECK_NAMES = {
     "files": "files: hashes against the report",
     "plan": "plan: against config and weights",
@@ -526,8 +523,8 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
 
 def print_plan(plan: Plan, planned: Planned | None) -> None:
     screen = console()
-    exponents = exponent_table({"residual": plan.residual_exponent, **plan.exponents})
-    screen.table(replace(exponents, title=f"plan for {plan.family}"))
+    rows = [("residual stream", wording.signed(plan.residual_exponent)), *exponent_rows(plan.exponents)]
+    screen.table(Table(PAIRS, rows, f"plan for {plan.family}"))
     for name, factor in plan.gain_correction.items():
         screen.print(f"{name} times {factor:.6f} against the drift of eps")
     if planned is not None:
@@ -546,7 +543,7 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
 
 
 def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, aside: bool = False) -> None:
-    """Print what would be uploaded; whole: the card unfolded. aside: on standard error, where standard output is
+    """Print what would be uploaded; whole: all of the card. aside: on standard error, where standard output is
     data."""
     screen = console(stderr=aside)
     seen = "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
@@ -555,28 +552,13 @@ def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, a
     sizes = [(item.name, item.nbytes) for item in items]
     sizes.append((f"{len(items)} files", sum(nbytes for _, nbytes in sizes)))
     screen.table(Table((Column("file", 0), numbers("size", 1, wording.bytes_in_words)), sizes, f"for {repo}"))
-    lines = folded(upload.card.splitlines())
+    lines = upload.card.splitlines()
     shown = len(lines) if whole else CARD_LINES
     screen.print("README.md, edited since the conversion:" if upload.card_edited else "README.md:")
     for line in lines[:shown]:
         screen.say(f"| {line}")
     if len(lines) > shown:
         screen.print(f"and {len(lines) - shown} more lines; --dry-run shows all")
-
-
-def folded(lines: Sequence[str]) -> list[str]:
-    result: list[str] = []
-    opened: int | None = None
-    for line in lines:
-        result.append(line)
-        if line.startswith("<details>"):
-            opened = len(result) - 1
-        elif line.startswith("</details>") and opened is not None:
-            more = len(result) - opened - FOLDED_LINES
-            if more > 1:
-                result[opened + FOLDED_LINES :] = [f"… and {more:,} more lines, folded in README.md"]
-            opened = None
-    return result
 
 
 def print_published(result: Mapping[str, Any]) -> None:

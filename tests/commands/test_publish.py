@@ -4,7 +4,6 @@ with its remedy, and the token is nowhere."""
 import io
 import json
 import logging
-import re
 import shutil
 import sys
 import time
@@ -138,15 +137,9 @@ def test_a_dry_run_shows_files_sizes_and_card_and_sends_nothing(
     # Whether others will see it comes first.
     assert out.startswith("private, if the repository is new")
     assert run("publish", folder, "me/out", "--dry-run", "--public")[1].startswith("public: everyone can read it")
-    # The card is whole, but for what it folds itself, which is long.
-    card = (folder / "README.md").read_text()
-    before, plan, after = re.split(r"(<details>.*?</details>\n)", card, flags=re.DOTALL)
-    shown = [line.removeprefix("| ").rstrip() for line in out.splitlines()]
-    for line in (before + after).splitlines():
-        assert line.rstrip() in shown or f"| {line}".rstrip() in out
-    hidden = len(plan.splitlines()) - 8
-    assert hidden > 2 and f"| … and {hidden} more lines, folded in README.md" in out
-    assert "exponents:" in plan and not any(line.startswith("exponents:") for line in shown)
+    shown = [line.rstrip() for line in out.splitlines()]
+    for line in (folder / "README.md").read_text().splitlines():  # the card is whole
+        assert f"| {line}".rstrip() in shown
 
 
 def test_nothing_is_sent_where_nobody_can_be_asked(run: Run, hub: HubServer, folder: Path) -> None:

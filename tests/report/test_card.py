@@ -118,7 +118,7 @@ def test_an_unsafe_verdict_is_the_first_line(tmp_path: Path) -> None:
     assert "so that its activations fit fp16" not in written.text and "which was not enough for fp16" in written.text
 
 
-def test_of_a_plan_a_shared_exponent_is_told_once_what_is_inexact_not_called_exact_and_what_is_long_left_out(
+def test_of_a_plan_a_shared_exponent_is_told_once_what_is_inexact_not_called_exact_and_long_lists_are_not_shown(
     tmp_path: Path,
 ) -> None:
     report = fakes.conversion()
@@ -131,7 +131,7 @@ def test_of_a_plan_a_shared_exponent_is_told_once_what_is_inexact_not_called_exa
     assert "12 of 512 channels moved, exponent −3\n" in text and "−3 to" not in text
     report["plan"]["exponents"]["a.value"] = [i % 2 for i in range(100_000)]
     text = card(tmp_path, report).text
-    assert len(text) < 50_000 and "The plan is too long for a card." in text
+    assert len(text) < 50_000
 
 
 def test_a_safe_verdict_comes_with_its_figures(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_hostile_names_cannot_leave_their_place(tmp_path: Path) -> None:
     written = card(tmp_path, report)
     assert written.data.get("license") is None
     assert not re.search(r"^(# Heading|license:)", written.text, re.MULTILINE)
-    assert written.text.count("```") == 6
+    assert written.text.count("```") == 4
     outside = re.sub(r"(`+).*?\1", "", written.text)
     assert not re.search(r"(?<!\\)<(script|b)>", outside)
     assert "one \\| two \\<b\\>bold" in written.text
@@ -254,31 +254,13 @@ def test_the_figures_stand_under_what_the_class_does(name: str, task: str) -> No
     assert any("token" in str(result.metric_name) for result in results) is task.endswith("-generation")
 
 
-def test_the_plan_stands_in_the_card_in_full(tmp_path: Path) -> None:
-    report = fakes.conversion()
-    shown = yaml.safe_load(card(tmp_path, report).text.split("```yaml\n")[1].split("```")[0])
-    back: dict[str, int | list[int]] = {}
-    for name, entry in shown["exponents"].items():
-        if isinstance(entry, int):
-            back[name] = entry
-            continue
-        channels_of = back[name] = [0] * entry.pop("channels")
-        for exponent, channels in entry.items():
-            for run in str(channels).split(", "):
-                first, _, last = run.partition("-")
-                for channel in range(int(first), int(last or first) + 1):
-                    channels_of[channel] = exponent
-    assert back == report["plan"]["exponents"]
-    assert shown["residual_exponent"] == -3 and shown["eps"] == 1.5625e-8
-
-
 def test_a_finetunes_card_has_recipe_and_original_and_says_that_the_weights_were_trained_and_how_far_they_went(
     tmp_path: Path,
 ) -> None:
     report = fakes.conversion() | {"finetune": {"recipe": {"source": "someone/summariser-large", "steps": 5}}}
     written = card(tmp_path, report)
     assert written.data.get("base_model") == "someone/summariser-large"
-    recipe = written.text.split("```yaml\n")[2].split("```")[0]
+    recipe = written.text.split("```yaml\n")[1].split("```")[0]
     assert yaml.safe_load(recipe) == report["finetune"]["recipe"]
     plain = card(tmp_path, fakes.conversion()).text
     kept = {"measure": "kl", "kl_bf16": 0.01, "kl_fp16": 2.5, "top1_bf16": 0.99, "top1_fp16": 0.321}

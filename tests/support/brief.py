@@ -13,7 +13,7 @@ from bf16_to_fp16.finetuning.evaluation import Evaluator
 from bf16_to_fp16.report import figures
 from bf16_to_fp16.run import batch, probe
 
-PICTURES = ("pictures", "audit_pictures", "bracket_pictures")
+PICTURES = ("pictures", "bracket_pictures")
 WHOLE_PROBE = probe._probe
 LEFT_OUT = (batch.LONG, batch.REPEATED)
 ALL_BATCHES = vars(Evaluator)["_others"].func
