@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData, metadata_load
+from huggingface_hub import ModelCardData, metadata_load
 
 from ..checkpoint.contents import MODULES
 from ..checkpoint.folder import TOKENIZER_FILES
 from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
-from ..families.types import StockClass
 from . import facts, uses
 from .schema import Report
-from .sections import source_name
-from .text import changes_text, environment, notice, oneline, origin, results_text
+from .text import changes_text, environment, notice, origin, results_text
 
 TAGS = ("fp16", "bf16-to-fp16")
 NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}
@@ -42,13 +39,10 @@ def render_card(report: Report, config: Mapping[str, Any]) -> str:
     line."""
     inherited: dict[str, Any] = dict(report.source.card)
     architecture = next(iter(architectures(config)), "")
-    results = eval_results(report, class_named(architecture), inherited.get("pipeline_tag"))
     data = ModelCardData(
         base_model=origin(report)[0],
         library_name="transformers",
         tags=[*(tag for tag in inherited.pop("tags", ()) if tag.lower() not in OTHER_FORMATS), *TAGS],
-        model_name=f"{source_name(report)} in fp16" if results else None,
-        eval_results=results or None,
         **inherited,
     )
     said = card_text(report, architecture or "?", licensed="license" in inherited, languages="language" in inherited)
@@ -61,50 +55,6 @@ def warned(card: str, report: Report) -> str:
     if body.lstrip().startswith(NOTICES[facts.standing(report)]):
         return card
     return f"{head}\n> {notice(report)} What is said below otherwise was measured before.\n\n{body.lstrip()}"
-
-
-def task_of(stock: StockClass | None) -> str:
-    if stock is not None and stock.auto == "AutoModelForImageTextToText":
-        return "image-text-to-text"
-    if stock is None or stock.is_language_model:
-        return "text2text-generation" if stock is None or stock.decodes else "text-generation"
-    if len(stock.gives) > 1:
-        return "question-answering"
-    if stock.gives != ("logits",):
-        return "feature-extraction"
-    return "text-classification" if stock.reads_end_token else "token-classification"
-
-
-def eval_results(report: Report, stock: StockClass | None, task: str | None) -> list[EvalResult]:
-    """Return the fidelity figures as the Hub's ``model-index`` takes them. stock: the checkpoint's class, None if
-    unknown. task: from its own card."""
-    close = report.fidelity
-    if close is None:
-        return []
-    speaks, does = stock is None or stock.is_language_model, task_of(stock)
-    states = close.measure != "kl"
-    given = "last states" if speaks or does == "feature-extraction" else "outputs"
-    weights = "finetuned weights" if report.finetune is not None else "fp32 source"
-    measures = (
-        (close.kl_fp16, "relative_squared_error", f"relative squared error of the {given}, fp16 against fp32")
-        if states
-        else (close.kl_fp16, "kl_divergence", f"KL({weights} ‖ fp16), nats{' per token' if speaks else ''}"),
-        (close.max_logit_error_fp16, "max_error", f"largest error of a {'state' if states else 'logit'}, fp16 to fp32"),
-        (close.top1_fp16, "top1_agreement", f"same best {'token' if speaks else 'choice'} as the {weights}, share"),
-    )
-    data = report.inputs.data.name if report.inputs is not None and report.inputs.data is not None else None
-    return [
-        EvalResult(
-            task_type=task or ("feature-extraction" if states and speaks else does),
-            dataset_type="probe" if data is None else "probe-and-text",
-            dataset_name="built-in probe of bf16_to_fp16" + ("" if data is None else f" and {oneline(data)}"),
-            metric_type=kind,
-            metric_name=name,
-            metric_value=value,
-        )
-        for value, kind, name in measures
-        if value is not None and math.isfinite(value)
-    ]
 
 
 def front_matter(folder: Path) -> dict[str, Any]:

@@ -1,10 +1,6 @@
-"""The report as types: every part of it is declared here once, and written, read back and checked through that.
-
-A part keeps its keys in the order in which they were given, and writes only those, so that a report that is read and
-written again is the same to the byte, whichever version wrote it. What this program writes has no key that is not
-declared; what it reads may have others, which stay in their place. JSON has no NaN: where a number may be one, null
-is read as NaN. ``docs/report.schema.json`` is made from these types by ``python -m bf16_to_fp16.report.schema``.
-"""
+"""The report as types, written, read back and checked through these. A part keeps the order of its keys and unknown
+ones of other versions, so that a report read and written again is the same to the byte. JSON has no NaN: null is read
+as NaN where a number may be one. ``docs/report.schema.json`` is made by ``python -m bf16_to_fp16.report.schema``."""
 
 from __future__ import annotations
 
@@ -34,25 +30,21 @@ CARD = "README.md"
 
 
 class Original(ReportObject):
-    """The values of a tensor of the source that the conversion replaced, since nothing else holds them: their bytes, in
-    base64, and the SHA-256 of these, in hexadecimal."""
+    """A source tensor that the conversion replaced: its bytes in base64, and their SHA-256 in hexadecimal."""
 
     values: str
     sha256: str
 
 
 class Source(ReportObject):
-    """Where the weights came from, and what ``undo`` needs to bring them back.
-
-    ``subfolder``: of the source, where one was asked for (of one file the names' prefix); a local path ends in it.
-    ``sha256`` and ``other_sha256``: of its weight files and of the others. ``dtype``: of most tensors, in safetensors'
-    spelling; ``dtypes``: of the others by name. ``made``: tensors that the conversion made. ``dropped``: those that it
-    left out, with the reason. ``config_changes``: keys of config.json with their values before and after; a dot leads
-    into a config inside. ``carried_over`` and ``left_out``: files besides the weights. Of a checkpoint that was
-    finetuned, path, revision and hashes are the original's. ``adapter``: the LoRA adapter that ``certify`` merged with
-    it. ``card``: licence, languages, tags and task as the source's own card gives them. ``replaced``: key biases and
-    tables of position biases, by name, in place of which the conversion wrote others.
-    """
+    """Where the weights came from, and what ``undo`` needs. ``subfolder``: of the source (of one file the names'
+    prefix); a local path ends in it. ``sha256``, ``other_sha256``: of weight files and others. ``dtype``: of most
+    tensors, in safetensors' spelling; ``dtypes``: of the others. ``made``: tensors that the conversion made.
+    ``dropped``: those left out, with the reason. ``config_changes``: keys of config.json, values before and after; a
+    dot leads into a config inside. ``carried_over``, ``left_out``: files besides weights. Of a finetune, path, revision
+    and hashes are the original's. ``adapter``: the LoRA adapter that ``certify`` merged. ``card``: licence, languages,
+    tags and task of the source's card. ``replaced``: key biases and tables of position biases that the conversion wrote
+    anew."""
 
     path: str | None = None
     subfolder: str | None = None
@@ -76,8 +68,7 @@ class Source(ReportObject):
         return cls(**cls.place_of(checkpoint), sha256=hashes)
 
     def class_in(self, side: Literal["before", "after"]) -> str | None:
-        """Return the class that a config of another class named ``before`` the conversion or ``after`` it; None where
-        the conversion changed no class."""
+        """Return the class that the config named before or after a conversion to another; else None."""
         sides = self.config_changes.get("architectures", {})
         return next(iter(architectures({"architectures": sides.get(side)})), None)
 
@@ -88,7 +79,7 @@ class Source(ReportObject):
 
 
 class FileEntry(ReportObject):
-    """A file of the output: its name in the folder, its size in bytes, its SHA-256 in hexadecimal."""
+    """A file of the output: its name, size in bytes and SHA-256 in hexadecimal."""
 
     name: str
     nbytes: Count | None = None
@@ -96,24 +87,21 @@ class FileEntry(ReportObject):
 
 
 class Output(ReportObject):
-    """The files of the output, but for the report itself.
-
-    ``card_edited``: the card that was published is not the one that was made from this report.
-    """
+    """The files of the output without the report. ``card_edited``: the published card was not made from this report."""
 
     files: list[FileEntry] = []
     card_edited: Flag = False
 
 
 class Text(ReportObject):
-    """The text that was run on besides the built-in probe: its name without its folder, and the rows drawn from it."""
+    """The text that was run besides the probe: its name without folder, and the rows drawn."""
 
     name: str
     rows: Count | None = None
 
 
 class InputKind(ReportObject):
-    """The inputs of one kind: number of batches, rows of them all, and the longest encoder and decoder in tokens."""
+    """Inputs of one kind: batches, their rows, and the longest encoder and decoder in tokens."""
 
     kind: str
     batches: Count
@@ -123,8 +111,8 @@ class InputKind(ReportObject):
 
 
 class Inputs(ReportObject):
-    """What was run, from which the same can be run again; ``chosen``: ids by the reason that each was chosen for, empty
-    where every id was run; ``sha256``: of all ids and masks."""
+    """What was run, so that it can be run again. ``chosen``: ids by reason, empty where every id was run. ``sha256``:
+    of all ids and masks."""
 
     seed: Count | None = None
     data: Text | None = None
@@ -134,11 +122,8 @@ class Inputs(ReportObject):
 
 
 class Environment(ReportObject):
-    """The versions, machine and dtype that the figures were made with; None for a package that is not installed.
-
-    ``device``: that was asked for. ``devices``: those that each part of the work ran on, the CPU last where another ran
-    out of memory.
-    """
+    """Versions (None: not installed), machine and dtype of the figures. ``device``: as asked for. ``devices``: of each
+    part of the work, the CPU last where another ran out of memory."""
 
     versions: dict[str, str | None] = {}
     python: str | None = None
@@ -151,7 +136,7 @@ class Environment(ReportObject):
 
 
 class CountedEntry(ReportObject):
-    """Something that was run: how many of its elements are not finite or saturated other than by design."""
+    """Something that was run; counts leave out elements that are not finite or saturated by design."""
 
     nonfinite: Count
     saturated: Count
@@ -162,7 +147,7 @@ class CountedEntry(ReportObject):
 
 
 class PlacedEntry(ReportObject):
-    """Something that stands somewhere in the model; without what is not known, or outside of it all."""
+    """A place in the model; keys that are unknown, or outside of it all, are absent."""
 
     stack: str | None = Field(None, description="encoder or decoder, also of a model that has no other")
     block: Count | None = Field(None, description="number of its block in the stack, from 0")
@@ -172,12 +157,10 @@ class PlacedEntry(ReportObject):
 
 
 class SiteEntry(PlacedEntry, CountedEntry):
-    """One site of a regime; its place is told by its name.
-
-    ``amax``: the largest |x|, 65536 for an overflow. ``limit`` and ``headroom_bits``: None for what is not fp16.
-    ``nonfinite`` and ``saturated`` count elements other than by design; ``benign``: the reason why what is so is
-    harmless. ``fp32``: the largest |x| in fp32 where the site broke in fp16 and fp32 was run.
-    """
+    """One site of a regime; its name tells its place. ``amax``: the largest |x|, 65536 for an overflow. ``limit``,
+    ``headroom_bits``: None for what is not fp16. ``nonfinite``, ``saturated``: elements other than by design.
+    ``benign``: the reason why what is so is harmless. ``fp32``: the largest |x| in fp32 of a site that broke in fp16,
+    where fp32 was run."""
 
     name: str
     amax: NumberOrNaN
@@ -193,14 +176,14 @@ class SiteEntry(PlacedEntry, CountedEntry):
 
 
 class SunkSignal(ReportObject):
-    """A site that stayed under fp16's smallest normal number on every input, and its largest |x|."""
+    """A site under fp16's smallest normal number on every input, and its largest |x|."""
 
     name: str
     amax: Real
 
 
 class RunEntry(ReportObject):
-    """What a regime ran on under one attention: how many of the ``inputs``' batches, and of which kinds."""
+    """How many of the ``inputs``' batches a regime ran under one attention, and of which kinds."""
 
     attention: str
     batches: Count
@@ -208,7 +191,7 @@ class RunEntry(ReportObject):
 
 
 class GradientSiteEntry(ReportObject):
-    """The gradients of one operation: the largest, at the loss scale, and the share of elements lost to 0 in fp16."""
+    """One operation's gradients: the largest, at the loss scale, and the share lost to 0 in fp16."""
 
     name: str
     amax: Real
@@ -216,9 +199,9 @@ class GradientSiteEntry(ReportObject):
 
 
 class GradientsEntry(ReportObject):
-    """The backward pass under fp16 AMP: the largest loss scale at which no gradient overflows, None where each is too
-    large; the share of all elements that are 0 and not in fp32; the site that sets the scale or, without one, overflows
-    at any, None where the loss is not finite; those that lose most."""
+    """The backward pass under fp16 AMP: the largest loss scale without overflow (None: none), the share of elements
+    lost to 0, the site that sets the scale or overflows at any (None: the loss is not finite), and the sites that lose
+    most."""
 
     loss_scale: Real | None
     flushed: Real
@@ -227,12 +210,9 @@ class GradientsEntry(ReportObject):
 
 
 class RegimeEntry(CountedEntry):
-    """What one regime showed: totals, and its sites from the tightest on.
-
-    ``amax`` and ``headroom_bits`` are those of the tightest site; ``nonfinite_logits`` counts what a user would see.
-    ``runs``: what ran, by attention. ``same_as``: the regime that computes the very same on this checkpoint, whose run
-    this is, None where it ran itself. ``gradients``: of ``amp`` in training.
-    """
+    """What one regime showed, its sites from the tightest on. ``amax``, ``headroom_bits``: of the tightest.
+    ``nonfinite_logits``: what a user would see. ``runs``: what ran, by attention. ``same_as``: the regime whose run
+    this is, since it computes the same; else None. ``gradients``: of ``amp`` in training."""
 
     amax: Real
     headroom_bits: Real
@@ -245,7 +225,7 @@ class RegimeEntry(CountedEntry):
 
     @property
     def reached(self) -> float:
-        """The largest |x| that fp16 must hold, of a regime that broke in fp32 where that is known."""
+        """The largest |x| that fp16 must hold, in fp32 if known where the regime broke."""
         broken = self.broken_sites
         limited = [site for site in broken if site.limit is not None] or broken
         return max((site.reached for site in limited), default=self.amax)
@@ -261,9 +241,7 @@ class RegimeEntry(CountedEntry):
 
 class BoundEntry(PlacedEntry):
     """The bound of one site: no input makes the value larger than ``bound``, nor a partial sum than ``partial``.
-
-    ``kind``: what it holds. ``observed``: the largest value that was found, None where nothing was run.
-    """
+    ``kind``: what it holds. ``observed``: the largest value found, None where nothing was run."""
 
     name: str
     kind: str
@@ -280,11 +258,9 @@ class BoundEntry(PlacedEntry):
 
 
 class CertificateEntry(ReportObject):
-    """The bounds of every site, and what they hold for.
-
-    ``max_length``: positions; ``splits``: partial sums of a matrix product that are added in fp16; ``train_mode``:
-    with dropout. ``cost_bits``: bits of precision that holding the bounds costs. ``verify`` leaves ``sites`` out.
-    """
+    """The bounds of every site, and what they hold for. ``max_length``: positions. ``splits``: partial sums of a matrix
+    product that are added in fp16. ``train_mode``: with dropout. ``cost_bits``: the precision that holding the bounds
+    costs. ``verify`` leaves ``sites`` out."""
 
     holds: Flag
     headroom_bits: Real
@@ -300,7 +276,7 @@ class CertificateEntry(ReportObject):
 
 
 class UnprovenEntry(ReportObject):
-    """A site whose bound passes its limit, by how many bits, why, and what helps."""
+    """A site whose bound passes its limit: by how many bits, why, and what helps."""
 
     name: str
     bound: NumberOrNaN
@@ -311,8 +287,8 @@ class UnprovenEntry(ReportObject):
 
 
 class TierEntry(ReportObject):
-    """An arithmetic of runtimes: whether the checkpoint holds in it, by bound ("certified") or on what was run
-    ("observed"), the runtimes that it stands for, and why not."""
+    """Whether the checkpoint holds in an arithmetic, by bound ("certified") or on what was run ("observed"), the
+    runtimes of it, and why not."""
 
     holds: Flag
     proof: Literal["certified", "observed"] | None
@@ -321,11 +297,8 @@ class TierEntry(ReportObject):
 
 
 class AttackedSite(ReportObject):
-    """What a gradient search found at one site: by random inputs, tokens and mixtures of embeddings, and in fp16.
-
-    ``worst``: the largest of them; ``gain``: over as many random inputs; ``ids``: the encoder's and decoder's tokens
-    that replay it.
-    """
+    """A site's largest values by random inputs, tokens, mixtures of embeddings, and in fp16. ``worst``: the largest of
+    all. ``gain``: over as many random inputs. ``ids``: the encoder's and decoder's tokens that replay it."""
 
     name: str
     worst: NumberOrNaN
@@ -383,20 +356,17 @@ class PrecisionEntry(PlacedEntry):
 
 
 class MovedEntry(ReportObject):
-    """The weights that have one power of two each: the last names of their modules, with its exponent; linears of
-    attentions and feed-forwards, and others (embeddings, norms)."""
+    """The weights with one power of two each, by the last names of modules: linears of attentions and feed-forwards,
+    and others (embeddings, norms)."""
 
     linears: dict[str, int] = {}
     others: dict[str, int] = {}
 
 
 class OutputEntry(ReportObject):
-    """One output of the stock class: the log2 of the factor by which it is larger than the source's, for all channels
-    or for each, and how far it is from the source's once divided by that.
-
-    ``error``: relative squared error in fp32, ``error_bf16``: of the source in bf16; of the layer that fits
-    least. None where it was not run, or the class does not give it on what was run.
-    """
+    """One output of the stock class: log2 of its factor over the source's, for all channels or each. ``error``:
+    relative squared error in fp32 once divided by that. ``error_bf16``: the source's in bf16. Both of the layer that
+    fits least, None where not run or not given."""
 
     factor_log2: int | list[int]
     error: Real | None = None
@@ -404,10 +374,9 @@ class OutputEntry(ReportObject):
 
 
 class InexactEntry(ReportObject):
-    """An edit that changes the function: the site whose limit it is made for, its power of two, the least where
-    channels have one each, how many input channels it cuts (0: it multiplies the signal itself), and the divergence
-    that it alone makes in fp32, of the source, and of what was written without the others; None where it was not run.
-    """
+    """An edit that changes the function: the site whose limit needs it, its power of two (the least of channels), how
+    many input channels it cuts (0: it multiplies the signal itself), and the divergence of it alone in fp32, of the
+    source and of what was written; None where not run."""
 
     site: str
     exponent: int
@@ -417,12 +386,10 @@ class InexactEntry(ReportObject):
 
 
 class ExceptionEntry(ReportObject):
-    """Ids on which the edits take the output further from the source than 10 times bf16's rounding, and over 0.01.
-
-    ``ids``: one that was put into ordinary text, or several of which a whole row was drawn. ``tokens``: what the
-    tokenizer calls them, where there is one. ``kl``: divergence in fp32. ``kl_bf16``: that of the source whose
-    activations are rounded to bf16 stochastically, the mean of 8 runs. ``kl_run``: that of the source as bf16 runs it.
-    """
+    """Ids on which edits move the output further from the source than 10 times bf16's rounding, and over 0.01. ``ids``:
+    one put into ordinary text, or several drawn for a whole row. ``tokens``: the tokenizer's names. ``kl``: divergence
+    in fp32. ``kl_bf16``: of the source with activations rounded to bf16 stochastically, the mean of 8 runs. ``kl_run``:
+    of the source as bf16 runs it."""
 
     ids: list[int]
     tokens: list[str] = []
@@ -432,20 +399,17 @@ class ExceptionEntry(ReportObject):
 
 
 class SearchEntry(ReportObject):
-    """How ``exceptions`` were looked for: ``ids`` of the vocabulary that were looked at, and the share of random pairs
-    of ids on which the edits are ``further`` from the source than bf16 is."""
+    """The search for ``exceptions``: the number of ``ids`` looked at, and the share of random pairs on which edits are
+    ``further`` from the source than bf16."""
 
     ids: Count
     further: float
 
 
 class UnsafeEntry(ReportObject):
-    """What is unsafe, short of what was asked or over its limit less the margin, with the reason and the remedy.
-
-    ``kind``: "broke" when it was run, with ``regimes``, ``nonfinite`` and ``saturated``; "found" past its limit by a
-    search; a "limit" that no exponent can hold; "inexact", an output further from fp32 than bf16's; a "goal" of a
-    recipe that was missed.
-    """
+    """What is unsafe or short of what was asked, with reason and remedy. ``kind``: "broke" when run, with ``regimes``,
+    ``nonfinite`` and ``saturated``; "found" past its limit by a search; a "limit" that no exponent holds with the
+    margin; "inexact", an output further from fp32 than bf16's; a "goal" of a recipe that was missed."""
 
     signal: str
     kind: Literal["broke", "found", "limit", "inexact", "goal"] | None = None
@@ -458,16 +422,11 @@ class UnsafeEntry(ReportObject):
 
 
 class FinetuneEntry(ReportObject):
-    """What a finetune did.
-
-    ``kept``: the step whose weights it returned. ``devices``: it ran on, one after the other. ``skipped``: steps whose
-    gradient was not finite. ``evaluations``: by step, losses on held-out data,
-    distances from the original on inputs of several kinds, and headroom. ``fidelity``: of the output to the original.
-    ``next``: how to go on where it did not deliver what the recipe asks for. ``recipe``: as it was written, defaults
-    included; ``settled``: what became of the keys that it left open, by their dotted names. ``start``: the plan by
-    which the original was rescaled before the training; ``start_outputs``: by output, the log2 of the factor by which
-    it then differed from the original's.
-    """
+    """What a finetune did. ``kept``: the step whose weights it returned. ``devices``: in order. ``skipped``: steps with
+    a gradient that was not finite. ``evaluations``: by step, held-out losses, distances from the original and headroom.
+    ``fidelity``: of the output to the original. ``next``: how to go on where it missed the recipe's goals. ``recipe``:
+    as written, with defaults. ``settled``: what became of keys left open, by dotted name. ``start``: the plan before
+    the training. ``start_outputs``: log2 of the factor by which each output then differed from the original's."""
 
     start: Plan | None = None
     start_outputs: dict[str, int | list[int]] = {}
@@ -491,14 +450,14 @@ class FinetuneEntry(ReportObject):
 
     @property
     def holds_bounds(self) -> bool:
-        """Whether it was after a certificate, asked for or settled on, so that bounds were trained as well."""
+        """Whether it was after a certificate, asked for or settled on, so that bounds were trained."""
         penalty = self.recipe.get("penalty")
         asked = penalty.get("certify") if isinstance(penalty, Mapping) else None
         return self.settled.get("penalty.certify", asked) is True
 
 
 class Lineage(ReportObject):
-    """Where a checkpoint that was finetuned comes from: the original, and what the finetune did."""
+    """Where a finetuned checkpoint comes from: the original, and what the finetune did."""
 
     source: Source
     finetune: FinetuneEntry
@@ -508,14 +467,11 @@ class Lineage(ReportObject):
 
 
 class Versioned(ReportObject):
-    """A file or an answer of its own, with the version of its keys."""
-
     version: Count = Field(default=SCHEMA, alias="schema", description="version of these keys")
 
 
 class Report(Versioned):
-    """The verdict of ``convert``, ``finetune``, ``audit`` or ``certify`` with all the evidence for it, as far as it
-    applies to the command."""
+    """The verdict of ``convert``, ``finetune``, ``audit`` or ``certify`` and its evidence, as far as it applies."""
 
     verdict: Literal["safe", "unsafe"] | None = None
     proof: Literal["certified", "observed"] | None = None
@@ -586,7 +542,7 @@ class Report(Versioned):
 
     @property
     def short(self) -> bool:
-        """Whether nothing is unsafe in it but that a recipe asked for more, which the verdict counts as unsafe."""
+        """Whether it is unsafe only because a recipe asked for more."""
         return not self.safe and bool(self.unsafe) and all(entry.kind == "goal" for entry in self.unsafe)
 
     @property
@@ -604,8 +560,7 @@ Model = TypeVar("Model", bound=ReportObject)
 
 
 def read(model: type[Model], data: Mapping[str, Any]) -> Model:
-    """Return JSON data as a part, keys of other versions included; raise pydantic's ValidationError where one of its
-    own is missing or of another type."""
+    """Return JSON data as a part; raise pydantic's ValidationError for a missing key or a wrong type."""
     return model.model_validate(data)
 
 
@@ -622,11 +577,8 @@ def typed(
     otherwise: str,
     wrong: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
-    """Return what a report's file holds as a report.
-
-    needed: dotted keys, each with what is said where it is not of its type. wrong: the same of what stands below a key.
-    otherwise: what is said of anything else. Raises UserError of one line with the path and those words.
-    """
+    """Return a file's data as a report. needed: dotted keys with their errors. wrong: errors of what stands below a
+    key. otherwise: the error of anything else. Raises UserError of one line with the path."""
     try:
         return read(Report, data)
     except ValidationError as error:

@@ -290,12 +290,11 @@ def test_publish_from_python_raises_one_line_without_the_token(hub: HubServer, f
     assert WRITER not in told and caught.value.__cause__ is None
 
 
-def test_a_card_with_figures_is_valid_and_a_bad_one_is_not(converted: Path) -> None:
+def test_a_card_is_valid_and_a_bad_one_is_not(converted: Path) -> None:
     card = (converted / "README.md").read_text()
-    assert "model-index" in card and card_errors(card) == []
+    assert card_errors(card) == []
     assert ModelCard(card).data.get("tags")[-2:] == ["fp16", "bf16-to-fp16"]
     assert card_errors(card.replace("license: mit", "license: mine"))
-    assert card_errors(card.replace("type: max_error", "kind: max_error"))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from support.pages import certificate
 
 from bf16_to_fp16 import environment
 from bf16_to_fp16.checkpoint.reader import Checkpoint
-from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.report import card as cards
 from bf16_to_fp16.report import page
 from bf16_to_fp16.report.schema import Report, read
@@ -78,7 +77,6 @@ def test_a_card_links_to_the_address_in_the_packages_metadata(
 
 def test_front_matter_is_inherited_from_the_card_of_the_source_or_of_its_pipeline(tmp_path: Path) -> None:
     data = card(tmp_path, fakes.conversion(), readme=SOURCE_CARD, revision="0" * 40).data.to_dict()
-    assert data.pop("model-index")
     wanted: dict[str, Any] = {"license_name": "our-own", "license_link": "https://example.org/licence"}
     wanted |= {"license": "other", "base_model": "someone/summariser-large", "library_name": "transformers"}
     wanted |= {"pipeline_tag": "summarization", "tags": ["summarization", "fp16", "bf16-to-fp16"]}
@@ -100,7 +98,6 @@ def test_front_matter_is_inherited_from_the_card_of_the_source_or_of_its_pipelin
 def test_what_the_source_does_not_say_is_not_invented(tmp_path: Path, readme: str | bytes | None) -> None:
     written = card(tmp_path, fakes.conversion(), readme=readme)
     data = written.data.to_dict()
-    assert data.pop("model-index")
     assert data == {"library_name": "transformers", "tags": ["fp16", "bf16-to-fp16"]}
     assert "names a licence, so none is given here" in written.text
     assert "names languages, so none are given here either" in written.text
@@ -223,35 +220,6 @@ def test_what_is_not_certified_is_listed_in_the_card(tmp_path: Path) -> None:
     # What helps is said once, not beside each site.
     assert all(text.count(f"What helps: remedy\\|{i}.") == 1 for i in range(8)) and text.count("remedy") == 8
     assert "No input can make any operation overflow" not in text
-
-
-def test_fidelity_is_given_as_eval_results_where_it_was_measured(tmp_path: Path) -> None:
-    report = fakes.conversion() | {"inputs": {"seed": 0, "data": {"name": "mine.txt", "rows": 8}}}
-    results = card(tmp_path, report).data.get("eval_results")
-    assert results is not None
-    measured = {"kl_divergence": 6.0e-6, "max_error": 0.083, "top1_agreement": 0.998}
-    assert {r.metric_type: r.metric_value for r in results} == measured
-    assert {r.dataset_name for r in results} == {"built-in probe of bf16_to_fp16 and mine.txt"}
-    assert {r.task_type for r in results} == {"text2text-generation"}
-    report["fidelity"] |= {"kl_fp16": None, "max_logit_error_fp16": None}
-    results = card(tmp_path, report).data.get("eval_results")
-    assert results is not None and [r.metric_type for r in results] == ["top1_agreement"]
-    assert card(tmp_path, report | {"fidelity": None}).data.to_dict().keys() == {"library_name", "tags"}
-
-
-@pytest.mark.parametrize(
-    ("name", "task"),
-    [
-        *(("T5ForSequenceClassification", "text-classification"), ("T5EncoderModel", "feature-extraction")),
-        *(("T5ForTokenClassification", "token-classification"), ("T5ForQuestionAnswering", "question-answering")),
-        *(("PegasusForConditionalGeneration", "text2text-generation"), ("Gemma3ForCausalLM", "text-generation")),
-        *(("T5Model", "feature-extraction"), ("Gemma3TextModel", "feature-extraction")),
-    ],
-)
-def test_the_figures_stand_under_what_the_class_does(name: str, task: str) -> None:
-    results = cards.eval_results(read(Report, fakes.conversion()), class_named(name), None)
-    assert {result.task_type for result in results} == {task}
-    assert any("token" in str(result.metric_name) for result in results) is task.endswith("-generation")
 
 
 def test_a_finetunes_card_has_recipe_and_original_and_says_that_the_weights_were_trained_and_how_far_they_went(
