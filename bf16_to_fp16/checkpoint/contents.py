@@ -97,7 +97,6 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
 
 MODULES = "modules.json"  # the file in which sentence-transformers lists the modules of a folder
 
-
 WITHOUT_FILES = ("Normalize",)
 """Modules of a sentence encoder whose folders are empty, which a repository does not keep."""
 

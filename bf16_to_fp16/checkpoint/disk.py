@@ -14,7 +14,6 @@ from ..wording import bytes_in_words
 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
-
 FREE_SPACE_REMEDY = "free some space or choose another output path"
 
 

@@ -26,7 +26,8 @@ def reading(file: Path) -> Iterator[FileIO]:
     if os.path.exists(file) and not os.path.isfile(file):
         raise UserError(f"{file} is not a regular file; {RESTORE}")
     try:
-        source = open_to_read(file)
+        waiting = getattr(os, "O_NONBLOCK", 0)  # without it a pipe waits for its writer
+        source = FileIO(file, opener=lambda path, flags: os.open(path, flags | disk.BINARY | waiting))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
     with source:
@@ -118,9 +119,3 @@ def zip_records(file: Path) -> dict[int, int]:
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
     return sizes
-
-
-def open_to_read(file: Path) -> FileIO:
-    """Open a file without waiting for the writer of a pipe."""
-    waiting = getattr(os, "O_NONBLOCK", 0)
-    return FileIO(file, opener=lambda path, flags: os.open(path, flags | disk.BINARY | waiting))

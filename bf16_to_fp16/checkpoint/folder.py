@@ -26,15 +26,12 @@ CODE = (
 )
 """Endings of files that run, or run something when they are read."""
 
-
 OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html", ".gitattributes")
-
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "spiece.model", "sentencepiece.bpe.model"),
     *("tokenizer.model", "vocab.json"),
 )
-
 
 TEMPLATES = "additional_chat_templates"  # a tokenizer's folder
 

@@ -22,15 +22,6 @@ LARGEST_REPORT = 1 << 28  # bytes of a report that may be replaced
 _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 
-def strange_file(folder: Path) -> str | None:
-    listed = listed_files(folder)
-    return next((name for name in files_of(folder) if name not in listed), None)
-
-
-def is_whole(folder: Path) -> bool:
-    return all(any((folder / name).is_file() for name in names) for names in (RECORDS, BELONGING))
-
-
 def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
     """Return the entries of this program's record in a folder by file name, with None for the record itself."""
     for name in RECORDS:
@@ -45,14 +36,13 @@ def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
 
 
 def files_of(folder: Path) -> Iterator[str]:
-    for here, folders, names in os.walk(folder, onerror=_raise):
+    def raised(error: OSError) -> None:
+        raise error
+
+    for here, folders, names in os.walk(folder, onerror=raised):
         links = [name for name in folders if (Path(here) / name).is_symlink()]
         folders.sort()
         yield from ((Path(here) / name).relative_to(folder).as_posix() for name in sorted([*names, *links]))
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def is_made_from(folder: Path, other: Path) -> bool:

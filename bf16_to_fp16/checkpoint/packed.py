@@ -18,7 +18,6 @@ SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
 TENSORS = "bf16_to_fp16.tensors_sha256"
 """Metadata key: the SHA-256 of the tensors, each as ``described`` and then its bytes, in the file's order."""
 
-
 LONGEST_WAY_BACK = 64_000_000  # bytes of the plan and config that a file may hold; an XXL encoder's have less than 3 MB
 
 

@@ -20,7 +20,7 @@ import psutil
 
 from ..errors import UserError
 from .disk import FREE_SPACE_REMEDY, FULL_OR_FAILING, sync, sync_tree, writing
-from .ownership import files_of, is_made_from, is_report, is_whole, listed_files, strange_file
+from .ownership import BELONGING, RECORDS, files_of, is_made_from, is_report, listed_files
 
 ELSEWHERE = "choose another output path"
 MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
@@ -40,13 +40,15 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
             raise UserError(f"{out} {what} and cannot be replaced; {ELSEWHERE}")
         for source in sources:
             check_apart(out, source)
-        if inside := next((folder for folder in out.absolute().parents if is_whole(folder)), None):
-            raise UserError(f"{out} lies in {inside}, which this program wrote whole; choose an output path outside it")
+        for folder in out.absolute().parents:
+            if all(any((folder / name).is_file() for name in names) for names in (RECORDS, BELONGING)):
+                outside = "choose an output path outside it"
+                raise UserError(f"{out} lies in {folder}, which this program wrote whole; {outside}")
         if there and any(out.iterdir()):
             check_ours(out)
             if not force:
                 raise UserError(f"{out} exists; choose another output path or give --force to replace it")
-        parent = nearest_parent(out)
+        parent = next(parent for parent in out.absolute().parents if os.path.lexists(parent))
     if not parent.is_dir():
         raise UserError(f"{parent} is not a folder; {ELSEWHERE}")
     try:
@@ -78,8 +80,9 @@ def overlap(one: Path, other: Path) -> bool:
 
 
 def check_ours(out: Path) -> None:
-    if (strange := strange_file(out)) is not None:
-        where = "the output comes last; " if (out / "config.json").is_file() and not listed_files(out) else ""
+    listed = listed_files(out)
+    if (strange := next((name for name in files_of(out) if name not in listed), None)) is not None:
+        where = "the output comes last; " if (out / "config.json").is_file() and not listed else ""
         raise UserError(f"{out} exists and holds {strange}, which this program did not write; {where}{ELSEWHERE}")
 
 
@@ -120,10 +123,6 @@ def _try_out(path: Path) -> None:
     with undisturbed():
         os.mkdir(path, 0o700)
         os.rmdir(path)
-
-
-def nearest_parent(path: Path) -> Path:
-    return next(parent for parent in path.absolute().parents if os.path.lexists(parent))
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..auditing.regimes import RegimeResult, verdict
+from ..bounds.arithmetic import growth
 from ..families.layout import Layout
-from ..rescaling.squares import squares_of
+from ..families.types import RESIDUAL
+from ..ranges import Squares
 from . import schema
 from .tiers import judged_tiers
 
@@ -20,13 +22,11 @@ def tiers_of(
 ) -> dict[str, schema.TierEntry]:
     if "half" not in regimes:
         return judged_tiers(certified)
-    half = regimes["half"]
-    return judged_tiers(
-        certified,
-        clean=verdict(regimes) == "safe",
-        squares=squares_of(layout, half.norms),
-        pooled=bool(half.vectors),
-    )
+    half, squares = regimes["half"], None
+    if norms := [half.norms[path] for path in layout.streams_read if path in half.norms]:
+        longest, least = max(n.norm_max for n in norms), min(float(n.variances[:, 0].min()) for n in norms)
+        squares = Squares(longest**2 * growth(layout.signals[RESIDUAL].size), least)
+    return judged_tiers(certified, clean=verdict(regimes) == "safe", squares=squares, pooled=bool(half.vectors))
 
 
 def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
