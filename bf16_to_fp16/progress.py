@@ -60,9 +60,3 @@ def shown_by(progress: Progress | bool | None) -> Progress:
 class _Count(MofNCompleteColumn):
     def render(self, task: Task) -> Text:
         return Text() if task.total is None else super().render(task)
-
-
-def roughly(seconds: float) -> str:
-    if seconds < 90:
-        return f"about {max(10, round(seconds, -1)):.0f} s"
-    return f"about {seconds / 60:.0f} min" if seconds < 90 * 60 else f"about {seconds / 3600:.0f} h"

@@ -291,18 +291,15 @@ def test_every_json_names_the_version_of_its_keys(tmp_path: Path, capsys: pytest
         assert json.loads(capsys.readouterr().out)["schema"] == SCHEMA
 
 
-def test_a_dry_run_prints_plan_size_and_a_time_where_something_was_run_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_plan_and_size_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny.save(tiny.build("gated"), tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "residual" in out and re.search(r"^to write: .* of weights; converting takes about \d+ s in all", out, re.M)
+    assert "residual" in out and re.search(r"^to write: .* of weights$", out, re.M)
     planned, blind = (convert(source, tmp_path / "out", dry_run=True, run_model=run) for run in (True, False))
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
     written = convert(source, tmp_path / "out", run_model=False)
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         nbytes = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
-    assert planned.nbytes == blind.nbytes == nbytes and blind.seconds is None
-    assert planned.seconds is not None and planned.seconds > 0
+    assert planned.nbytes == blind.nbytes == nbytes
     assert written.nbytes is None

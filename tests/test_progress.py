@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bf16_to_fp16.progress import Progress, VisibleConsole, roughly, shown_by
+from bf16_to_fp16.progress import Progress, VisibleConsole, shown_by
 
 
 def on(terminal: bool) -> tuple[Progress, io.StringIO]:
@@ -39,11 +39,6 @@ def test_a_library_call_shows_its_progress_where_it_is_asked_to(capsys: pytest.C
             pass
         printed = capsys.readouterr()
         assert (printed.out, printed.err) == ("", said)
-
-
-def test_a_time_is_said_in_the_unit_in_which_it_is_an_estimate() -> None:
-    said = [roughly(seconds) for seconds in (3, 44, 100, 240, 5000, 5500, 20000)]
-    assert said == ["about 10 s", "about 40 s", "about 2 min", "about 4 min", "about 83 min", "about 2 h", "about 6 h"]
 
 
 def test_what_is_to_be_said_once_is_not_said_again() -> None:

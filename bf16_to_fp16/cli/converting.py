@@ -201,7 +201,6 @@ def check_convertible(options: Options, folder: Path, config: Mapping[str, Any])
 
 
 def show_conversion(result: Conversion, *, verbose: bool = False) -> None:
-    from ..progress import roughly
     from ..report import terminal
     from ..report.schema import Report, read
     from ..wording import bytes_in_words
@@ -209,8 +208,7 @@ def show_conversion(result: Conversion, *, verbose: bool = False) -> None:
     report = read(Report, result.report)
     if result.out is None:
         terminal.print_planned(report, result.planned)
-        took = "" if result.seconds is None else f"; converting takes {roughly(result.seconds)} in all on this machine"
-        show(f"to write: {bytes_in_words(result.nbytes or 0)} of weights{took}")
+        show(f"to write: {bytes_in_words(result.nbytes or 0)} of weights")
         terminal.print_plan(report.plan or result.plan, result.planned)
     elif result.out.is_file():
         terminal.print_file(report, result.out, result.notes, then=result.next)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,22 +56,17 @@ from ..results import dump
 from ..run.batch import describe_batches
 from ..targets import AUTO, TIERS
 
-WHOLE = 1.5
-"""Seconds of a conversion for each up to its plan: the audit takes somewhat longer than the observation that it
-repeats in fp16. Measured: 1.3 for both demo checkpoints, 1.6 for a T5 of 60 million weights."""
-
 
 @dataclass(frozen=True)
 class Conversion:
-    """What ``convert`` did. The report's keys are in docs/report.md. nbytes, seconds: a dry run's estimate of weights
-    and duration. ``next``: the report's, with paths as given, so that it runs."""
+    """What ``convert`` did. The report's keys are in docs/report.md. nbytes: the weights that a dry
+    run would write. ``next``: the report's, with paths as given, so that it runs."""
 
     report: Mapping[str, Any]
     out: Path | None
     planned: Planned | None
     plan: Plan
     nbytes: int | None = None
-    seconds: float | None = None
     notes: tuple[str, ...] = ()
     next: str = ""
 
@@ -115,7 +109,7 @@ def convert_by(
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    progress, begun = shown_by(progress), time.monotonic()
+    progress = shown_by(progress)
     options.check()
     place.check(source)
     asked = None if options.target == AUTO else options.target
@@ -140,8 +134,7 @@ def convert_by(
             math.prod(write.shape) * write.dtype.itemsize
             for write in writes(opened.checkpoint, decided.layout, decided.plan)
         )
-        seconds = WHOLE * (time.monotonic() - begun) if decided.ranges else None
-        return Conversion(dump(summary), None, decided.planned, decided.plan, nbytes, seconds)
+        return Conversion(dump(summary), None, decided.planned, decided.plan, nbytes)
     run_on, seed = opened.inputs, options.seed
     inputs = describe_batches(run_on, seed=seed, data=options.data) if options.run_model else None
     with staged(place.out, force=place.force) as work:

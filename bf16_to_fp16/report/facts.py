@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..bounds.arithmetic import MAX_LENGTH
@@ -65,10 +64,6 @@ def by_proof(report: schema.Report) -> list[tuple[str, float]]:
     return [(place, min(others)), (where(normed), min(squares))]
 
 
-def any_input(report: schema.Report) -> str:
-    return "; ".join(f"{place} {below_limit(bits)}" for place, bits in by_proof(report))
-
-
 PROVEN = "proven; a proof needs no margin"
 
 
@@ -107,13 +102,6 @@ def measure_of(report: schema.Report) -> str:
     return "KL" if close is None or close.measure == "kl" else close.measure
 
 
-def drift_of(report: schema.Report) -> str:
-    plan = report.plan
-    if plan is None:
-        return ""
-    return f"drift of {plan.drifts_by}" + (", edits included" if report.inexact or plan.centred_keys else "")
-
-
 def held_eps(report: schema.Report) -> str:
     plan, close = report.plan, report.fidelity
     if plan is None or not plan.eps_held:
@@ -123,11 +111,6 @@ def held_eps(report: schema.Report) -> str:
         return said
     unit = " nats" if close.measure == "kl" else f" in {close.measure}"
     return f"{said}; that moves the output by {scientific(plan.drift.measured_kl)}{unit}"
-
-
-def distinct(signals: Sequence[schema.SignalEntry]) -> list[schema.SignalEntry]:
-    """Return one entry for each site, a head's output as its logits."""
-    return list({(signal.module, signal.side): signal for signal in signals}.values())
 
 
 def by_design(site: schema.SiteEntry) -> str:

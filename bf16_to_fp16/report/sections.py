@@ -17,7 +17,6 @@ from ..wording import (
     excess,
     headroom,
     headroom_or_excess,
-    in_bits,
     listed,
     magnitude,
     percent,
@@ -28,7 +27,7 @@ from ..wording import (
 )
 from . import facts
 from .remedies import unsafe_sites
-from .schema import FinetuneEntry, RegimeEntry, Report, UnprovenEntry, WeightsEntry
+from .schema import RegimeEntry, Report, UnprovenEntry, WeightsEntry
 from .tables import Column, Table, names, numbers
 
 MOST_UNSAFE = 12
@@ -214,6 +213,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("gain correction", f"{n} norm weights, against the mean of the eps drift"))
     if (drift := plan.drift) is not None:
         rows.append((f"drift of {plan.drifts_by}, relative change of norm outputs", scientific(drift.relative_error)))
+        drifting = f"drift of {plan.drifts_by}" + (", edits included" if report.inexact or plan.centred_keys else "")
         for what, predicted, measured in (
             (facts.measure_of(report), drift.predicted_kl, drift.measured_kl),
             ("largest logit error", drift.predicted_max_logit_error, drift.measured_max_logit_error),
@@ -224,7 +224,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
                 if v is not None
             ]
             if parts:
-                rows.append((f"{facts.drift_of(report)}, {what}", ", ".join(parts)))
+                rows.append((f"{drifting}, {what}", ", ".join(parts)))
     if plan.margin_bits is not None:
         kept = "what was observed" if report.regimes else "bounds"
         rows.append((f"margin kept between {kept} and limits", f"{plan.margin_bits:g} bits"))
@@ -248,29 +248,6 @@ def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[st
         if whole:
             said.append("whole signals: " + ", ".join(f"{n} by {power(e)}" for e, n in sorted(whole.items())))
         rows.append((kind, "; ".join(said)))
-    return rows
-
-
-def run_rows(run: FinetuneEntry) -> list[tuple[str, str]]:
-    recipe, data = run.recipe, run.data
-    schedule, penalty = recipe.get("schedule") or {}, recipe.get("penalty") or {}
-    rows = [("optimizer steps", f"{run.steps:,}")]
-    if run.tokens:
-        rows.append(("tokens read", f"{run.tokens:,}"))
-    if run.processes > 1:
-        rows.append(("processes", f"{run.processes:,}"))
-    if data.get("path"):
-        rows.append(("data", ", ".join(str(data[key]) for key in ("path", "objective") if data.get(key))))
-    if schedule.get("learning_rate") is not None:
-        rows.append(("learning rate", f"{schedule['learning_rate']:g}, {schedule.get('decay', '')}".rstrip(", ")))
-    precision = recipe.get("precision")
-    if precision:
-        rows.append(("precision", precision if isinstance(precision, str) else ", then ".join(map(str, precision))))
-    if penalty.get("headroom_bits") is not None:
-        rows.append(("penalty", f"{penalty['form']}, for {in_bits(penalty['headroom_bits'])} of headroom"))
-    if run.holds_bounds:
-        rows.append(("bounds", "trained to come under fp16's limit and stay there"))
-    rows.append(("steps skipped, gradient not finite", f"{len(run.skipped):,}"))
     return rows
 
 

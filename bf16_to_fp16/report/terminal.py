@@ -31,7 +31,6 @@ from .sections import (
     exponent_rows,
     plan_rows,
     regime_rows,
-    run_rows,
     weight_rows,
 )
 from .stored import read_packed
@@ -146,9 +145,12 @@ def print_outcome(screen: Output, report: schema.Report) -> None:
 
 def print_advice(screen: Output, report: schema.Report) -> None:
     _, inside = facts.tower_advice(report)
+    proofs = [
+        f"{place} {wording.below_limit(bits)}" for place, bits in (facts.by_proof(report) if report.proven else ())
+    ]
     older = "; ".join(report.older)
     for what, advice in (
-        ("any input", f"{facts.any_input(report)} ({facts.PROVEN})" if report.proven else ""),
+        ("any input", f"{'; '.join(proofs)} ({facts.PROVEN})" if proofs else ""),
         ("accuracy", accuracy(report)),
         ("function", facts.inexactness(report)),
         *facts.edit_rows(report, MOST_EDITS),
@@ -174,7 +176,9 @@ def accuracy(report: schema.Report) -> str:
 
 
 def source_line(report: schema.Report) -> Text:
-    signals, run, name = facts.distinct(report.signals), report.finetune, "source"
+    # One for each site, a head's output as its logits.
+    signals = list({(signal.module, signal.side): signal for signal in report.signals}.values())
+    run, name = report.finetune, "source"
     if run is not None:
         whose = "untrained weights (step 0 is kept)" if run.kept == 0 < run.steps else "trained weights"
         name = f"{whose}, from a rescaled start" if run.recipe.get("rescale", True) else whose
@@ -461,8 +465,7 @@ PAIRS = (Column("what", 0), Column("value", 1))
 
 def figures_of(report: schema.Report) -> list[Table]:
     close, run = closeness_table(report), report.finetune
-    rows = [] if run is None else run_rows(run)
-    rows += weight_rows(report.weights, "source" if run is None else "finetuned", report.source.dtype)
+    rows = weight_rows(report.weights, "source" if run is None else "finetuned", report.source.dtype)
     if (worst := facts.least_precise(report)) is not None:
         kept = wording.significant_bits(worst.bits)
         where = "" if kept == "11" else f" at {worst.module}"
