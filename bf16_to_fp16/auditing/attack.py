@@ -329,7 +329,9 @@ def attack(
     half = fixed(copy.deepcopy(model).half())
     wide = fixed(copy.deepcopy(model).float())
     adversary = _Adversary(wide, layout, seed, min(length, longest_sequence(model.config)))
-    search = search_by(adversary, sites)
+    known = list(adversary.survey(adversary.embed(adversary.draw(1))))
+    goals = known if sites is None else [goal for goal in (way_to(site, known) for site in sites) if goal]
+    search = _AttackSearch(adversary, goals or known)
     search.run(steps, advance)
     chosen = list(dict.fromkeys(s for s in search.sites if s not in adversary.narrow))
     tokens, mixed = (search.best(elite, chosen) for elite in (search.tokens, search.mixtures))
@@ -344,12 +346,6 @@ def attack(
             at_random, text, mixture = (amax.get(name, 0.0) for amax in (by_random, by_tokens, by_mixture))
             found.append(Found(name, at_random, text, mixture, rounded))
     return Attack(steps, seed, tuple(found), inputs)
-
-
-def search_by(adversary: _Adversary, sites: Sequence[str] | None) -> _AttackSearch:
-    known = list(adversary.survey(adversary.embed(adversary.draw(1))))
-    goals = known if sites is None else [goal for goal in (way_to(site, known) for site in sites) if goal]
-    return _AttackSearch(adversary, goals or known)
 
 
 def way_to(site: str, known: Sequence[str]) -> str:

@@ -25,22 +25,10 @@ class SiteRow:
     tightness: float | None
 
     @property
-    def name(self) -> str:
-        return self.site.name
-
-    @property
-    def broken(self) -> bool:
-        return bool(self.site.nonfinite or self.site.saturated)
-
-    @property
-    def benign(self) -> str:
-        return by_design(self.site)
-
-    @property
     def order(self) -> tuple[bool, float]:
         """Broken rows first, then by headroom, those without a limit last."""
         bits = self.site.headroom_bits
-        return not self.broken, math.inf if bits is None or math.isnan(bits) else bits
+        return not self.site.broken, math.inf if bits is None or math.isnan(bits) else bits
 
     @property
     def reached(self) -> str:
@@ -75,7 +63,7 @@ def _or_dash(value: float | None) -> str:
     return "–" if value is None else magnitude(value)
 
 
-_NAME = SiteColumn("site", lambda row: row.name, lambda row: row.name, is_number=False)
+_NAME = SiteColumn("site", lambda row: row.site.name, lambda row: row.site.name, is_number=False)
 _REGIME = SiteColumn("regime", lambda row: row.regime, lambda row: row.regime, is_number=False)
 _AMAX = SiteColumn("max |x|", lambda row: row.site.reached, lambda row: row.reached)
 _HEADROOM = SiteColumn("headroom", lambda row: row.site.headroom_bits, lambda row: row.headroom)
@@ -86,9 +74,7 @@ _COUNTS = (
     SiteColumn("saturated", lambda row: row.site.saturated, lambda row: f"{row.site.saturated:,}"),
 )
 _DTYPE = SiteColumn("dtype", lambda row: row.site.dtype or "", lambda row: row.site.dtype or "", is_number=False)
-
-
-_BENIGN = SiteColumn("by design", lambda row: row.benign, lambda row: row.benign, is_number=False)
+_BENIGN = SiteColumn("by design", lambda row: by_design(row.site), lambda row: by_design(row.site), is_number=False)
 
 
 def site_rows(report: Report) -> list[SiteRow]:
