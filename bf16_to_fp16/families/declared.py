@@ -1,7 +1,4 @@
-"""What a config.json declares of its model, before any tensor is looked at.
-
-Nothing here imports torch, so that a command can say at once what is wrong with its input.
-"""
+"""What a config.json declares of its model, before any tensor is looked at. Imports no torch."""
 
 from __future__ import annotations
 
@@ -48,11 +45,8 @@ def in_folder(folder: str | Path) -> Iterator[None]:
 
 
 def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[Layout, list[Part]]:
-    """Return the layout that a config declares, without tensors and signals, and its parts but what reads the last
-    norm's output.
-
-    tensors: how many the checkpoint has; None leaves out the layers behind the first ``EARLY``. Raises UserError, which
-    begins with ``config.json``, for a config from which no layout can be made, whatever the tensors are.
+    """Return a config's layout, without tensors and signals, and its parts but the head. tensors: how many the
+    checkpoint has; None leaves out the layers behind the first ``EARLY``. Raises UserError for an unusable config.json.
     """
     stock, family = class_of(config), placed_family(config)
     for key, (only, why) in family.alone.items():

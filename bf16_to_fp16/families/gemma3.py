@@ -46,10 +46,8 @@ WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no pl
 
 
 def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
-    """Return the parts of layer ``i``; raise UserError for a config with a part that no record states.
-
-    normed: whether queries and keys are normalised, head by head. cap: as in ``Attention``.
-    """
+    """Return the parts of layer ``i``. normed: whether queries and keys are normalised by head. cap: as in
+    ``Attention``."""
     check_window(config)
     at = f"layers.{i}"
     own = {"post_norm": f"{at}.post_attention_layernorm", "scale": "query_pre_attn_scalar", "cap": cap}

@@ -1,8 +1,4 @@
-"""The supported families, and which of them a config names.
-
-A family is chosen by the config's ``model_type``. ``audit_model`` runs models of no known family too, about whose
-modules nothing is known.
-"""
+"""The supported families, and which of them a config's ``model_type`` and classes name."""
 
 from __future__ import annotations
 
@@ -99,11 +95,7 @@ def names_of(family: Family) -> tuple[str, ...]:
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """Return the family of a config by its ``model_type``.
-
-    Raises UserError with the list of the known ones where there is none, and with that of its classes where
-    ``architectures`` names one that is not supported; with the reason for one of ``REFUSED``.
-    """
+    """Return the family of a config; raise UserError for an unsupported ``model_type`` or architecture."""
     model_type = model_type_of(config)
     family = of_model_type(model_type)
     if family is None and (reason := REFUSED.get(str(model_type))):
@@ -160,10 +152,7 @@ def half_call(name: str) -> str:
 
 
 def class_of(config: Mapping[str, object]) -> StockClass:
-    """Return the stock class that a config names first.
-
-    Raises UserError as ``family_of`` does, and where the config names no class.
-    """
+    """Return the stock class that a config names first; raise UserError where it names none."""
     family, names = family_of(config), architectures(config)
     if not names:
         choices = " or ".join(f'["{stock.names[0]}"]' for stock in family.classes)
@@ -172,20 +161,14 @@ def class_of(config: Mapping[str, object]) -> StockClass:
 
 
 def placed_family(config: Mapping[str, object]) -> Family:
-    """Return the family of a config with its stacks where the class that the config names has them.
-
-    Raises UserError as ``class_of`` does.
-    """
+    """Return the family of a config with its stacks where the config's class has them."""
     return family_inside(family_of(config), class_of(config).body)
 
 
 def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
-    """Return the class of a config's family as which these tensors are named; None where that is the config's own
-    class, or none.
-
-    A class with a head holds its stacks in a module and one without does not: stock code takes either's names for
-    both, or fills what it does not find at random, as its version has it.
-    """
+    """Return the class of the family whose names these tensors have; None where it is the config's own, or none. A
+    class with a head holds its stacks in a module: stock code takes either's names, or fills with random numbers what
+    it does not find."""
     plain, own = family_of(config), class_of(config)
     for stock in plain.classes:
         family = family_inside(plain, stock.body)
@@ -251,10 +234,6 @@ def may_be_absent(family: Family) -> frozenset[str]:
 
 
 def stock_class(config: Mapping[str, object]) -> str:
-    """Return the name of the transformers class that loads a checkpoint with this config.
-
-    Raises UserError as ``family_of`` does, and where the config names no class.
-    """
     return class_of(config).names[0]
 
 

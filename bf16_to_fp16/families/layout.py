@@ -71,12 +71,8 @@ TensorReader = Callable[[str], "torch.Tensor"]  # gives a layout's tensor by nam
 
 @dataclass(frozen=True)
 class ResolvedTensor:
-    """A tensor of one checkpoint: the source tensor it is made from (None: generated), its shape, and the
-    signal that each axis carries.
-
-    ``gain``: a factor on top of the exponents, other than 1 only for a head separated with its d^-1/2 folded in.
-    ``offset``, ``ahead``, ``in_fp32`` as in ``Tensor``.
-    """
+    """A tensor of one checkpoint. ``source``: what it is made from, None where generated. ``gain``: besides the
+    exponents, not 1 only for a separated head with its d^-1/2. ``offset``, ``ahead``, ``in_fp32``: as in ``Tensor``."""
 
     name: str
     source: str | None
@@ -104,11 +100,7 @@ class ResolvedSignal:
 
 @dataclass(frozen=True)
 class ResolvedStack:
-    """The encoder or the decoder of one checkpoint: its two ends, and its sublayers in the order in which they run.
-
-    ``is_encoder``: whether it is the first, or the only one. ``is_last``: whether its final norm gives what the head,
-    or the user, reads.
-    """
+    """A stack of one checkpoint, its sublayers in the order of running; an only stack is encoder and last."""
 
     is_encoder: bool
     is_last: bool
@@ -118,13 +110,9 @@ class ResolvedStack:
 
 @dataclass(frozen=True)
 class Layout:
-    """A family resolved against one checkpoint: every tensor classified, every signal with its channels.
-
-    ``stock``: the class that it is for. ``tied``: True where the embedding serves as head, False for a head of its own,
-    None without a language-modelling head.
-    ``dropped``: source tensors that are not carried over, with the reason. ``head_scale``: what the stock class
-    multiplies the decoder's output with before the head.
-    """
+    """A family resolved against one checkpoint. ``tied``: whether the embedding serves as head, None without a
+    language-modelling head. ``dropped``: source tensors that are not carried over, with the reason. ``head_scale``: the
+    factor on the decoder's output before the head."""
 
     family: Family
     config: Mapping[str, object]
@@ -200,10 +188,7 @@ class Layout:
         return rows // self.heads(attention)
 
     def cap(self, of: Attention | Head) -> float | None:
-        """Return the number at which a soft cap keeps an attention's scores, or a head's logits; None without one.
-
-        Raises UserError where the config's is not a positive number.
-        """
+        """Return the c of a soft cap on scores or logits, None without one."""
         cap = config_value(self.family, self.config, of.cap) if of.cap else None
         return None if cap is None else positive(of.cap, cap, "a positive number")
 
@@ -231,10 +216,7 @@ class Layout:
         return number, scale, scale if convex else scale * number
 
     def noise(self, experts: Experts) -> float:
-        """Return how far from 1 the factor may be by which a router multiplies in training, 0 for never.
-
-        Raises UserError where the config's is no such number; stock code takes one under 0 for none.
-        """
+        """Return how far from 1 a router's random factor may be in training, 0 for never."""
         noise = config_value(self.family, self.config, experts.noise) if experts.noise else 0.0
         return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", zero=True)
 
@@ -287,10 +269,7 @@ class Layout:
 
     @property
     def eps(self) -> float:
-        """The norms' eps as the stock class uses it.
-
-        Raises UserError where the config's is not a positive number.
-        """
+        """The norms' eps as the stock class uses it."""
         said = {self.family.eps}
         for number, key in enumerate(self.family.eps_keys):
             eps = positive(key, looked_up(self.config, key, self.family.eps), "a small positive number such as 1e-06")

@@ -45,10 +45,8 @@ INSIDE = f"{BODY}.{STACK}"  # and in one with a head
 
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
-    """Raise UserError for a sliding window in which a position does not see itself.
-
-    Where stock code sees both sides it makes half a window, and one more, of the config's number, and writes 0 for one.
-    """
+    """Refuse a sliding window in which a position does not see itself. Where stock code sees both sides, a config's n
+    means n/2 + 1, so that 0 is one position."""
     window = looked_up(config, key)
     least = 0 if looked_up(config, "use_bidirectional_attention") else 1
     if window is not None and not (isinstance(window, int) and window >= least):
@@ -63,10 +61,7 @@ def number(config: Mapping[str, object], key: str) -> int:
 
 
 def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
-    """Return how the heads of queries share those of values; raise UserError where they cannot.
-
-    within: what the config's keys begin with.
-    """
+    """Return how the heads of queries share those of values. within: the prefix of config keys."""
     heads, kv_heads, size = (
         number(config, f"{within}{key}") for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -84,10 +79,7 @@ ROTATIONS = ("default", "linear", "dynamic", "llama3", "proportional", "mrope")
 
 
 def rotary_factor(config: Mapping[str, object]) -> float:
-    """Return the largest factor by which the rotary positions of any layer multiply cosines and sines, at least 1.
-
-    Raises UserError for a kind of positions whose factor is not known.
-    """
+    """Return the largest factor on cosines and sines in any layer, at least 1; refuse kinds without a known factor."""
     factors = [1.0]
     for key in ("rope_parameters", "rope_scaling"):
         rotation = config.get(key)
@@ -203,10 +195,8 @@ def head_norms(at: str) -> dict[str, str]:
 def block(
     config: Mapping[str, object], i: int, *, biases: Biases, normed: bool = False, dropped: bool = False
 ) -> Sequence[Part]:
-    """Return the parts of layer ``i``; raise UserError for a config with a part that no record states.
-
-    normed: whether queries and keys are normalised, head by head. dropped: whether a sublayer drops its own output.
-    """
+    """Return the parts of layer ``i``. normed: whether queries and keys are normalised by head. dropped: whether a
+    sublayer drops its own output."""
     check_window(config)
     style = Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"

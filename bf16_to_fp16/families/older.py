@@ -23,8 +23,7 @@ OF_PATCHES = {"rope_type": "axial", "rope_theta": 1e4}  # those of a vision towe
 AXES = "mrope_section"  # the key of positions of several axes, which 4.57 reads in the same place
 
 SCALED = ("linear", "dynamic", "llama3", "yarn")
-"""Kinds of rotary positions that both versions make alike from ``rope_scaling``; 4.57 reads another key for others, or
-does not know them."""
+"""Kinds of rotary positions that 4.57 makes from ``rope_scaling`` as 5 does."""
 
 
 def with_older_keys(family: Family, config: Mapping[str, object]) -> dict[str, object]:

@@ -1,8 +1,5 @@
-"""One checkpoint as another stock class of its family reads it: the same weights under that class's names.
-
-A class with a head holds its stacks in a module, ``model.``, and one without a head has them itself; what a class has
-no place for is left out. The folder of such a checkpoint lies in scratch space and has a config that names the class.
-"""
+"""One checkpoint as another stock class of its family reads it: the same weights under that class's names. What that
+class has no place for is left out. Its folder lies in scratch space."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ from .llama import STACK
 
 
 def read_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """Return a checkpoint as the stock class of this name reads it, itself where its config names that class.
-
-    Raises UserError where the checkpoint's family has no such class.
-    """
+    """Return a checkpoint as this stock class reads it, itself where its config names that class."""
     with in_folder(checkpoint.source):
         config = naming_class(checkpoint.config, name)
     if name in architectures(checkpoint.config)[:1]:

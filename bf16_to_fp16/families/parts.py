@@ -1,8 +1,5 @@
-"""What families are made of: the records of a sublayer, an end or a head, from how its modules are connected.
-
-A weight that writes a signal multiplies by its factor, one that reads it divides. What differs between families is how
-weights are stored (``Style``) and how a sublayer is wired (``Attention``, ``FeedForward``).
-"""
+"""The records of a sublayer, an end or a head, from its weights (``Style``) and wiring (``Attention``,
+``FeedForward``). A weight that writes a signal multiplies by its factor, one that reads it divides."""
 
 from __future__ import annotations
 
@@ -36,12 +33,8 @@ from .types import (
 
 @dataclass(frozen=True)
 class Style:
-    """How weights are stored, and the named sizes of their axes.
-
-    ``biased``: last names of the linears that have a bias. ``shifts``: whether norms have a bias. ``offset``: what
-    stock code adds to gains; a factor on these rounds, so that only those move that must. ``memory``: size of what an
-    attention to another stack reads, "" for that of its own.
-    """
+    """How weights are stored. ``biased``: last names of linears with a bias. ``shifts``: whether norms have a bias.
+    ``offset``: what stock code adds to gains; a factor on these rounds. ``memory``: size of another stack's output."""
 
     biased: Collection[str] = ()
     shifts: bool = False
@@ -97,10 +90,8 @@ def to_norm(norm: str) -> Axis:
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return how queries, and keys, share exponents: where positions are rotary one for each pair of channels.
-
-    share: heads of keys, query heads for each, size of a head; () where each channel has its own exponent.
-    """
+    """Return how queries, and keys, share exponents: rotary positions take one for each pair of channels. share: heads
+    of keys, query heads for each, size of a head; () for an exponent per channel."""
     if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share
@@ -122,12 +113,8 @@ def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spre
 
 
 def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
-    """Return the records of an attention of this wiring; share: how the heads of queries share those of keys and
-    values, see ``pairs``.
-
-    Queries and keys that go through norms of their own carry the stream's factor, whose eps those norms share. Scores
-    carry what queries alone do, or the gains of their norm.
-    """
+    """Return the records of an attention; share: as in ``pairs``. Normalised queries and keys carry the stream's
+    factor, whose eps their norms share. Scores carry what queries alone do, or the gains of their norm."""
     query_key, value, scores = f"{wiring.at}.query_key", f"{wiring.at}.value", f"{wiring.at}.scores"
     normed, gains = style.normalised(wiring.norm)
     own, (read, of_keys) = style.reads(wiring.norm), pairs(wiring, share)
@@ -209,10 +196,8 @@ def with_columns(own: Axis | None, signal: str) -> Axis:
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
-    """Return the records of a feed-forward of this wiring.
-
-    Only the linear branch of a gate, or a ReLU, passes a factor through; GELU and SiLU do so far out alone.
-    """
+    """Return the records of a feed-forward. A gate's linear branch and ReLU pass a factor through; GELU and SiLU do so
+    far out alone."""
     neuron, gate = f"{wiring.at}.neuron", f"{wiring.at}.gate"
     normed, gains = style.normalised(wiring.norm)
     moves = bool(wiring.gate) or wiring.activation == "relu"

@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 
 
 def positions(count: int, width: int) -> torch.Tensor:
-    """Return sinusoidal positions as the stock class makes them: fp32 [count, width], sines in the first half.
-
-    Angle of pair k at position p: p / 10000^(2k / width).
-    """
+    """Return fp32 [count, width] sinusoids, sines first. Angle of pair k at position p: p / 10000^(2k / width)."""
     import torch  # slow to load, and a list of the families needs none of it
 
     pair = torch.arange(width, dtype=torch.float64) // 2

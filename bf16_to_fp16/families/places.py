@@ -1,8 +1,5 @@
-"""Where a site stands in a model: its stack, its block, and what it is for there.
-
-A layout knows what each of its modules is for. Of a class that no family knows the names of its sites say what they
-can: "encoder" or "decoder", a number, the operation.
-"""
+"""Where a site stands in a model: its stack, its block, and its role there. Without a known family the names say what
+they can."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from .walk import walk
 FEED_FORWARD = "feed-forward"
 ATTENTIONS = ("attention", "self-attention", "cross-attention")
 SUBLAYERS = (*ATTENTIONS, FEED_FORWARD)
-"""Roles of a sublayer's own modules; those of the norms beside its first are "queries", "keys", "block sums", "behind"
-a sublayer."""
+"""Roles of a sublayer's own modules."""
 
 _OPERATIONS = {"add": "sum", "": "linear", "mul": "product", "scores": "scores"}
 

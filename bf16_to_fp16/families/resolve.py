@@ -31,12 +31,8 @@ MOST_POSITIONS = 1 << 16  # positions that are made where a file lacks them; pub
 
 
 def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
-    """Classify every tensor of ``checkpoint`` and return its layout.
-
-    ``untie``: give an embedding that serves as head a copy of its own; no effect where it already has one.
-    Raises UserError for a tensor that is missing, unknown, of the wrong shape or not floating, by name, and for a
-    config.json that cannot be used.
-    """
+    """Classify every tensor of ``checkpoint`` and return its layout. untie: give a tied head a copy of the embedding.
+    Raises UserError for a tensor that is missing, unknown or misshapen, and for a bad config.json."""
     with in_folder(checkpoint.source):
         return classified(checkpoint, untie=untie)
 
@@ -107,11 +103,8 @@ def computed(name: str, used: Iterable[str]) -> bool:
 
 
 def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClass) -> str:
-    """Return what to do about a checkpoint without an embedding under the name that its class has for it.
-
-    Where the names are another class's, stock code reads them and writes those of the class that it loaded, unless
-    that has a head which nothing is there for.
-    """
+    """Return the remedy for a checkpoint without an embedding under its class's name for it. Where the names are
+    another class's, stock code reads them and writes its own, unless a head is missing."""
     other = named_as(checkpoint.config, checkpoint.tensors)
     if other is None:
         return "; take the whole original checkpoint"
@@ -170,11 +163,8 @@ def unread(family: Family, stock: StockClass) -> tuple[str, ...]:
 
 
 def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
-    """Return whether the embedding serves as head, which the tensors say.
-
-    A stored head with the embedding's very values is a copy (``.bin`` files hold one), unless the config says in so
-    many words that the two are apart.
-    """
+    """Return whether the embedding serves as head, by the tensors. A stored head with its very values is a copy
+    (``.bin`` files hold one), unless the config says explicitly that they are apart."""
     if family.head not in checkpoint.tensors:
         return True
     if says_untied(family, checkpoint.config):

@@ -1,7 +1,4 @@
-"""What the modules of a family are called by their roles, for whoever has a report or a stock model and no layout.
-
-Read from the declaration itself: the first block of each stack under the stock defaults.
-"""
+"""Names of a family's modules by role, read from the first block of each stack under the stock defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from .configs import full_config
 from .types import Attention, Experts, Family, FeedForward, Stack, Sublayer, feed_forwards_of
 
 STACKS = ("encoder", "decoder")
-"""What the stacks of a family are called, in order; the only one of a family as the last."""
+"""Names of stacks in order; an only one has the last."""
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?=[.:])")
 
@@ -22,11 +19,8 @@ _STACK = re.compile(r"(?:^|\.)(encoder|decoder)\.")
 
 @dataclass(frozen=True)
 class Roles:
-    """The last parts of module paths by role.
-
-    ``attentions``: the modules that form scores. ``insides``: activation functions and position biases, whose outputs
-    are no signals of their own.
-    """
+    """The last parts of module paths by role. ``attentions``: what forms scores. ``insides``: activations and position
+    biases, whose outputs are no signals."""
 
     attentions: frozenset[str] = frozenset()
     attention_outputs: tuple[str, ...] = ()
@@ -66,7 +60,7 @@ def stack_of(path: str) -> str | None:
 
 
 def stack_in(path: str, family: Family | None) -> str | None:
-    """Return the same of a family, whose only stack may have no name of its own in paths."""
+    """Like ``stack_of``, but knows that a family's only stack may have no name in paths."""
     only = STACKS[-1] if family is not None and family.decoder is None else None
     return stack_of(path) or only
 
@@ -77,7 +71,7 @@ def block_of(path: str) -> int | None:
 
 
 def layer_of(site: str) -> str:
-    """Return the part of a site's name up to its layer's number: ``encoder.block.3``, or its first module."""
+    """Return a site's name up to its layer's number: ``encoder.block.3``, or its first module."""
     parts = site.partition(":")[0].split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]

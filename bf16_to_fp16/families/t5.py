@@ -42,11 +42,8 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return the records of one attention sublayer at ``at``; with ``memory`` keys and values read the encoder's
-    output.
-
-    ``shared``: the attention whose position bias it uses, where it has none of its own.
-    """
+    """Return the records of one attention sublayer. memory: it reads the encoder's output. shared: the attention whose
+    position bias it uses."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,
@@ -117,10 +114,8 @@ def stack_ends(stack: str, *tensors: Tensor) -> Part:
 
 
 def head_of(norm: str, topology: Head, *sizes: str) -> Part:
-    """Return a final norm and the head of its own that reads it: linears with biases, whose outputs have these sizes.
-
-    Behind the first of them nothing moves: a tanh passes no factor on, and of logits the differences are read.
-    """
+    """Return a final norm and its own head of biased linears with these output sizes. Nothing moves behind the first: a
+    tanh passes no factor, and differences of logits are read."""
     tensors = [Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),))]
     signals = [Signal(norm, Kind.NORM, "model", (output_of(norm),))]
     reads: Axis | None = divided_by(norm)

@@ -1,8 +1,5 @@
-"""One walk along the residual stream, in which bounds, hooks and searches visit a model.
-
-A sublayer reads the stream, most through a norm, and adds its output to it; the final norm of a stack reads it last.
-So these readers, in the order in which they run, lead past everything that flows through a model.
-"""
+"""One walk along the residual stream, in which bounds, hooks and searches visit a model. Its readers, in order of
+running, lead past everything that flows through a model."""
 
 from __future__ import annotations
 
@@ -15,13 +12,9 @@ from .types import Attention, Sublayer
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads the residual stream: a norm, or the linears of a sublayer that has none.
-
-    ``norm``: the norm's module path, "" where there is none. ``entrance``: a module that reads it. ``site``: where the
-    stream that it reads was made, as the audit names it. ``sublayer``: what reads the norm's output, or the stream,
-    None for the final norm of a stack. ``stack``: the one that both are in. ``is_first``: whether it reads what its
-    stack begins with, to which no sublayer has added.
-    """
+    """What reads the residual stream. ``norm``: module path, "" where the linears of a sublayer read it. ``entrance``:
+    a module that reads it. ``site``: where that stream was made, as audits name it. ``sublayer``: None for a final
+    norm. ``is_first``: whether no sublayer has added to it."""
 
     norm: str
     entrance: str

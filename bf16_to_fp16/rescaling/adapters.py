@@ -26,10 +26,7 @@ UNMOVED, PROMPT = ".ia3_l", "prompt_embeddings"
 
 @dataclass(frozen=True)
 class Scaled:
-    """An adapter's tensor on the other checkpoint: ``exact`` holds every bit.
-
-    ``widened``: to fp32, as its dtype could not hold them. ``overflows``: some values are over 65504.
-    """
+    """``exact``: holds every bit. ``widened``: to fp32, which holds them. ``overflows``: some values are over 65504."""
 
     values: Tensor
     exact: bool
@@ -40,12 +37,9 @@ class Scaled:
 def scaled_adapter(
     tensors: Mapping[str, Tensor], layout: Layout, plan: Plan, head_gain: float = 1.0
 ) -> dict[str, Scaled]:
-    """Return an adapter's tensors, by name, for the checkpoint that ``plan`` makes of one with this layout.
-
-    layout: of the converted checkpoint, for the way back as well, with the inverse plan. head_gain: the factor on a
-    head that the conversion separated. Raises UserError, by name, for what is on no tensor of the checkpoint, has
-    another shape, or cannot follow the plan.
-    """
+    """Return an adapter's tensors for the checkpoint that ``plan`` makes. layout: of the converted checkpoint, also for
+    the way back with the inverse plan. head_gain: of a separated head. Raises UserError for a tensor that cannot follow
+    the plan."""
     check_plan_fits(layout, plan)
     named = tensors_by_module(layout)
     embeddings = {part_of(name)[0] for name in tensors if name.endswith(".lora_embedding_A")}

@@ -1,7 +1,5 @@
-"""The plan applied: exponents of each tensor for the writer, a model in memory, and the config.
-
-Nothing else multiplies weights by a plan.
-"""
+"""The plan applied to the writer's tensors, a model in memory, and the config. Nothing else multiplies weights by a
+plan."""
 
 from __future__ import annotations
 
@@ -50,12 +48,9 @@ def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
 
 
 def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module:
-    """Rescale ``model`` in place by ``plan`` and return it; in fp32 its outputs keep every bit, but for what other sums
-    round where keys are centred.
-
-    The model's parameters are named as in ``layout`` and the head is as tied as the layout says. Norm eps
-    attributes are multiplied by 4^r, also where no config could say so (LayerNorm).
-    """
+    """Rescale ``model`` in place by ``plan`` and return it. In fp32 its outputs keep every bit, but where keys are
+    centred sums round otherwise. Names and tied head are as in ``layout``. Norms' eps are multiplied by 4^r, also where
+    no config could say so."""
     check_plan_fits(layout, plan)
     stored: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     stored |= dict(model.named_buffers(remove_duplicate=False))
@@ -94,10 +89,7 @@ def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, ga
 
 
 def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> torch.Tensor:
-    """Return an fp32 weight times ``gain`` as fp16 files give it back.
-
-    It is computed in float64 by runs of rows, to save memory.
-    """
+    """Return an fp32 weight times ``gain`` as fp16 files give it back: in float64, by runs of rows."""
     result = torch.empty(weight.shape)
     matrices = (x.reshape(len(weight), -1) for x in (weight, exponents.expand(weight.shape), result))
     for part, here, place in zip(*map(chunks, matrices), strict=True):
@@ -110,12 +102,8 @@ def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 
 
 
 def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
-    """Return the source's config with only what the plan needs changed: eps, tie flag, dtype; and the rotary positions
-    under the keys of transformers 4 as well.
-
-    The config is never written by transformers, whose version 5 forces ``tie_word_embeddings`` to true for T5 and
-    so makes version 4 tie an untied head.
-    """
+    """Return the source's config with the plan's eps, tie flag and dtype, and transformers 4's rotary keys. Not written
+    by transformers: version 5 sets T5's ``tie_word_embeddings`` to true, and version 4 then ties an untied head."""
     config = dict(layout.config)
     eps = plan.eps if plan.eps_held else layout.eps * 4.0**plan.residual_exponent
     for key in layout.family.eps_keys if eps != layout.eps else ():

@@ -1,7 +1,5 @@
-"""What norms alone read, as large as in the source where the stream is smaller.
-
-A signal that is multiplied by 2^r has a gradient of 2^-r times the size: a smaller stream needs a smaller loss scale.
-What a linear gives to a norm alone need not shrink with it: the norm takes any factor out again, but for its eps.
+"""Exponents of what norms alone read: as large as in the source where the stream is smaller. A signal times 2^r has a
+gradient times 2^-r, so a smaller stream needs a smaller loss scale. A norm takes any factor out again, but for its eps.
 """
 
 from __future__ import annotations
@@ -56,12 +54,9 @@ def with_smaller_gradients(
     ranges: Mapping[str, ModuleRange],
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return a plan with exponents in front of norms that make up for the stream's, as far as limits allow and no eps
-    changes a norm's output by more than one fp16 rounding; the plan itself where eps stays whatever the stream does.
-
-    weights: unscaled. ranges: what was observed on the source; bounds alone would not tell how small a norm's input is.
-    bounds: what is possible.
-    """
+    """Return a plan with exponents in front of norms that undo the stream's, within limits. No eps may change a norm's
+    output by more than one fp16 rounding. weights: unscaled. ranges: observed on the source; bounds would not tell how
+    small a norm's input is. bounds: what is possible."""
     if layout.fixed_eps is not None:
         return plan
     limits = Limits(plan, layout, weights, ranges, bounds or {})

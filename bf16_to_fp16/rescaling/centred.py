@@ -52,20 +52,15 @@ def centred_tensor(weights: TensorReader, layout: Layout, name: str, attention: 
 
 
 def shared_biases(tables: Sequence[Tensor]) -> Tensor:
-    """Return what the tables of one softmax lose, fp64 [heads]: the mean of each head's largest and least bias.
-
-    It is rounded to bf16, so that fp32, and fp16 where it can, holds the differences of biases that bf16 held.
-    """
+    """Return what one softmax's tables lose: the mean of each head's largest and least bias, fp64 [heads]. Rounded to
+    bf16, so that fp32 holds the differences that bf16 held."""
     every = torch.cat([table.double() for table in tables])
     return ((every.amax(0) + every.amin(0)) / 2).to(torch.bfloat16).double()
 
 
 def centred_bias(weights: TensorReader, layout: Layout, attention: Attention) -> Tensor:
-    """Return the bias that takes out of an attention's keys what they share, −Wβ, in fp64; weights: unscaled.
-
-    Its bits are the same on every machine: each product is exact, unless weights have more bits than fp32, and sums
-    are of halves, in one order.
-    """
+    """Return −Wβ in fp64, which takes out of keys what they share; weights: unscaled. Its bits are the same everywhere:
+    products are exact up to fp32 weights, and sums are of halves, in one order."""
     beta = weights(f"{norm_of_keys(layout, attention)}.bias").double()
     terms = weights(f"{attention.key}.weight").double() * -beta
     while (width := terms.shape[1]) > 1:

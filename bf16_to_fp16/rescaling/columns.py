@@ -1,8 +1,5 @@
-"""Cuts of columns: what gates or queries take from few channels of their input, multiplied by powers of two.
-
-Nothing changes for inputs that lack those channels. Where one token's row passes the limit by one channel of its own,
-a cut of that column brings it under, and a cut of whole rows would flatten all others.
-"""
+"""Cuts of columns: powers of two on what gates or queries take from few channels of their input. Inputs that lack those
+channels keep their function; a cut of whole rows would flatten all inputs."""
 
 from __future__ import annotations
 

@@ -33,10 +33,9 @@ RUINED = 1.0
 
 @dataclass(frozen=True)
 class Edit:
-    """One edit of a plan: the signal, the site whose limit needs it, and its exponent, the least where channels have
-    one each. ``columns``: how many input channels it cuts, 0 where it multiplies the signal. ``predicted``: the
-    divergence from the source that it alone makes, in fp32; ``measured``: the same in what was written, the other edits
-    undone. None where that was not run."""
+    """One edit of a plan; of several exponents the least. ``columns``: how many input channels it cuts, 0 where it
+    multiplies the signal. ``predicted``: its own divergence in fp32; ``measured``: in what was written. None: not run.
+    """
 
     signal: str
     site: str

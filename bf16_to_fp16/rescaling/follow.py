@@ -1,9 +1,6 @@
-"""An optimizer that steps in the units of the source although the weights in memory are rescaled.
-
-Rescaling multiplies a weight by 2^e and so its gradient by 2^-e. Backward passes keep every bit of that, and so do the
-multiplications here: around each step gradients and weights are taken to the source's scale and the weights back. What
-the optimizer sees, and so what it does and remembers, is what it would be without rescaling, whichever optimizer it is.
-"""
+"""An optimizer that steps in the source's units although the weights in memory are rescaled. Rescaling multiplies a
+weight by 2^e and its gradient by 2^-e. Around each step both are taken to the source's scale and back, exactly, so that
+any optimizer sees and remembers the source's numbers."""
 
 from __future__ import annotations
 
@@ -27,11 +24,8 @@ def exponents_by_parameter(model: torch.nn.Module, layout: Layout, plan: Plan) -
 
 
 def follow(optimizer: torch.optim.Optimizer, exponents: Mapping[torch.nn.Parameter, Exponents]) -> None:
-    """Make ``optimizer`` step in the source's units; parameters without exponents are stepped as they are.
-
-    Raises UserError from a step with a closure, which computes gradients only after weights have been moved, or on a
-    parameter that has been cut into shards since (FSDP, ZeRO-3).
-    """
+    """Make ``optimizer`` step in the source's units. Raises UserError from a step with a closure, whose gradients come
+    too late, or on a sharded parameter (FSDP, ZeRO-3)."""
     shapes = {parameter: parameter.shape for parameter in exponents}
     placed: dict[tuple[torch.nn.Parameter, torch.device], Exponents] = {}
 

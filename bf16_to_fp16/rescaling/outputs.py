@@ -1,9 +1,5 @@
-"""By which power of two each output of a stock class differs from the source's, once a plan has been applied.
-
-Logits keep every bit. The states between layers are the residual stream itself, which a plan scales; the last states
-carry what the plan gives the last norm: nothing where users or another stack read it, and what an embedding that
-serves as head needs where it is one.
-"""
+"""By which power of two each output of a stock class differs from the source's under a plan. Logits keep every bit;
+states between layers are the stream itself; last states carry what the last norm does."""
 
 from __future__ import annotations
 
@@ -21,11 +17,8 @@ LAST = "last_hidden_state"
 
 
 def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
-    """Return for each output of a layout's stock class the log2 of the factor by which ``plan`` multiplies it: one
-    number, or one for each channel (of logits: for each choice) where these differ.
-
-    ``hidden_states``, with the stack's name before it where there are two, stands for all of them but the last.
-    """
+    """Return the log2 of the factor on each output: one number, or one for each channel or choice. ``hidden_states``,
+    behind the stack's name where there are two, are all but the last."""
     # What a soft cap has brought to its ends is the same after an edit.
     capped = layout.head is not None and layout.cap(layout.head) is not None
     factors: dict[str, OfChannels] = dict.fromkeys(layout.stock.gives, 0 if capped else plan.exponent(LOGITS))

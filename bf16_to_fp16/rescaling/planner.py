@@ -53,9 +53,8 @@ RESTRAINT = ROUNDING * 2.0**-10
 """What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
 
 RESTRAINT_OF_CHANNELS = ROUNDING
-"""The same where a stream is decided and its channels are chosen, of all channels of a signal a step: one moves for
-some 0.2% of its weights that become exact, not for a few. A quantiser shares a scale among channels, and loses where
-they stand apart (docs/runtimes.md)."""
+"""The same for a signal's channels under a decided stream: one moves for 0.2% of its weights that become exact.
+Quantisers share scales among channels (docs/runtimes.md)."""
 
 RESTRAINT_OF_STATES = 2.0**-10
 """The same of what the last norm gives, which the class without a head hands to its users: it moves for a limit, or
@@ -90,10 +89,8 @@ class Violation:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A signal that is not held under its limit for every input: the predicted error with and without doing so.
-
-    ``impossible``: no exponent does it. ``exponent``: of the residual stream, the one that would.
-    """
+    """A signal not held under its limit for every input, with the predicted errors. ``impossible``: no exponent holds
+    it. ``exponent``: of the stream, the one that would."""
 
     signal: str
     cost_certified: float
@@ -342,11 +339,8 @@ class _Costs:
         return any(c.signal == self.stream for t, *_ in self.touched[signal.name] for c in t.carries)
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return each channel's share in what the signal contributes: float64 [channels], sum 1.
-
-        Mean square times the energy of the weights that read the channel; for queries and keys the product of their
-        mean squares. Both are invariant under the channel's own exponent.
-        """
+        """Return each channel's share in its signal, float64 [channels]: mean square times its readers' energy. For
+        queries and keys it is the product of their mean squares. A channel's own exponent changes neither."""
         ones = torch.ones(signal.size, dtype=torch.float64)
         squares = [observed.mean_square.double() for _, observed in self.seen(signal)]
         if not squares:

@@ -1,9 +1,6 @@
-"""What a power of two costs: weights pushed below fp16's normal range, signals drowned in its last step.
-
-Below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, so a weight with bits under that is rounded, and under 2⁻²⁵ it vanishes. The
-tables say for every channel and exponent how many elements would be rounded and with how much energy, from one
-histogram pass over the weight. Rounding that no exponent can avoid, as of fp32 weights, is left out.
-"""
+"""What a power of two costs: weights below fp16's normal range, and signals in its last step. Below 2⁻¹⁴ fp16's spacing
+stays at 2⁻²⁴, so weights round there, and vanish under 2⁻²⁵. Left out is rounding that no exponent avoids, as of fp32
+weights."""
 
 from __future__ import annotations
 
@@ -103,11 +100,8 @@ class Tables:
 
 
 def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = None) -> LossTable:
-    """Return what each exponent costs each channel of ``weight`` along ``axis``.
-
-    weight: floating, 1-D or 2-D. other: int32 exponents already decided for the other axis, applied first
-    (``energy`` and ``amax`` then are of the weight so scaled).
-    """
+    """Return what each exponent costs each channel of a 1-D or 2-D ``weight`` along ``axis``. other: int32 exponents of
+    the other axis, applied first; ``energy`` and ``amax`` are of that."""
     matrix = weight.detach()
     matrix = matrix.view(-1, 1) if matrix.dim() == 1 else matrix
     matrix = matrix if matrix.dtype in _BITS else matrix.float()
@@ -123,11 +117,8 @@ def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = Non
 
 
 def offset_loss_table(values: torch.Tensor, offset: float) -> LossTable:
-    """Return what each exponent costs values that are stored less an offset, each a channel of its own.
-
-    values: floating, 1-D, with the offset. Less it, they are not multiplied by powers of two, so every exponent rounds
-    them anew, by an absolute error that the offset decides.
-    """
+    """Return what each exponent costs 1-D values that are stored less an offset, each its own channel. Every exponent
+    rounds them anew, by an absolute error that the offset decides."""
     wide = values.detach().double()
     exponents = torch.arange(-GRID, GRID + 1)
     scales = 2.0 ** exponents.double()
@@ -298,10 +289,8 @@ def sums_below(histogram: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
 
 
 def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Return so many columns from ``start`` on, the first and the last one in place of those beyond them.
-
-    Of slices, since torch looks columns up by their numbers nine times slower.
-    """
+    """Return ``count`` columns from ``start``, the outermost in place of those beyond. Slices are nine times faster
+    than looking columns up by number."""
     width = values.shape[1]
     before, after = min(count, max(0, -start)), min(count, max(0, start + count - width))
     inner = values[:, max(0, start) : max(0, start + count)]
@@ -311,9 +300,7 @@ def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def signal_noise(mean_square: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return the relative squared error that fp16's last step adds to a signal: [channels, exponents].
-
-    2⁻⁴⁸/12 over the signal's mean square after scaling by 2^e; 0 for a channel that is always 0.
-    """
+    """Return what fp16's last step adds relative to a signal's energy: 2⁻⁴⁸/12 over its scaled mean square, [channels,
+    exponents]. 0 for a channel of zeros."""
     scaled = mean_square.double()[:, None] * 4.0 ** exponents.double()
     return torch.where(scaled > 0, STEP_NOISE / scaled.clamp(min=1e-300), torch.zeros_like(scaled))
