@@ -17,7 +17,6 @@ from ..wording import (
     excess,
     headroom,
     headroom_or_excess,
-    listed,
     magnitude,
     percent,
     power,
@@ -103,12 +102,6 @@ def headline(report: Report) -> list[Figure]:
     if close is not None:
         name = "fp16 against bf16" if run is None else "rounding, fp16 against bf16"
         result.append(Figure(name, *facts.closeness(report)))
-    if report.plan is None:
-        for key, name in (("nonfinite", "not finite"), ("saturated", "saturated")) if regimes else ():
-            worst = max(regimes, key=lambda n: getattr(regimes[n], key))
-            count = getattr(regimes[worst], key)
-            note = f"most in {worst}; what is so by design is not counted" if count else f"in {listed(list(regimes))}"
-            result.append(Figure(f"values {name}", f"{count:,}", note))
     return result
 
 

@@ -54,7 +54,6 @@ CHECK_NAMES = {
 def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbose: bool = False) -> None:
     screen = console()
     if verbose:
-        print_certified(screen, report)
         print_tiers(screen, report)
         if report.regimes:
             screen.table(Table(REGIMES, regime_rows(report.regimes)))
@@ -344,7 +343,9 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
     assert certificate is not None  # what certify is for
     over = certificate.over
     if certificate.holds:
-        screen.print(good("certified", certificate_sentence(report, certificate)))
+        inputs = facts.every_input(report, length=True).removeprefix("every ")
+        sites = wording.counted(len(certificate.sites), "site")
+        screen.print(good("certified", f"no {inputs} can overflow it, by bounds at {sites}"))
     else:
         count = f"{len(over)} of {wording.counted(len(certificate.sites), 'bound')}"
         screen.print(bad("not certified", f"{count} can pass their limit{facts.for_target(report)}"))
@@ -374,26 +375,6 @@ def bound_of(value: float) -> str:
 def plain(value: float) -> str:
     """Return a number with four digits, whole under ten million: 65504 is not 65500."""
     return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:,.4g}"
-
-
-def certificate_sentence(report: schema.Report, certificate: schema.CertificateEntry) -> str:
-    inputs = facts.every_input(report, length=True).removeprefix("every ")
-    return f"no {inputs} can overflow it, by bounds at {wording.counted(len(certificate.sites), 'site')}"
-
-
-def print_certified(screen: Output, report: schema.Report) -> None:
-    certificate = report.certificate
-    if certificate is None:
-        return
-    if certificate.holds:
-        cost = certificate.cost_bits
-        price = "" if cost is None else f"; the proof costs {wording.excess(cost, 2)} bits of precision"
-        screen.print(good("certified", f"{certificate_sentence(report, certificate)}{price}"))
-    else:
-        count = f"{len(certificate.over)} of {wording.counted(len(certificate.sites), 'site')}"
-        over = f"not certified at {count}{facts.for_target(report)}, the worst below"
-        there = report.safe and not facts.unmet_target(report)
-        screen.print(f"{over}: safe there on what was run" if there else over)
 
 
 def print_tiers(screen: Output, report: schema.Report) -> None:
