@@ -1,7 +1,4 @@
-"""The activations that have bounds, and what else no bound is known of whatever the weights are.
-
-Nothing here imports torch, so that a command can say at once what is wrong with its input.
-"""
+"""The activations that have bounds, and what has none whatever the weights are. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.
 
 
 def check_bounded(layout: Layout, folder: str = "") -> None:
-    """Raise UserError for what has no bound whatever the weights are: a norm eps of next to nothing, or an activation
-    that is not known; folder: of its config.json, for messages."""
+    """Refuse what has no bound whatever the weights are; folder: of its config.json, for messages."""
     where = f"{folder}/config.json".removeprefix("/")
     if layout.eps < 2.0**-126:
         raise UserError(

@@ -142,8 +142,7 @@ class _Walk(Findings):
     # -- a stack ----------------------------------------------------------------------------------------------------
 
     def begin(self, ends: StackEnds) -> None:
-        """Start the residual stream from the embedding: per channel its largest entry over the vocabulary; from what a
-        norm makes of it where one comes between."""
+        """Start the residual stream from the embedding's largest entries by channel, or from its norm's output."""
         a = self.arithmetic
         amax, square, length = self.table(self.layout.table(ends))
         self.note(f"{ends.embedding}:embedding", SiteKind.EMBEDDING, amax)
@@ -225,8 +224,7 @@ class _Walk(Findings):
             self.head(self.layout.head, final, square)
 
     def add(self, sublayer: Sublayer, made: Projection, square: Tensor, axes: Tensor | None) -> None:
-        """Add a sublayer's output, of mean square ``square``, to the residual stream, channel by channel; axes: squared
-        ones of an ellipsoid that it lies in, where they are known."""
+        """Add a sublayer's output, of mean square ``square``, to the stream; axes: squared, of its ellipsoid."""
         keep, branch = min(self.kept("stream"), self.kept("branch")), made.bound
         width = branch.numel()
         length = min(made.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
@@ -256,8 +254,8 @@ class _Walk(Findings):
     def normalised(
         self, path: str, entering: Tensor, variances: Tensor, length: float, *, eps: float | None = None
     ) -> tuple[NormOutput, Tensor]:
-        """Return what a norm gives, and the mean square of its components; entering, variances, length: bounds, mean
-        squares and largest ‖·‖₂ of what it reads. eps: of a LayerNorm among RMSNorms."""
+        """Return a norm's output and its components' mean square; entering, variances, length: bounds, mean squares and
+        largest ‖·‖₂ of what it reads. eps: of a LayerNorm among RMSNorms."""
         gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
         assert gain is not None
         width, a = gain.numel(), self.arithmetic
@@ -377,8 +375,7 @@ class _Walk(Findings):
     def head_norm(
         self, sublayer: Attention, path: str, made: LinearBound, square: Tensor, heads: int
     ) -> tuple[NormOutput, int]:
-        """Bound the norm of queries or keys, and return of how many heads it is; square: the mean squares that it
-        reads, of all heads."""
+        """Bound the norm of queries or keys; return it and its number of heads; square: mean squares that it reads."""
         together = heads if sublayer.norms_whole else 1
         bound, square = (x.view(heads // together, -1) for x in (made.bound, square))
         return self.normalised(path, bound.amax(0), square.mean(0), float(bound.norm(dim=1).max()))[0], together
@@ -430,8 +427,7 @@ class _Walk(Findings):
         return most
 
     def summed(self, sublayer: Attention, source: NormOutput, square: Tensor) -> tuple[NormOutput, Tensor]:
-        """Bound the sums over blocks of positions that an attention makes of its norm's output, and what their own norm
-        gives; return what keys and values read, which is both, and its mean square."""
+        """Bound sums over blocks of positions and their norm; return what keys and values read, and its mean square."""
         size, length = self.layout.summed(sublayer), self.arithmetic.max_length
         # Where padding is on the right, the last sum is of a block and of what is less than another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.arithmetic)
@@ -445,8 +441,7 @@ class _Walk(Findings):
         self.scored(sublayer, made, scale, max(largest(query.bound), largest(key.bound)))
 
     def scored(self, sublayer: Attention, made: ScoreBounds, scale: float, factors: float) -> None:
-        """Record the scores of every head: the bare product, the scaled one, behind a soft cap, with the position bias,
-        and their span; factors: bound of queries and keys."""
+        """Record the steps of every head's scores, and their span; factors: bound of queries and keys."""
         heads = len(made.product)
         self.note(f"{sublayer.at}:scores", SiteKind.SCORES, made.product, made.partial)
         scaled = self.rounded(made.product * scale) if sublayer.scaled else made.product
@@ -652,18 +647,14 @@ class _Walk(Findings):
 
 
 def excess_bits(values: Tensor, still: Tensor | float = 0.0) -> Tensor:
-    """Return by how many bits bounds have to fall so that each fits fp16 with what stays beside it, ``still``: inf
-    where that does not fit by itself."""
+    """Return the bits by which bounds must fall to fit fp16 beside ``still``, inf where that does not fit."""
     room = (PROOF_LIMIT - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
     return (values / room).nan_to_num(nan=1.0, posinf=math.inf).clamp(min=1).log2()
 
 
 def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, float]:
-    """Return the bounds of the operations of gelu_new before its tanh, for an input up to ``x``, by the audit's names.
-
-    x³, its multiple, the sum with x, and the multiple that tanh reads. From |x| = 40.3 on the first is inf in fp16, and
-    what follows from it; tanh makes ±1 of that, so none has a limit of its own.
-    """
+    """Return the bounds of gelu_new's operations before its tanh, for an input up to ``x``, by the audit's names. From
+    |x| = 40.3 on they are inf in fp16 and tanh makes ±1 of that, so none has a limit of its own."""
 
     def computed(value: float) -> float:
         rounded = value * (1 + arithmetic.unit) * COMPUTED + arithmetic.tiny
@@ -727,8 +718,7 @@ def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, 
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
-    """Return a function from a layout's tensor name to what stock code computes with where a file holds a checkpoint's
-    values in fp16: those, or fp32 where it adds an offset to them."""
+    """Return a reader of a checkpoint's values in fp16, as stock code computes with them: fp32 with an offset."""
 
     def read(name: str) -> Tensor:
         tensor = layout.tensors[name]

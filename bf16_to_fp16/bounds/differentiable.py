@@ -87,11 +87,8 @@ Owner = tuple[str, Callable[[Tensor], Tensor]]
 
 
 class DifferentiableBounds:
-    """Bounds of the sites that only training can bring down, by the audit's names.
-
-    layout: of the model. weights: gives a live tensor by its name in the layout, as it is stored. stream: bound the
-    residual stream as well, which matters where no exponent brings it down.
-    """
+    """Bounds of the sites that only training can bring down, by the audit's names. weights: gives a live tensor by its
+    name in the layout, as stored. stream: bound the residual stream, too."""
 
     def __init__(self, layout: Layout, weights: TensorReader, *, stream: bool = False) -> None:
         self.layout, self.read, self.arithmetic, self.stream = layout, weights, Arithmetic(), stream
@@ -101,16 +98,13 @@ class DifferentiableBounds:
 
     @full_precision()
     def measure(self, *, again: bool = False) -> dict[str, Tensor]:
-        """Return the bounds of all sites without a graph: fp32, one each for the rows, heads or channels of a site.
-
-        again: the weights have hardly changed since the last time, from which what LayerNorms read is taken.
-        """
+        """Return all bounds without a graph, fp32 by row, head or channel. again: weights have hardly changed, so what
+        LayerNorms read is taken from the last time."""
         with torch.no_grad():
             return _Walk(self, None, again=again).run()
 
     def owners(self) -> dict[str, list[Owner]]:
-        """Return by site the tensors that are its own to bring down; norms' gains, which others share, are nobody's
-        but the encoder's last."""
+        """Return by site the tensors that are its own to bring down; of norms' gains only the encoder's last."""
         layout, found = self.layout, dict[str, list[Owner]]()
 
         def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:
@@ -153,8 +147,7 @@ class DifferentiableBounds:
 
     @full_precision()
     def at(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the bounds of some sites at the indices given, with a graph; what LayerNorms read is taken from the
-        last ``measure``."""
+        """Return some sites' bounds at indices, with a graph; LayerNorms' inputs are of the last ``measure``."""
         return _Walk(self, wanted).run()
 
 
@@ -355,10 +348,7 @@ class _Walk:
             self.note(linear.at, total * (1 + self.linear_error(weight.shape[1])))
 
     def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
-        """Note a head's linear on a norm's output, a few thousand rows at a time where all are wanted.
-
-        added: magnitudes that join its outputs.
-        """
+        """Note a head's linear, some thousand rows at a time where all are wanted; added: joins its outputs."""
         if not self.wants(site):
             return
         weight, bias = self.read(linear.weight), self.weight(linear.bias)
@@ -378,8 +368,7 @@ class _Walk:
         return either(source, self.norm(sublayer.block_norm)) if sublayer.block else source
 
     def scores(self, sublayer: Attention, source: NormOutput) -> None:
-        """Note every head's products with their partial sums, the scores with their position bias, and what a mask must
-        add at least."""
+        """Note every head's products, its scores with position bias, and what a mask must add at least."""
         a, heads, other = (
             self.a,
             self.layout.heads(sublayer),
@@ -428,8 +417,7 @@ class _Walk:
             self.note(site, bound)
 
     def turned_scores(self, sublayer: Attention, rotary: Rotary) -> tuple[Tensor, ...]:
-        """Bounds of the scores of normalised and turned queries and keys, which heads of one norm have in common: of
-        products and partial sums, scaled, and of how far those of one query lie apart."""
+        """Bounds of normalised, turned products and their partial sums, scaled, and of one query's span."""
         scale = self.layout.score_scale(sublayer)
         heads, kv_heads = self.layout.heads(sublayer), self.layout.kv_heads(sublayer)
         if not sublayer.norms_whole:
@@ -440,11 +428,7 @@ class _Walk:
         return torch.maximum(made.product, made.partial), made.product * scale, made.span
 
     def masked(self, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds of scores behind a soft cap and with their position bias, where there are such, and of what a mask
-        must add to them at least.
-
-        scores, span: of those of one query before it.
-        """
+        """Bounds of capped scores with their bias, and of what a mask must add. scores, span: before the cap."""
         cap = self.layout.cap(sublayer)
         if cap is not None:
             capped = soft_capped(scores, cap, self.a)
@@ -456,8 +440,7 @@ class _Walk:
         return scores + torch.stack([bias.abs().amax(0) for bias in biases]).amax(0) if biases else scores, span
 
     def rotated_scores(self, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
-        """Bounds of the scores of turned queries and keys without norms, head by head: of products and partial sums,
-        scaled, and of how far those of one query lie apart."""
+        """Bounds by head of turned products and their partial sums, scaled, and of one query's span."""
         a, scale = self.a, self.layout.score_scale(sublayer)
         heads, kv_heads = self.layout.heads(sublayer), self.layout.kv_heads(sublayer)
         sides = []
@@ -561,8 +544,7 @@ def all_of(x: Tensor) -> Tensor:
 
 
 def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
-    """Return what belongs to each head of a weight or a bias of all: [heads, …]; fused, number: where it is some of the
-    rows."""
+    """Return each head's part of a weight or bias: [heads, …]; fused, number: rows and place in one matrix."""
     return (x.split(fused)[number] if fused else x).view(heads, -1)
 
 

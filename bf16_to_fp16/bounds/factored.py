@@ -1,8 +1,5 @@
-"""Weights times factors, made a few rows at a time: what the bounds take norms, products and eigenvalues of.
-
-A matrix of factors is never in memory as a whole, only as many rows of it as a core's cache holds, since new memory for
-a copy of each weight costs more than the arithmetic on it.
-"""
+"""Weights times factors, made as many rows at a time as a core's cache holds. New memory for a copy of each weight
+costs more than the arithmetic on it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The certificate as data, and the notes from which it is made: the bound of every site, module and channel.
-
-A walk along a model (``certificate``) notes what it finds, and reads the weights from which it finds it.
-"""
+"""The certificate as data, and the notes of a walk from which it is made."""
 
 from __future__ import annotations
 
@@ -34,12 +31,8 @@ CARRYING = _PLACING | _CHANGING
 
 @dataclass(frozen=True)
 class Certificate:
-    """The bounds of every site of a model, and what they hold for.
-
-    ``ranges``: the same bounds by module and channel, as the planner takes them, with expected mean squares for
-    normalised inputs that point anywhere. Not every site is a maximum of its own: ``at`` finds the bound of any site
-    that an audit names.
-    """
+    """The bounds of every site of a model, and what they hold for. ``ranges``: by module and channel, with expected
+    mean squares for inputs that point anywhere. ``at`` bounds any site that an audit names."""
 
     sites: tuple[Bound, ...]
     arithmetic: Arithmetic
@@ -60,11 +53,8 @@ class Certificate:
         return min((site.headroom_bits for site in self.sites), default=math.inf)
 
     def at(self, name: str) -> float | None:
-        """Return the bound of a site by the audit's name; None for one that the certificate does not know.
-
-        Copies, casts, masks, clamps and dropout's own steps carry what is in their module; of repeated operations
-        the largest counts.
-        """
+        """Return the bound of a site by the audit's name; None for an unknown one. Copies, casts, masks, clamps and
+        dropout's steps carry what is in their module; of repeated operations the largest counts."""
         if name in self.unlimited:
             return self.unlimited[name]
         by_name = {site.name: site.largest for site in self.sites}
@@ -158,8 +148,7 @@ class Findings:
         expected: Tensor,
         entering: tuple[Tensor, Tensor],
     ) -> None:
-        """Record a linear: the bounds of its result and of partial sums, its mean squares, and bounds and mean squares
-        of what it reads."""
+        """Record a linear's bounds and mean squares; entering: the same of what it reads."""
         self.note(path, kind, *bounds)
         self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
@@ -215,11 +204,8 @@ def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
 
 @dataclass(frozen=True)
 class SourceBounds:
-    """The bounds of the unscaled source under one layout.
-
-    ranges: what each module can reach. exponents: of the streams, under which LayerNorm's eps was bounded. unmoved:
-    sites over their limit that no exact exponent moves. failing: these, and those behind a sentence encoder or a tower.
-    """
+    """The bounds of the unscaled source. exponents: of the streams, for LayerNorm's eps. unmoved: sites over their
+    limit that no exact exponent moves. failing: these, and those behind a sentence encoder or a tower."""
 
     ranges: Mapping[str, ModuleRange]
     exponents: Mapping[str, int]

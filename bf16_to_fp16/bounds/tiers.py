@@ -1,7 +1,5 @@
-"""The tiers: arithmetics that runtimes use, from that of PyTorch's kernels to sums in fp16 throughout.
-
-Each holds where its own certificate does, and with it every weaker one: the bounds only grow from one to the next.
-"""
+"""The tiers: runtimes' arithmetics, from PyTorch's kernels to sums in fp16. A tier's certificate implies every weaker
+one's: bounds only grow from one to the next."""
 
 from __future__ import annotations
 
@@ -25,10 +23,7 @@ def certified_tiers(
     arithmetic: Arithmetic,
     spectra: Spectra,
 ) -> dict[str, bool]:
-    """Return by tier whether its certificate holds for the given weights.
-
-    holds: whether that for ``target`` does. arithmetic: of the weakest tier. spectra: as ``bound`` takes them.
-    """
+    """Return by tier whether its certificate holds. holds: that for ``target``. arithmetic: of the weakest tier."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
     # What the weakest tier says is part of every target.
@@ -56,12 +51,9 @@ def bounded(
     weights: TensorReader | None = None,
     tiers: bool = True,
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of a checkpoint's weights rounded to fp16, and if asked for by tier whether its own
-    holds.
-
-    whose: ends the name of the step. spectra: eigenvalues that are known. weights: other values than the checkpoint's.
-    So many parameters, since all commands that bound something share it.
-    """
+    """Return the certificate of a checkpoint's weights in fp16, and by tier whether its own holds. whose: ends the
+    step's name. weights: other values than the checkpoint's. So many parameters, since all commands that bound
+    something share it."""
     weights = weights or fp16_weights(checkpoint, layout)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
     with products_on(device, "certificate"):

@@ -16,8 +16,7 @@ MOST_CHANNELS, MOST_BITS = 4, 24  # that are cut, and by how much
 CLOSE = 2.0**-10  # bits that a row may keep over its aim, which is a whole number of them
 
 Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Gives for factors of columns the bits by which each row or head is over its aim, and each column's share in it:
-fp64 [rows] and [rows, columns]."""
+"""By factors of columns: each row's or head's bits over its aim [rows], and columns' shares [rows, columns]."""
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:

@@ -46,8 +46,7 @@ CHANNEL_RANGE = 24  # channel exponents are searched from −24 to 24
 EXCESS = 1e6  # cost of one bit over a hard limit: more than any precision, so that limits come first
 
 UNWRITABLE = 1e12
-"""Cost of one bit by which a weight passes 65504: more than any signal's excess, since such a plan cannot be written,
-and an unsafe one can."""
+"""Cost of a bit by which a weight passes 65504: above any signal's, since such a plan cannot be written."""
 
 RESTRAINT = ROUNDING * 2.0**-10
 """What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
@@ -57,8 +56,7 @@ RESTRAINT_OF_CHANNELS = ROUNDING
 Quantisers share scales among channels (docs/runtimes.md)."""
 
 RESTRAINT_OF_STATES = 2.0**-10
-"""The same of what the last norm gives, which the class without a head hands to its users: it moves for a limit, or
-where a head loses what shows, and for no single weight."""
+"""The same of last states, which users read: they move for a limit or a head's visible loss."""
 
 PROOF_WORTH = ROUNDING / 4
 """Predicted error that a proof of one site may cost; with four sites for each norm, as much as one rounding there."""
@@ -154,8 +152,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Solution:
-    """A signal's least cost with and without its bounds, its cost at exponent 0 (with them unless they are given up),
-    the place of each channel's exponent among −24…24 (int8 [channels]), and the proof that was given up, if any."""
+    """Costs with and without bounds, and at exponent 0; each channel's place among −24…24; a proof given up."""
 
     cost: float
     free: float
@@ -166,8 +163,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Total:
-    """A stream exponent's cost with and without the bounds, whether it holds the stream for every input, and the number
-    of sites whose proof is given up."""
+    """A stream exponent's costs, whether it holds the stream for every input, and how many proofs are given up."""
 
     cost: float
     free: float
@@ -414,8 +410,7 @@ class _Costs:
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return the place of each channel's exponent: nearer to 0 where that costs less than
-        ``RESTRAINT_OF_CHANNELS``, and 0 for the most channels that ``NEARNESS`` pays for together."""
+        """Return each channel's place: nearer to 0 within ``RESTRAINT_OF_CHANNELS``, at 0 within ``NEARNESS``."""
         steps = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1).abs().double()
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * steps).argmin(1)
         if self.moves_least:
@@ -454,8 +449,7 @@ class _Costs:
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
-        """Return by how many bits the stream's exponent takes weights past 65504 that no channel of their own makes up
-        for; own: and those that have channels, as if these stayed at 0."""
+        """Return the bits past 65504 that the stream alone gives weights; own: and those with channels, at 0."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
                 (max(abs(float(end)) for end in torch.aminmax(self.weights(tensor.name))), carried.sign, has_own)
@@ -740,8 +734,7 @@ class _PlanSearch(_Costs):
                 self.forget(tensor, 1 - axis)
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
-        """Return whether at gain 0 a norm's output, what it can reach or a reader breaks a limit, or loses what
-        shows; where norms square in fp16, whether one weight of a reader is inexact."""
+        """Return whether gain 0 breaks a limit or loses what shows; with fp16 squares, rounds a reader's weight."""
         if self.moves_least:
             return bool((self.best(signal, r).index != CHANNEL_RANGE).any())
         return self.best(signal, r).unmoved > self.lossy_price / 2
