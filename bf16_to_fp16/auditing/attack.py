@@ -322,10 +322,12 @@ def attack(
     sites: Sequence[str] | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> Attack:
-    """Return what ``steps`` gradient steps, one in ``TOKEN_SHARE`` over tokens, find at each site. model: a stock model
-    in eval mode with the weights that run in fp16, in any dtype; unchanged. sites: audit names to go after, by default
-    all within reach; a repeated name gets more rows. Scores stand for their scaled, biased or masked forms. length:
-    positions of both sides. Deterministic for a seed, on every device."""
+    """Return what ``steps`` gradient steps, one in ``TOKEN_SHARE`` over tokens, find at each site.
+
+    model: a stock model in eval mode with the weights that run in fp16, in any dtype; unchanged. sites: audit names to
+    go after, by default all within reach; a repeated name gets more rows. Scores stand for their scaled, biased or
+    masked forms. length: positions of both sides. Deterministic for a seed, on every device.
+    """
     half = fixed(copy.deepcopy(model).half())
     wide = fixed(copy.deepcopy(model).float())
     adversary = _Adversary(wide, layout, seed, min(length, longest_sequence(model.config)))

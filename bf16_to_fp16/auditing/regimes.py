@@ -1,8 +1,11 @@
-"""A checkpoint run in the ways people run it in fp16, every operation measured. ``stock``:
-``from_pretrained(dtype=float16)``, which leaves T5's ``wo`` and so the residual in fp32. ``half``: every weight in
-fp16. ``amp``: fp32 weights, matrix products in fp16 by autocast. Each runs with eager attention, where scores can be
-measured, and with SDPA, whose kernels hide them. Finite logits prove nothing, since stock code clamps residuals: a
-regime is safe iff no operation's output is non-finite or saturated other than by design."""
+"""A checkpoint run in the ways people run it in fp16, every operation measured.
+
+``stock`` is what ``from_pretrained(dtype=float16)`` gives; T5's ``wo`` stays in fp32, and with it the residual. In
+``half`` every weight is in fp16, and so is what no file holds and stock code makes. ``amp`` has fp32 weights, and
+autocast runs the matrix products in fp16. Each runs with eager attention, whose scores can be measured, and with SDPA,
+whose kernels hide them. Finite logits prove nothing, since stock code clamps residuals: a regime is safe iff no
+operation's output is non-finite or saturated, other than by design.
+"""
 
 from __future__ import annotations
 
@@ -100,11 +103,13 @@ class Run:
 
 @dataclass(frozen=True)
 class RegimeResult:
-    """One regime's totals, and its sites from the tightest on, ties in the order they ran. ``nonfinite_logits``: what a
-    user would see. ``underflow``: fp16 signals below 2⁻¹⁴ on every input; all zeros only where fp32 has others.
-    ``runs``: what ran, by attention. ``same_as``: the regime whose run this is. ``norms``: norms' inputs, in ``half``
-    under the first attention. ``vectors``: a sentence encoder's further modules ran. ``gradients``: of ``amp`` in
-    training."""
+    """One regime's totals, and its sites from the tightest on, ties in the order they ran.
+
+    ``nonfinite_logits``: what a user would see. ``underflow``: fp16 signals below 2⁻¹⁴ on every input; all zeros only
+    where fp32 has others. ``runs``: what ran, by attention. ``same_as``: the regime whose run this is. ``norms``:
+    norms' inputs, in ``half`` under the first attention. ``vectors``: a sentence encoder's further modules ran.
+    ``gradients``: of ``amp`` in training.
+    """
 
     regime: str
     nonfinite: int

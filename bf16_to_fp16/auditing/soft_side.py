@@ -1,6 +1,9 @@
-"""Finds tokens at which an edited signal is small, where an edit changes the function most. Lone ids (``run.alone``)
-show where edits count: a sublayer's changed output against its bf16 error, or the moved weight of one of two keys.
-Stock code judges these ids beside bf16 and random pairs."""
+"""The soft side of edits: tokens at which an edited signal is small, so that an edit changes the function most.
+
+They are looked for in the weights, by ids that stand alone (``run.alone``): where a sublayer's output changes most
+against bf16's error of it, and where the weight of one key of two moves most. Stock code then judges what was found,
+beside bf16 and beside random pairs.
+"""
 
 from __future__ import annotations
 

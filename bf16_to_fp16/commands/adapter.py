@@ -75,10 +75,12 @@ def convert_adapter(
     back: bool = False,
     force: bool = False,
 ) -> ConvertedAdapter:
-    """Write a LoRA adapter, trained on what ``base`` was converted from, for ``base``, and return what was done. base:
-    a folder that ``convert`` wrote. back: from ``base`` to its source. With exact plans both compute the same function.
-    Raises UserError for another kind of adapter, a pickle, an adapter already on that side, or a tensor that cannot
-    follow; ``out`` then does not exist. ``certify(base, adapter=…)`` bounds the merged weights."""
+    """Write a LoRA adapter, trained on what ``base`` was converted from, for ``base``, and return what was done.
+
+    base: a folder that ``convert`` wrote. back: from ``base`` to its source. With exact plans both compute the same
+    function. Raises UserError for another kind of adapter, a pickle, an adapter already on that side, or a tensor that
+    cannot follow; ``out`` then does not exist. ``certify(base, adapter=…)`` bounds the merged weights.
+    """
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
     check_out(out, adapter, base, force=force)

@@ -54,11 +54,13 @@ def audit(
     config: str | Path | None = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report. Its many parameters are
-    the command's options. data: text to run on besides the built-in probe. train_mode: with dropout and the backward
-    pass under a loss scale. attention: of ``ATTENTIONS``. attack_steps: gradient steps towards each site's worst input.
-    sweep: the probe runs every id. device: auto, cpu, cuda, cuda:N or mps. config: the config.json of one file of
-    weights, else inferred. Raises ``UserError`` for what cannot be used."""
+    """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report.
+
+    Its many parameters are the command's options. data: text to run on besides the built-in probe. train_mode: with
+    dropout and the backward pass under a loss scale. attention: of ``ATTENTIONS``. attack_steps: gradient steps towards
+    each site's worst input. sweep: the probe runs every id. device: auto, cpu, cuda, cuda:N or mps. config: the
+    config.json of one file of weights, else inferred. Raises ``UserError`` for what cannot be used.
+    """
     progress = shown_by(progress)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")

@@ -43,11 +43,14 @@ def certify(
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Bound every site of ``source`` (folder, file of weights or Hub id) for every input, from its weights rounded to
-    fp16, and return the report. Nothing is run: stock code builds the model on the meta device, to show that it is the
-    one bounded. max_length: positions for which it holds. target: ``half``, ``norm-safe`` (norms square the stream in
-    fp16), ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout and the cube's derivative). device: of large
-    products. config: the config.json of one file of weights, else inferred. adapter: a LoRA adapter for ``source``,
-    whose merged weights are bounded. Raises UserError for what cannot be used."""
+    fp16, and return the report.
+
+    Nothing is run: stock code builds the model on the meta device, to show that it is the one bounded. max_length:
+    positions for which it holds. target: ``half``, ``norm-safe`` (norms square the stream in fp16), ``fp16-accumulate``
+    (every sum in fp16) or ``train`` (dropout and the cube's derivative). device: of large products. config: the
+    config.json of one file of weights, else inferred. adapter: a LoRA adapter for ``source``, whose merged weights are
+    bounded. Raises UserError for what cannot be used.
+    """
     progress = shown_by(progress)
     arithmetic = Arithmetic(max_length)  # which refuses what is no number of positions
     on = Device(device, progress)

@@ -90,9 +90,11 @@ def convert(
     **options: Any,
 ) -> Conversion:
     """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out`` and return what was done
-    and measured. ``options`` are the fields of ``Options``. dry_run: plan only, write nothing. force: replace an
-    existing ``out``. endpoint: the Hub's address. Raises UserError for input that cannot be used; ``out`` then does not
-    exist."""
+    and measured.
+
+    ``options`` are the fields of ``Options``. dry_run: plan only, write nothing. force: replace an existing ``out``.
+    endpoint: the Hub's address. Raises UserError for input that cannot be used; ``out`` then does not exist.
+    """
     asked = Options(**options)
     place = Destination(Path(out), force=force, dry_run=dry_run)
     run = convert_by if asked.layout == FOLDER_LAYOUT or dry_run else convert_to_file

@@ -69,8 +69,10 @@ def convert_pipeline(
     **options: Any,
 ) -> PipelineConversion:
     """Convert every supported text encoder of a diffusion pipeline (folder or Hub id), and bring the rest to ``out``.
+
     Other parameters are fields of ``Options``. copy: copy large files instead of linking them. force: replace an
-    existing ``out``. Raises UserError where an encoder cannot be converted; ``out`` then does not exist."""
+    existing ``out``. Raises UserError where an encoder cannot be converted; ``out`` then does not exist.
+    """
     pipeline = open_pipeline(source, is_known, endpoint)
     if pipeline is None:
         raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")

@@ -138,10 +138,12 @@ def publish(
     confirm: Any = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Upload a converted folder to a Hub repository; its many parameters are the command's options. public: without it
-    a new repository is private and an existing public one refused. force: replace files of other content. dry_run:
-    check and send nothing. audited: these files have just been audited. confirm: nothing is sent where it returns
-    False. Raises UserError; no message holds the token."""
+    """Upload a converted folder to a Hub repository; its many parameters are the command's options.
+
+    public: without it a new repository is private and an existing public one refused. force: replace files of other
+    content. dry_run: check and send nothing. audited: these files have just been audited. confirm: nothing is sent
+    where it returns False. Raises UserError; no message holds the token.
+    """
     from huggingface_hub import HfApi, get_token
 
     progress = shown_by(progress)

@@ -33,11 +33,13 @@ FULL_PRECISION = "load it with dtype=torch.float32 to rescale it"
 def rescale(
     model: Any, inputs: list[Batch] | None = None, *, target: str = "half", margin_bits: float = MARGIN_BITS
 ) -> Plan:
-    """Rescale a stock fp32 model in place, exactly, by the best plan for ``inputs``, and return the plan. inputs: as
-    ``run.probe.batches`` makes them, by default the built-in probe. fp32 outputs keep every bit, as far as fp32 holds
-    gains that are stored less an offset. Norm eps attributes are scaled; set them in ``model.config`` too before saving
-    (``plan.eps``), as ``make_fp16_safe`` does. Raises UserError for a model of no known family, or whose modules do not
-    do what its config says."""
+    """Rescale a stock fp32 model in place, exactly, by the best plan for ``inputs``, and return the plan.
+
+    inputs: as ``run.probe.batches`` makes them, by default the built-in probe. fp32 outputs keep every bit, as far as
+    fp32 holds gains that are stored less an offset. Norm eps attributes are scaled; set them in ``model.config`` too
+    before saving (``plan.eps``), as ``make_fp16_safe`` does. Raises UserError for a model of no known family, or whose
+    modules do not do what its config says.
+    """
     check_asked(target, margin_bits)
     source, layout = opened(model)
     ranges = observed(model, source, layout, inputs)

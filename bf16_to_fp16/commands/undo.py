@@ -44,12 +44,14 @@ def undo(
     force: bool = False,
     progress: Progress | bool | None = None,
 ) -> Path:
-    """Write the source's weights back from a converted folder by the inverse of its plan, and return ``out``. plan: the
-    converted folder, or its report, from which ``folder`` was trained and saved by any script; it is undone in fp32
-    where ``folder`` is fp16. Edits and centred biases stay, and are said. A ``--layout`` file becomes a file of the
-    same names, or a folder. Bit for bit where the conversion was lossless, but for the sign of a 0 in a moved gain
+    """Write the source's weights back from a converted folder by the inverse of its plan, and return ``out``.
+
+    plan: the converted folder, or its report, from which ``folder`` was trained and saved by any script; it is undone
+    in fp32 where ``folder`` is fp16. Edits and centred biases stay, and are said. A ``--layout`` file becomes a file of
+    the same names, or a folder. Bit for bit where the conversion was lossless, but for the sign of a 0 in a moved gain
     stored less 1; a sentence encoder's linears come back as fp16 holds them. Tensors the conversion made are left out;
-    replaced ones come from the report; dropped ones are not restored. Raises UserError where the folder has no plan."""
+    replaced ones come from the report; dropped ones are not restored. Raises UserError where the folder has no plan.
+    """
     progress = shown_by(progress)
     if plan is not None:
         return undo_trained(written_folder(folder), Path(out), Path(plan), force=force, progress=progress)

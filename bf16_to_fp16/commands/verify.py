@@ -125,10 +125,12 @@ def verify(
     device: str | torch.device = "auto",
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Check a converted folder, file or Hub repository against its report and return every difference. original: the
-    source, local or on the Hub; adds the checks ``replay`` and ``fidelity``. data: text to audit on besides the probe.
-    run_model: False skips the audit. ``verdict`` is "safe" where nothing differs and the report says safe. Raises
-    UserError for anything not converted here."""
+    """Check a converted folder, file or Hub repository against its report and return every difference.
+
+    original: the source, local or on the Hub; adds the checks ``replay`` and ``fidelity``. data: text to audit on
+    besides the probe. run_model: False skips the audit. ``verdict`` is "safe" where nothing differs and the report says
+    safe. Raises UserError for anything not converted here.
+    """
     progress = shown_by(progress)
     check_data(data, run_model=run_model)
     if original is not None:

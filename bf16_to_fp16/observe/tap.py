@@ -90,14 +90,17 @@ class _TapMode(TorchFunctionMode):
 class Tap:
     """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
     forwards, differentiable, under ``SiteObserver``'s names with eager attention, and ``<path>:masked`` by row of
-    attention. Masked positions are zero. Use a tensor at once: an in-place operation may change it. What ``on_site``
-    computes is not tapped; what it saves survives gradient checkpointing. A module rerun inside a backward is not
-    tapped again, a forward without gradients not at all. only: whether a site is wanted, asked once a name. glance:
-    called first with the detached tensor; false skips ``on_site`` and its graph nodes. Wrappers (DDP, FSDP,
-    checkpointing) add nothing to names. Left out are copies (``to``, ``clone``, ``cat``), constants, what runs without
-    gradients, the statistics of ``layer_norm``, dropout's noise, and the inside of fused functions but SDPA's context.
-    A linear is one site with its bias; a cube's input (``:cubed``) is handed over in every dtype. Raises ``UserError``
-    for a compiled model, and in the forward for reentrant gradient checkpointing."""
+    attention.
+
+    Masked positions are zero. Use a tensor at once: an in-place operation may change it. What ``on_site`` computes is
+    not tapped; what it saves survives gradient checkpointing. A module rerun inside a backward is not tapped again, a
+    forward without gradients not at all. only: whether a site is wanted, asked once a name. glance: called first with
+    the detached tensor; false skips ``on_site`` and its graph nodes. Wrappers (DDP, FSDP, checkpointing) add nothing to
+    names. Left out are copies (``to``, ``clone``, ``cat``), constants, what runs without gradients, the statistics of
+    ``layer_norm``, dropout's noise, and the inside of fused functions but SDPA's context. A linear is one site with its
+    bias; a cube's input (``:cubed``) is handed over in every dtype. Raises ``UserError`` for a compiled model, and in
+    the forward for reentrant gradient checkpointing.
+    """
 
     def __init__(
         self,

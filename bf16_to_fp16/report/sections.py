@@ -170,7 +170,7 @@ def remedies_of(report: Report, unproven: Sequence[UnprovenEntry]) -> list[str]:
 
 
 def is_exact(report: Report) -> bool:
-    """Return whether a plan changes nothing: fp32 outputs keep every bit."""
+    """Return whether a plan is of powers of two alone, which cancel: fp32 outputs keep every bit."""
     plan = report.plan
     return plan is None or not (
         plan.gain_correction or plan.untied_head or plan.drift or plan.centred_keys or report.inexact

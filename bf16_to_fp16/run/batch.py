@@ -28,9 +28,12 @@ CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image"
 
 @dataclass(frozen=True)
 class Batch:
-    """One input: int64 ids and 0/1 masks, [rows, length]. ``head`` false leaves the logits out. ``generate``: beam
-    search from ``input_ids``. ``kind``: "given" for a batch made elsewhere. ``chosen``: ids by reason, at the first
-    batch of them. ``blind``: padding may see nothing. ``image``: stock arguments of an image in each row."""
+    """One input: int64 ids and 0/1 masks, [rows, length].
+
+    ``head`` false leaves the logits out. ``generate``: beam search from ``input_ids``. ``kind``: "given" for a batch
+    made elsewhere. ``chosen``: ids by reason, at the first batch of them. ``blind``: padding may see nothing.
+    ``image``: stock arguments of an image in each row.
+    """
 
     description: str
     input_ids: Tensor
