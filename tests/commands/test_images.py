@@ -125,7 +125,7 @@ def test_the_report_says_that_the_tower_is_not_covered(converted: tuple[Path, Pa
     card, page = ((converted[1] / name).read_text() for name in ("README.md", "fp16_report.html"))
     for said in (card, page):
         assert "the vision tower aside" in said and "what happens inside the vision tower, which is carried" in said
-    assert "AutoModelForImageTextToText" in card and "type: image-text-to-text" in card
+    assert "AutoModelForImageTextToText" in card
 
 
 def test_the_usage_on_the_card_runs_on_text_and_on_an_image(
