@@ -111,6 +111,14 @@ def test_verify_finds_the_same_and_misses_what_a_report_leaves_out(head: tuple[P
     assert not answer["verified"] and "exceptions" in json.dumps(answer["problems"])
 
 
+def test_verify_reads_in_the_exceptions_that_a_safe_verdict_is_forged(gate: tuple[Path, Any]) -> None:
+    root, _ = gate
+    forged = json.loads((root / "out" / REPORT).read_text(encoding="utf-8")) | {"verdict": "safe", "unsafe": []}
+    (root / "out" / REPORT).write_text(json.dumps(forged), encoding="utf-8")
+    problems = json.dumps(verify(root / "out", run_model=False)["problems"])
+    assert "the report says safe, and also the edits are wrong wherever token" in problems
+
+
 def test_an_edit_far_out_everywhere_harms_nothing(tmp_path: Path) -> None:
     model = llama()
     with torch.no_grad():

@@ -249,3 +249,26 @@ def test_one_file_with_edits_is_verified_and_undone(tmp_path: Path) -> None:
     assert verify(file, original=source)["verified"]
     undo(file, tmp_path / "back")
     assert sorted(path.name for path in (tmp_path / "back").glob("*.safetensors")) == ["model.safetensors"]
+
+
+def test_one_token_that_overflows_by_a_channel_of_its_own_costs_a_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.small("llama", factor=1.0)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 3] = 0.0
+        model.model.embed_tokens.weight[5, 3] = 8.0
+        for layer in model.model.layers:  # nothing writes the channel
+            layer.self_attn.o_proj.weight[3] = layer.mlp.down_proj.weight[3] = 0.0
+        model.model.layers[0].self_attn.q_proj.weight[:, 3] = 2.0**15
+    source, out = tiny.save(model, tmp_path / "source"), tmp_path / "out"
+    report = convert(source, out).report
+    assert (report["verdict"], report["proof"]) == ("safe", "certified")
+    [edit] = report["inexact"]
+    assert edit["columns"] == 1 and edit["site"] == "model.layers.0.self_attn:scores" and edit["measured"] < 1e-6
+    print_conversion(read(Report, report), out)
+    assert f"{edit['site']}: 1 column down to {power(edit['exponent'])}" in capsys.readouterr().out
+    assert verify(out, original=source)["verified"]
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, undo(out, tmp_path / "back")))
+    queries = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(before[queries], after[queries])
