@@ -64,6 +64,19 @@ class Fidelity(ReportObject):
         return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
 
 
+class ExceptionEntry(ReportObject):
+    """Ids on which edits move the output further from the source than 10 times bf16's rounding, and over 0.01. ``ids``:
+    one put into ordinary text, or several drawn for a whole row. ``tokens``: the tokenizer's names. ``kl``: divergence
+    in fp32. ``kl_bf16``: of the source with activations rounded to bf16 stochastically, the mean of 8 runs. ``kl_run``:
+    of the source as bf16 runs it."""
+
+    ids: list[int]
+    tokens: list[str] = []
+    kl: Real
+    kl_bf16: Real
+    kl_run: Real
+
+
 MAX_ERROR_RATIO = 4.0  # to bf16's relative squared error; an edit may cost 1.75 of it
 MAX_ERROR_WITHOUT_DRIFT = 1 / 8  # a wrong factor of 2 gives a relative squared error of 1/4 at least
 BF16_NOISE = 2.0**-20  # the relative squared error of bf16 where it happens to be exact

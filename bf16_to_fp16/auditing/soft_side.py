@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout
-from ..families.types import LOGITS, Attention, Experts, FeedForward, Sublayer
+from ..families.types import LOGITS, Attention, Experts, FeedForward, Sublayer, feed_forwards_of
+from ..optim.rounding import stochastic
 from ..rescaling.edits import changed_by, edited_weights, edits_of
 from ..rescaling.plan import Plan
+from ..results import ExceptionEntry
 from ..run.alone import Step, Weights, forward
 from ..run.batch import LOGIT_BUDGET, Batch, run_batch
 from ..run.choice import affordable
@@ -46,24 +48,11 @@ HALF_STEP = 2.0**-9  # of bf16, relative
 
 
 @dataclass(frozen=True)
-class RareInput:
-    """Ids on which edits diverge from the source more than ``TIMES`` bf16 does. ids: one put into text, or several
-    drawn for a whole row. kl: in fp32. kl_bf16: of activations stochastically rounded to bf16, the mean of ``DRAWS``
-    runs. kl_run: of the source as bf16 runs it."""
-
-    ids: tuple[int, ...]
-    kl: float
-    kl_bf16: float
-    kl_run: float
-    tokens: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class SoftSide:
     """The inputs found, worst first; the number of ids searched; the share of random pairs on which edits are further
     than bf16."""
 
-    found: tuple[RareInput, ...]
+    found: list[ExceptionEntry]
     searched: int
     further: float
 
@@ -76,12 +65,13 @@ def soft_side(
     generator = torch.Generator().manual_seed(0)
     vocabulary = vocabulary_of(config)
     order = torch.randperm(vocabulary, generator=generator)
-    ids = order[: max(IN_PAIRS // 2, affordable(layout))].sort().values
+    carried = affordable(layout)
+    ids = order[: max(IN_PAIRS // 2, carried)].sort().values
     with FastProducts():
         suspects = list(dict.fromkeys(suspected(source, layout, edits_of(layout, plan), ids)))
     alone = list(dict.fromkeys(s[:1] for s in suspects))[:IN_TEXT]
     together = [s for s in suspects if len(s) > 1]
-    most = max(LEAST_ROWS, min(MOST_ROWS, affordable(layout) // LENGTH))
+    most = max(LEAST_ROWS, min(MOST_ROWS, carried // LENGTH))
     most = min(most, LOGIT_BUDGET // (LENGTH * vocabulary))
     inputs = (alone[: most // 4] + together)[: most // 2]
     pairs = torch.randint(vocabulary, (most - len(inputs), 2), generator=generator)
@@ -129,7 +119,7 @@ def first_of(change: Tensor, ids: Tensor) -> list[int]:
 
 
 def modules_of(sublayer: Sublayer) -> set[str]:
-    parts = [sublayer, *(sublayer.experts if isinstance(sublayer, Experts) else ())]
+    parts = sublayer, *feed_forwards_of(sublayer)
     return {path for part in parts for path in vars(part).values() if isinstance(path, str)}
 
 
@@ -231,21 +221,17 @@ def judged(
     further = float((kl > run)[-pairs:].float().mean())
     suspicious = kl > LEAST
     if not bool(suspicious.any()):
-        return SoftSide((), searched, further)
+        return SoftSide([], searched, further)
     batches = [whole_rows(config, part, "the soft side of edits") for part in rows[suspicious].split(TOGETHER)]
     mean = bf16_in_the_mean(source, batches, layout)
+    over = [ids for ids, is_over in zip(inputs, suspicious, strict=True) if is_over]
+    columns = (x.tolist() for x in (kl[suspicious], mean, run[suspicious]))
     found = [
-        RareInput(ids=each, kl=float(a), kl_bf16=float(b), kl_run=float(c))
-        for each, a, b, c in zip(
-            [each for each, over in zip(inputs, suspicious, strict=True) if over],
-            kl[suspicious],
-            mean,
-            run[suspicious],
-            strict=True,
-        )
+        ExceptionEntry(ids=list(ids), tokens=[], kl=a, kl_bf16=b, kl_run=c)
+        for ids, a, b, c in zip(over, *columns, strict=True)
     ]
     worse = (each for each in found if each.kl > TIMES * each.kl_bf16)
-    return SoftSide(tuple(sorted(worse, key=lambda each: -each.kl)), searched, further)
+    return SoftSide(sorted(worse, key=lambda each: -each.kl), searched, further)
 
 
 def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool, found: Outputs) -> Tensor:
@@ -275,9 +261,8 @@ def run_rounded(batch: Batch, seed: int, model: Any) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
 
     def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        bits = output.float().contiguous().view(torch.int32)
-        drawn = torch.randint(1 << 16, bits.shape, generator=generator, dtype=torch.int32)
-        return ((bits + drawn) & -(1 << 16)).view(torch.float32)
+        bits = torch.randint(1 << 16, output.shape, generator=generator, dtype=torch.int32)
+        return stochastic(output.float(), torch.bfloat16, bits)
 
     with ExitStack() as hooks, FastProducts():
         for module in model.modules():

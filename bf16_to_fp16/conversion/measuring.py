@@ -122,15 +122,17 @@ def searched(
         with suppress(UserError):  # of a tokenizer that nothing else needs
             tokenizer = load_tokenizer(source.folder)
             lines = tokenised(config, source.folder, str(TEXT), seed=0, examples=8, length=soft.LENGTH)
-            text = torch.cat([batch.input_ids[batch.attention_mask.bool().all(1)] for batch in lines[-1:]])
+            longest = lines[-1]
+            text = longest.input_ids[longest.attention_mask.bool().all(1)]
     with progress.step("Looking for rare input that the edits harm"):
         found = soft.soft_side(source, written, layout, plan, config, text)
     if tokenizer is None:
         return found
     named = [
-        replace(each, tokens=tuple(map(str, tokenizer.convert_ids_to_tokens(list(each.ids))))) for each in found.found
+        each.model_copy(update={"tokens": [*map(str, tokenizer.convert_ids_to_tokens(each.ids))]})
+        for each in found.found
     ]
-    return replace(found, found=tuple(named))
+    return replace(found, found=named)
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:

@@ -40,7 +40,7 @@ from ..rescaling.outputs import joined, on_request, output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Fallback, Planned, Violation
 from ..rescaling.rounding_loss import STEP_NOISE
-from ..results import Fidelity, OutputError
+from ..results import ExceptionEntry, Fidelity, OutputError
 from ..targets import SQUARING, TIERS, WHERE
 from . import remedies, schema
 from .card import front_matter
@@ -233,11 +233,10 @@ def inexact_of(edits: Sequence[Edit]) -> dict[str, Any]:
 def exceptions_of(soft: SoftSide | None) -> dict[str, Any]:
     if soft is None:
         return {}
-    found = [schema.ExceptionEntry(**asdict(each)) for each in soft.found]
-    return {"exceptions": found, "searched": schema.SearchEntry(ids=soft.searched, further=soft.further)}
+    return {"exceptions": soft.found, "searched": schema.SearchEntry(ids=soft.searched, further=soft.further)}
 
 
-def harmed(exceptions: Sequence[schema.ExceptionEntry], max_kl: float | None) -> list[schema.UnsafeEntry]:
+def harmed(exceptions: Sequence[ExceptionEntry], max_kl: float | None) -> list[schema.UnsafeEntry]:
     """Return the worst single id that makes edits harm every text with it."""
     worst = next((each for each in exceptions if len(each.ids) == 1 and each.kl > (max_kl or 0.0)), None)
     return [] if worst is None else [remedies.harmed(worst, bits_between(worst.kl, max(TIMES * worst.kl_bf16, LEAST)))]

@@ -15,13 +15,13 @@ from ..bounds.kinds import Remedy, traits
 from ..checkpoint.places import SHIPPED
 from ..families.known import named
 from ..numerics import FP16_MAX, OVERFLOWED
+from ..results import ExceptionEntry
 from ..targets import TIERS
 from ..wording import counted, listed, reached, scientific
 from .schema import (
     AttackEntry,
     BoundEntry,
     CertificateEntry,
-    ExceptionEntry,
     RegimeEntry,
     Report,
     UnprovenEntry,

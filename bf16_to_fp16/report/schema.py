@@ -20,7 +20,7 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import architectures
 from ..rescaling.plan import Plan
-from ..results import Count, Fidelity, Flag, NumberOrNaN, Real, ReportObject
+from ..results import Count, ExceptionEntry, Fidelity, Flag, NumberOrNaN, Real, ReportObject
 
 PAGE = "fp16_report.html"
 CARD = "README.md"
@@ -383,19 +383,6 @@ class InexactEntry(ReportObject):
     columns: Count = 0
     predicted: Real | None = None
     measured: Real | None = None
-
-
-class ExceptionEntry(ReportObject):
-    """Ids on which edits move the output further from the source than 10 times bf16's rounding, and over 0.01. ``ids``:
-    one put into ordinary text, or several drawn for a whole row. ``tokens``: the tokenizer's names. ``kl``: divergence
-    in fp32. ``kl_bf16``: of the source with activations rounded to bf16 stochastically, the mean of 8 runs. ``kl_run``:
-    of the source as bf16 runs it."""
-
-    ids: list[int]
-    tokens: list[str] = []
-    kl: Real
-    kl_bf16: Real
-    kl_run: Real
 
 
 class SearchEntry(ReportObject):

@@ -33,7 +33,6 @@ from bf16_to_fp16.report.build import descended, replaced_by, signals_of
 from bf16_to_fp16.report.remedies import going_on
 from bf16_to_fp16.report.schema import (
     REPORT,
-    ExceptionEntry,
     Inputs,
     Lineage,
     RegimeEntry,
@@ -45,7 +44,7 @@ from bf16_to_fp16.report.schema import (
 )
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.results import Fidelity, ReportObject, dump
+from bf16_to_fp16.results import ExceptionEntry, Fidelity, ReportObject, dump
 from bf16_to_fp16.run.batch import describe_batches
 from bf16_to_fp16.run.probe import batches
 
