@@ -71,20 +71,22 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
     """q, k: [heads, channels of a head, columns]; a head's largest score goes with the spectral norm of its qᵀk."""
     of_keys = k @ k.transpose(1, 2)
+    regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
+    root = torch.linalg.cholesky_ex(regular).L
 
-    def reach(factors: Tensor) -> tuple[Tensor, Tensor]:
+    def largest(factors: Tensor) -> tuple[Tensor, Tensor]:
         cut = q * factors
         # The eigenvector of q·qᵀ·(k·kᵀ) leads to the left singular vector of qᵀk.
-        root = torch.linalg.cholesky_ex(
-            of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
-        )
-        inner = root.L.transpose(1, 2) @ (cut @ cut.transpose(1, 2)) @ root.L
-        values, vectors = torch.linalg.eigh(inner)
-        left = torch.einsum("hrc,hrs,hs->hc", cut, root.L, vectors[..., -1])
-        return values[:, -1].sqrt().log2() - aim, left.square() / values[:, -1:]
+        values, vectors = torch.linalg.eigh(root.transpose(1, 2) @ (cut @ cut.transpose(1, 2)) @ root)
+        left = torch.einsum("hrc,hrs,hs->hc", cut, root, vectors[..., -1])
+        return values[:, -1].sqrt().log2(), left.square() / values[:, -1:]
 
-    aim = torch.zeros(len(q), dtype=torch.float64)
-    aim = reach(torch.ones(q.shape[2], dtype=torch.float64))[0] - bits
+    aim = largest(torch.ones(q.shape[2], dtype=torch.float64))[0] - bits
+
+    def reach(factors: Tensor) -> tuple[Tensor, Tensor]:
+        now, share = largest(factors)
+        return now - aim, share
+
     return reach
 
 
