@@ -22,7 +22,7 @@ from ..checkpoint.shards import Write
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
-from ..families.configs import looked_up, with_value, without_value
+from ..families.configs import looked_up, positive, with_value, without_value
 from ..families.layout import Layout
 from ..families.other_class import names_under
 from ..families.resolve import resolve
@@ -80,10 +80,7 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
         )
     say_what_stays(layout, plan, progress)
     stored = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
-    whole, back = without_edits(layout, plan), []
-    if (start := read_start(report)) is not None:
-        say_what_stays(layout, start, progress)
-        whole = composed(without_edits(layout, start), whole)
+    whole, back = with_start(layout, without_edits(layout, plan), read_start(report), progress), []
     for write in writes(checkpoint, layout, inverse(whole)):
         if write.source is not None:
             # Gains that are stored less 1, or were corrected, would be rounded once more.
@@ -110,6 +107,14 @@ def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
     """Say which changes of the function no power of two takes back."""
     if kept := [edit.site for edit in listed_edits(layout, plan)] + plan.centred_keys:
         progress.say(f"Stays as the conversion made it: {listed(kept)}")
+
+
+def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
+    """Return a plan of trained weights as one of the original, which ``start`` had rescaled before the training."""
+    if start is None:
+        return plan
+    say_what_stays(layout, start, progress)
+    return composed(without_edits(layout, start), plan)
 
 
 def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
@@ -139,12 +144,10 @@ def write_weights(
     assert origin.dtype is not None  # as read
     stored = {"F64": "F32"}  # which holds all that came through fp16
     layout = resolve(checkpoint)
-    whole, before = plan, originals(layout, plan, origin)
+    whole, before = with_start(layout, plan, start, progress), originals(layout, plan, origin)
     if start is not None:
-        say_what_stays(layout, start, progress)
-        exact = without_edits(layout, start)
-        whole, back_too = composed(exact, plan), inverse(exact)
-        before = {name: edited(layout.tensors[name], t, back_too) for name, t in before.items()}
+        to_original = inverse(without_edits(layout, start))
+        before = {name: edited(layout.tensors[name], t, to_original) for name, t in before.items()}
     replaced = {name: Write(name, tuple(t.shape), None, t) for name, t in before.items()}
     back = [
         replaced.get(write.name, write).as_dtype(
@@ -162,9 +165,10 @@ def write_weights(
 def write_beside(checkpoint: Checkpoint, origin: Source, work: Path, start: Plan | None = None) -> None:
     config = config_before(checkpoint.config, origin)
     if start is not None and not start.eps_held:
-        for key in (layout := resolve(checkpoint)).family.eps_keys:
-            converted = looked_up(config, key, layout.family.eps)
-            config = with_value(config, key, float(str(converted)) * 4.0**-start.residual_exponent)
+        family = resolve(checkpoint).family
+        for key in family.eps_keys:
+            eps = positive(key, looked_up(config, key, family.eps), "a small positive number")
+            config = with_value(config, key, eps * 4.0**-start.residual_exponent)
     write_json(work / "config.json", config)
     carry_over(checkpoint.folder, work, back=True)
 
