@@ -8,6 +8,7 @@ class UserError(Exception):
     """Input that cannot be used; the message names what is wrong and how to mend it, in one line."""
 
 
+INTERRUPTED = 130  # exit status after Ctrl-C
 LONGEST_SHOWN = 120  # characters of a value that nobody meant which an error repeats
 
 

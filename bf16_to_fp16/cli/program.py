@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ..errors import UserError, shortened
+from ..errors import INTERRUPTED, UserError, shortened
 from ..visible import show
 from .advising import advise_command
 from .checking import audit_command, certify_command, verify_command
@@ -22,7 +22,7 @@ from .converting import convert_command, undo_command
 from .launching import launch_command, recipe_command
 from .overview import demo_command, families_command
 from .publishing import publish_command
-from .shared import INTERRUPTED, UNREAD, USAGE, Ordered
+from .shared import UNREAD, USAGE, Ordered
 from .training import finetune_command
 
 REPORTS = ("json_file", "html")  # parameters of the commands that name a file in which a report is written

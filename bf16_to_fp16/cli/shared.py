@@ -25,7 +25,7 @@ from ..errors import UserError, shortened
 from ..quiet import quiet_downloads
 from ..visible import visible
 
-SAFE, UNSAFE, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
+SAFE, UNSAFE, USAGE, UNREAD = 0, 1, 2, 141
 
 
 class Location(click.Path):

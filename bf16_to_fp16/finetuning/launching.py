@@ -29,7 +29,7 @@ from ..checkpoint.files import read_json
 from ..checkpoint.places import local_source, subfolder_of
 from ..checkpoint.staging import replacing
 from ..environment import how_to_install
-from ..errors import UserError
+from ..errors import INTERRUPTED, UserError
 from ..families.known import stock_class
 from ..quiet import quiet
 from ..run.stock import load_config
@@ -42,7 +42,6 @@ from .shipped import FOLDER
 ASSUMED = 16  # GiB of a card that is not there: the smaller V100's
 USABLE = 0.95  # share of a card's memory; the rest is lost between what is allocated
 LESS = "give a smaller data.batch_size, shorter texts, gradient_checkpointing: true, or more or larger cards"
-INTERRUPTED = 130  # exit status
 WRITTEN = "# Written by `bf16-to-fp16 launch`, which writes it anew.\n"
 
 FILES = Path(__file__).parents[1] / "launch"
