@@ -485,14 +485,9 @@ def check_fidelity(
     yield from differences(recorded, measured, "inexact")
     if (rare := searched(original, checkpoint, before, plan, progress)) is not None:
         worst = max((each.kl for each in report.exceptions), default=LEAST)
-        yield from (
-            (
-                "exceptions",
-                f"ids {listed(list(map(str, each.ids)))} are {each.kl:.1e} from the source, and none listed is",
-            )
-            for each in rare.found[:1]
-            if each.kl > TIMES * worst
-        )
+        if rare.found and rare.found[0].kl > TIMES * worst:
+            ids, kl = listed(list(map(str, rare.found[0].ids))), rare.found[0].kl
+            yield "exceptions", f"ids {ids} are {kl:.1e} from the source, and none listed is"
 
 
 def check_tiers(

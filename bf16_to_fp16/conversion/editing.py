@@ -236,11 +236,14 @@ def cheaper(
         kept = {name: e for name, e in rows.items() if columns_of(name) not in columns}
         others = trial.alone(kept, allowed)
         return {**kept, **columns}, None if others is None else others | of_columns
-    better = {n for n in rows if n in costs and (c := of_columns.get(columns_of(n))) and c.share < costs[n].share}
-    chosen = {
-        columns_of(n) if n in better else n: columns[columns_of(n)] if n in better else e for n, e in rows.items()
-    }
-    return chosen, {n: (costs | of_columns)[n] for n in chosen}
+    chosen: dict[str, OfChannels] = {}
+    for name, exponents in rows.items():
+        cut = columns_of(name)
+        if cut in columns and of_columns[cut].share < costs[name].share:
+            chosen[cut] = columns[cut]
+        else:
+            chosen[name] = exponents
+    return chosen, {name: (costs | of_columns)[name] for name in chosen}
 
 
 def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str, Needed], bool]:
