@@ -324,6 +324,15 @@ def test_zero_takes_the_steps_of_amp(kind: str, recipe: Path, warm_python: Path,
         assert logged(tmp_path / "zero") == whole
 
 
+def wait_for_state(process: "subprocess.Popen[Any]", folder: Path, pattern: str) -> None:
+    """Wait until a run has a state whose name fits the pattern."""
+    for _ in range(6000):
+        if list(folder.glob(pattern)):
+            break
+        assert process.poll() is None
+        time.sleep(0.02)
+
+
 def test_two_processes_that_are_killed_go_on_to_the_same_bits(
     recipe: Path, two_machines: Path, warm_python: Path, tmp_path: Path
 ) -> None:
@@ -336,11 +345,7 @@ def test_two_processes_that_are_killed_go_on_to_the_same_bits(
         stderr=subprocess.DEVNULL,
     )
     try:
-        for _ in range(6000):
-            if list((tmp_path / "out.run").glob("step-0000000[2-5]")):
-                break
-            assert process.poll() is None
-            time.sleep(0.02)
+        wait_for_state(process, tmp_path / "out.run", "step-0000000[2-5]")
     finally:
         kill(process)
     assert not out.exists() and not (tmp_path / "out.run" / f"step-{STEPS:08d}").exists()
@@ -370,11 +375,7 @@ def test_an_interrupt_is_said_once_with_the_step_from_which_the_run_goes_on(
         start_new_session=True,
     )
     try:
-        for _ in range(6000):
-            if list((tmp_path / "out.run").glob("step-0000000[4-8]")):
-                break
-            assert process.poll() is None
-            time.sleep(0.02)
+        wait_for_state(process, tmp_path / "out.run", "step-0000000[4-8]")
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=120)
     finally:
