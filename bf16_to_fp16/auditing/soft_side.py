@@ -7,6 +7,7 @@ beside bf16 and beside random pairs.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -76,7 +77,8 @@ def soft_side(
     inputs = (alone[: most // 4] + together)[: most // 2]
     pairs = torch.randint(vocabulary, (most - len(inputs), 2), generator=generator)
     inputs += map(tuple, pairs.tolist())
-    lines = torch.randint(vocabulary, (4, LENGTH), generator=generator) if text is None else text[:, :LENGTH]
+    lines = torch.randint(vocabulary, (4, LENGTH), generator=generator) if text is None else text
+    lines = lines.repeat(1, math.ceil(LENGTH / lines.shape[1]))[:, :LENGTH]  # a text may be shorter
     rows = torch.stack([row_of(each, lines[n % len(lines)], generator) for n, each in enumerate(inputs)])
     return judged(source, written, layout, config, inputs, rows, len(pairs), len(ids))
 

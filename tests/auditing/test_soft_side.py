@@ -10,9 +10,13 @@ import transformers
 from support import tiny
 
 from bf16_to_fp16 import convert, verify
-from bf16_to_fp16.auditing.soft_side import LENGTH, TIMES, row_of, run_rounded
+from bf16_to_fp16.auditing.soft_side import LENGTH, TIMES, row_of, run_rounded, soft_side
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.report.schema import REPORT, Report, read
 from bf16_to_fp16.report.terminal import print_conversion
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.run.stock import load_config
 
 RARE = [1000, 1001, 1002]
 LOUD = [5, 6, 7, 8]
@@ -135,6 +139,14 @@ def test_an_edit_far_out_everywhere_harms_nothing(tmp_path: Path) -> None:
 def test_nothing_is_searched_where_nothing_is_edited(tmp_path: Path) -> None:
     report = convert(tiny.save(tiny.small("llama"), tmp_path / "source"), tmp_path / "out").report
     assert not {"exceptions", "searched"} & report.keys()
+
+
+def test_a_text_of_few_tokens_is_repeated(gate: tuple[Path, Any]) -> None:
+    root, report = gate
+    source, written = (open_checkpoint(root / name) for name in ("source", "out"))
+    plan, text = Plan.model_validate(report["plan"]), torch.tensor([[1, 50, 51]])
+    found = soft_side(source, written, resolve(source), plan, load_config(source.folder), text).found
+    assert any(len(entry.ids) == 1 and entry.ids[0] in RARE for entry in found)
 
 
 def test_rows_are_a_text_with_one_id_in_it_or_drawn_from_several() -> None:
