@@ -359,10 +359,9 @@ class TrainingBatches(Iterator[TrainingBatch]):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        settings = self.corpus.describe() | {"step_examples": self.step_examples}
-        settings["gradient_accumulation"] = self.passes
-        del settings["path"]
-        return {"steps": self.steps, "pass": self._pass, "settings": settings}
+        """Return where it is between two steps, and the data and settings on which every batch depends."""
+        settings = self.corpus.describe() | {"step_examples": self.step_examples, "path": None}
+        return {"steps": self.steps, "settings": settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where ``state`` was taken: the next batch is, bit for bit, the one that came next there.
@@ -370,12 +369,10 @@ class TrainingBatches(Iterator[TrainingBatch]):
         Raises UserError where data or settings are others than there, since every following batch would differ.
         """
         now, then = self.state_dict()["settings"], state["settings"]
-        if not state["pass"]:  # between two steps it does not matter how a step is cut into passes
-            now, then = ({**settings, "gradient_accumulation": None} for settings in (now, then))
         changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
         if changed:
             shown = ", ".join(f"{key} was {then.get(key)} and is {now.get(key)}" for key in changed[:3])
             raise UserError(
                 f"the checkpoint was written with other data settings ({shown}); restore them or start anew"
             )
-        self.steps, self._pass = int(state["steps"]), int(state["pass"])
+        self.steps = int(state["steps"])

@@ -16,8 +16,7 @@ from ..report.facts import Distance, distances
 from ..report.remedies import going_on, tower_alone
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
 from ..wording import bits, counted, excess, in_bits, scientific
-from .recipe import CERTIFIABLE, Optimizer, Penalty, Recipe
-from .states import RunFolder, read_state
+from .recipe import CERTIFIABLE, Penalty, Recipe
 
 TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
@@ -53,7 +52,9 @@ def how_to_go_on(
 ) -> str:
     """Return the command that goes on with a run that did not deliver, or begins another. delivered: least headroom of
     the output in bits. lost: too much of the original. unproven: it lacks the certificate."""
-    folder, lowest = for_another_run(recipe)
+    folder = (recipe.checkpointing.folder or f"{recipe.out}.run") + "-2"
+    while Path(folder).exists():
+        folder += "-2"
     another = {"checkpointing__folder": folder}
     attacked = report.attack is not None and report.attack.worst_headroom_bits < 0
     if recipe.penalty.form == "none" and delivered < 0:
@@ -65,25 +66,9 @@ def how_to_go_on(
     if lost and recipe.distillation.weight < 1:
         return f"begin another run that learns the original alone: {command.line(distillation__weight=1.0, **another)}"
     # What training holds is held to its last step; the rest was held by the exponents of its start.
-    slower = {"schedule__learning_rate": f"{lowest / 2:g}", **another}
-    return f"begin another run that stays nearer to its start: {command.line(**slower)}"
-
-
-def for_another_run(recipe: Recipe) -> tuple[str, float]:
-    """Return a folder that no run has yet, and the lowest learning rate that failed: of this run and of those whose
-    folders differ from its own by the "-2" that is added for each."""
-    own = folder = recipe.checkpointing.folder or f"{recipe.out}.run"
-    lowest = recipe.schedule.learning_rate
-    while folder.endswith("-2"):
-        folder = folder.removesuffix("-2")
-    while len(folder) <= len(own) or Path(folder).exists():
-        runs = RunFolder(Path(folder))
-        for step in runs.steps()[-1:]:
-            other = read_state(runs.of(step))["recipe"]
-            if (other["source"], Optimizer(**other["optimizer"])) == (recipe.source, recipe.optimizer):
-                lowest = min(lowest, other["schedule"]["learning_rate"])
-        folder += "-2"
-    return folder, lowest
+    slower = f"{recipe.schedule.learning_rate / 2:g}"
+    line = command.line(schedule__learning_rate=slower, **another)
+    return f"begin another run that stays nearer to its start: {line}"
 
 
 def lacks_headroom(recipe: Recipe, delivered: float) -> bool:

@@ -9,8 +9,9 @@ a target weigh alike per doubling, and its weight raised by dual ascent until th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,6 @@ class ActivationPenalty:
         self._modules: dict[str, nn.Module] = {}
         self._target: dict[str, float] = {}
         self._order: list[str] = []
-        self._agreed = False
         self._weights: dict[str, float] = {}
         self._last: dict[str, Observation] = {}
         self._largest: dict[str, float] = {}
@@ -201,16 +201,12 @@ class ActivationPenalty:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the weights, and a step under way, of ``state_dict``; the same on every rank."""
-        missing = {"order", "weights", "largest", "calls", "skipped", "observations"} - set(state)
-        if missing:
-            raise UserError(f"this is no state of a penalty: {', '.join(sorted(missing))} missing")
         self._order = list(state["order"])
         self._weights = dict(state["weights"])
         self._largest = dict(state["largest"])
         self._calls = int(state["calls"])
         self.skipped = int(state["skipped"])
         self._last = {site: Observation(**seen) for site, seen in state["observations"].items()}
-        self._agreed = False
 
     # -- in the forward -----------------------------------------------------------------------------------------------
 
@@ -350,56 +346,27 @@ class ActivationPenalty:
         self._largest.clear()
         self._calls = 0
 
-    def _bits(self) -> dict[str, float]:
-        """log2 of the peak of every site with a term, read from its device at once."""
-        peaks = [self._joined(site).detach() for site in self._terms]
-        together = torch.stack([peak.to(peaks[0].device) for peak in peaks]).tolist() if peaks else []
-        return dict(zip(self._terms, together, strict=True))
-
     def _gather(self) -> dict[str, tuple[float, float]]:
         """Of every site that a rank has seen since the last call, over all ranks: the largest value, and log2 of the
         peak, which is -inf without a term or, not needed, on one rank."""
         mine = {site: (largest, -math.inf) for site, largest in self._reached.items()}
-        known = set(self._order)
-        new = [site for site in mine if site not in known]
-        if self._world == 1:
-            self._order += new
-            return mine
-        for site, peak in self._bits().items():
-            mine[site] = mine[site][0], peak
-        distributed, group = torch.distributed, self.process_group
-        device = torch.device("cpu") if "gloo" in distributed.get_backend(group) else _device(self.model)
-
-        def exchange(sites: list[str]) -> list[list[float]]:
-            """Of every rank: whether it has new sites, and of each site its largest value and its peak."""
-            unseen = (-math.inf, -math.inf)
-            row = [float(bool(new)), *(value for site in sites for value in mine.get(site, unseen))]
-            packed = torch.tensor(row, dtype=torch.float64, device=device)
-            rows = [torch.empty_like(packed) for _ in range(self._world)]
-            distributed.all_gather(rows, packed, group=group)
-            return [row.tolist() for row in rows]
-
-        rows = exchange(self._order if self._agreed else [])
-        if any(row[0] for row in rows) or not self._agreed:
-            # Sites of the first step, and any that a rank sees for the first time: rare, so names may be exchanged.
-            names: list[list[str]] = [[] for _ in range(self._world)]
-            distributed.all_gather_object(names, self._order + new, group=group)
-            self._order = list(dict.fromkeys(site for each in names for site in each))
-            self._agreed = True
-            rows = exchange(self._order)
-        return _merged(self._order, rows)
-
-
-def _merged(sites: Sequence[str], rows: Sequence[Sequence[float]]) -> dict[str, tuple[float, float]]:
-    together: dict[str, tuple[float, float]] = {}
-    for row in rows:
-        for site, largest, peak in zip(sites, row[1::2], row[2::2], strict=True):
-            if largest > -math.inf:
-                before, bits = together.get(site, (largest, -math.inf))
+        every = [mine]
+        if self._world > 1:
+            peaks = [self._joined(site).detach() for site in self._terms]
+            bits = torch.stack([peak.to(peaks[0].device) for peak in peaks]).tolist() if peaks else []
+            mine |= {site: (mine[site][0], peak) for site, peak in zip(self._terms, bits, strict=True)}
+            every = [{}] * self._world
+            torch.distributed.all_gather_object(every, mine, group=self.process_group)
+        self._order = list(dict.fromkeys(chain(self._order, *every)))
+        together: dict[str, tuple[float, float]] = {}
+        for reached in every:
+            for site in filter(reached.__contains__, self._order):
+                largest, peak = reached[site]
+                before, joined = together.get(site, (largest, -math.inf))
                 # The log-sum-exp over all tokens is that over the parts' own.
-                bits = float(np.logaddexp2(SHARPNESS * bits, SHARPNESS * peak)) / SHARPNESS
-                together[site] = max(largest, before), bits
-    return together
+                joined = float(np.logaddexp2(SHARPNESS * joined, SHARPNESS * peak)) / SHARPNESS
+                together[site] = max(largest, before), joined
+        return together
 
 
 @dataclass(slots=True)

@@ -80,10 +80,9 @@ class Data(Section):
         """Return what each of so many processes takes of a step, so that together they take its examples: a share of
         the passes or, where those do not divide, of the examples. Raises UserError where neither does."""
         whole = self.batch_size * self.gradient_accumulation
-        if self.gradient_accumulation % processes == 0:
-            return self._of_a_step(self.batch_size, self.gradient_accumulation // processes)
         if whole % processes == 0:
-            return self._of_a_step(*self._passes(whole // processes))
+            size, passes = self._passes(whole // processes)
+            return self.model_copy(update={"batch_size": size, "gradient_accumulation": passes})
         nearest = max(1, round(whole / processes)) * processes
         size, passes = self._passes(nearest // processes)
         raise UserError(
@@ -96,9 +95,6 @@ class Data(Section):
         """Return the largest equal passes, of at most ``batch_size`` examples, and their number."""
         size = next(size for size in range(min(self.batch_size, examples), 0, -1) if examples % size == 0)
         return size, examples // size
-
-    def _of_a_step(self, size: int, passes: int) -> Data:
-        return self.model_copy(update={"batch_size": size, "gradient_accumulation": passes})
 
 
 class Optimizer(Section):

@@ -296,24 +296,21 @@ def convert_or_finetune(
 ) -> Conversion:
     """Convert ``source`` or, where that leaves it unsafe or without a certificate that the recipe asks for, finetune
     it. recipe: a YAML file, whose source, out, subfolder and target are those given here."""
-    out, force, progress = place.out, place.force, shown_by(progress)
+    progress = shown_by(progress)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("convert runs in one process; under a launcher use finetune")
-    read_as, overrides = read_recipe_for(recipe, source, out, options.target, options.subfolder)
-    chosen = read_as.settled()
-    check_recipe(chosen)
-    check_out(out, source, force=force)
-    checkpoint = open_checkpoint(source, options.subfolder, endpoint=endpoint)
-    check_out(out, checkpoint.folder, force=force)
-    check_run_folder(run_folder(chosen), chosen)
+    read_as, overrides = read_recipe_for(recipe, source, place.out, options.target, options.subfolder)
+    check_recipe(read_as)
+    check_out(place.out, source, force=place.force)
+    check_run_folder(run_folder(read_as), read_as.settled())
     asked = replace(options, target=read_as.planned_target, prove=bool(read_as.penalty.certify))
     result = kept_where_enough(asked, source, place, endpoint=endpoint, progress=progress)
-    if result.out == out:
+    if result.out == place.out:
         return result
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
     left = ("uncertified" if result.safe else "unsafe") + (f" ({worst})" if worst else "")
     progress.say(f"Rescaling alone leaves it {left}: finetuning")
-    finetuned = finetune(recipe, overrides=overrides, force=force, progress=progress, endpoint=endpoint)
+    finetuned = finetune(recipe, overrides=overrides, force=place.force, progress=progress, endpoint=endpoint)
     assert finetuned is not None  # the only process is the first one
     return finetuned
 

@@ -10,7 +10,6 @@ from support import fakes
 
 from bf16_to_fp16.finetuning.goals import Command, judged, lost_quality
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
-from bf16_to_fp16.finetuning.states import RunFolder, write_state
 from bf16_to_fp16.report.card import notice
 from bf16_to_fp16.report.facts import verdict_sentence
 from bf16_to_fp16.report.page import render
@@ -136,25 +135,12 @@ def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
     assert after(finetuned(3.0, kl=1060.0), quality={"max_kl": None})[0].verdict == "safe"
 
 
-def test_another_run_has_a_free_folder_and_a_lower_rate_than_every_one_that_failed(tmp_path: Path) -> None:
-    def proposed(**changes: Any) -> tuple[str, str]:
-        _, said = after(finetuned(3.0, kl=1060.0), out=str(tmp_path / "b"), **changes)
-        pairs = dict(word.split("=", 1) for word in shlex.split(said) if "=" in word)
-        return pairs["schedule.learning_rate"], Path(pairs["checkpointing.folder"]).name
-
-    def run(name: str, rate: float, **changes: Any) -> None:
-        states = RunFolder(tmp_path / name)
-        with states.writing(states.of(4)) as work:
-            write_state(work, {"recipe": recipe(schedule={"learning_rate": rate}, **changes).describe()})
-
-    assert proposed() == ("0.002", "b.run-2")
-    run("b.run", 0.004)
-    run("b.run-2", 0.002)
-    assert proposed() == ("0.001", "b.run-2-2")  # the first command once more
-    second = {"checkpointing": {"folder": str(tmp_path / "b.run-2")}}
-    assert proposed(**second, schedule={"learning_rate": 0.01}) == ("0.001", "b.run-2-2")
-    run("b.run-2-2", 1e-6, optimizer={"relative": False})  # in other units
-    assert proposed() == ("0.001", "b.run-2-2-2")
+def test_another_run_has_a_free_folder_and_half_the_rate(tmp_path: Path) -> None:
+    own = {"out": str(tmp_path / "b"), "schedule": {"learning_rate": 0.01}}
+    for free in ("b.run-2", "b.run-2-2"):
+        _, said = after(finetuned(3.0, kl=1060.0), **own)
+        assert f"schedule.learning_rate=0.005 --set checkpointing.folder={tmp_path / free} " in said
+        (tmp_path / free).mkdir()
 
 
 @pytest.mark.parametrize(
