@@ -76,13 +76,15 @@ def test_the_phase_in_bf16_is_fp32_where_the_card_has_none(
         ({"bf16": {"enabled": True}}, "put torch_autocast with dtype float16 in their place"),
         (
             {"torch_autocast": {"enabled": False}},
-            "recipe ends in fp16 and DeepSpeed's configuration is for float32",
+            "recipe's precision is fp16 and DeepSpeed's configuration is for float32",
         ),
     ],
 )
-def test_deepspeed_computes_in_the_last_of_a_recipes_precisions(config: dict[str, Any], wanted: str | None) -> None:
+def test_deepspeed_computes_in_the_recipes_precision_from_the_first_step(
+    config: dict[str, Any], wanted: str | None
+) -> None:
     if wanted is None:
-        assert processes.precisions_of(parse_recipe(RECIPE), accelerator(CUDA, **config)) == ("fp16",)
+        assert processes.precisions_of(parse_recipe(RECIPE), accelerator(CUDA, **config)) == ("fp16", "fp16")
         return
     with pytest.raises(UserError, match=wanted):
         processes.precisions_of(parse_recipe(RECIPE), accelerator(CUDA, **config))

@@ -214,7 +214,7 @@ def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tup
         tree["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = ",".join(choice.blocks)
     contents = {config: WRITTEN + yaml.safe_dump(tree, sort_keys=False)}
     if by_engine:
-        contents[deepspeed] = json.dumps(deepspeed_config(choice.kind, recipe.precision[-1]), indent=2) + "\n"
+        contents[deepspeed] = json.dumps(deepspeed_config(choice.kind, recipe.precision), indent=2) + "\n"
     for path, text in contents.items():
         _write(path, text)
     words = ["accelerate", "launch", "--config_file", str(config)]

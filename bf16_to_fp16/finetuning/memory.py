@@ -105,7 +105,7 @@ def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu
     held["teacher"] = teacher / processes + needs.largest_block * teacher_bytes if in_parts else teacher
     held["activations"] = needs.activations
     # Autocast's copies of the weights; linears of ZeRO-3 keep none.
-    if recipe.precision[-1] != "fp32" and not kind.startswith("zero3") and not recipe.gradient_checkpointing:
+    if recipe.precision != "fp32" and not kind.startswith("zero3") and not recipe.gradient_checkpointing:
         held["activations"] += 2.0 * count
     held["CUDA"] = CONTEXT if on_gpu else 0.0
     return {name: size for name, size in held.items() if size}

@@ -166,10 +166,6 @@ class Processes:
         return whole
 
 
-def launched_with(engine: str) -> bool:
-    return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() in ("1", "true")
-
-
 def begun_by() -> tuple[str, ...]:
     """Return the words of this process's command before the recipe."""
     if (said := os.environ.get("BF16_TO_FP16_BEGUN")) is not None:
@@ -186,23 +182,23 @@ def weights_in_parts(accelerator: Any) -> bool:
     return accelerator.num_processes > 1 and (kind == "FSDP" or stage == 3)
 
 
-def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, ...]:
-    """Return the run's precisions: the recipe's or, under DeepSpeed, the last of them, for which its configuration has
-    to be. A card without bf16 has fp32 in its place."""
+def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
+    """Return the precisions of a run before and after fp16 holds it. DeepSpeed's configuration has to be for the last,
+    and has no other; a card without bf16 has fp32 in its place."""
+    wanted = recipe.precision
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
-        has_bf16 = computes_in_bf16(accelerator.device)
-        return recipe.precision if has_bf16 else tuple("fp32" if p == "bf16" else p for p in recipe.precision)
+        return "bf16" if wanted == "fp16" and computes_in_bf16(accelerator.device) else "fp32", wanted
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     if any(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16")):
         raise UserError(
             "DeepSpeed's fp16 and bf16 keep weights in 16 bits, in which nothing is trained here; put torch_autocast"
             " with dtype float16 in their place in the JSON"
         )
-    cast, wanted = config.get("torch_autocast", {}), recipe.precision[-1]
+    cast = config.get("torch_autocast", {})
     dtype = str(cast.get("dtype")) if cast.get("enabled") else "float32"
     if dtype != {"fp16": "float16"}.get(wanted, "float32"):
         raise UserError(
-            f"the recipe ends in {wanted} and DeepSpeed's configuration is for {dtype};"
+            f"the recipe's precision is {wanted} and DeepSpeed's configuration is for {dtype};"
             " set the recipe's precision, or change torch_autocast in the JSON"
         )
-    return (wanted,)
+    return wanted, wanted

@@ -21,11 +21,6 @@ from ..targets import AskedTarget
 from ..yaml_files import parse_yaml, read_yaml
 from .shipped import names
 
-Precision = Literal["fp16", "bf16", "fp32"]
-
-CURRICULA: tuple[tuple[Precision, ...], ...] = (("fp16",), ("bf16", "fp16"), ("fp32",))
-"""The precisions that a run may have, one after the other."""
-
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -203,9 +198,7 @@ class Recipe(Section):
     subfolder: NonBlank | None = _key(None, "folder inside the source")
     target: AskedTarget = _key("half", "what rescaling aims at, as in convert")
     rescale: bool = _key(True, "rescale exactly before the first step")
-    precision: tuple[Precision, ...] = _key(
-        ("bf16", "fp16"), "of the run; [bf16, fp16]: bf16 until fp16 holds it", strict=False
-    )
+    precision: Literal["fp16", "fp32"] = _key("fp16", "of the run; fp16: bf16 until fp16 holds it")
     gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass")
     device: str = _key("auto", "auto (CUDA where there is one), cpu, cuda, cuda:N or mps")
     seed: Seed = _key(0, "seed of dropout, stochastic rounding, and the data's order and noise")
@@ -224,19 +217,6 @@ class Recipe(Section):
     def _known_device(cls, value: str) -> str:
         if not is_device_name(value):
             raise ValueError(f"is {value!r}; use {DEVICE_NAMES}")
-        return value
-
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("precision")
-    @classmethod
-    def _known_curriculum(cls, value: tuple[Precision, ...]) -> tuple[Precision, ...]:
-        if value not in CURRICULA:
-            known = ", ".join(_bracketed(curriculum) for curriculum in CURRICULA)
-            raise ValueError(f"is {_bracketed(value)}; use one of {known}")
         return value
 
     @model_validator(mode="after")
@@ -374,15 +354,9 @@ def _field(place: Sequence[str]) -> Any:
 
 def _choices(place: Sequence[str]) -> list[str]:
     values = get_args(_field(place).annotation)
-    if values and not isinstance(values[0], str):  # a tuple of literals
-        values = get_args(values[0])
     return [value for value in values if isinstance(value, str)]
 
 
 def _shown(value: Any) -> str:
     text = repr(value) if value is not None and not isinstance(value, bool) else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _bracketed(values: Sequence[str]) -> str:
-    return f"[{', '.join(values)}]"

@@ -59,7 +59,7 @@ from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
 from .log import LOG, RunLog, last_step, start_tracker
 from .mixed_precision import MixedPrecision
-from .processes import begun_by, launched_with, precisions_of, weights_in_parts
+from .processes import begun_by, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
 from .states import RunFolder, on_a_disk, read_state
 from .trainer import Outcome, Trainer, check_same_recipe
@@ -205,7 +205,7 @@ def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | N
     progress = shown_by(progress) if main else Progress(quiet=True)
     say_where_saved_again(checkpoint, progress)
     if not computes_in_bf16(accelerator.device):
-        before = ", and the steps before fp16 holds are in fp32 too" if "bf16" in recipe.precision else ""
+        before = ", and the steps before fp16 holds are in fp32 too" if recipe.precision == "fp16" else ""
         progress.say(f"{shown(accelerator.device)} has no bf16: the teacher is fp32{before}")
     teacher = make_teacher(checkpoint, recipe, accelerator)
     start = folder / START_FOLDER
@@ -215,7 +215,7 @@ def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | N
     student = load(start, torch.float32, attention="eager")  # whose scores the penalty sees
     # Where stock code ties nothing the embedding is stored under several names; it is trained as the one that it was.
     student.set_input_embeddings(student.get_input_embeddings())
-    fits = False
+    fits = True
     if not RunFolder(folder).steps():
         converted = None
         if main:
@@ -239,8 +239,8 @@ def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | N
     if main:
         start_tracker(accelerator, recipe, folder)
         log = RunLog(folder / LOG, accelerator.log)
-    trainer = Trainer(recipe, student, teacher, corpus, folder, accelerator, progress=progress, log=log)
-    outcome, device = trainer.train(fits=fits), shown(accelerator.device)
+    trainer = Trainer(recipe, student, teacher, corpus, folder, accelerator, progress=progress, log=log, fits=fits)
+    outcome, device = trainer.train(), shown(accelerator.device)
     weights = trainer.weights()
     # All are done with each other: a process that ends with its group's threads running may be aborted.
     accelerator.wait_for_everyone()
@@ -250,7 +250,7 @@ def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | N
 
 def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
     layout, tokenizer = agreed_layout(checkpoint), tokenizer_beside(checkpoint.folder, recipe.subfolder)
-    if "fp16" in recipe.precision and spare_padding(layout.config) == math.inf:
+    if recipe.precision == "fp16" and spare_padding(layout.config) == math.inf:
         raise UserError(
             f"{checkpoint.name}: stock {layout.family.title} with this attention makes NaN of padding, and of the"
             " gradient where rows do not fill its blocks, in fp16; set precision: fp32"
@@ -353,12 +353,13 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
 def make_accelerator(recipe: Recipe) -> Any:
     """Return the accelerator of this process: its precision is "no", since autocast and loss scale are ours."""
     from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.utils import parse_flag_from_env
 
     place = find_device(recipe.device)
     on_cpu = place.type == "cpu"
     if place.type == "cuda" and place.index is not None:
         torch.cuda.set_device(place)  # which is then the one that "cuda" means
-    engine = launched_with("DEEPSPEED")
+    engine = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     wanted = int(os.environ.get("WORLD_SIZE", "1"))
     # Given to a single process it would look for a group that nobody made.
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timedelta(hours=2))
@@ -438,38 +439,36 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
 
 
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
-    """Return whether a few batches, and what else the penalty is to hold, are finite in fp16 everywhere in the model.
+    """Return whether a few batches, and what else the penalty is to hold, are finite everywhere in the recipe's
+    precision.
 
-    Raises UserError where the first precision does not hold them (a penalty on an infinity has no gradient), or fp16
-    does not and nothing would make them fit.
+    Raises UserError where they are not and nothing would make them fit, or the precision before it does not hold them
+    either: a penalty on an infinity has no gradient.
     """
-    precisions, device = precisions_of(recipe, accelerator), accelerator.device
+    (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     if recipe.penalty.form != "none":
         probe = probe_batches(student.config, None, None, seed=recipe.seed)
         given += [arguments(student, batch, device) for batch in probe if not batch.generate]
     student.to(device).eval()
-    first = precisions[0]
-    if len(precisions) > 1:
-        # bf16 holds what fp32 holds; the question is whether it is needed.
-        broken = overflowing(student, given, "fp16", device, progress)
-        if broken is None:
-            return True
-        if recipe.penalty.form == "none":
-            # The bounds that certify holds do bring it down.
-            why = "says when it is" if recipe.penalty.certify else "brings it down"
-            raise UserError(
-                f"{broken} is not finite in fp16 before the first step, and without a penalty nothing {why};"
-                " set penalty.form"
-            )
-    broken = overflowing(student, given, first, device, progress)
-    if broken is not None:
-        wider = "precision: fp32" if first == "bf16" else "precision: [bf16, fp16]"
+    broken = overflowing(student, given, wanted, device, progress)
+    if broken is None:
+        return True
+    if before != wanted and recipe.penalty.form == "none":
+        # The bounds that certify holds do bring it down.
+        why = "says when it is" if recipe.penalty.certify else "brings it down"
         raise UserError(
-            f"{broken} is not finite in {first} before the first step, and a penalty on it has no gradient;"
-            f" set {wider if recipe.rescale else f'rescale: true, or {wider}'}"
+            f"{broken} is not finite in {wanted} before the first step, and without a penalty nothing {why};"
+            " set penalty.form"
         )
-    return first == "fp16"
+    if before != wanted:
+        broken = overflowing(student, given, before, device, progress)
+    if broken is not None:
+        raise UserError(
+            f"{broken} is not finite in {before} before the first step, and a penalty on it has no gradient;"
+            f" set {'' if recipe.rescale else 'rescale: true, or '}precision: fp32"
+        )
+    return False
 
 
 def overflowing(

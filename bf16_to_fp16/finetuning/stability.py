@@ -35,7 +35,7 @@ def check_progress(recipe: Recipe, penalty: ActivationPenalty | None, p: RunPosi
     if len(row) >= OVERFLOW_STOP:
         raise UserError(
             f"{len(row)} steps in a row overflow, down to a loss scale of {loss_scale:g}{at};"
-            f" {_way_out(recipe)}, or lower schedule.learning_rate"
+            f" set {'precision: fp32' if recipe.rescale else 'rescale: true'}, or lower schedule.learning_rate"
             if loss_scale is not None
             else f"{len(row)} steps in a row have no finite gradient{at}; lower the learning rate"
         )
@@ -52,14 +52,6 @@ def check_progress(recipe: Recipe, penalty: ActivationPenalty | None, p: RunPosi
             " raise schedule.learning_rate, lower penalty.headroom_bits,"
             " or let the task go: distillation.weight 1"
         )
-
-
-def _way_out(recipe: Recipe) -> str:
-    if not recipe.rescale:
-        return "set rescale: true"
-    if recipe.precision == ("fp16",):
-        return "set precision: [bf16, fp16]"
-    return "set precision: fp32"
 
 
 def _worst(penalty: ActivationPenalty | None) -> str:

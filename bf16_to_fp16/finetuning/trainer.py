@@ -28,7 +28,6 @@ from ..run.batch import Batch, values_of
 from ..run.padding import spared
 from ..run.probe import batches as probe_batches
 from ..run.probe import random_rows
-from ..wording import counted
 from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
@@ -42,7 +41,7 @@ from .recipe import Recipe, Schedule
 from .stability import RunPosition, check_progress
 from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
 
-FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before [bf16, fp16] turns to fp16
+FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before bf16 turns to fp16
 BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the data
 _DROPOUT = 0  # what a step's random numbers are for
 
@@ -78,7 +77,7 @@ def freeze_unreached(student: Any, layout: Layout) -> None:
 class Trainer:
     """Trains ``student`` by a recipe and keeps the run's states in ``folder``. accelerator: without mixed precision of
     its own, unless DeepSpeed's configuration has one. teacher: the frozen original, or None where nothing is
-    distilled."""
+    distilled. fits: the start is finite in the recipe's precision, with which a new run then begins."""
 
     def __init__(
         self,
@@ -91,6 +90,7 @@ class Trainer:
         *,
         progress: Progress | None = None,
         log: RunLog | None = None,
+        fits: bool = True,
     ) -> None:
         self.recipe, self.teacher, self.corpus = recipe, teacher, corpus
         self.progress, self.log = progress or Progress(quiet=True), log
@@ -104,7 +104,8 @@ class Trainer:
         if recipe.gradient_checkpointing:
             student.config.use_cache = False
             student.gradient_checkpointing_enable(gradient_checkpointing_kwargs=recomputation(self.device))
-        self.mixed_precision = self._mixed_precision(0)
+        self.position = RunPosition(phase=int(fits))
+        self.mixed_precision = self._mixed_precision(self.position.phase)
         self.layout = resolve(ModelTensors(student))  # as long as this process has the model whole
         freeze_unreached(student, self.layout)
         trained = [p for p in student.parameters() if p.requires_grad]
@@ -115,7 +116,6 @@ class Trainer:
         if recipe.penalty.certify:
             self.constraint = BoundConstraint(self.layout, student, engine=self.processes.engine)
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
-        self.position = RunPosition()
         self.states = RunFolder(folder)
         self.evaluator = Evaluator(recipe, corpus, student, self.model, teacher, self.processes)
 
@@ -136,20 +136,18 @@ class Trainer:
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
-    def train(self, *, fits: bool = False) -> Outcome:
-        """Run, or go on, to the recipe's last step. fits: the start is finite in fp16, with which [bf16, fp16] then
-        begins. Raises UserError where the run cannot go on; its states stay."""
+    def train(self) -> Outcome:
+        """Run, or go on, to the recipe's last step. Raises UserError where the run cannot go on; its states stay."""
         self._continue()
         schedule, p = self.recipe.schedule, self.position
         with self.progress.step(f"Finetuning to step {schedule.steps}") as advance, self.penalty or nullcontext():
             if self.constraint is not None and self.constraint.first is None:
                 self.constraint.begin(p.step)
             if p.step == 0 and not p.evaluations:
-                self._choose_precision(fits)  # of which the first state has to know
                 self._evaluate()
                 self._save()
             while p.step < schedule.steps:
-                self._choose_precision(fits)
+                self._choose_precision()
                 loss_scale = self._step()
                 advance(p.step, schedule.steps)
                 check_progress(self.recipe, self.penalty, p, loss_scale)
@@ -360,22 +358,15 @@ class Trainer:
                 self.optimizer.step()
         return norm
 
-    def _choose_precision(self, fits: bool) -> None:
+    def _choose_precision(self) -> None:
         p = self.position
-        if len(self.precisions) == 1 or p.phase == 1:
-            return
-        if p.step == 0 and (fits or self.penalty is None):
-            # There is nothing to wait for.
-            p.phase, self.mixed_precision = 1, self._mixed_precision(1)
-            return
-        if self.penalty is not None and p.step:
+        if p.phase == 0 and p.step and self.penalty is not None:
             limits = self.penalty.observations().values()
             inside = all(o.excess_bits <= self.recipe.penalty.trained_bits for o in limits)
             p.fitting = p.fitting + 1 if inside else 0
-        if p.fitting >= FITTING_STEPS:
-            p.phase = 1
-            self.mixed_precision = self._mixed_precision(1)
-            self.progress.say(f"Step {p.step}: fp16 from here on")
+            if p.fitting >= FITTING_STEPS:
+                p.phase, self.mixed_precision = 1, self._mixed_precision(1)
+                self.progress.say(f"Step {p.step}: fp16 from here on")
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
@@ -387,7 +378,8 @@ class Trainer:
         self.model.eval()
         if self.penalty is not None:
             self.penalty.detach()
-        measured: dict[str, Any] = {"step": p.step, **self._judged(held)}
+        # In the last precision, for which the result is.
+        measured: dict[str, Any] = {"step": p.step, **self.evaluator.measure(held, self._mixed_precision(1))}
         if self.penalty is not None:
             self.penalty.attach()
         self.model.train()
@@ -406,14 +398,6 @@ class Trainer:
         shown = ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in measured.items() if isinstance(v, float))
         self.progress.say(f"Step {p.step}: {shown or 'no figures'}")
 
-    def _judged(self, held: Sequence[TrainingBatch]) -> dict[str, Any]:
-        """Measure the model in the last precision, for which the result is."""
-        own, self.mixed_precision = self.mixed_precision, self._mixed_precision(len(self.precisions) - 1)
-        try:
-            return self.evaluator.measure(held, self.mixed_precision)
-        finally:
-            self.mixed_precision = own
-
     # ---- states --------------------------------------------------------------------------------------------------
 
     def _continue(self) -> None:
@@ -422,20 +406,15 @@ class Trainer:
             last = self.states.of(steps[-1])
             state = read_state(last)
             check_same_recipe(state, self.recipe, last)
-            self._check_parts(state, last)
+            if state["parts"] != self.processes.parts:
+                raise UserError(
+                    f"{last}: the state is of another number of processes, or another way to share weights; launch as"
+                    " before, or give another checkpointing.folder"
+                )
             self._load(steps[-1])
             self.progress.say(f"Continuing from step {steps[-1]}")
         if self.log is not None:
             self.log.rewind(steps[-1] if steps else -1)
-
-    def _check_parts(self, state: Mapping[str, Any], folder: Path) -> None:
-        parts, here = state["parts"], self.processes.parts
-        if parts != here:
-            said = {n: "whole" if n is None else f"in {counted(n, 'part')} (ZeRO or FSDP)" for n in (parts, here)}
-            raise UserError(
-                f"{folder}: the state is written {said[parts]} and this launch reads it {said[here]}; launch as many"
-                " processes by the configuration that it was written under, or give another checkpointing.folder"
-            )
 
     def _save(self) -> None:
         processes = self.processes

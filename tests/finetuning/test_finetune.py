@@ -106,9 +106,8 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
     model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "model")
     recipe = written(source, tmp_path, source=str(tmp_path / "model"), rescale=False)
-    with pytest.raises(UserError, match=r"encoder.block.0.layer.1.DenseReluDense.wo is not finite in fp16 before") as e:
-        finetune(recipe, overrides=("precision=fp16",))
-    assert "set rescale: true, or precision: [bf16, fp16]" in str(e.value)
+    with pytest.raises(UserError, match=r"encoder.block.0.layer.1.DenseReluDense.wo is not finite in fp16 before"):
+        finetune(recipe, overrides=("penalty.form=none",))
     assert not (tmp_path / "out").exists()
     start = load(tmp_path / "out.run" / "start", torch.float32)
     for name, tensor in load(tmp_path / "model", torch.float32).state_dict().items():
@@ -243,9 +242,8 @@ def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not
 def test_a_start_that_fits_fp16_begins_there_and_another_in_bf16(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """precision [bf16, fp16] is the default; the probe, of longer texts than the data, is looked at as well."""
+    """The probe, of longer texts than the data, is looked at as well."""
     without_edits(monkeypatch)
-    assert "precision" not in yaml.safe_load(written(source, tmp_path).read_text())
     train(read_recipe(written(source, tmp_path)), open_checkpoint(source))
     assert [row["precision"] for row in rows_of(tmp_path / "out.run", "precision")] == ["fp16"] * 6
     large = tiny_model()
@@ -339,7 +337,7 @@ def test_a_recipe_is_met_where_all_that_it_asks_for_is_there() -> None:
     def met(bits: float, **sections: Any) -> bool:
         return parse_recipe({"source": "s", "out": "o", "data": {"path": "t"}, **sections}).is_met_by(bits)
 
-    assert met(0.1) and met(0.1, schedule={"steps": 9}, optimizer={"moments": "bf16"}, precision="fp16")
+    assert met(0.1) and met(0.1, schedule={"steps": 9}, optimizer={"moments": "bf16"}, precision="fp32")
     assert met(3.0, penalty={"headroom_bits": 3.0}) and not met(2.9, penalty={"headroom_bits": 3.0})
     assert met(0.1, penalty={"certify": True})
     assert not met(9.0, penalty={"form": "none"}) and not met(9.0, distillation={"weight": 0.9})

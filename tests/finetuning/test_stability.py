@@ -40,16 +40,12 @@ def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(make: Make, fix
     trainer = scaled(make("gradients", **settings), 64.0)
     trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
     inside = r"5 steps in a row overflow, .* though every activation is inside its target; "
-    with pytest.raises(UserError, match=rf"{inside}set precision: \[bf16, fp16\], or lower"):
+    with pytest.raises(UserError, match=rf"{inside}set precision: fp32, or lower"):
         trainer.train()
     # What the recipe has already is not advised.
-    for changes, advised in (
-        ({"rescale": False}, "rescale: true"),
-        ({"precision": ("bf16", "fp16")}, "precision: fp32"),
-    ):
-        recipe = trainer.recipe.model_copy(update=changes)
-        with pytest.raises(UserError, match=f"{inside}set {advised}, or lower"):
-            check_progress(recipe, trainer.penalty, trainer.position, 2.0)
+    recipe = trainer.recipe.model_copy(update={"rescale": False})
+    with pytest.raises(UserError, match=f"{inside}set rescale: true, or lower"):
+        check_progress(recipe, trainer.penalty, trainer.position, 2.0)
     assert RunFolder(tmp_path / "run").steps()
 
 

@@ -131,6 +131,12 @@ def scaled(trainer: Trainer, scale: float) -> Trainer:
     return trainer
 
 
+def begun_in_bf16(trainer: Trainer) -> Trainer:
+    """Let the start of a new run not fit fp16."""
+    trainer.position.phase, trainer.mixed_precision = 0, trainer._mixed_precision(0)
+    return trainer
+
+
 def steps_of(run: Path) -> list[dict[str, Any]]:
     return rows_of(run, "loss")
 
