@@ -45,7 +45,6 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus
-from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import make_accelerator, make_teacher, write_start
 from bf16_to_fp16.finetuning.trainer import Trainer
@@ -94,13 +93,11 @@ def trained(recipe: Any, start: Path, run: Path, kind: Callable[..., Trainer] = 
     teacher = make_teacher(source, recipe, accelerator)
     student = load(start, torch.float32, attention="eager")
     student.set_input_embeddings(student.get_input_embeddings())
-    log = RunLog(run / "log.jsonl")
-    trainer = kind(recipe, student, teacher, corpus, run, accelerator, log=log)
+    trainer = kind(recipe, student, teacher, corpus, run, accelerator)
     try:
         trainer.train()
     except UserError as error:
         print(f"{start.name}: {error}", file=sys.stderr)
-    log.close()
     return trainer, [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 

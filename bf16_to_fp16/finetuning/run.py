@@ -57,7 +57,7 @@ from ..targets import AUTO
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
-from .log import LOG, RunLog, last_step, start_tracker
+from .log import LOG, last_step, start_tracker
 from .mixed_precision import MixedPrecision
 from .processes import begun_by, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
@@ -235,11 +235,9 @@ def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | N
             tried = deal_out(load(start, torch.float32, attention="eager").requires_grad_(False), accelerator.device)
         fits = check_start(tried, recipe, corpus, accelerator, progress)
         del tried
-    log = None
     if main:
         start_tracker(accelerator, recipe, folder)
-        log = RunLog(folder / LOG, accelerator.log)
-    trainer = Trainer(recipe, student, teacher, corpus, folder, accelerator, progress=progress, log=log, fits=fits)
+    trainer = Trainer(recipe, student, teacher, corpus, folder, accelerator, progress=progress, fits=fits)
     outcome, device = trainer.train(), shown(accelerator.device)
     weights = trainer.weights()
     # All are done with each other: a process that ends with its group's threads running may be aborted.

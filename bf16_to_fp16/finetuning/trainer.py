@@ -32,7 +32,7 @@ from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
 from .evaluation import MOST_EXAMPLES, Evaluator, nearest
-from .log import RunLog
+from .log import LOG, RunLog
 from .mixed_precision import MixedPrecision, recomputation
 from .optimizers import make_optimizer
 from .penalty import ActivationPenalty
@@ -89,12 +89,12 @@ class Trainer:
         accelerator: Any,
         *,
         progress: Progress | None = None,
-        log: RunLog | None = None,
         fits: bool = True,
     ) -> None:
         self.recipe, self.teacher, self.corpus = recipe, teacher, corpus
-        self.progress, self.log = progress or Progress(quiet=True), log
+        self.progress = progress or Progress(quiet=True)
         self.processes = Processes(accelerator)
+        self.log = RunLog(folder / LOG, accelerator.log) if self.processes.main else None
         self.device = self.processes.device
         self.precisions = precisions_of(recipe, accelerator)
         self.stock = student

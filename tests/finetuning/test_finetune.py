@@ -22,7 +22,6 @@ from bf16_to_fp16.commands.undo import undo
 from bf16_to_fp16.commands.verify import verify
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus
-from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import converted_alone, finetune, make_accelerator, train
 from bf16_to_fp16.finetuning.states import RunFolder
@@ -204,9 +203,8 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
         }
     )
     corpus = Corpus(recipe.data, folder, load_config(folder))
-    log = RunLog(run / "log.jsonl")
     student = load(folder, torch.float32, attention="eager")
-    return Trainer(recipe, student, None, corpus, run, make_accelerator(recipe), log=log)
+    return Trainer(recipe, student, None, corpus, run, make_accelerator(recipe))
 
 
 @pytest.mark.parametrize("demo", exhaustive.beyond(["t5-gated-bytes"], ["t5-gated-bytes", "pegasus-bytes"]))

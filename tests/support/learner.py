@@ -13,7 +13,7 @@ import transformers
 from bf16_to_fp16.finetuning import run
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import Teacher
-from bf16_to_fp16.finetuning.log import RunLog, start_tracker
+from bf16_to_fp16.finetuning.log import start_tracker
 from bf16_to_fp16.finetuning.mixed_precision import MixedPrecision
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
 from bf16_to_fp16.finetuning.run import make_accelerator
@@ -92,8 +92,7 @@ def trainer_of(recipe: Recipe, folder: Path, run: Path, model: Any, original: An
     if recipe.distillation.weight:
         teacher = Teacher(original, accelerator.device)
     start_tracker(accelerator, recipe, run)
-    log = RunLog(run / "log.jsonl", accelerator.log)
-    trainer = Trainer(recipe, model, teacher, corpus, run, accelerator, log=log)
+    trainer = Trainer(recipe, model, teacher, corpus, run, accelerator)
     batches = trainer.training_batches
     advance = type(batches).__next__
 
