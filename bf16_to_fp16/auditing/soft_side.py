@@ -1,8 +1,8 @@
 """The soft side of edits: tokens at which an edited signal is small, so that an edit changes the function most.
 
-They are looked for in the weights, by ids that stand alone (``run.alone``): where a sublayer's output changes most
-against bf16's error of it, and where the weight of one key of two moves most. Stock code then judges what was found,
-beside bf16 and beside random pairs.
+They are looked for in the weights, by ids that stand alone (``run.alone``): where the model's or a sublayer's output
+changes most, and where the weight of one key of two moves most. Stock code then judges what was found, beside bf16 and
+beside random pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout
-from ..families.types import LOGITS, Attention, Experts, FeedForward, Sublayer, feed_forwards_of
+from ..families.types import Attention, Experts, FeedForward, Sublayer, feed_forwards_of
 from ..optim.rounding import stochastic
 from ..rescaling.edits import changed_by, edited_weights, edits_of
 from ..rescaling.plan import Plan
@@ -79,15 +79,24 @@ def soft_side(
     inputs += map(tuple, pairs.tolist())
     lines = torch.randint(vocabulary, (4, LENGTH), generator=generator) if text is None else text
     lines = lines.repeat(1, math.ceil(LENGTH / lines.shape[1]))[:, :LENGTH]  # a text may be shorter
-    rows = torch.stack([row_of(each, lines[n % len(lines)], generator) for n, each in enumerate(inputs)])
-    return judged(source, written, layout, config, inputs, rows, len(pairs), len(ids))
+
+    def harmed(inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor]:
+        rows = torch.stack([row_of(each, lines[n % len(lines)], generator) for n, each in enumerate(inputs)])
+        return judged(source, written, layout, config, inputs, rows)
+
+    found, further = harmed(inputs)
+    parts = dict.fromkeys((i,) for each in found if len(each.ids) > 1 for i in each.ids)
+    if untried := [part for part in parts if part not in inputs][:IN_TEXT]:
+        found += harmed(untried)[0]
+    share = float(further[-len(pairs) :].float().mean())
+    return SoftSide(sorted(found, key=lambda each: -each.kl), len(ids), share)
 
 
 def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tensor:
     if len(ids) > 1:
         return torch.tensor(ids)[torch.randint(len(ids), (LENGTH,), generator=generator)]
     row = line.clone()
-    row[1::EVERY] = ids[0]
+    row[2::EVERY] = ids[0]  # the last before the end token too, which a classifier may read alone
     return row
 
 
@@ -101,22 +110,23 @@ def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> I
     priced = edits.model_copy(update={"centred_keys": []})
     changed = {name.rpartition(".")[0] for name in changed_by(layout, priced)}
     by_site: list[list[tuple[int, ...]]] = []
-    for step in forward(plain, ids.tolist()):
+    for step, after in zip(*(forward(weights, ids.tolist()) for weights in (plain, edited)), strict=True):
         if step.sublayer is None:
-            last = LOGITS in edits.exponents and step.stack.is_last and step.norm == step.stack.ends.norm
-            if last and (change := change_of_logits(plain, edited, step)) is not None:
-                by_site.append([(i,) for i in first_of(change, ids)])
+            if step.stack.is_last and step.norm == step.stack.ends.norm:
+                change = change_of_output(plain, edited, step.outputs[0], after.outputs[0])
+                yield from ((i,) for i in first_of(change, ids))
         elif not changed.isdisjoint(modules_of(step.sublayer)):
             if isinstance(step.sublayer, Attention):
                 by_site += list(pairs_at(plain, edited, step.sublayer, step, ids))
             else:
                 first = first_of(change_at(plain, edited, step), ids)
                 by_site.append([*((i,) for i in first), tuple(first[:4])])
-    yield from (each for rank in zip_longest(*by_site) for each in rank if each is not None)
+    yield from (each for rank in zip_longest(*by_site) for each in rank if each)
 
 
 def first_of(change: Tensor, ids: Tensor) -> list[int]:
-    indices: list[int] = ids[change.nan_to_num(0.0).topk(min(RANKS, len(ids))).indices].tolist()
+    most = change.nan_to_num(0.0).topk(min(RANKS, len(ids)))
+    indices: list[int] = ids[most.indices[most.values > 0]].tolist()
     return indices
 
 
@@ -136,17 +146,17 @@ def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
     return (after - before).norm(dim=1) / noise.clamp(min=1e-30)
 
 
-def change_of_logits(plain: Weights, edited: Weights, step: Step) -> Tensor | None:
-    """Return each token's divergence of logits under edits; None for a head of several linears."""
-    layout = plain.layout
-    if layout.head is None or len(layout.head.linears) > 1:
-        return None
-    tables = [weights.matrix(layout.head.linears[0].weight.removesuffix(".weight")) for weights in (plain, edited)]
+def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Tensor) -> Tensor:
+    """Return each token's divergence of logits, or relative squared error, by its last states before and after edits of
+    the whole model."""
     parts = []
-    for stream in step.stream.split(64):
-        states = (weights.norm(step.norm, stream) * layout.head_scale for weights in (plain, edited))
-        p, q = ((x @ table.t()).log_softmax(-1) for x, table in zip(states, tables, strict=True))
-        parts.append((p.exp() * (p - q)).sum(1))
+    for states in zip(before.split(64), after.split(64), strict=True):
+        a, b = (weights.given(each) for weights, each in zip((plain, edited), states, strict=True))
+        if plain.layout.gives_probabilities:
+            p, q = a.log_softmax(-1), b.log_softmax(-1)
+            parts.append((p.exp() * (p - q)).sum(1))
+        else:
+            parts.append((a - b).square().sum(1) / a.square().sum(1).clamp(min=1e-30))
     return torch.cat(parts)
 
 
@@ -208,10 +218,8 @@ def judged(
     config: Any,
     inputs: Sequence[tuple[int, ...]],
     rows: Tensor,
-    pairs: int,
-    searched: int,
-) -> SoftSide:
-    """Return which of ``inputs``, a row of ids each, the edits harm; the last ``pairs`` are random."""
+) -> tuple[list[ExceptionEntry], Tensor]:
+    """Return which of ``inputs``, a row of ids each, the edits harm, and of each whether they are further than bf16."""
     batches = [whole_rows(config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
     walk, other = Walk(source), Walk(written)
     expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -220,10 +228,9 @@ def judged(
     other.run()
     apart = partial(divergences, batches, results_of(expected), layout.gives_probabilities)
     kl, run = apart(results_of(edited)), apart(results_of(as_bf16))
-    further = float((kl > run)[-pairs:].float().mean())
     suspicious = kl > LEAST
     if not bool(suspicious.any()):
-        return SoftSide([], searched, further)
+        return [], kl > run
     batches = [whole_rows(config, part, "the soft side of edits") for part in rows[suspicious].split(TOGETHER)]
     mean = bf16_in_the_mean(source, batches, layout)
     over = [ids for ids, is_over in zip(inputs, suspicious, strict=True) if is_over]
@@ -232,8 +239,7 @@ def judged(
         ExceptionEntry(ids=list(ids), tokens=[], kl=a, kl_bf16=b, kl_run=c)
         for ids, a, b, c in zip(over, *columns, strict=True)
     ]
-    worse = (each for each in found if each.kl > TIMES * each.kl_bf16)
-    return SoftSide(sorted(worse, key=lambda each: -each.kl), searched, further)
+    return [each for each in found if each.kl > TIMES * each.kl_bf16], kl > run
 
 
 def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool, found: Outputs) -> Tensor:

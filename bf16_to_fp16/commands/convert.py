@@ -127,6 +127,8 @@ def convert_by(
     opened = opened.under(decided)
     if options.exact and opened.edits is not None:
         raise UserError("the plan has edits, which change the function; leave out --exact, or plan anew")
+    if not options.run_model and listed_edits(decided.layout, decided.plan):
+        raise UserError("the plan has edits, of which only a run shows the price; leave out --no-audit, or plan anew")
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
         more = reports.inexact_of(listed_edits(decided.layout, decided.plan, decided.predicted))

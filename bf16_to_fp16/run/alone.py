@@ -115,6 +115,18 @@ class Weights:
         activated: Tensor = ACT2FN[sublayer.activation](x)
         return activated
 
+    def given(self, states: Tensor) -> Tensor:
+        """Return what the head makes of the last states; themselves without one."""
+        head = self.layout.head
+        if head is None:
+            return states
+        x = states * self.layout.head_scale
+        for each in head.linears:
+            x = functional.linear(x, self.matrix(each.weight.removesuffix(".weight")), self.read(each.bias))
+            x = x.tanh() if each.tanh else x
+        cap = self.layout.cap(head)
+        return x if cap is None else cap * (x / cap).tanh()
+
 
 @dataclass
 class Step:

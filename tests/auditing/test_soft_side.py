@@ -1,6 +1,7 @@
 """Rare input that edits harm is found, judged beside bf16, and decides or is told; harmless edits have none."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support import tiny
 from bf16_to_fp16 import convert, verify
 from bf16_to_fp16.auditing.soft_side import LENGTH, TIMES, row_of, run_rounded, soft_side
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.report.schema import REPORT, Report, read
 from bf16_to_fp16.report.terminal import print_conversion
@@ -67,6 +69,54 @@ def soft_head(folder: Path) -> Path:
     return tiny.save(model, folder)
 
 
+HIDDEN, DECOYS = [1700, 1701, 1702], range(300, 312)
+
+
+@torch.no_grad()
+def gate_behind_decoys(folder: Path) -> Path:
+    """Write a model with soft gates, of which the larger change feeds a channel that the head does not read."""
+    model = llama()
+    table, mlp = model.model.embed_tokens.weight, model.model.layers[0].mlp
+    table[:, 0] = torch.where(torch.rand(VOCABULARY) < 0.5, -0.1, 0.1)
+    table[LOUD, 0], table[HIDDEN, 0], table[DECOYS, 0], table[:, 1] = 30.0, 0.0, 0.0, 1.0
+    table[HIDDEN, 2], table[DECOYS, 4] = 1.0, 1.0
+    mlp.gate_proj.weight[:3:2, 0], mlp.gate_proj.weight[0, 2], mlp.gate_proj.weight[2, 4] = 30000.0, -1.28, -1.28
+    mlp.gate_proj.weight[1, 1], mlp.up_proj.weight[1, 0], mlp.up_proj.weight[:3:2, 1] = 1e-3, 60.0, 0.01
+    mlp.up_proj.weight[0, 2], mlp.up_proj.weight[2, 4] = 30.0, 60.0
+    mlp.down_proj.weight[3, 0], mlp.down_proj.weight[5, 2] = 1 / 512, 1 / 128
+    model.lm_head.weight[:, 3] = torch.randn(VOCABULARY) * 50
+    return tiny.save(model, folder)
+
+
+@torch.no_grad()
+def head_of_positions(folder: Path) -> Path:
+    """Write a model whose head tells only positions apart, on usual ids sharply, on three softly, on decoys not at
+    all."""
+    model = llama()
+    table, attention = model.model.embed_tokens.weight, model.model.layers[0].self_attn
+    table[:, 1], table[:, 3] = 2.0, 2.0
+    table[DECOYS, 1], table[DECOYS, 3], table[HIDDEN, 1] = 0.0, 0.0, 2.0**-15
+    attention.q_proj.weight[0, 1], attention.k_proj.weight[0, 3] = 600.0, 200.0
+    attention.v_proj.weight[:8, 8:16] = attention.o_proj.weight[16:24, :8] = torch.eye(8) * 2
+    model.lm_head.weight[:, 16:24] = torch.randn(VOCABULARY, 8) * 3
+    return tiny.save(model, folder)
+
+
+@torch.no_grad()
+def soft_tanh(folder: Path) -> Path:
+    """Write a classifier that reads the sign of the last id through a tanh, and three ids near 0."""
+    torch.manual_seed(0)
+    sizes = {"d_model": WIDTH, "d_kv": 8, "num_heads": 2, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 1}
+    model = tiny.KINDS["t5-classifier"](vocab_size=VOCABULARY, **sizes).eval()
+    for weight in model.parameters():
+        weight.fill_(float(weight.dim() == 1))
+    table, head = model.transformer.shared.weight, model.classification_head
+    table[:, 8:], table[:, 0] = torch.randn(VOCABULARY, WIDTH - 8), torch.where(torch.rand(VOCABULARY) < 0.5, -1.0, 1.0)
+    table[HIDDEN, 0], head.dense.weight[0, 0] = 2.0**-17, 1.5e5
+    head.dense.bias[:], head.out_proj.bias[:], head.out_proj.weight[:, 0] = 0.0, 0.0, torch.tensor([3.0, -3.0])
+    return tiny.save(model, folder)
+
+
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     root = tmp_path_factory.mktemp("gate")
@@ -91,6 +141,14 @@ def test_an_edit_that_is_wrong_on_one_id_in_any_text_is_unsafe_and_names_it(gate
     assert accepted["verdict"] == "safe" and worst in accepted["exceptions"]
 
 
+@pytest.mark.parametrize("made", [gate_behind_decoys, head_of_positions, soft_tanh])
+def test_an_id_that_one_sublayer_alone_does_not_show_is_found(made: Callable[[Path], Path], tmp_path: Path) -> None:
+    report = convert(made(tmp_path / "source"), tmp_path / "out").report
+    assert report["inexact"] and report["verdict"] == "unsafe"
+    assert any(len(each["ids"]) == 1 and each["ids"][0] in HIDDEN for each in report["exceptions"])
+    assert any("wherever token" in entry["reason"] for entry in report["unsafe"])
+
+
 def test_what_only_a_mixture_of_ids_shows_is_told_and_the_verdict_stays(
     head: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,20 +164,41 @@ def test_what_only_a_mixture_of_ids_shows_is_told_and_the_verdict_stays(
         assert all(str(i) in shown for i in ids) and "exception" in shown
 
 
+def forge(folder: Path, report: Any, **changes: Any) -> Path:
+    (folder / REPORT).write_text(json.dumps(report | changes), encoding="utf-8")
+    return folder
+
+
 def test_verify_finds_the_same_and_misses_what_a_report_leaves_out(head: tuple[Path, Any]) -> None:
-    root, _ = head
+    root, report = head
     assert verify(root / "out", original=root / "source")["verified"]
-    forged = json.loads((root / "out" / REPORT).read_text(encoding="utf-8")) | {"exceptions": []}
-    (root / "out" / REPORT).write_text(json.dumps(forged), encoding="utf-8")
-    answer = verify(root / "out", original=root / "source")
-    assert not answer["verified"] and "exceptions" in json.dumps(answer["problems"])
+    text = report["inputs"] | {"sha256": "0" * 64, "data": {"name": "x.txt"}}
+    left_out: list[dict[str, Any]] = [{"exceptions": []}, {"exceptions": [], "inputs": text}, {"searched": None}]
+    for changes in left_out:
+        answer = verify(forge(root / "out", report, **changes), original=root / "source")
+        assert not answer["verified"] and next(iter(changes)) in json.dumps(answer["problems"])
+
+
+def test_verify_misses_the_single_id_where_worse_mixtures_stand(gate: tuple[Path, Any]) -> None:
+    root, report = gate
+    told = [{"ids": [1000, 7], "kl": 9.0, "kl_bf16": 1e-3, "kl_run": 1e-3, "tokens": []}]
+    forged = forge(root / "out", report, exceptions=told, verdict="safe", unsafe=[])
+    answer = verify(forged, original=root / "source")
+    assert not answer["verified"] and [each["name"] for each in answer["problems"]] == ["exceptions"]
+    forge(root / "out", report)
+
+
+def test_a_plan_with_edits_is_not_replayed_without_a_run(gate: tuple[Path, Any], tmp_path: Path) -> None:
+    root, _ = gate
+    with pytest.raises(UserError, match="leave out --no-audit"):
+        convert(root / "source", tmp_path / "out", plan=root / "out", run_model=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_verify_reads_in_the_exceptions_that_a_safe_verdict_is_forged(gate: tuple[Path, Any]) -> None:
-    root, _ = gate
-    forged = json.loads((root / "out" / REPORT).read_text(encoding="utf-8")) | {"verdict": "safe", "unsafe": []}
-    (root / "out" / REPORT).write_text(json.dumps(forged), encoding="utf-8")
-    problems = json.dumps(verify(root / "out", run_model=False)["problems"])
+    root, report = gate
+    forged = forge(root / "out", report, verdict="safe", unsafe=[])
+    problems = json.dumps(verify(forged, run_model=False)["problems"])
     assert "the report says safe, and also the edits are wrong wherever token" in problems
 
 
