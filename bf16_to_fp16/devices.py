@@ -23,16 +23,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEVICE_NAMES = "auto, cpu, cuda, cuda:N or mps"
-
-
-def is_device_name(name: str) -> bool:
-    return re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?|mps", name, flags=re.ASCII) is not None
-
 
 def checked_name(name: str) -> str:
-    if not is_device_name(name):
-        raise UserError(f"device {name!r} is unknown; choose {DEVICE_NAMES}")
+    if re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?|mps", name, flags=re.ASCII) is None:
+        raise UserError(f"device {name!r} is unknown; choose auto, cpu, cuda, cuda:N or mps")
     return name
 
 

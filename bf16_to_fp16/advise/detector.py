@@ -227,19 +227,14 @@ def _fall(values: list[float]) -> tuple[float, float]:
 def events(losses: Iterable[tuple[int, float]], *, z: float = 6.0, window: int = 64) -> list[Event]:
     """Return the events of a whole curve of steps and losses, by step; ``end`` is None where one was not over.
 
-    A step that goes back is a rewind: the losses from there on are judged without those that they replace.
+    A step that goes back is a rewind: what came before from there on does not count.
     """
-    detector = Detector(z=z, window=window)
-    found: dict[tuple[int, str], Event] = {}
     curve: list[tuple[int, float]] = []
     for step, loss in losses:
         if curve and step < curve[-1][0]:
-            found |= {(e.start, e.kind): e if e.end else replace(e, end=curve[-1][0]) for e in detector.events}
             curve = [row for row in curve if row[0] < step]
-            detector = Detector(z=z, window=window)
-            for row in curve:
-                detector.update(*row)
         curve.append((step, loss))
+    detector = Detector(z=z, window=window)
+    for step, loss in curve:
         detector.update(step, loss)
-    found |= {(event.start, event.kind): event for event in detector.events}
-    return [found[key] for key in sorted(found)]
+    return sorted(detector.events, key=lambda event: event.start)

@@ -32,8 +32,6 @@ from ..report.screen import console
 from ..wording import counted, rounded_up
 from .weights import floating_names, open_weights, tensor_pieces
 
-OPTIMIZERS = ("adamw", "adam", "adafactor", "lion")
-
 # The dtype of a format, its significant bits, and the exponent of its smallest normal number.
 FORMATS = {
     "bf16": (torch.bfloat16, BF16_SIGNIFICANT_BITS, -126),
@@ -84,15 +82,12 @@ def advise_updates(
 ) -> dict[str, Any]:
     """Return which share of a checkpoint's weights an optimizer's update would not move, and what to do about it.
 
-    rate: the learning rate. optimizer: one of ``OPTIMIZERS``. dtype: of the weights, "bf16" or "fp16".
+    rate: the learning rate. optimizer: "adamw", "adam", "lion" or "adafactor". dtype: of the weights, "bf16" or "fp16".
 
     The result has ``layers`` (name, elements, ``stalled`` ones and their fraction, ``overflow`` for those that the
     format does not hold, ``rate_for_half``, at which half of them move), the same for all as ``total``, and ``advice``.
     Raises UserError for settings or a source that cannot be used.
     """
-    for value, choices in ((optimizer, OPTIMIZERS), (dtype, FORMATS)):
-        if value not in choices:
-            raise UserError(f"{value!r} is not known; choose from {', '.join(choices)}")
     if not 0 < rate < math.inf:
         raise UserError(f"the learning rate is {rate:g}; give a positive number")
     checkpoint = open_weights(source, subfolder)
@@ -178,22 +173,13 @@ def print_updates(result: Mapping[str, Any]) -> None:
         if row is result["total"]:
             rows.add_section()
         shown = "-" if rate is None else f"{rounded_up(rate, 3):.3g}"
-        rows.add_row(row["name"], f"{row['elements']:,}", percent(row["stalled_fraction"]), shown)
+        rows.add_row(row["name"], f"{row['elements']:,}", f"{row['stalled_fraction']:.1%}", shown)
     screen.print(rows)
     if overflow := result["total"]["overflow"]:
         screen.print(f"{counted(overflow, 'weight')} not finite in {result['dtype']}, left out")
     if not result["advice"]:
-        moving = percent(1 - result["total"]["stalled_fraction"])
-        screen.print(f"{moving} of the weights move: nothing to do")
+        screen.print(f"{1 - result['total']['stalled_fraction']:.1%} of the weights move: nothing to do")
         return
     screen.print("What helps, best first:")
     for number, item in enumerate(result["advice"], 1):
         screen.print(f"{number}. {item['why']}", markup=False)
-
-
-def percent(fraction: float) -> str:
-    if 0 < fraction < 0.001:
-        return "under 0.1%"
-    if 0.999 < fraction < 1:
-        return "over 99.9%"
-    return f"{100 * fraction:.1f}%"

@@ -19,11 +19,10 @@ from .shared import FOLDER, SAFE, force, json_file, write_result
 @json_file
 def recipe_command(name: str | None, json_file: str | None) -> int:
     """Print a finetune's recipe that runs as it stands: flan-t5-base, pegasus, mt5, flan-t5-xl or demo."""
-    from ..finetuning.recipe import parse_recipe
-    from ..finetuning.shipped import recipe_text
+    from ..finetuning.recipe import parse_recipe, shipped_text
     from ..yaml_files import parse_yaml
 
-    text = recipe_text(name)
+    text = shipped_text(name)
     write_result(
         json_file, {"name": name, "recipe": parse_recipe(parse_yaml(text, str(name))).describe(), "text": text}
     )

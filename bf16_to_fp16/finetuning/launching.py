@@ -36,8 +36,7 @@ from ..run.stock import load_config
 from ..system import available_memory
 from ..wording import counted
 from . import memory
-from .recipe import Recipe
-from .shipped import FOLDER
+from .recipe import SHIPPED, Recipe
 
 ASSUMED = 16  # GiB of a card that is not there: the smaller V100's
 USABLE = 0.95  # share of a card's memory; the rest is lost between what is allocated
@@ -172,7 +171,7 @@ def config_of_source(recipe: Recipe) -> Any:
     import transformers
 
     folder = local_source(recipe.source)
-    if folder is None and (shape := read_json(FOLDER / "shapes.json", "shapes").get(recipe.source)):
+    if folder is None and (shape := read_json(SHIPPED / "shapes.json", "shapes").get(recipe.source)):
         known: dict[str, Any] = dict(shape)
         return transformers.AutoConfig.for_model(known.pop("model_type"), **known)
     if folder is None:
@@ -233,10 +232,8 @@ def _write(path: Path, text: str) -> None:
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as new:
             new.write_text(text, encoding="utf-8", newline="\n")
-    except FileExistsError as error:
-        raise UserError(f"{error.filename} is a file, and no folder to write in; give another out") from error
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give another out") from error
+        raise UserError(f"{error.filename}: {error.strerror}; give another out") from error
 
 
 def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:

@@ -73,17 +73,15 @@ def last_step(path: Path) -> int:
 
 def start_tracker(accelerator: Any, recipe: Recipe, folder: Path) -> None:
     """Begin a run of Weights & Biases, where a recipe asks for one, that ``accelerator.log`` then writes to."""
-    mode = recipe.logging.wandb.mode
-    if mode == "off":
+    if recipe.wandb == "off":
         return
     if not accelerator.log_with:  # accelerate leaves out what is not installed
-        raise UserError(f"wandb is not installed; {how_to_install('train')}, or set logging.wandb.mode to off")
+        raise UserError(f"wandb is not installed; {how_to_install('train')}, or set wandb: off")
     os.environ.setdefault("WANDB_SILENT", "true")
     # As the library has it: its environment variables say whose project and which.
     project = os.environ.get("WANDB_PROJECT", "bf16-to-fp16")
-    given = {"name": os.environ.get("WANDB_NAME", Path(recipe.out).name), "mode": mode, "dir": str(folder)}
+    given = {"name": os.environ.get("WANDB_NAME", Path(recipe.out).name), "mode": recipe.wandb, "dir": str(folder)}
     try:
         accelerator.init_trackers(project, recipe.describe(), {"wandb": given})
     except Exception as error:  # of many kinds; a run must not fail later for a log that cannot be
-        line = " ".join(str(error).split())
-        raise UserError(f"wandb: {line}; set logging.wandb.mode to offline or off") from error
+        raise UserError(f"wandb: {' '.join(str(error).split())}; set wandb to offline or off") from error

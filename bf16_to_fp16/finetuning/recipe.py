@@ -11,15 +11,15 @@ import json
 import pydoc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ..devices import DEVICE_NAMES, is_device_name
-from ..errors import UserError
+from ..errors import UserError, shortened
 from ..targets import AskedTarget
 from ..yaml_files import parse_yaml, read_yaml
-from .shipped import names
+
+SHIPPED = Path(__file__).parents[1] / "recipes"
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -65,12 +65,6 @@ class Data(Section):
     batch_size: Positive = _key(8, "examples of one forward pass")
     gradient_accumulation: Positive = _key(1, "forward passes of one step, divided among the processes")
 
-    @model_validator(mode="after")
-    def _agree(self) -> Data:
-        if self.target_column is not None and self.target_column == self.input_column:
-            raise ValueError("input_column and target_column are the same column; name two")
-        return self
-
     def share(self, processes: int) -> Data:
         """Return what each of so many processes takes of a step, so that together they take its examples: a share of
         the passes or, where those do not divide, of the examples. Raises UserError where neither does."""
@@ -96,7 +90,7 @@ class Optimizer(Section):
     """AdamW (Loshchilov and Hutter 2019): the units of its steps, and the format of its moments."""
 
     relative: bool = _key(True, "everything in units of each tensor's median magnitude, which rescaling changes")
-    moments: Literal["fp32", "bf16"] = _key("fp32", "how the moments are stored")
+    moments: Literal["fp32", "bf16"] = _key("fp32", "how the moments are stored: fp32 or bf16")
     name: str | None = _key(None, "another optimizer's class, such as torchao.optim.AdamW8bit, in the place of AdamW")
     arguments: dict[str, Any] = _key({}, "what it takes besides parameters and learning rate")
 
@@ -179,14 +173,6 @@ class Evaluation(Section):
     )
 
 
-class Wandb(Section):
-    mode: Literal["off", "offline", "online"] = "off"
-
-
-class Logging(Section):
-    wandb: Wandb = Wandb()
-
-
 class Checkpointing(Section):
     every: Positive = _key(100, "steps between checkpoints")
     folder: NonBlank | None = _key(None, "where they go; default: beside the output")
@@ -196,9 +182,11 @@ class Recipe(Section):
     source: NonBlank = Field(description="the checkpoint: a folder or a Hub id (name[@revision])")
     out: NonBlank = Field(description="the folder to write")
     subfolder: NonBlank | None = _key(None, "folder inside the source")
-    target: AskedTarget = _key("half", "what rescaling aims at, as in convert")
+    target: AskedTarget = _key(
+        "half", "what rescaling aims at, as in convert: half, auto, norm-safe, fp16-accumulate or train"
+    )
     rescale: bool = _key(True, "rescale exactly before the first step")
-    precision: Literal["fp16", "fp32"] = _key("fp16", "of the run; fp16: bf16 until fp16 holds it")
+    precision: Literal["fp16", "fp32"] = _key("fp16", "fp16 (bf16 until fp16 holds it) or fp32")
     gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass")
     device: str = _key("auto", "auto (CUDA where there is one), cpu, cuda, cuda:N or mps")
     seed: Seed = _key(0, "seed of dropout, stochastic rounding, and the data's order and noise")
@@ -209,15 +197,8 @@ class Recipe(Section):
     distillation: Distillation = Distillation()
     quality: Quality = Quality()
     evaluation: Evaluation = Evaluation()
-    logging: Logging = Logging()
+    wandb: Literal["off", "offline", "online"] = _key("off", "Weights & Biases too: off, offline or online")
     checkpointing: Checkpointing = Checkpointing()
-
-    @field_validator("device")
-    @classmethod
-    def _known_device(cls, value: str) -> str:
-        if not is_device_name(value):
-            raise ValueError(f"is {value!r}; use {DEVICE_NAMES}")
-        return value
 
     @model_validator(mode="after")
     def _agree(self) -> Recipe:
@@ -253,7 +234,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200`` (the value is YAML);
     UserError, one line with the file and the key, for what is none."""
     path = Path(path)
-    if path.name in names() and not path.exists():
+    if path.name in shipped_names() and not path.exists():
         raise UserError(f"{path} is no file here; write it first: bf16-to-fp16 recipe {path.name} > {path.name}.yaml")
     tree = read_yaml(path, "recipe")
     if tree is None:
@@ -272,6 +253,17 @@ def read_recipe_for(
     # A JSON string is a YAML string, whatever is in it.
     overrides = tuple(f"{key}={json.dumps(value)}" for key, value in given.items())
     return read_recipe(path, overrides), overrides
+
+
+def shipped_names() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def shipped_text(name: str | None) -> str:
+    if name not in shipped_names():
+        said = "no recipe is named" if name is None else f"there is no recipe {shortened(name)!r}"
+        raise UserError(f"{said}; choose {', '.join(shipped_names())}")
+    return (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def parse_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
@@ -341,8 +333,7 @@ def keys() -> Iterator[tuple[str, str, str]]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             continue
         default = "(needed)" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
-        choices = f" ({', '.join(_choices(place))})" if _choices(place) else ""
-        yield ".".join(place), default, (field.description or "") + choices
+        yield ".".join(place), default, field.description or ""
 
 
 def _field(place: Sequence[str]) -> Any:
@@ -350,11 +341,6 @@ def _field(place: Sequence[str]) -> Any:
     for part in place[:-1]:
         model = model.model_fields[part].annotation
     return model.model_fields[place[-1]]
-
-
-def _choices(place: Sequence[str]) -> list[str]:
-    values = get_args(_field(place).annotation)
-    return [value for value in values if isinstance(value, str)]
 
 
 def _shown(value: Any) -> str:

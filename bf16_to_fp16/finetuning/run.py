@@ -71,17 +71,6 @@ original's."""
 
 UNNEEDED = "Nothing to train: after a conversion alone no input can overflow it (--force trains all the same)"
 
-OF_A_RUN = {
-    START_FOLDER,
-    START_RECORD,
-    LOG,
-    "wandb",
-}
-"""What the folder of a run may hold before its first state."""
-
-Alone = Callable[[], "Conversion | None"]
-"""Makes the output by a conversion alone; None where that is not enough."""
-
 START_BATCHES = 4  # batches that the start must hold before the first step
 
 
@@ -178,7 +167,11 @@ class Run:
 
 
 def train(
-    recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | bool | None = None, alone: Alone | None = None
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    *,
+    progress: Progress | bool | None = None,
+    alone: Callable[[], Conversion | None] | None = None,
 ) -> Run:
     """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run in its folder. alone: tried before a
     start is trained that has all that is asked for. Raises UserError where the device is full."""
@@ -194,7 +187,12 @@ def train(
         torch.nn.functional.linear = linear  # DeepSpeed's ZeRO-3 leaves its own there, which rounds otherwise
 
 
-def _train(recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | None, alone: Alone | None) -> Run:
+def _train(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    progress: Progress | bool | None,
+    alone: Callable[[], Conversion | None] | None,
+) -> Run:
     from accelerate.utils import broadcast_object_list
 
     folder = run_folder(recipe)
@@ -343,7 +341,8 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
         last = states.of(states.steps()[-1])
         check_same_recipe(read_state(last), recipe, last)
         return
-    start, names = folder / START_FOLDER, {entry.name for entry in folder.iterdir()} - OF_A_RUN
+    before_a_state = {START_FOLDER, START_RECORD, LOG, "wandb"}
+    start, names = folder / START_FOLDER, {entry.name for entry in folder.iterdir()} - before_a_state
     if any(not name.startswith(".") for name in names) or (start.exists() and not (start / "config.json").is_file()):
         raise UserError(f"{folder} holds other files; give an empty or new checkpointing.folder")
 
@@ -381,7 +380,7 @@ def make_accelerator(recipe: Recipe) -> Any:
         mixed_precision="no",
         gradient_accumulation_steps=passes,
         kwargs_handlers=[group] if wanted > 1 or engine else [],
-        log_with=None if recipe.logging.wandb.mode == "off" else "wandb",
+        log_with=None if recipe.wandb == "off" else "wandb",
         **device,
     )
     if engine:

@@ -72,7 +72,7 @@ class RunFolder:
     def keep(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         with self.writing(self.best(step)) as work:
             # A weight that is shared has several names, and one storage under two is refused.
-            write_tensors(work, {name: tensor.clone() for name, tensor in tensors.items()})
+            save_file({name: tensor.clone() for name, tensor in tensors.items()}, work / TENSORS)
 
     def keep_only(self, steps: Collection[int]) -> None:
         for place in set(self.path.glob("best-*")) - {self.best(step) for step in steps}:
@@ -101,10 +101,6 @@ def on_a_disk(path: Path) -> Iterator[None]:
         if "inline_container" not in str(error):
             raise
         raise UserError(f"{path}: cannot be written, as where a disk is full; {GOES_ON}") from error
-
-
-def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    save_file(dict(tensors), folder / TENSORS)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -39,13 +40,13 @@ from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
 from .stability import RunPosition, check_progress
-from .states import RunFolder, read_state, read_tensors, write_state, write_tensors
+from .states import TENSORS, RunFolder, read_state, read_tensors, write_state
 
 FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before bf16 turns to fp16
 BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the data
 _DROPOUT = 0  # what a step's random numbers are for
 
-CHANGEABLE = ("out", "logging", "checkpointing", "evaluation", "quality", "source")
+CHANGEABLE = ("out", "wandb", "checkpointing", "evaluation", "quality", "source")
 """Parts of a recipe that may change when a run continues: they have no part in its bits."""
 
 
@@ -436,7 +437,7 @@ class Trainer:
                     self.optimizer.state.clear()
             elif processes.main:
                 tensors = {name: p.detach().cpu().contiguous() for name, p in self.stock.named_parameters()}
-                write_tensors(work, tensors)
+                save_file(tensors, work / TENSORS)
                 state["optimizer"] = self.optimizer.state_dict()
             if processes.main:
                 write_state(work, state)

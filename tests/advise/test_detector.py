@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import exhaustive
 
-from bf16_to_fp16.advise.detector import CAUSES, Event, events
+from bf16_to_fp16.advise.detector import Event, events
 
 STORIES = ("calm", "fast", "slow", "divergence", "drift", "nonfinite", "plateau")
 SAMPLES = 1200
@@ -153,8 +153,7 @@ def test_losses_that_are_no_numbers() -> None:
 
 def test_losses_from_the_step_on_to_which_a_run_went_back_are_judged_without_those_that_they_replace() -> None:
     calm, low = noisy(2.0, 161), noisy(1.0, 60)
-    spike, *none = events([*enumerate(calm[:100], 1), (101, 9.0), *enumerate(calm[90:], 91), (152, 2.0)])
-    assert none == [] and (spike.kind, spike.start, spike.end) == ("Spike", 101, 101)
+    assert events([*enumerate(calm[:100], 1), (101, 9.0), *enumerate(calm[90:], 91), (152, 2.0)]) == []
     again = [*enumerate(calm[:100], 1), *enumerate(low, 101), *enumerate(calm[100:], 101)]
     assert events(again) == []
     found = events([*again, (162, 2.5)])
@@ -196,15 +195,3 @@ def test_constant_and_tiny_losses_are_no_trouble() -> None:
     assert [event.kind for event in run([1e-5] * 100 + [1e-4] + [1e-5] * 50)] == ["Spike"]
     assert run([3.0] * 10) == []
     assert run([]) == []
-
-
-def test_the_threshold_is_the_callers() -> None:
-    losses = noisy(2.0, 150)
-    losses[100] = 2.2  # ten deviations of 0.02
-    assert [event.kind for event in run(losses)] == ["Spike"]
-    assert run(losses, z=20.0) == []
-    assert [event.kind for event in run(losses[80:], window=16)] == ["Spike"]
-
-
-def test_every_kind_says_what_causes_it() -> None:
-    assert set(CAUSES) == {"Spike", "Divergence", "Plateau"} and all(len(cause) > 60 for cause in CAUSES.values())

@@ -29,9 +29,8 @@ from support.program import refused
 
 from bf16_to_fp16 import verify
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
+from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe, shipped_names
 from bf16_to_fp16.finetuning.run import finetune, saying_where_it_stopped
-from bf16_to_fp16.finetuning.shipped import names
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.run.texts import texts
@@ -392,13 +391,6 @@ def test_an_interrupt_before_the_first_state_says_that_there_is_none(tmp_path: P
         raise KeyboardInterrupt
 
 
-def test_an_error_in_a_recipe_is_one_line_under_a_launcher(recipe: Path, warm_python: Path, tmp_path: Path) -> None:
-    said = run(command(warm_python, "ddp", 2, recipe, tmp_path / "out", settings=("penalty.headroom=3",)), status=1)
-    wanted = f"error: {recipe}: unknown key penalty.headroom; did you mean penalty.headroom_bits?"
-    assert [line for line in said.splitlines() if "error: " in line] == [wanted]
-    assert not list(tmp_path.iterdir())
-
-
 AS_FSDP = """
 import sys
 from accelerate import Accelerator
@@ -476,7 +468,7 @@ def test_slurm_script_says_what_it_needs(tmp_path: Path) -> None:
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", shipped_names())
 def test_a_recipe_is_printed_and_its_data_ship(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["recipe", name]) == 0
     text = capsys.readouterr().out

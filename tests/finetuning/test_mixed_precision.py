@@ -9,11 +9,9 @@ import torch
 import transformers
 from support.learner import Fix, Make, amp, losses_of, scaled, steps_of, tiny_model
 
-from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.distillation import hidden_error, kl_divergence, task_loss
 from bf16_to_fp16.finetuning.mixed_precision import LossScale, each_norm
 from bf16_to_fp16.finetuning.recipe import Schedule
-from bf16_to_fp16.finetuning.states import RunFolder, read_state, write_state
 from bf16_to_fp16.finetuning.trainer import learning_rate
 
 
@@ -143,19 +141,3 @@ def test_the_gradient_of_both_losses_is_sound_where_they_agree_and_apart() -> No
     logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, 2, -100], [0, -100, -100]])
     wanted = -sum(float(logits[r, c].log_softmax(-1)[labels[r, c]]) for r, c in ((0, 0), (0, 1), (1, 0)))
     assert float(task_loss(logits, labels)) == pytest.approx(wanted, rel=1e-5)
-
-
-def test_states_are_whole_or_not_there_and_the_oldest_go(fix: Fix, tmp_path: Path) -> None:
-    fix("states", KEPT=2)
-    states = RunFolder(tmp_path / "run")
-    assert states.steps() == []
-    for step in (4, 8, 12):
-        with states.writing(states.of(step)) as work:
-            write_state(work, {"step": step})
-    assert states.steps() == [8, 12]
-    (tmp_path / "run" / ".step-00000016.partial").mkdir()  # a crash before the rename
-    assert states.steps() == [8, 12]
-    assert read_state(states.of(12)) == {"step": 12}
-    (states.of(8) / "state.pt").write_bytes(b"no state")
-    with pytest.raises(UserError, match="cannot be read; remove"):
-        read_state(states.of(8))

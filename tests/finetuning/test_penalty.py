@@ -198,7 +198,9 @@ def test_an_inf_pulls_down_and_a_nan_is_counted_and_neither_gives_nan_gradients(
         model(torch.ones((), dtype=dtype))
         total = penalty()
     assert float(total) == 0
-    assert penalty.skipped == 1
+    resumed = ActivationPenalty(model)
+    resumed.load_state_dict(penalty.state_dict())
+    assert penalty.skipped == resumed.skipped == 1
     assert penalty.observations()["model:mul"].amax == math.inf
 
 
@@ -270,11 +272,8 @@ def test_dual_ascent_adds_the_excess_decays_inside_and_stays_above_zero() -> Non
     assert weights == [0.5, 0.75, 0.5, 0.25, 0.0, 0.0, 0.5, 0.5 + 0.25 * 16]  # an inf counts as 16 bits
     # A step's penalty has the weight that the step before left: first none.
     assert totals[:7] == [0.0, 0.5 * 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_a_fixed_weight_stays() -> None:
-    one = One(targets={One.SITE: 4.0}, weight=2.0)
-    assert one.call(16.0, 16.0, 16.0) == [4.0] * 3 and one.seen.weight == 2.0
+    fixed = One(targets={One.SITE: 4.0}, weight=2.0)
+    assert fixed.call(16.0, 16.0, 16.0) == [4.0] * 3 and fixed.seen.weight == 2.0
 
 
 def test_the_worst_site_is_the_one_nearest_its_target() -> None:
@@ -321,17 +320,6 @@ def resumed(stop: int | None) -> tuple[list[float], dict[str, Any]]:
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(stop: int) -> None:
     assert resumed(stop) == resumed(None)
     assert any(resumed(None)[0])
-
-
-def test_a_state_keeps_how_many_outputs_were_nan() -> None:
-    model = Scaled(torch.tensor([1.0, torch.nan], requires_grad=True))
-    penalty, other = (ActivationPenalty(model, targets={"model:mul": 1.0}) for _ in range(2))
-    with penalty:
-        for _ in range(3):
-            model(torch.ones(()))
-            penalty()
-    other.load_state_dict(penalty.state_dict())
-    assert other.skipped == penalty.skipped == 3
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")

@@ -345,7 +345,7 @@ def test_a_run_of_another_recipe_is_not_continued_but_one_that_has_ended_takes_m
     for other in ({"steps": 2, "learning_rate": 0.1}, {"steps": 3, "learning_rate": 0.1}, {"steps": 1}):
         with pytest.raises(UserError, match="holds a run with another schedule; restore the recipe"):
             run(schedule=other)
-    assert run(schedule={"steps": 2}, logging={"wandb": {"mode": "off"}}, checkpointing={"every": 7}) == 2
+    assert run(schedule={"steps": 2}, wandb="off", checkpointing={"every": 7}) == 2
     assert run(schedule={"steps": 3}, checkpointing={"every": 1}) == 3
     assert 3 in losses_of(tmp_path / "run")
 
@@ -470,7 +470,7 @@ def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cu
 
 def test_a_wandb_run_is_written_offline_with_every_step(make: Make, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    trainer = make(logging={"wandb": {"mode": "offline"}})
+    trainer = make(wandb="offline")
     trainer.train()
     trainer.processes.accelerator.end_training()
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
