@@ -263,7 +263,7 @@ def run_regimes(
     every: list[EveryOutput] = []
     plain = add_outputs(walk, fp32, torch.float32, every)
     walk.run(advance)
-    if "half" in ran and any(site.nonfinite or site.saturated for n in attention for site in seen["half", n].sites()):
+    if "half" in ran and any(seen["half", name].broke() for name in attention):
         # What half has shown to fit is no reason any more to run the others on less.
         rest = Walk(checkpoint, device)
         for (_, name), shown in seen.items():
@@ -373,6 +373,9 @@ class _Seen:
 
     def results(self) -> list[_Ran]:
         return results_of(self.lanes)
+
+    def broke(self) -> bool:
+        return any(site.nonfinite or site.saturated for shown in self.results() for site in shown.sites)
 
     def sites(self) -> list[Site]:
         return sites_of_all(shown.sites for shown in self.results())

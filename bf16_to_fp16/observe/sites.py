@@ -37,9 +37,10 @@ class Site:
     pending_nonfinite: int = 0
     pending_saturated: int = 0
 
-    def take(self, later: Site) -> None:
+    def take(self, later: Site, after: int) -> None:
+        """Add what a run saw that began ``after`` so many outputs."""
         if later.nonfinite and not self.nonfinite:
-            self.order = later.order
+            self.order = later.order + after
         self.amax = max(self.amax, later.amax)
         self.calls += later.calls
         self.nonfinite += later.nonfinite
@@ -61,11 +62,13 @@ def sites_of_all(runs: Iterable[Iterable[Site]]) -> list[Site]:
     """Return the sites of runs by copies of one model, merged in the order of the runs as one observer would."""
     sites: dict[tuple[str, torch.dtype], Site] = {}
     for number, run in enumerate(runs):
+        after = number * _OUTPUTS_OF_A_RUN
         for site in run:
-            later = replace(site, order=site.order + number * _OUTPUTS_OF_A_RUN)
-            before = sites.setdefault((site.name, site.dtype), later)
-            if before is not later:
-                before.take(later)
+            key = site.name, site.dtype
+            if key in sites:
+                sites[key].take(site, after)
+            else:
+                sites[key] = replace(site, order=site.order + after)
     return list(sites.values())
 
 

@@ -46,20 +46,21 @@ class _Model:
         self.module = structure(checkpoint, dtype, half=half)
         self.names = _onto(self.module, device, checkpoint.tensors)
         self.places = dict(_places("", self.module))
+        self.stored = {path: self._stored(place) for path, place in self.places.items()}
+        self.placeholders = {parameter: parameter.data for parameter in self.names}
+        self.shared: dict[int, Any] = {id(each): each for each in (*self.module.parameters(), *self.module.buffers())}
+        # Every module has a dozen empty collections, for hooks and the like, that deepcopy would take to pieces.
+        attributes = [value for module in self.module.modules() for value in vars(module).values()]
+        self.empty = {id(value): type(value) for value in attributes if type(value) in _COLLECTIONS and not value}
 
     def copy(self, attention: str) -> Any:
-        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
-        # Every module has a dozen empty collections, for hooks and the like, that deepcopy would take to pieces.
-        for module in self.module.modules():
-            shared |= {id(x): type(x)() for x in vars(module).values() if type(x) in _COLLECTIONS and not x}
-        model = copy.deepcopy(self.module, shared)
+        copied = {key: kind() for key, kind in self.empty.items()}
+        model = copy.deepcopy(self.module, self.shared | copied)
         set_attention(model, attention)
         return model
 
-    def stored(self, place: str) -> Iterable[tuple[str, nn.Parameter]]:
-        for parameter in self.module.get_submodule(place).parameters():
-            if parameter in self.names:
-                yield self.names[parameter], parameter
+    def _stored(self, place: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        return [(self.names[each], each) for each in place.parameters() if each in self.names]
 
 
 def _onto(model: nn.Module, device: torch.device, stored: Collection[str]) -> dict[nn.Parameter, str]:
@@ -218,14 +219,14 @@ class Walk:
     def _together(place: str, lanes: Iterable[Lane[Any]]) -> list[list[_Model]]:
         """Return the models of lanes that wait at a place, grouped by whose weights are in memory together."""
         models = list(dict.fromkeys(lane.weights for lane in lanes))
-        small = sum(p.numel() * p.element_size() for each in models for _, p in each.stored(place)) <= _TOGETHER
+        small = sum(p.numel() * p.element_size() for each in models for _, p in each.stored[place]) <= _TOGETHER
         return [models] if small else [[each] for each in models]
 
     def _load(
         self, weights: _Model, place: str, change: Change | None, plain: dict[str, Tensor], widened: Widened
     ) -> None:
         """Give a place its weights; plain: the unchanged ones, once they have been read."""
-        for name, parameter in weights.stored(place):
+        for name, parameter in weights.stored[place]:
             if name not in plain:
                 if name not in self._read:
                     self._read[name] = self.checkpoint.read(name)
@@ -236,8 +237,8 @@ class Walk:
         torch.clear_autocast_cache()  # of the same parameters under another change
 
     def _drop(self, weights: _Model, place: str) -> None:
-        for _, parameter in weights.stored(place):
-            parameter.data = _placeholder(parameter, self.device)
+        for _, parameter in weights.stored[place]:
+            parameter.data = weights.placeholders[parameter]
         torch.clear_autocast_cache()
 
     def _resume(self, lanes: Sequence[Lane[Any]]) -> None:

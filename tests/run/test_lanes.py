@@ -161,7 +161,7 @@ def test_a_walk_holds_the_weights_of_one_place_through_a_generation_too(
     def watched(walk: Walk, weights: Any, place: str, *more: Any) -> Any:
         assert [name for name, storage in held if not storage.expired()] == [] and not walk._read
         altered = load_place(walk, weights, place, *more)
-        held.extend((name, StorageWeakRef(p.untyped_storage())) for name, p in weights.stored(place))
+        held.extend((name, StorageWeakRef(p.untyped_storage())) for name, p in weights.stored[place])
         return altered
 
     monkeypatch.setattr(Walk, "_load", watched)

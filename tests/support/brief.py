@@ -27,13 +27,14 @@ def draw_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def probe_briefly(patch: pytest.MonkeyPatch) -> None:
-    """Let the probe have one batch of each kind, and none that is only longer."""
+    """Let the probe have one batch of each kind, none that is only longer, and a generation one step with a cache."""
 
     def brief(*given: Any, **options: Any) -> list[Any]:
         first = {each.kind: each for each in reversed(WHOLE_PROBE(*given, **options))}
         return [each for kind, each in reversed(first.items()) if kind not in LEFT_OUT]
 
     patch.setattr(probe, "_probe", brief)
+    patch.setattr(batch, "GENERATED_TOKENS", 2)
 
 
 def evaluate_briefly(patch: pytest.MonkeyPatch) -> None:
