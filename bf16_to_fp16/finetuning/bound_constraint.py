@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from ..families.layout import Layout
 from ..families.resolve import effective
 from ..families.types import Attention, outputs_of
 from ..numerics import FP16_MAX
-from .penalty import Observation
 from .whole_weights import WholeWeights
 
 MARGIN_BITS = 0.125
@@ -66,7 +64,8 @@ class BoundConstraint:
             for sublayer in stack.sublayers
             for site in (*outputs_of(sublayer), sublayer.add)
         }
-        self._last: dict[str, Observation] = {}
+        self.headroom: float | None = None
+        """Bits that the worst of its bounds keeps under fp16's limit, None before a first step."""
 
     def begin(self, step: int) -> None:
         self.bounds.stream = any(
@@ -77,14 +76,11 @@ class BoundConstraint:
 
     def lid(self, step: int, steps: int) -> float:
         """Return by how many bits bounds may pass the target after a step, the first being 1, of so many."""
-        if self.first is None:
-            return math.inf
+        assert self.first is not None
         down = max(1.0, COMES_DOWN * (steps - self.first))
         return self.start * max(0.0, 1 - (step - self.first) / down)
 
     def hold(self, step: int, steps: int) -> None:
-        if self.first is None:
-            return
         lid = self.lowest = min(self.lowest, self.lid(step, steps))
         for number in range(PASSES + SCALINGS + 1):
             excess = self.excess(again=number > 0)
@@ -95,10 +91,8 @@ class BoundConstraint:
             for site, bits in over.items():
                 if float(bits.max()) > 0:
                     self.project(site, bits, scaled=number >= PASSES)
-        self._last = {
-            site: Observation(self.target * 2.0 ** float(bits.max()), self.target, float(bits.max()), 0.0)
-            for site, bits in excess.items()
-        }
+        if excess:
+            self.headroom = MARGIN_BITS - max(float(bits.max()) for bits in excess.values())
 
     def excess(self, *, again: bool = False) -> dict[str, Tensor]:
         """Return by how many bits every bound passes the target; again: of weights only projected since."""
@@ -151,9 +145,6 @@ class BoundConstraint:
                 kept[site] = torch.where(mine, over[site], 0.0)
         return kept
 
-    def observations(self) -> dict[str, Observation]:
-        return dict(self._last)
-
     def over(self) -> list[Bound]:
         return [site for site in self.certificate().sites if site.name in self._owners and not site.holds]
 
@@ -167,13 +158,11 @@ class BoundConstraint:
             "start": self.start,
             "lowest": self.lowest,
             "stream": self.bounds.stream,
-            "observations": {site: asdict(seen) for site, seen in self._last.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.first, self.start, self.bounds.stream = state["first"], float(state["start"]), bool(state["stream"])
         self.lowest = float(state["lowest"])
-        self._last = {site: Observation(**seen) for site, seen in state["observations"].items()}
 
 
 def groups_of(layout: Layout) -> dict[str, str]:

@@ -116,7 +116,7 @@ class MixedPrecision:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        return {"precision": self.precision, "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale)}
+        return {"loss_scale": None if self.loss_scale is None else asdict(self.loss_scale)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.loss_scale is not None:

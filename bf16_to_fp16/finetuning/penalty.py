@@ -65,8 +65,8 @@ class ActivationPenalty:
     wanted, by the audit's site names; by default fp16's limit times 2**-headroom_bits at every site that can grow.
     dual_step: growth of a site's weight per step and bit of excess; weight: a fixed weight of every site instead, of
     which 0 only observes. accumulation: calls that make one optimizer step; the loop divides the loss by it.
-    process_group: ranks that agree on the largest values, by default the default group. train_mode: hold what enters
-    ``gelu_new`` to 147.8, beyond which its backward overflows.
+    train_mode: hold what enters ``gelu_new`` to 147.8, beyond which its backward overflows. All ranks of torch's
+    default group agree on the largest values.
 
     docs/finetuning.md has what is left out by default, ranks, and values that are not finite. Raises ``UserError`` for
     unusable arguments, fused attention whose scores cannot be seen, compiled models and reentrant checkpointing.
@@ -81,7 +81,6 @@ class ActivationPenalty:
         dual_step: float = 0.05,
         weight: float | None = None,
         accumulation: int = 1,
-        process_group: Any = None,
         train_mode: bool = False,
     ) -> None:
         # So many parameters because two lines are to adopt the penalty: a record of them would be a third.
@@ -102,7 +101,6 @@ class ActivationPenalty:
         self.dual_step = dual_step
         self.weight = weight
         self.accumulation = accumulation
-        self.process_group = process_group
         self.train_mode = train_mode
         self.watches = True
         """Whether forwards are looked at; not those that only keep ranks in step."""
@@ -136,7 +134,7 @@ class ActivationPenalty:
         self._modules = dict(paths(self.model))
         distributed = torch.distributed
         joined = distributed.is_available() and distributed.is_initialized()
-        self._world = distributed.get_world_size(self.process_group) if joined else 1
+        self._world = distributed.get_world_size() if joined else 1
         self._tap.__enter__()
         self._attached = True
         return self
@@ -356,7 +354,7 @@ class ActivationPenalty:
             bits = torch.stack([peak.to(peaks[0].device) for peak in peaks]).tolist() if peaks else []
             mine |= {site: (mine[site][0], peak) for site, peak in zip(self._terms, bits, strict=True)}
             every = [{}] * self._world
-            torch.distributed.all_gather_object(every, mine, group=self.process_group)
+            torch.distributed.all_gather_object(every, mine)
         self._order = list(dict.fromkeys(chain(self._order, *every)))
         together: dict[str, tuple[float, float]] = {}
         for reached in every:

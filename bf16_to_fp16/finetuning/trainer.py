@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import UserError
 from ..families.layout import Layout
 from ..families.resolve import resolve
-from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors
 from ..run.batch import Batch, values_of
@@ -129,7 +128,6 @@ class Trainer:
             headroom_bits=wanted.trained_bits,
             train_mode=self.recipe.target == "train",
             accumulation=calls,
-            process_group=torch.distributed.group.WORLD if self.processes.world > 1 else None,
         )
 
     def _mixed_precision(self, phase: int) -> MixedPrecision:
@@ -197,23 +195,16 @@ class Trainer:
             "precision": self.precisions[p.phase],
             "tokens": p.tokens,
         }
-        taken = norm < math.inf
-        if not taken:
+        if not norm < math.inf:
             # Rows of data, not text: enough to find the batch again.
             rows = [list(example) for batch in batches for example in batch.examples]
             p.skipped.append({"step": p.step, "loss_scale": loss_scale, "examples": rows})
+            shown["skipped_examples"] = rows
+        if self.constraint is not None and self.constraint.headroom is not None:
+            shown["bound_bits"] = self.constraint.headroom
         if self.log is not None:
-            self.log.write(p.step, shown | self._logged(taken))
+            self.log.write(p.step, shown | {"skipped": len(p.skipped)} | self._worst())
         return loss_scale
-
-    def _logged(self, taken: bool) -> dict[str, Any]:
-        skipped = self.position.skipped
-        logged: dict[str, Any] = {"skipped": len(skipped)} | self._worst()
-        if not taken:
-            logged["skipped_examples"] = skipped[-1]["examples"]
-        if self.constraint is not None and (bounds := self.constraint.observations()):
-            logged["bound_bits"] = min(math.log2(FP16_MAX / o.amax) for o in bounds.values())
-        return logged
 
     def _worst(self) -> dict[str, Any]:
         if self.penalty is None or not self.penalty.observations():
@@ -293,16 +284,12 @@ class Trainer:
         out = self.model(**distillation.arguments(self.stock, batch, self.device))
         task = kl = torch.zeros((), device=self.device)
         with torch.autocast(self.device.type, enabled=False):
-            if batch.labels is None:
-                if self.teacher is None:
-                    raise UserError("a model that predicts no tokens has no task here; leave distillation on")
-                loss = kl = self.teacher.divergence(out, batch)
-            else:
-                values, mask = out.logits, distillation.counted_positions(batch).to(self.device)
-                learnt = values if mix.weight < 1 else values.detach()  # then it is only shown
+            if self.teacher is not None and (mix.weight > 0 or batch.labels is None):
+                kl = self.teacher.divergence(out, batch)
+            loss = kl
+            if batch.labels is not None:
+                learnt = out.logits if mix.weight < 1 else out.logits.detach()  # then it is only shown
                 task = distillation.task_loss(learnt, batch.labels.to(self.device))
-                if mix.weight > 0 and self.teacher is not None:
-                    kl = distillation.kl_divergence(values[mask], self.teacher.outputs(batch)).sum()
                 loss = kl if mix.weight == 1 else task * (1 - mix.weight) + kl * mix.weight
         return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 

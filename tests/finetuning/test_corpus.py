@@ -220,18 +220,6 @@ def test_a_stream_continues_bit_for_bit_from_any_step(opened: Open) -> None:
         assert all(same(a, b) for a, b in zip(taken(again, 18 - 2 * k), batches[2 * k :], strict=True))
 
 
-def test_a_checkpoint_of_two_processes_continues_on_one(opened: Open) -> None:
-    two = opened(batch_size=2, gradient_accumulation=2)
-    streams = [two.training_batches(rank, 2) for rank in range(2)]
-    for training_batches in streams:
-        taken(training_batches, 15)
-    one = opened(batch_size=4).training_batches()
-    one.load_state_dict(streams[0].state_dict())
-    assert sorted(next(one).examples) == sorted(
-        sum((next(training_batches).examples for training_batches in streams), ())
-    )
-
-
 def test_a_checkpoint_of_other_data_is_refused(opened: Open, text_file: Path, tmp_path: Path) -> None:
     state = opened(batch_size=2).training_batches().state_dict()
     fewer = tmp_path / "fewer.txt"

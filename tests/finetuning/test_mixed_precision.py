@@ -103,13 +103,6 @@ def test_the_first_loss_scale_is_found_without_losing_a_step(make: Make, tmp_pat
     assert right[-1]["loss_scale"] == 1024.0
 
 
-def test_where_no_loss_scale_helps_the_first_steps_are_skipped_as_any_other(make: Make) -> None:
-    trainer = make(schedule={"steps": 3})
-    trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
-    skipped = trainer.train().skipped
-    assert [(row["step"], row["loss_scale"]) for row in skipped] == [(1, 2.0**15), (2, 2.0**14), (3, 2.0**13)]
-
-
 @pytest.mark.parametrize("clip_norm", [1e9, 0.02])
 def test_a_relative_learning_rate_goes_with_each_tensor(make: Make, fix: Fix, tmp_path: Path, clip_norm: float) -> None:
     """Multiplying a weight by a power of two multiplies its steps by the same, clipping and epsilon included."""

@@ -1,6 +1,5 @@
 """The loop of a finetune: precision, losses, states, and what it does when something goes wrong."""
 
-import json
 import math
 import resource
 import time
@@ -242,33 +241,6 @@ def test_the_loss_scale_rises_and_the_oldest_states_go(make: Make, fix: Fix, tmp
     trainer.train()
     assert [row["loss_scale"] for row in steps_of(run)] == [64.0, 64.0, 128.0, 128.0, 128.0, 256.0, 256.0]
     assert RunFolder(run).steps() == [6, 7]
-
-
-def test_accumulated_passes_make_the_step_of_one_large_batch(make: Make, fix: Fix, tmp_path: Path) -> None:
-    """But for the penalty, which each call has for itself."""
-    # Else a gradient's last bit decides about the sign of what Adam does to a weight that has none.
-    fix("optimizers", EPSILON=0.1)
-    rows = [{"input": f"{i:03d} quick brown foxes", "target": f"{7 * i % 120:03d} jumps"} for i in range(120)]
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    runs = []
-    for size, passes in ((8, 1), (2, 4), (1, 8)):
-        trainer = make(
-            f"{size}.run",
-            model=tiny_model(dropout=0.0),
-            precision="fp32",
-            schedule={"steps": 3},
-            data={"path": str(pairs), "batch_size": size, "gradient_accumulation": passes},
-            penalty={"form": "none"},
-        )
-        trainer.train()
-        runs.append((steps_of(tmp_path / f"{size}.run"), trainer.weights()))
-    (steps, weights), *others = runs
-    for other_steps, other_weights in others:
-        for key in ("loss", "gradient_norm"):
-            assert [row[key] for row in other_steps] == pytest.approx([row[key] for row in steps], rel=1e-5), key
-        for name, tensor in weights.items():
-            assert torch.allclose(tensor, other_weights[name], atol=1e-6), name
 
 
 @pytest.mark.parametrize(
