@@ -188,7 +188,6 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
         "convert whole OUT --adapter of_other": "peft_type is 'PREFIX_TUNING'",
         "undo whole OUT --adapter back": "is for the original checkpoint already",
         "convert whole OUT --adapter there": "is for the converted checkpoint already",
-        "certify source --adapter of_other": "peft_type is 'PREFIX_TUNING'",
         "undo whole OUT": "whole: no config.json",
         "verify lone.safetensors": "convert --layout did not write it",
         "undo lone.safetensors OUT": "convert --layout did not write it",

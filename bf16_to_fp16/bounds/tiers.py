@@ -48,13 +48,11 @@ def bounded(
     whose: str = "",
     spectra: Spectra | None = None,
     *,
-    weights: TensorReader | None = None,
     tiers: bool = True,
 ) -> tuple[Certificate, dict[str, bool]]:
     """Return the certificate of a checkpoint's weights in fp16, and by tier whether its own holds. whose: ends the
-    step's name. weights: other values than the checkpoint's. So many parameters, since all commands that bound
-    something share it."""
-    weights = weights or fp16_weights(checkpoint, layout)
+    step's name. So many parameters, since all commands that bound something share it."""
+    weights = fp16_weights(checkpoint, layout)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
     with products_on(device, "certificate"):
         with progress.step(f"Bounding every site{whose} {WHERE[target]}") as advance:

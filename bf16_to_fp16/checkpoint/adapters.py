@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import UserError
 from .files import read_json
-from .recorded import REPORT, recorded
+from .recorded import recorded
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 NOTE = "fp16_adapter.json"  # what a converted adapter's folder says of itself; PEFT does not look at it
@@ -21,18 +21,16 @@ OTHER_FORMS = (
 )
 """Config keys with which an adapter adds something else than B·A on a named weight."""
 
-
-MERGED, CARRIED = ("LORA",), ("LORA", "IA3", "PROMPT_TUNING")
-"""Kinds of adapters that a merge is bounded with, and that a plan takes to the other checkpoint."""
+KINDS = ("LORA", "IA3", "PROMPT_TUNING")  # that a plan takes to the other checkpoint
 
 
-def adapter_config(folder: Path, kinds: tuple[str, ...] = MERGED) -> dict[str, Any]:
+def adapter_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder}: no {CONFIG}; give the folder of an adapter, as PEFT's save_pretrained writes it")
     config = read_json(folder / CONFIG, "config")
     kind = config.get("peft_type")
-    if kind not in kinds:
-        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only {' and '.join(kinds)} can be taken over")
+    if kind not in KINDS:
+        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only {' and '.join(KINDS)} can be taken over")
     used = [key for key in OTHER_FORMS if config.get(key)]
     if used:
         raise UserError(f"{folder / CONFIG}: with {used[0]} what it adds is not B·A on a weight; train plain LoRA")
@@ -52,7 +50,7 @@ def adapter_config(folder: Path, kinds: tuple[str, ...] = MERGED) -> dict[str, A
 
 def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
     """Return the config of an adapter to be taken to a converted folder, or ``back`` from it."""
-    origin, config = recorded(base)["source"], adapter_config(adapter, CARRIED)
+    origin, config = recorded(base)["source"], adapter_config(adapter)
     side, name = "original" if back else "converted", config.get("base_model_name_or_path")
     there = same_place(name, origin.get("path")) if back else same_place(name, base)
     if (adapter / NOTE).is_file():
@@ -60,17 +58,6 @@ def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
     if there:
         other = "bf16-to-fp16 convert" if back else "bf16-to-fp16 undo"
         raise UserError(f"{adapter}: is for the {side} checkpoint already; {other} takes it the other way")
-    return config
-
-
-def config_of(adapter: Path, folder: Path) -> dict[str, Any]:
-    if (folder / REPORT).is_file():
-        return config_for(adapter, folder, back=True)
-    config = adapter_config(adapter)
-    if (adapter / NOTE).is_file() and read_json(adapter / NOTE, "note").get("for") == "converted":
-        raise UserError(
-            f"{adapter}: is for a converted checkpoint; certify that one, or bring the adapter back by undo"
-        )
     return config
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checkpoint.adapters import config_of
 from ..checkpoint.contents import check_lone
 from ..checkpoint.places import CONVERTED, local_source
 from ..conversion.options import check_data
@@ -98,19 +97,12 @@ def audit_command(
     help=" ".join(f"{target.name}: every value {target.where}." for target in RECORDS),
 )
 @shared.max_length
-@click.option(
-    "--adapter",
-    type=shared.FOLDER,
-    metavar="DIR",
-    help="Bound SOURCE merged with this LoRA adapter, which is for SOURCE: what runs when it is merged, not beside it.",
-)
 @shared.subfolder
 @shared.config
 @shared.device
 @shared.json_file
 def certify_command(
     source: str,
-    adapter: Path | None,
     subfolder: str | None,
     config: Path | None,
     json_file: str | None,
@@ -118,19 +110,15 @@ def certify_command(
 ) -> int:
     """Bound every value in SOURCE for any input, from the weights alone."""
     shared.check_given(source, None, config, subfolder, check=partial(provable, config))
-    if adapter is not None and (folder := local_source(source)) is not None:
-        config_of(adapter, folder / (subfolder or ""))
     from ..commands.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = certify(
-        source, adapter=adapter, subfolder=subfolder, config=config, progress=shared.make_progress(), **options
-    )
+    result = certify(source, subfolder=subfolder, config=config, progress=shared.make_progress(), **options)
     shared.write_result(json_file, result)
     if json_file != "-":
         report = read(Report, result)
-        terminal.print_certificate(report, report.next if adapter else exact_next(report, source, subfolder))
+        terminal.print_certificate(report, exact_next(report, source, subfolder))
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 

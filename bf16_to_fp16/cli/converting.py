@@ -136,6 +136,12 @@ def convert_command(
     return SAFE if dry_run or result.safe else UNSAFE
 
 
+UNCOVERED = (
+    "no certificate covers an adapter: merge it by PEFT's merge_and_unload(), save that, and give it to bf16-to-fp16"
+    " certify"
+)
+
+
 def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, json_file: str | None) -> int:
     context = click.get_current_context()
     for name, flag in shared.given_options(context):
@@ -158,8 +164,7 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
         for note in result.notes:
             show(note)
         if context.command.name == "convert":
-            merged = f"bf16-to-fp16 certify {base} --adapter {result.out}"
-            show(f"no certificate covers an adapter; bound the weights that it makes when it is merged with: {merged}")
+            show(UNCOVERED)
     return SAFE
 
 

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ..checkpoint.adapters import CONFIG, NOTE, TENSORS, config_for
 from ..checkpoint.folder import carry_over, records
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.staging import check_out, staged
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..families.layout import Layout
 from ..families.resolve import head_scale, resolve
 from ..json_text import write_json
@@ -24,7 +26,6 @@ from ..report.stored import read_origin, read_plan
 from ..rescaling.adapters import Scaled, scaled_adapter
 from ..rescaling.edits import edits_of
 from ..rescaling.plan import Plan, inverse
-from ..run.merging import read_tensors
 from .undo import config_before
 
 
@@ -79,7 +80,7 @@ def convert_adapter(
 
     base: a folder that ``convert`` wrote. back: from ``base`` to its source. With exact plans both compute the same
     function. Raises UserError for another kind of adapter, a pickle, an adapter already on that side, or a tensor that
-    cannot follow; ``out`` then does not exist. ``certify(base, adapter=…)`` bounds the merged weights.
+    cannot follow; ``out`` then does not exist. No certificate covers it: merge it into the source and convert that.
     """
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
@@ -119,6 +120,16 @@ def rescale_adapter(
         note = {"for": "original" if back else "converted", "base": config["base_model_name_or_path"]}
         write_json(work / NOTE, note | {"output": {"files": records(work, {NOTE})}})
     return rescaled
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    try:
+        tensors = load_file(folder / TENSORS)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder / TENSORS}: cannot be read ({first_line(error)}); save the adapter again") from error
+    if not tensors:
+        raise UserError(f"{folder / TENSORS}: holds no tensor; save the adapter again")
+    return tensors
 
 
 def check_tying(adapter: Path, config: Mapping[str, Any], plan: Plan) -> None:

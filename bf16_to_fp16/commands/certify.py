@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
-from ..bounds.certificate import fp16_weights
 from ..bounds.tiers import bounded
 from ..checkpoint.contents import is_converted
-from ..checkpoint.places import own_name, shown_in_a_command
+from ..checkpoint.places import shown_in_a_command
 from ..conversion.opening import classified, opened_with_notes
 from ..devices import Device
 from ..environment import SCHEMA
@@ -20,14 +19,10 @@ from ..report.remedies import going_on_from, over_limits
 from ..report.schema import CertificateEntry, Environment, Report, Source, recorded_target
 from ..report.tiers import judged_tiers
 from ..results import dump
-from ..run.merging import merged_weights
 from ..targets import WHERE
 
 if TYPE_CHECKING:
     import torch
-
-MERGE = "merge the adapter with PEFT's merge_and_unload(), save that, and convert it"
-"""What comes next where the merged weights have no certificate."""
 
 
 @quiet()
@@ -39,7 +34,6 @@ def certify(
     subfolder: str | None = None,
     device: str | torch.device = "auto",
     config: str | Path | None = None,
-    adapter: str | Path | None = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Bound every site of ``source`` (folder, file of weights or Hub id) for every input, from its weights rounded to
@@ -48,32 +42,25 @@ def certify(
     Nothing is run: stock code builds the model on the meta device, to show that it is the one bounded. max_length:
     positions for which it holds. target: ``half``, ``norm-safe`` (norms square the stream in fp16), ``fp16-accumulate``
     (every sum in fp16) or ``train`` (dropout and the cube's derivative). device: of large products. config: the
-    config.json of one file of weights, else inferred. adapter: a LoRA adapter for ``source``, whose merged weights are
-    bounded. Raises UserError for what cannot be used.
+    config.json of one file of weights, else inferred. Raises UserError for what cannot be used.
     """
     progress = shown_by(progress)
     arithmetic = Arithmetic(max_length)  # which refuses what is no number of positions
     on = Device(device, progress)
     checkpoint = opened_with_notes(source, subfolder, config, progress)
     layout = classified(checkpoint, progress, max_length)
-    weights = None
-    if adapter is not None:
-        weights = merged_weights(Path(adapter), checkpoint.folder, layout, fp16_weights(checkpoint, layout))
-        progress.say(f"{checkpoint.name} is bounded as it is when {own_name(adapter)} is merged into it")
-    certificate, tiers = bounded(checkpoint, layout, target, arithmetic, on, progress, weights=weights)
+    certificate, tiers = bounded(checkpoint, layout, target, arithmetic, on, progress)
     if (made_for := recorded_target(checkpoint.folder)) in WHERE and made_for != target:
         progress.say(f"{checkpoint.name} was converted for use {WHERE[made_for]}; --target {made_for} bounds it there")
     described, converted = CertificateEntry.model_validate(certificate.to_json()), is_converted(checkpoint.folder)
-    then = going_on_from(shown_in_a_command(source), {}, converted, subfolder, target) if adapter is None else MERGE
+    then = going_on_from(shown_in_a_command(source), {}, converted, subfolder, target)
     unproven = over_limits(described, converted=converted)
     report = Report(
         schema=SCHEMA,
         verdict="safe" if certificate.holds else "unsafe",
         proof="certified" if certificate.holds else "observed",
         family=layout.family.name,
-        source=Source.of(checkpoint).model_copy(
-            update={"adapter": None if adapter is None else own_name(adapter), "dropped": layout.outside}
-        ),
+        source=Source.of(checkpoint).model_copy(update={"dropped": layout.outside}),
         target=target,
         padding=padding_entry(layout.config),
         tiers=judged_tiers(tiers),

@@ -21,7 +21,7 @@ from torch import nn
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.certificate import bound, is_certified
 from ..bounds.spectral import Spectra
-from ..checkpoint.adapters import CARRIED, adapter_config
+from ..checkpoint.adapters import adapter_config
 from ..checkpoint.contents import read_config
 from ..checkpoint.recorded import CONVERTED_KEY, REPORT
 from ..checkpoint.staging import check_out
@@ -183,7 +183,7 @@ class MadeSafe:
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / ("" if adapters == ["default"] else adapters[0])  # as PEFT places it
             model.save_pretrained(folder)
-            config = adapter_config(saved, CARRIED) | {"base_model_name_or_path": self.original}
+            config = adapter_config(saved) | {"base_model_name_or_path": self.original}
             check_tying(saved, config, self.plan)
             gain = 1 / self.head_gain
             rescale_adapter(saved, out, self.layout, inverse(self.plan), gain, config, back=True, force=force)

@@ -42,14 +42,13 @@ class Source(ReportObject):
     tensors, in safetensors' spelling; ``dtypes``: of the others. ``made``: tensors that the conversion made.
     ``dropped``: those left out, with the reason. ``config_changes``: keys of config.json, values before and after; a
     dot leads into a config inside. ``carried_over``, ``left_out``: files besides weights. Of a finetune, path, revision
-    and hashes are the original's. ``adapter``: the LoRA adapter that ``certify`` merged. ``card``: licence, languages,
+    and hashes are the original's. ``card``: licence, languages,
     tags and task of the source's card. ``replaced``: key biases and tables of position biases that the conversion wrote
     anew."""
 
     path: str | None = None
     subfolder: str | None = None
     revision: str | None = None
-    adapter: str | None = None
     sha256: dict[str, str] = {}
     other_sha256: dict[str, str] = {}
     dtype: str | None = None

@@ -14,14 +14,82 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..checkpoint.naming import in_modules
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
-from ..run.merging import Part, check_shape, part_of, target_of, tensors_by_module
 from .exponents import axis_exponents, check_plan_fits, correction_of, exponents_of
 from .plan import Plan
 
 UNMOVED, PROMPT = ".ia3_l", "prompt_embeddings"
 """IA3's factors of channels, which no power of two there changes, and rows that stand in the place of embeddings."""
+
+
+PREFIX = "base_model.model."  # what PEFT puts before the name of every module
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an adapter's tensor is to the checkpoint's: the axis there of each of its own axes, None for the rank.
+    ``made``: it makes the output, so a factor on the tensor scales it too. ``magnitude``: the length of a row or of an
+    embedding's column."""
+
+    suffix: str
+    axes: tuple[int | None, ...]
+    made: bool = True
+    magnitude: bool = False
+
+
+PARTS = (
+    Part(".lora_A.weight", (None, 1), made=False),
+    Part(".lora_B.weight", (0, None)),
+    Part(".lora_B.bias", (0,)),
+    Part(".lora_embedding_A", (None, 0), made=False),
+    Part(".lora_embedding_B", (1, None)),
+    Part(".lora_magnitude_vector", (0,), magnitude=True),
+    Part(".lora_magnitude_vector.weight", (0,), magnitude=True),
+    Part(".token_adapter.trainable_tokens_delta", (None, 1)),
+    Part(".base_layer.weight", (0, 1)),
+    Part(".base_layer.bias", (0,)),
+)
+"""The parts of a LoRA adapter by the end of their names; any other name is that of a whole tensor."""
+
+
+def part_of(name: str) -> tuple[str, Part | None]:
+    """Return the checkpoint's tensor name, and which part an adapter's tensor is; None for the tensor itself."""
+    plain = name.removeprefix(PREFIX)
+    for part in PARTS:
+        if plain.endswith(part.suffix):
+            kind = "bias" if part.suffix == ".base_layer.bias" else "weight"
+            return f"{plain.removesuffix(part.suffix)}.{kind}", part
+    return plain, None
+
+
+def check_shape(name: str, values: Tensor, tensor: ResolvedTensor, part: Part) -> None:
+    wanted = [None if axis is None else tensor.shape[axis] for axis in part.axes]
+    fits = values.dim() == len(wanted) and all(
+        size is None or size == length for size, length in zip(wanted, values.shape, strict=True)
+    )
+    if not fits or not values.is_floating_point():
+        raise UserError(
+            f"{name} has shape {list(values.shape)} ({values.dtype}), which does not go on {tensor.name} of"
+            f" {list(tensor.shape)}; give an adapter of this very checkpoint"
+        )
+
+
+def tensors_by_module(layout: Layout) -> dict[str, ResolvedTensor]:
+    embedding = layout.tensors[layout.family.embedding]
+    shared = (*layout.family.copies, *([layout.family.head] if layout.tied else []))
+    return dict.fromkeys(shared, embedding) | dict(layout.tensors)
+
+
+def target_of(name: str, target: str, layout: Layout, named: Mapping[str, ResolvedTensor]) -> str:
+    """Return the layout's name of an adapter's ``target``, which older transformers call as files do."""
+    known = in_modules(target, named)
+    if known not in named:
+        raise UserError(
+            f"{name}: this {layout.family.title} has no tensor {target}; give an adapter of this very checkpoint"
+        )
+    return known
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,15 @@ from support import exhaustive, tiny
 from support.contract import outputs, random_plan
 from support.folders import rewritten
 
-from bf16_to_fp16 import UserError, certify, cli, convert, convert_adapter, make_fp16_safe
-from bf16_to_fp16.bounds.certificate import fp16_weights
+from bf16_to_fp16 import UserError, cli, convert, convert_adapter, make_fp16_safe
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.adapter import CONFIG, NOTE, TENSORS
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind
-from bf16_to_fp16.report.stored import read_origin
 from bf16_to_fp16.rescaling.adapters import scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.merging import merged_weights, scaling_of
 from bf16_to_fp16.run.stock import load
 
 PREFIX = "base_model.model."
@@ -317,7 +314,7 @@ def test_the_commands_take_an_adapter_there_and_back_and_say_what_is_not_covered
     capsys.readouterr()
     assert cli.main(["convert", str(out), taken, "--adapter", str(tmp_path / "adapter")]) == 0
     said = capsys.readouterr().out
-    assert "no certificate covers an adapter" in said and f"certify {out} --adapter {taken}" in said
+    assert "no certificate covers an adapter" in said and "bf16-to-fp16 certify" in said
     assert cli.main(["undo", str(out), back, "--adapter", taken, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["base"] == "source"
     before, after = load_file(tmp_path / "adapter" / TENSORS), load_file(tmp_path / "back" / TENSORS)
@@ -326,39 +323,6 @@ def test_the_commands_take_an_adapter_there_and_back_and_say_what_is_not_covered
     assert "exists" in capsys.readouterr().err
     assert cli.main(["convert", str(out), taken, "--adapter", str(tmp_path / "adapter"), "--target", "half"]) == 2
     assert "--target is for checkpoints" in capsys.readouterr().err
-
-
-def test_certify_bounds_the_weights_that_an_adapter_is_merged_into(pair: Pair, tmp_path: Path) -> None:
-    source, out = pair
-    adapter_for(source, tmp_path / "adapter", lora_alpha=3)
-    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
-    beside = certify(out, adapter=tmp_path / "taken")
-    model = merged(out, tmp_path / "taken")
-    model.save_pretrained(tmp_path / "merged")
-    shutil.copy(out / "config.json", tmp_path / "merged")
-    by_hand = {site["name"]: site["bound"] for site in certify(tmp_path / "merged")["certificate"]["sites"]}
-    found = {site["name"]: site["bound"] for site in beside["certificate"]["sites"]}
-    assert found.keys() == by_hand.keys() and all(found[n] == pytest.approx(by_hand[n], rel=1e-3) for n in found)
-    plain = {site["name"]: site["bound"] for site in certify(out)["certificate"]["sites"]}
-    assert any(found[n] > 1.2 * plain[n] for n in found)
-    assert beside["source"]["adapter"] == "taken"
-    adapter_for(source, tmp_path / "named", base_model_name_or_path=read_origin(out).path)
-    with pytest.raises(UserError, match="is for the original checkpoint already"):
-        certify(out, adapter=tmp_path / "named")
-    with pytest.raises(UserError, match="is for a converted checkpoint"):
-        certify(source, adapter=tmp_path / "taken")
-
-
-def test_an_adapter_can_bring_certified_weights_past_their_limit(tmp_path: Path) -> None:
-    source = tiny.save(tiny.small("gated"), tmp_path / "source")
-    out = convert(source, tmp_path / "out", target="half", run_model=False).out
-    assert out is not None and certify(out)["verdict"] == "safe"
-    gate = f"{PREFIX}encoder.block.0.layer.1.DenseReluDense.wi_0"
-    tensors = {f"{gate}.lora_A.weight": draw(2, 24) * 1e4, f"{gate}.lora_B.weight": draw(37, 2, seed=1) * 1e3}
-    write(tmp_path / "adapter", tensors, out)
-    found = certify(out, adapter=tmp_path / "adapter")
-    assert found["verdict"] == "unsafe" and "merge_and_unload" in found["next"]
-    assert cli.main(["certify", str(out), "--adapter", str(tmp_path / "adapter")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -458,42 +422,6 @@ def test_an_adapter_for_other_weights_or_an_edited_conversion_is_told_so(
     assert said in done.notes[0] and not any(said in note for note in plain.notes)
 
 
-@pytest.mark.parametrize("case", ["attention", "neurons", "patterns"])
-def test_the_weights_that_are_bounded_are_those_that_peft_merges(pair: Pair, case: str, tmp_path: Path) -> None:
-    source, out = pair
-    with_peft(source, tmp_path / "adapter", PEFT_CASES[case])
-    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
-    made, checkpoint = adapted(out, tmp_path / "taken").merge_and_unload().state_dict(), open_checkpoint(out)
-    layout = resolve(checkpoint)
-    read = merged_weights(tmp_path / "taken", checkpoint.folder, layout, fp16_weights(checkpoint, layout))
-    for name in layout.tensors:
-        assert torch.allclose(read(name).float(), made[name], rtol=2.0**-10, atol=2.0**-24), name
-
-
-def test_an_adapter_is_multiplied_by_alpha_over_its_rank_or_the_root_of_it() -> None:
-    tensors = {f"{PREFIX}a.{m}.lora_A.weight": torch.zeros(rank, 3) for m, rank in (("q", 4), ("wo", 9))}
-    config: dict[str, Any] = {"lora_alpha": 6, "alpha_pattern": {"wo": 18}, "r": 4, "rank_pattern": {"wo": 9}}
-    assert scaling_of(tensors, config) == {"a.q": 1.5, "a.wo": 2.0}
-    assert scaling_of(tensors, config | {"use_rslora": True}) == {"a.q": 3.0, "a.wo": 6.0}
-    assert scaling_of(tensors, {"alpha_pattern": {r"b\.q": 1}}) == {"a.q": 2.0, "a.wo": 8 / 9}
-
-
-def test_what_cannot_be_merged_by_itself_is_refused_by_name(gated: Pair, tmp_path: Path) -> None:
-    source, out = gated
-    both = {
-        f"{PREFIX}{stack}.embed_tokens.lora_embedding_{side}": draw(2, 97) if side == "A" else draw(24, 2)
-        for stack in ("encoder", "decoder")
-        for side in "AB"
-    }
-    one = {f"{PREFIX}encoder.final_layer_norm.weight": draw(24)}
-    half = {f"{PREFIX}lm_head.lora_B.weight": draw(97, 2)}
-    cases = ((both, "the second that is merged into shared.weight"), (one, "more than A and B"), (half, "no A of its"))
-    for i, (tensors, words) in enumerate(cases):
-        write(tmp_path / str(i), tensors, source)
-        with pytest.raises(UserError, match=words):
-            certify(out, adapter=tmp_path / str(i))
-
-
 def test_a_dora_magnitude_is_scaled_as_the_length_of_its_row_is() -> None:
     """By the row's exponent and the one of all columns: exactly what a row's norm is scaled by."""
     model = tiny.small("gated")
@@ -556,7 +484,6 @@ def test_an_adapter_with_the_names_of_older_transformers_is_taken_and_keeps_them
         convert_adapter(tmp_path / name, tmp_path / f"{name}-out", converted)
         written = load_file(tmp_path / f"{name}-out" / TENSORS)
         assert written.keys() == tensors.keys()
-        weight = merged_weights(tmp_path / name, source, layout, fp16_weights(open_checkpoint(source), layout))(down)
-        found.append((written[f"{path}.lora_A.weight"], written[f"{path}.lora_B.weight"], weight))
+        found.append((written[f"{path}.lora_A.weight"], written[f"{path}.lora_B.weight"]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert torch.equal(found[1][1], draw(rows, 2) / 8)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bf16_to_fp16.run.merging import PREFIX
 from safetensors.torch import load_file
 from support import exhaustive, tiny
 from support.contract import outputs, random_plan
@@ -33,7 +34,6 @@ from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.centred import centrable, centred_bias, centred_tensors
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
-from bf16_to_fp16.run.merging import PREFIX
 from bf16_to_fp16.run.stock import load
 
 DTYPES = {"pegasus": torch.bfloat16, "mbart": torch.float32}
