@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .commands.certify import certify
     from .commands.convert import Conversion, convert
     from .commands.make_safe import MadeSafe, make_fp16_safe
-    from .commands.pipeline import PipelineConversion, convert_pipeline, undo_pipeline
+    from .commands.pipeline import PipelineConversion, convert_pipeline
     from .commands.publish import publish
     from .commands.rescale import rescale
     from .commands.undo import undo
@@ -39,7 +39,7 @@ __all__ = [
     "ActivationPenalty", "AdamW", "Certificate", "Conversion", "Fp16Callback", "MadeSafe",
     "PipelineConversion", "Plan", "UserError", "advise_init", "advise_losses", "advise_updates",
     "audit", "certify", "convert", "convert_adapter", "convert_pipeline", "finetune", "make_fp16_safe",
-    "publish", "rescale", "undo", "undo_pipeline", "verify",
+    "publish", "rescale", "undo", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -52,7 +52,7 @@ _HOMES = {
     "commands.certify": ("certify",),
     "commands.convert": ("Conversion", "convert"),
     "commands.make_safe": ("MadeSafe", "make_fp16_safe"),
-    "commands.pipeline": ("PipelineConversion", "convert_pipeline", "undo_pipeline"),
+    "commands.pipeline": ("PipelineConversion", "convert_pipeline"),
     "commands.publish": ("publish",),
     "commands.rescale": ("rescale",),
     "commands.undo": ("undo",),

@@ -14,13 +14,15 @@ import torch
 
 from ..errors import UserError
 from ..families.known import architectures
-from ..numerics import FP16_MAX
+from ..families.places import places_by_name
+from ..numerics import FP16_MAX, OVERFLOWED
 from ..progress import Advance, Progress
+from ..results import SiteEntry
 from ..run import probe
 from ..run.batch import Batch
 from ..run.padding import CAUSAL
 from ..run.stock import all_half, any_config, attentions_of, described, from_files
-from .regimes import DTYPES, RegimeResult, SiteResult, audit_each, audit_model, beside_fp32, check_names
+from .regimes import DTYPES, RegimeResult, audit_each, audit_model, beside_fp32, check_names
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def audit_any(
 ) -> dict[str, RegimeResult]:
     check_names(regimes, model.attention)
     place = device or torch.device("cpu")
-    lost: dict[str, list[SiteResult]] = {}
+    lost: dict[str, list[SiteEntry]] = {}
 
     def load(regime: str) -> Any:
         loaded = model.load(DTYPES[regime], half=regime == "half").to(place)
@@ -121,27 +123,33 @@ def audit_any(
     return beside_fp32(results, frozenset(), in_fp32)
 
 
-def lost_weights(model: Any) -> list[SiteResult]:
+def lost_weights(model: Any) -> list[SiteEntry]:
     return [
-        SiteResult(_site_of(name), math.inf, FP16_MAX, -math.inf, count, 0, None, str(p.dtype).removeprefix("torch."))
+        SiteEntry(
+            name=_site_of(name),
+            dtype=str(p.dtype).removeprefix("torch."),
+            limit=FP16_MAX,
+            benign=None,
+            nonfinite=count,
+            saturated=0,
+            amax=OVERFLOWED,
+            headroom_bits=math.log2(FP16_MAX / OVERFLOWED),
+            **places_by_name([_site_of(name)])[_site_of(name)].to_json(),
+        )
         for name, p in model.named_parameters()
         if (count := int((~p.detach().isfinite()).sum()))
     ]
 
 
-def with_lost_weights(result: RegimeResult, weights: Sequence[SiteResult]) -> RegimeResult:
+def with_lost_weights(result: RegimeResult, weights: Sequence[SiteEntry]) -> RegimeResult:
     """Return the result with these weights as first sites: a probe draws few rows of a large vocabulary."""
     seen = {site.name for site in result.sites}
     lost = [site for site in weights if site.name not in seen]
     if not lost:
         return result
-    return replace(
-        result,
-        sites=(*lost, *result.sites),
-        nonfinite=result.nonfinite + sum(site.nonfinite for site in lost),
-        amax=math.inf,
-        headroom_bits=-math.inf,
-    )
+    first = {key: getattr(lost[0], key) for key in ("amax", "headroom_bits")}
+    nonfinite = result.nonfinite + sum(site.nonfinite for site in lost)
+    return result.model_copy(update=first | {"sites": [*lost, *result.sites], "nonfinite": nonfinite})
 
 
 def _site_of(parameter: str) -> str:

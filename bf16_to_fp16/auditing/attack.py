@@ -9,7 +9,7 @@ import copy
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..numerics import FP16_MAX, headroom_bits
 from ..observe.observer import SiteObserver
 from ..observe.points import watched
 from ..progress import Progress
+from ..results import AttackedSite, AttackEntry
 from ..run.interface import longest_sequence
 from ..run.stock import load, run_everywhere, set_attention
 
@@ -43,59 +44,6 @@ FLIPS = 4  # best changes tried at each token step
 
 Inputs = tuple[Tensor, ...]
 """A batch for the encoder and, where there is one, the decoder: ids [rows, length], or embeddings [rows, length, d]."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A site's largest values in fp32, by random inputs, tokens and mixtures, and in fp16 by any of them."""
-
-    name: str
-    random: float
-    tokens: float
-    embeddings: float
-    half: float
-    limit: float = FP16_MAX
-
-    @property
-    def worst(self) -> float:
-        return max(self.random, self.tokens, self.embeddings, self.half)
-
-    @property
-    def gain(self) -> float:
-        return self.worst / self.random if self.random else math.inf
-
-
-@dataclass(frozen=True)
-class Attack:
-    """Each site's findings, and per attacked site the worst ids of encoder and decoder."""
-
-    steps: int
-    seed: int
-    found: tuple[Found, ...]
-    inputs: Mapping[str, tuple[list[int], list[int]]] = field(default_factory=dict)
-
-    @property
-    def worst_headroom_bits(self) -> float:
-        return min((headroom_bits(f.worst, f.limit) for f in self.found), default=math.inf)
-
-    @property
-    def worst(self) -> dict[str, float]:
-        return {f.name: f.worst for f in self.found}
-
-    def to_json(self) -> dict[str, Any]:
-        gains = [f.gain for f in self.found if f.name in self.inputs and f.random > 0]
-        return {
-            "steps": self.steps,
-            "seed": self.seed,
-            "worst_headroom_bits": self.worst_headroom_bits,
-            "median_gain": statistics.median(gains) if gains else None,
-            "sites": [
-                asdict(f)
-                | {"worst": f.worst, "headroom_bits": headroom_bits(f.worst, f.limit)}
-                | {"gain": f.gain, "ids": self.inputs.get(f.name)}
-                for f in sorted(self.found, key=lambda f: headroom_bits(f.worst, f.limit))
-            ],
-        }
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
@@ -321,7 +269,7 @@ def attack(
     length: int = LENGTH,
     sites: Sequence[str] | None = None,
     advance: Callable[[int, int], None] | None = None,
-) -> Attack:
+) -> AttackEntry:
     """Return what ``steps`` gradient steps, one in ``TOKEN_SHARE`` over tokens, find at each site.
 
     model: a stock model in eval mode with the weights that run in fp16, in any dtype; unchanged. sites: audit names to
@@ -342,12 +290,26 @@ def attack(
     random = [adversary.draw(GROUP) for _ in range(min(steps * (2 + 2 * FLIPS) // 2, 64))]
     by_random, by_tokens, by_mixture = (adversary.measure(wide, x) for x in (random, tokens, mixed))
     in_half = adversary.measure(half, tokens + mixed)
-    found = []
-    for name, rounded in in_half.items():
-        if name in by_random or name in inputs:
-            at_random, text, mixture = (amax.get(name, 0.0) for amax in (by_random, by_tokens, by_mixture))
-            found.append(Found(name, at_random, text, mixture, rounded))
-    return Attack(steps, seed, tuple(found), inputs)
+    by = {"random": by_random, "tokens": by_tokens, "embeddings": by_mixture, "half": in_half}
+    entries = [
+        entry_of(name, {key: amax.get(name, 0.0) for key, amax in by.items()}, inputs.get(name))
+        for name in in_half
+        if name in by_random or name in inputs
+    ]
+    gains = [site.gain for site in entries if site.ids is not None and site.random > 0]
+    return AttackEntry(
+        steps=steps,
+        seed=seed,
+        worst_headroom_bits=min((site.headroom_bits for site in entries), default=math.inf),
+        median_gain=statistics.median(gains) if gains else None,
+        sites=sorted(entries, key=lambda site: site.headroom_bits),
+    )
+
+
+def entry_of(name: str, reached: Mapping[str, float], ids: tuple[list[int], list[int]] | None) -> AttackedSite:
+    worst, bits = max(reached.values()), headroom_bits(max(reached.values()), FP16_MAX)
+    gain = worst / reached["random"] if reached["random"] else math.inf
+    return AttackedSite(name=name, worst=worst, limit=FP16_MAX, headroom_bits=bits, gain=gain, ids=ids, **reached)
 
 
 def way_to(site: str, known: Sequence[str]) -> str:
@@ -415,7 +377,7 @@ def attacked(
     progress: Progress,
     *,
     sites: Sequence[str] | None = None,
-) -> Attack:
+) -> AttackEntry:
     with progress.step("Searching for the worst inputs") as advance:
         model = load(folder, torch.float16, half=True)
         return device.run(

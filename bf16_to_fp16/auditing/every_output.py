@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..rescaling.exponents import OfChannels
 from ..rescaling.outputs import LAST
-from ..results import OutputError
+from ..results import OutputEntry
 from ..run.batch import Batch, run_batch
 
 EveryOutput = Mapping[str, tuple[Tensor, ...]]
@@ -58,16 +58,23 @@ def output_errors(
     source: Sequence[EveryOutput],
     bf16: Sequence[EveryOutput],
     written: Sequence[EveryOutput],
-) -> dict[str, OutputError]:
-    worst: dict[str, OutputError] = {}
+) -> dict[str, OutputEntry]:
+    """Return every output with its factor and, where it ran, the errors of the layer that fits least."""
+    worst: dict[str, OutputEntry] = {}
     for name, factor in factors.items():
         errors = [
-            OutputError(relative_error(fp32, unscaled(output, factor, name)), relative_error(fp32, rounded))
+            OutputEntry(
+                factor_log2=factor,
+                error=relative_error(fp32, unscaled(output, factor, name)),
+                error_bf16=relative_error(fp32, rounded),
+            )
             for batch in zip(source, bf16, written, strict=True)
             for fp32, rounded, output in zip(*(outputs.get(name, ()) for outputs in batch), strict=True)
         ]
-        if errors:
-            worst[name] = max(errors, key=lambda e: (not e.fits(drifts=True), not e.fits(drifts=False), e.ratio))
+        worst[name] = max(
+            errors or [OutputEntry(factor_log2=factor)],
+            key=lambda e: (not e.fits(drifts=True), not e.fits(drifts=False), e.ratio),
+        )
     return worst
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..observe.observer import SiteObserver
+from ..results import GradientsEntry, GradientSiteEntry
 from ..run.batch import IGNORED_LABEL, Batch, run_batch, values_of
 from ..run.interface import config_of, predicts_tokens
 
@@ -22,30 +23,6 @@ FIRST_EXPONENT = 16
 LAST_EXPONENT = -10  # of the smallest loss scale that is tried; at less most gradients become 0
 
 SHOWN = 20  # sites that a report lists
-
-
-@dataclass(frozen=True)
-class GradientSite:
-    """One operation's largest gradient, at the loss scale, and the share of elements lost to 0 in fp16."""
-
-    name: str
-    amax: float
-    flushed: float
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """The backward pass under fp16 AMP. ``loss_scale``: the largest power of two from 2⁻¹⁰ to 2¹⁶ at which no gradient
-    overflows, or None. ``flushed``: the share of elements lost to 0 in fp16. ``largest``: the site that decides the
-    scale, or overflows at any; None for a loss that is not finite. ``sites``: the most flushed first."""
-
-    loss_scale: float | None
-    flushed: float = 0.0
-    largest: GradientSite | None = None
-    sites: tuple[GradientSite, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"sites": [asdict(site) for site in self.sites[:SHOWN] if site.flushed]}
 
 
 def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]:
@@ -60,7 +37,7 @@ def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]
     return output, output.loss if labelled else values_of(output).float().square().mean()
 
 
-def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int = 0) -> Gradients:
+def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int = 0) -> GradientsEntry:
     inputs = [batch for batch in batches if not batch.generate]
     fits, fails, sites, broken = LAST_EXPONENT - 1, FIRST_EXPONENT + 1, dict[str, _Sum](), dict[str, _Sum]()
     tried = FIRST_EXPONENT
@@ -74,7 +51,8 @@ def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int =
     if not sites:
         past = [name for name, site in broken.items() if not math.isfinite(site.amax)]
         # In the order of the backward pass.
-        return Gradients(None, largest=GradientSite(past[0], math.inf, 0.0) if past else None)
+        first = GradientSiteEntry(name=past[0], amax=math.inf, flushed=0.0) if past else None
+        return GradientsEntry(loss_scale=None, flushed=0.0, largest=first, sites=[])
     return _range(2.0**fits, sites, _backward(model, inputs, 1.0, autocast=False, seed=seed))
 
 
@@ -114,13 +92,13 @@ def _backward(
     return found
 
 
-def _range(scale: float, sites: dict[str, _Sum], exact: dict[str, _Sum]) -> Gradients:
+def _range(scale: float, sites: dict[str, _Sum], exact: dict[str, _Sum]) -> GradientsEntry:
     lost = {name: max(0.0, site.share - exact.get(name, _Sum()).share) for name, site in sites.items()}
-    every = [GradientSite(name, site.amax, lost[name]) for name, site in sites.items()]
+    every = [GradientSiteEntry(name=name, amax=site.amax, flushed=lost[name]) for name, site in sites.items()]
     elements = sum(site.elements for site in sites.values())
-    return Gradients(
-        scale,
-        sum(lost[name] * site.elements for name, site in sites.items()) / elements,
-        max(every, key=lambda site: site.amax),
-        tuple(sorted(every, key=lambda site: -site.flushed)),
+    return GradientsEntry(
+        loss_scale=scale,
+        flushed=sum(lost[name] * site.elements for name, site in sites.items()) / elements,
+        largest=max(every, key=lambda site: site.amax),
+        sites=sorted((site for site in every if site.flushed), key=lambda site: -site.flushed)[:SHOWN],
     )

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from ..checkpoint.contents import listed_modules
@@ -31,6 +32,7 @@ from ..observe.observer import SiteObserver
 from ..observe.sites import Site, sites_of_all
 from ..progress import Advance
 from ..ranges import NormRange
+from ..results import RegimeEntry, RunEntry, SiteEntry, SunkSignal
 from ..run import probe
 from ..run.batch import SHORT, Batch, run_batch, seen_padding, values_of
 from ..run.lanes import Lane, Walk, results_of
@@ -38,7 +40,7 @@ from ..run.sentence_vectors import SentenceVectors, runs_behind
 from ..run.stock import attentions_of, load, load_config, set_attention
 from .every_output import EveryOutput
 from .fidelity import Outputs, add_outputs, compared, output_on
-from .gradients import LAST_EXPONENT, Gradients, measure_gradients, output_and_loss
+from .gradients import LAST_EXPONENT, measure_gradients, output_and_loss
 
 REGIMES = ("stock", "amp", "half")
 
@@ -60,95 +62,18 @@ _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
 _SIGNALS = ("", "context", "embedding", "add", "mul", "layer_norm")
 
 
-@dataclass(frozen=True)
-class SiteResult:
-    """One site of a regime, merged over batches and attentions; fields as in ``observe.sites.Site``. ``benign``: the
-    reason, or None. ``fp32``: the largest |x| in fp32 of a site that broke, if known."""
+class RegimeResult(RegimeEntry):
+    """A regime's entry in the report, and what else it showed. ``norms``: norms' inputs, in ``half`` under the first
+    attention. ``vectors``: a sentence encoder's further modules ran."""
 
-    name: str
-    amax: float
-    limit: float | None
-    headroom_bits: float | None
-    nonfinite: int
-    saturated: int
-    benign: str | None
-    dtype: str
-    fp32: float | None = None
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    @property
-    def broken(self) -> bool:
-        return bool(self.nonfinite or self.saturated)
-
-    @classmethod
-    def of(cls, site: Site) -> SiteResult:
-        measured = (site.amax, site.limit, site.headroom_bits, site.nonfinite, site.saturated)
-        return cls(site.name, *measured, site.reason, str(site.dtype).removeprefix("torch."))
-
-    def to_json(self) -> dict[str, Any]:
-        bits = None if self.headroom_bits is None else _plain_bits(self.headroom_bits, self.limit or FP16_MAX)
-        plain = asdict(self) | {"amax": _plain_amax(self.amax), "headroom_bits": bits}
-        return {key: value for key, value in plain.items() if key != "fp32" or value is not None}
-
-
-@dataclass(frozen=True)
-class Run:
-    attention: str
-    batches: int
-    kinds: tuple[str, ...]
-
-    @classmethod
-    def of(cls, attention: str, batches: Sequence[Batch]) -> Run:
-        return cls(attention, len(batches), tuple(dict.fromkeys(batch.kind for batch in batches)))
-
-
-@dataclass(frozen=True)
-class RegimeResult:
-    """One regime's totals, and its sites from the tightest on, ties in the order they ran.
-
-    ``nonfinite_logits``: what a user would see. ``underflow``: fp16 signals below 2⁻¹⁴ on every input; all zeros only
-    where fp32 has others. ``runs``: what ran, by attention. ``same_as``: the regime whose run this is. ``norms``:
-    norms' inputs, in ``half`` under the first attention. ``vectors``: a sentence encoder's further modules ran.
-    ``gradients``: of ``amp`` in training.
-    """
-
-    regime: str
-    nonfinite: int
-    saturated: int
-    amax: float
-    headroom_bits: float
-    nonfinite_logits: int
-    sites: tuple[SiteResult, ...]
-    underflow: tuple[SiteResult, ...] = ()
-    runs: tuple[Run, ...] = ()
-    same_as: str | None = None
-    norms: Mapping[str, NormRange] = field(default_factory=dict, compare=False)
-    vectors: bool = field(default=False, compare=False)
-    gradients: Gradients | None = field(default=None, compare=False)
-
-    @property
-    def safe(self) -> bool:
-        return self.nonfinite == 0 and self.saturated == 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report's entry in finite numbers: an overflowed amax is 65536, endless headroom 40 bits, fp16's
-        whole range."""
-        places = places_by_name(site.name for site in self.sites)
-        gradients = {} if self.gradients is None else {"gradients": self.gradients.to_json()}
-        return gradients | {
-            "nonfinite": self.nonfinite,
-            "saturated": self.saturated,
-            "amax": _plain_amax(self.amax),
-            "headroom_bits": _plain_bits(self.headroom_bits, FP16_MAX),
-            "nonfinite_logits": self.nonfinite_logits,
-            "underflow": [{"name": site.name, "amax": site.amax} for site in self.underflow],
-            "runs": [asdict(run) | {"kinds": list(run.kinds)} for run in self.runs],
-            "same_as": self.same_as,
-            "sites": [site.to_json() | places[site.name].to_json() for site in self.sites],
-        }
+    norms: Mapping[str, NormRange] = Field(default_factory=dict, exclude=True)
+    vectors: bool = Field(default=False, exclude=True)
 
 
 def verdict(results: Mapping[str, RegimeResult]) -> Literal["safe", "unsafe"]:
-    return "safe" if all(result.safe for result in results.values()) else "unsafe"
+    return "unsafe" if any(result.broken for result in results.values()) else "safe"
 
 
 def audit_folder(
@@ -217,12 +142,12 @@ def audit_each(
         while fits and least > 2.0**LAST_EXPONENT and _breaks_backwards_alone(shown):
             least = max(least / 16, 2.0**LAST_EXPONENT)
             shown = audit_model(model, inputs, loss_scale=least, **options)
-        results[regime] = replace(shown, gradients=gradients)
+        results[regime] = shown if gradients is None else shown.model_copy(update={"gradients": gradients})
     return {regime: results[regime] for regime in regimes}
 
 
 def _breaks_backwards_alone(result: RegimeResult) -> bool:
-    return not result.safe and all(":grad" in site.name for site in result.sites if site.broken)
+    return result.broken and all(":grad" in site.name for site in result.sites if site.broken)
 
 
 @dataclass(frozen=True)
@@ -273,17 +198,17 @@ def run_regimes(
     results: dict[str, RegimeResult] = {}
     insides = insides_of(load_config(checkpoint.folder))
     for regime in ran:
-        merged: dict[str, tuple[int, SiteResult]] = {}
+        merged: dict[str, tuple[int, SiteEntry]] = {}
         shares = [seen[regime, name] for name in attention]
         for shown in shares:
             _merge(merged, shown.sites())
         logits = sum(each.nonfinite for shown in shares for each in shown.results())
-        runs = tuple(Run.of(shown.attention, shown.inputs) for shown in shares)
-        result = _result(regime, merged, logits, insides, runs, shares[0].norms())
-        results[regime] = replace(result, vectors=pooled)
+        runs = [run_of(shown.attention, shown.inputs) for shown in shares]
+        result = _result(merged, logits, insides, runs, shares[0].norms())
+        results[regime] = result.model_copy(update={"vectors": pooled})
     for regime in regimes:
         if regime not in results:
-            results[regime] = replace(results["half"], regime=regime, same_as="half")
+            results[regime] = results["half"].model_copy(update={"same_as": "half"})
     half = [shown.output for shown in seen["half", attention[0]].results()] if "half" in ran else []
     return Audited(
         _beside_fp32(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device),
@@ -402,16 +327,18 @@ def beside_fp32(
     """Add what fp32 shows: how large the values that broke are, and which all-zero signals are not zero there. within:
     from ``insides_of``. run: gives every site's largest fp32 |x|; called only where needed."""
     silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
-    if not silent and all(result.safe for result in results.values()):
+    if not silent and verdict(results) == "safe":
         return results
     fp32 = run()
     alive = {name for name in silent if fp32.get(name, 0.0) > 0}
     shown = {}
     for regime, result in results.items():
-        sites = tuple(replace(s, fp32=fp32.get(s.name)) if s.broken else s for s in result.sites)
+        sites = [
+            s.model_copy(update={"fp32": fp32[s.name]}) if s.broken and s.name in fp32 else s for s in result.sites
+        ]
         sunk = {site.name for site in result.underflow} | alive
-        underflow = tuple(site for site in _signals(sites, within) if site.name in sunk)
-        shown[regime] = replace(result, sites=sites, underflow=underflow)
+        underflow = [SunkSignal(name=s.name, amax=s.amax) for s in _signals(sites, within) if s.name in sunk]
+        shown[regime] = result.model_copy(update={"sites": sites, "underflow": underflow})
     return shown
 
 
@@ -431,7 +358,7 @@ def audit_model(
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    merged: dict[str, tuple[int, SiteResult]] = {}
+    merged: dict[str, tuple[int, SiteEntry]] = {}
     norms: list[NormMeters] = []
     nonfinite_logits = steps = 0
     given = {implementation: seen_padding(batches, implementation) for implementation in attention}
@@ -454,11 +381,11 @@ def audit_model(
             if regime == "amp":
                 _check_autocast(model, observer)
             _merge(merged, observer.sites())
-        runs = tuple(Run.of(implementation, given[implementation]) for implementation in attention)
+        runs = [run_of(implementation, given[implementation]) for implementation in attention]
     finally:
         model.train(was_training)
         _set_attention(model, stock)
-    return _result(regime, merged, nonfinite_logits, insides_of(model.config), runs, norms_seen(norms))
+    return _result(merged, nonfinite_logits, insides_of(model.config), runs, norms_seen(norms))
 
 
 def _set_attention(model: Any, implementation: str) -> None:
@@ -505,12 +432,20 @@ def _check_autocast(model: nn.Module, observer: SiteObserver) -> None:
         raise RuntimeError(f"autocast did not run the linear layers in fp16 but in {seen}")
 
 
-def _merge(merged: dict[str, tuple[int, SiteResult]], sites: Iterable[Site]) -> None:
+def _merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> None:
     """Add ``sites`` by name; one in fp16 once and fp32 once counts as fp16."""
     for site in sites:
         if not site.calls:
             continue
-        order, result = site.order, SiteResult.of(site)
+        order, result = (
+            site.order,
+            SiteEntry(
+                name=site.name,
+                dtype=str(site.dtype).removeprefix("torch."),
+                benign=site.reason,
+                **{key: getattr(site, key) for key in ("amax", "limit", "headroom_bits", "nonfinite", "saturated")},
+            ),
+        )
         if site.name in merged:
             before, old = merged[site.name]
             shown = old if result.limit is None else result
@@ -520,14 +455,14 @@ def _merge(merged: dict[str, tuple[int, SiteResult]], sites: Iterable[Site]) -> 
                 order = min(order, before)
             elif old.nonfinite:
                 order = before
-            result = replace(
-                shown,
-                amax=amax,
-                headroom_bits=None if shown.limit is None else headroom_bits(amax, shown.limit),
-                nonfinite=old.nonfinite + result.nonfinite,
-                saturated=old.saturated + result.saturated,
-                benign=old.benign or result.benign,
-            )
+            both = {
+                "amax": amax,
+                "headroom_bits": None if shown.limit is None else headroom_bits(amax, shown.limit),
+                "nonfinite": old.nonfinite + result.nonfinite,
+                "saturated": old.saturated + result.saturated,
+                "benign": old.benign or result.benign,
+            }
+            result = shown.model_copy(update=both)
         merged[site.name] = (order, result)
 
 
@@ -536,37 +471,49 @@ def insides_of(config: Any) -> frozenset[str]:
     return roles_of(of_model_type(getattr(config, "model_type", None))).insides
 
 
+def run_of(attention: str, batches: Sequence[Batch]) -> RunEntry:
+    return RunEntry(attention=attention, batches=len(batches), kinds=list(dict.fromkeys(b.kind for b in batches)))
+
+
 def _result(
-    regime: str,
-    merged: dict[str, tuple[int, SiteResult]],
+    merged: dict[str, tuple[int, SiteEntry]],
     nonfinite_logits: int,
     insides: Collection[str],
-    runs: tuple[Run, ...],
+    runs: list[RunEntry],
     norms: Mapping[str, NormRange],
 ) -> RegimeResult:
-    def tightness(item: tuple[int, SiteResult]) -> tuple[float, int]:
+    def tightness(item: tuple[int, SiteEntry]) -> tuple[float, int]:
         order, site = item
         bits = math.inf if site.headroom_bits is None else site.headroom_bits
         return (-math.inf if site.nonfinite else bits, order)
 
-    sites = tuple(site for _, site in sorted(merged.values(), key=tightness))
-    limited = [site for site in sites if site.limit is not None]
-    tightest = min(limited, key=lambda site: headroom_bits(site.amax, site.limit or FP16_MAX), default=None)
+    placed = places_by_name(merged)
+    ordered = [site for _, site in sorted(merged.values(), key=tightness)]
+    limited = [(headroom_bits(site.amax, site.limit), site.amax) for site in ordered if site.limit is not None]
+    bits, amax = min(limited, key=lambda pair: pair[0], default=(math.inf, 0.0))
     return RegimeResult(
-        regime=regime,
-        nonfinite=sum(site.nonfinite for site in sites),
-        saturated=sum(site.saturated for site in sites),
-        amax=tightest.amax if tightest else 0.0,
-        headroom_bits=headroom_bits(tightest.amax, tightest.limit or FP16_MAX) if tightest else math.inf,
+        nonfinite=sum(site.nonfinite for site in ordered),
+        saturated=sum(site.saturated for site in ordered),
+        **_finite(amax, bits, FP16_MAX),
         nonfinite_logits=nonfinite_logits,
-        sites=sites,
-        underflow=tuple(site for site in _signals(sites, insides) if 0 < site.amax < FP16_TINY),
+        underflow=[SunkSignal(name=s.name, amax=s.amax) for s in _signals(ordered, insides) if 0 < s.amax < FP16_TINY],
         runs=runs,
+        same_as=None,
+        sites=[
+            s.model_copy(update=placed[s.name].to_json() | _finite(s.amax, s.headroom_bits, s.limit)) for s in ordered
+        ],
         norms=norms,
     )
 
 
-def _signals(sites: Iterable[SiteResult], insides: Collection[str]) -> list[SiteResult]:
+def _finite(amax: float, bits: float | None, limit: float | None) -> dict[str, Any]:
+    """Return what a report says: an overflowed amax is 65536, endless headroom 40 bits, fp16's whole range."""
+    if bits is not None:
+        bits = math.log2((limit or FP16_MAX) / OVERFLOWED) if bits == -math.inf else min(bits, _FP16_RANGE_BITS)
+    return {"amax": amax if math.isfinite(amax) else OVERFLOWED, "headroom_bits": bits}
+
+
+def _signals(sites: Iterable[SiteEntry], insides: Collection[str]) -> list[SiteEntry]:
     """The sites of fp16 signals in the forward. insides: from ``insides_of``."""
     sites = list(sites)
     attentions = {s.name.rpartition(":")[0] for s in sites if s.name.endswith((":scores", ":context"))}
@@ -578,13 +525,3 @@ def _signals(sites: Iterable[SiteResult], insides: Collection[str]) -> list[Site
         if site.limit is not None and site.benign is None and operation in _SIGNALS and not inside:
             signals.append(site)
     return signals
-
-
-def _plain_amax(amax: float) -> float:
-    return amax if math.isfinite(amax) else OVERFLOWED
-
-
-def _plain_bits(bits: float, limit: float) -> float:
-    if bits == -math.inf:
-        return math.log2(limit / OVERFLOWED)
-    return min(bits, _FP16_RANGE_BITS)

@@ -25,7 +25,7 @@ from ..families.types import Attention, Experts, FeedForward, Sublayer, feed_for
 from ..optim.rounding import stochastic
 from ..rescaling.edits import changed_by, edited_weights, edits_of
 from ..rescaling.plan import Plan
-from ..results import ExceptionEntry
+from ..results import ExceptionEntry, SearchEntry
 from ..run.alone import Step, Weights, forward
 from ..run.batch import LOGIT_BUDGET, Batch, run_batch
 from ..run.choice import affordable
@@ -50,12 +50,8 @@ HALF_STEP = 2.0**-9  # of bf16, relative
 
 @dataclass(frozen=True)
 class SoftSide:
-    """The inputs found, worst first; the number of ids searched; the share of random pairs on which edits are further
-    than bf16."""
-
-    found: list[ExceptionEntry]
-    searched: int
-    further: float
+    found: list[ExceptionEntry]  # worst first
+    searched: SearchEntry
 
 
 def soft_side(
@@ -88,8 +84,8 @@ def soft_side(
     parts = dict.fromkeys((i,) for each in found if len(each.ids) > 1 for i in each.ids)
     if untried := [part for part in parts if part not in inputs][:IN_TEXT]:
         found += harmed(untried)[0]
-    share = float(further[-len(pairs) :].float().mean())
-    return SoftSide(sorted(found, key=lambda each: -each.kl), len(ids), share)
+    search = SearchEntry(ids=len(ids), further=float(further[-len(pairs) :].float().mean()))
+    return SoftSide(sorted(found, key=lambda each: -each.kl), search)
 
 
 def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tensor:

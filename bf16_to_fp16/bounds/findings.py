@@ -17,6 +17,7 @@ from ..families.places import places
 from ..families.types import DropoutKind
 from ..numerics import FP16_MAX
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
+from ..results import BoundEntry, CertificateEntry
 from .arithmetic import UNIT, Arithmetic, Bound, largest
 from .kinds import SiteKind
 
@@ -71,30 +72,28 @@ class Certificate:
         inside += [v for n, v in self.inner.items() if is_inside(n, path)]
         return max(inside, default=None)
 
-    def to_json(self, observed: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """Return the ``certificate`` entry of the report; ``observed``: the largest value found at each site."""
+    def entry(self, observed: Mapping[str, float] | None = None, *, sites: bool = True) -> CertificateEntry:
+        """Return the ``certificate`` of the report; ``observed``: the largest value found at each site."""
         found = observed or {}
-        return {
-            "holds": self.holds,
-            "headroom_bits": self.headroom_bits,
-            "max_length": self.arithmetic.max_length,
-            "splits": self.arithmetic.splits,
-            "train_mode": self.arithmetic.train,
-            "sites": [
-                {
-                    "name": s.name,
-                    "kind": str(s.kind),
-                    **s.place.to_json(),
-                    "bound": s.bound,
-                    "partial": s.partial,
-                    "limit": s.limit,
-                    "headroom_bits": s.headroom_bits,
-                    "observed": found.get(s.name),
-                    "holds": s.holds,
-                }
-                for s in self.sites
-            ],
-        }
+        keys = ("name", "bound", "partial", "limit", "headroom_bits", "holds")
+        listed = [
+            BoundEntry(
+                **{key: getattr(s, key) for key in keys},
+                kind=str(s.kind),
+                observed=found.get(s.name),
+                **s.place.to_json(),
+            )
+            for s in self.sites
+        ]
+        more: dict[str, Any] = {"sites": listed} if sites else {}
+        return CertificateEntry(
+            holds=self.holds,
+            headroom_bits=self.headroom_bits,
+            max_length=self.arithmetic.max_length,
+            splits=self.arithmetic.splits,
+            train_mode=self.arithmetic.train,
+            **more,
+        )
 
 
 def is_inside(name: str, path: str) -> bool:

@@ -224,7 +224,7 @@ def show_conversion(result: Conversion, *, verbose: bool = False) -> None:
 @click.command("undo")
 @click.argument("folder", metavar="DIR", type=shared.FOLDER)
 @click.argument("out", type=shared.FOLDER)
-@click.option("--subfolder", metavar="NAME", help="Folder inside DIR; without it a pipeline is brought back whole.")
+@click.option("--subfolder", metavar="NAME", help="Folder inside DIR.")
 @click.option(
     "--adapter",
     type=shared.FOLDER,
@@ -255,7 +255,9 @@ def undo_command(
         written_folder(folder)
     folder = folder if subfolder is None else subfolder_of(folder, subfolder)
     if plan is None and is_pipeline(folder):
-        return undo_whole(folder, out, force=force, json_file=json_file)
+        from ..commands.pipeline import check_no_pipeline
+
+        check_no_pipeline(folder)
     if folder.is_dir():
         check_out(out, folder, plan, force=force)
     if plan is None:
@@ -272,22 +274,4 @@ def undo_command(
     shared.write_result(json_file, {"out": str(written), "holds": words})
     if json_file != "-":
         show(f"{written} holds {words}")
-    return SAFE
-
-
-def undo_whole(folder: Path, out: Path, *, force: bool, json_file: str | None) -> int:
-    from ..commands.pipeline import read_pipeline, undo_pipeline
-    from ..report import terminal
-
-    names = [entry.subfolder for entry in read_pipeline(folder).encoders]
-    check_out(out, folder, force=force)
-    words = {name: terminal.brought_back(folder / name) for name in names}
-    done = undo_pipeline(folder, out, force=force, progress=shared.make_progress())
-    shared.write_result(json_file, {"out": str(done.out), "missing": list(done.missing)})
-    if json_file != "-":
-        for name, said in words.items():
-            show(f"{done.out / name} holds {said}")
-        show(f"{done.out} has the rest of the pipeline as it was")
-        if done.missing:
-            show(f"not brought back, since convert left them out: {', '.join(done.missing)}")
     return SAFE

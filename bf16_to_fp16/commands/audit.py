@@ -27,10 +27,10 @@ from ..families.layout import Layout
 from ..families.older import differences
 from ..progress import Progress, shown_by
 from ..quiet import quiet
-from ..report.regimes import regimes_of, speaking_of, tiers_of
+from ..report.regimes import largest_seen, speaking_of, tiers_of
 from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
-from ..report.schema import AttackEntry, CertificateEntry, Environment, Inputs, Report, Source
-from ..results import dump
+from ..report.schema import Environment, Inputs, Report, Source
+from ..results import RegimeEntry, dump
 from ..run.batch import describe_batches
 from ..run.probe import checkpoint_batches
 from ..run.stock import attentions_of
@@ -96,7 +96,7 @@ def audit(
     if layout is not None and (converted or attack_steps is not None):
         known |= {"target": BOUNDED_FOR, "older": differences(layout, checkpoint.config) if converted else []}
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
-    entries = regimes_of(results)
+    entries: dict[str, RegimeEntry] = dict(results)
     attacked_sites = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
     safe = not attacked_sites and verdict(results) == "safe"
     then = going_on_from(shown_in_a_command(source), entries, converted, subfolder, family=family)
@@ -131,17 +131,14 @@ def proof(
 ) -> dict[str, Any]:
     """Return ``certificate`` and ``uncertified``, with ``attack_steps`` the ``attack``, of a ``converted`` folder
     ``tiers``."""
-    seen, proven, broken = dict[str, float](), dict[str, Any](), False
+    proven, adversary = dict[str, Any](), None
     certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:
         adversary = attacked(checkpoint.folder, layout, attack_steps, seed, device, progress)
-        seen = dict(adversary.worst)
-        proven["attack"] = AttackEntry.model_validate(adversary.to_json())
-        broken = adversary.worst_headroom_bits < 0
-    for site in results["half"].sites if "half" in results else ():
-        seen[site.name] = max(seen.get(site.name, 0.0), site.amax)
+        proven["attack"] = adversary
+    broken = adversary is not None and adversary.worst_headroom_bits < 0
     if converted:
         proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
-    proven["certificate"] = CertificateEntry.model_validate(certificate.to_json(seen))
+    proven["certificate"] = certificate.entry(largest_seen(results, adversary))
     proven["uncertified"] = over_limits(proven["certificate"], converted=converted)
     return proven

@@ -16,7 +16,7 @@ from ..families.known import padding_entry
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.remedies import going_on_from, over_limits
-from ..report.schema import CertificateEntry, Environment, Report, Source, recorded_target
+from ..report.schema import Environment, Report, Source, recorded_target
 from ..report.tiers import judged_tiers
 from ..results import dump
 from ..targets import WHERE
@@ -52,7 +52,7 @@ def certify(
     certificate, tiers = bounded(checkpoint, layout, target, arithmetic, on, progress)
     if (made_for := recorded_target(checkpoint.folder)) in WHERE and made_for != target:
         progress.say(f"{checkpoint.name} was converted for use {WHERE[made_for]}; --target {made_for} bounds it there")
-    described, converted = CertificateEntry.model_validate(certificate.to_json()), is_converted(checkpoint.folder)
+    described, converted = certificate.entry(), is_converted(checkpoint.folder)
     then = going_on_from(shown_in_a_command(source), {}, converted, subfolder, target)
     unproven = over_limits(described, converted=converted)
     report = Report(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..auditing.every_output import output_errors
 from ..checkpoint.contents import WEIGHTS, is_converted
 from ..checkpoint.disk import check_free_space
 from ..checkpoint.files import read_json
@@ -131,8 +132,9 @@ def convert_by(
         raise UserError("the plan has edits, of which only a run shows the price; leave out --no-audit, or plan anew")
     if place.dry_run:
         plan = Plan.model_validate(describe_plan(decided.plan))
-        more = reports.inexact_of(listed_edits(decided.layout, decided.plan, decided.predicted))
-        more["outputs"] = reports.outputs_of(output_factors(decided.layout, decided.plan), {})
+        edits = list(listed_edits(decided.layout, decided.plan, decided.predicted).values())
+        more: dict[str, Any] = {"inexact": edits} if edits else {}
+        more["outputs"] = output_errors(output_factors(decided.layout, decided.plan), (), (), ())
         summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=decided.signals, **more)
         nbytes = sum(
             math.prod(write.shape) * write.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Whole diffusion pipelines: every supported text encoder converted, all else linked or copied, and the way back. Each
+"""Whole diffusion pipelines: every supported text encoder converted, all else linked or copied. Each
 converted sub-folder is a checkpoint by itself; ``fp16_pipeline.json`` lists them."""
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..checkpoint.contents import INDEX
 from ..checkpoint.disk import check_free_space
 from ..checkpoint.fetching import fetched, hub_files
 from ..checkpoint.files import read_json
-from ..checkpoint.folder import is_weights, records
+from ..checkpoint.folder import records
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.headers import FLOATING_DTYPES, read_whole_header
 from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
-from ..checkpoint.places import contained, leaves, own_name, written_folder
-from ..checkpoint.staging import check_out, staged
+from ..checkpoint.places import contained, own_name
+from ..checkpoint.staging import staged
 from ..conversion.options import Destination, Options
 from ..conversion.pipelines import alone, check_kept, options_of
 from ..environment import SCHEMA
@@ -31,13 +30,9 @@ from ..json_text import write_json
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report import answers, schema
-from ..report.stored import read_origin
 from ..results import dump
 from ..wording import counted, listed
 from .convert import Conversion, convert_by, next_of
-from .undo import undo
-
-REWRITTEN = ("config.json", INDEX)  # texts that a conversion writes anew, and ``undo`` brings back as they were
 
 
 @dataclass(frozen=True)
@@ -114,10 +109,10 @@ def convert_pipeline_by(
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
             done[name] = converted(asked[name], pipeline, name, Destination(work / name), endpoint, progress)
-            encoders.append(entry_of(pipeline, name, done[name].report))
+            encoders.append(entry_of(name, done[name].report))
         for name, first in pipeline.same.items():
             bring(work / first, files_below(work / first)[0], work / name)
-            encoders.append(entry_of(pipeline, name, done[first].report, same=first))
+            encoders.append(entry_of(name, done[first].report, same=first))
         # Links to a source's files have no SHA-256, since whoever removes a link removes no file.
         known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
         files = sorted([*records(work, links), *known], key=lambda entry: str(entry["name"]))
@@ -186,30 +181,9 @@ def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
     return next((str(SAFETENSORS_DTYPES[t.dtype]) for t in tensors.values() if t.dtype in FLOATING_DTYPES), None)
 
 
-def entry_of(
-    pipeline: Pipeline, name: str, report: Mapping[str, Any], *, same: str | None = None
-) -> answers.PipelineEntry:
-    folder = pipeline.folder / name
-    texts = {n: (folder / n).read_text(encoding="utf-8") for n in REWRITTEN if (folder / n).is_file()}
-    return answers.PipelineEntry(
-        subfolder=name,
-        **({} if same is None else {"same": same}),
-        verdict=report["verdict"],
-        proof=report["proof"],
-        files=files_below(folder)[0],
-        texts=texts,
-    )
-
-
-# --- the way back ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Undone:
-    """The folder that ``undo_pipeline`` wrote, and the source's files that the conversion left out."""
-
-    out: Path
-    missing: tuple[str, ...]
+def entry_of(name: str, report: Mapping[str, Any], *, same: str | None = None) -> answers.PipelineEntry:
+    other = {} if same is None else {"same": same}
+    return answers.PipelineEntry(subfolder=name, **other, verdict=report["verdict"], proof=report["proof"])
 
 
 def read_pipeline(folder: Path) -> answers.PipelineReport:
@@ -217,49 +191,9 @@ def read_pipeline(folder: Path) -> answers.PipelineReport:
     if not file.is_file():
         raise UserError(f"{folder} is a pipeline that convert did not write; give a converted one, or --subfolder NAME")
     try:
-        report = schema.read(answers.PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
+        return schema.read(answers.PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
     except ValidationError as error:
         raise UserError(f"{file}: is not what convert writes; convert the pipeline again") from error
-    names = [name for entry in report.encoders for name in (entry.subfolder, *entry.files, *entry.texts)]
-    for name in names:
-        if leaves(name) or not Path(name).parts:
-            raise UserError(f"{file}: {name!r} leaves the folder; convert the pipeline again")
-    return report
-
-
-def undo_pipeline(
-    folder: str | Path, out: str | Path, *, force: bool = False, progress: Progress | bool | None = None
-) -> Undone:
-    """Write a converted pipeline's source back, with its names and texts; the other files are linked. Raises UserError
-    where the folder is no converted pipeline."""
-    progress, folder, out = shown_by(progress), written_folder(folder), Path(out)
-    report = read_pipeline(folder)
-    check_out(out, folder, force=force)
-    ours = {entry.subfolder for entry in report.encoders}
-    names = [n for n in files_below(folder)[0] if n != PIPELINE and n.partition("/")[0] not in ours]
-    missing: list[str] = []
-    with staged(out, force=force) as work:
-        bring_others(folder, names, work, link=True, progress=progress)
-        for entry in report.encoders:
-            back = work / entry.subfolder
-            undo(folder / entry.subfolder, back, progress=progress)
-            missing += [f"{entry.subfolder}/{name}" for name in as_it_was(back, entry, folder / entry.subfolder)]
-    return Undone(out, tuple(missing))
-
-
-def as_it_was(back: Path, entry: answers.PipelineEntry, converted: Path) -> list[str]:
-    """Give a restored encoder the source's files and texts, and return the names of those that it cannot have. Pickled
-    or otherwise sharded weights come back under other names, with an index of their own."""
-    weights = set(read_origin(converted).sha256)
-    for name in files_below(back)[0]:
-        if name not in entry.files and not is_weights(name):
-            (back / name).unlink()  # the tokenizer's, which convert laid beside the weights
-    renamed = {name for name in weights if not (back / name).is_file()}
-    for name, text in entry.texts.items():
-        if name != INDEX or not renamed:
-            (back / name).write_text(text, encoding="utf-8", newline="\n")
-    indexes = {name for name in entry.files if name.endswith(".index.json")} if renamed else set()
-    return [name for name in entry.files if not (back / name).is_file() and name not in renamed | indexes]
 
 
 def check_no_pipeline(folder: Path) -> None:

@@ -105,7 +105,7 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
 
 def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
     """Say which changes of the function no power of two takes back."""
-    if kept := [edit.site for edit in listed_edits(layout, plan)] + plan.centred_keys:
+    if kept := [edit.site for edit in listed_edits(layout, plan).values()] + plan.centred_keys:
         progress.say(f"Stays as the conversion made it: {listed(kept)}")
 
 

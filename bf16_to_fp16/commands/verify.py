@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..checkpoint.places import local_source, own_name
 from ..checkpoint.reader import VIEWS, Checkpoint, open_checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.writer import write_fp16
-from ..conversion.measuring import audited, compare, errors_of, in_fp32_too, measured_edits, searched
+from ..conversion.measuring import audited, compare, in_fp32_too, measured_edits, outputs_beside, searched
 from ..conversion.opening import own_length
 from ..conversion.options import check_data
 from ..conversion.planning import observe_source
@@ -54,7 +54,7 @@ from ..report.build import (
     weight_counts,
 )
 from ..report.facts import missed
-from ..report.regimes import regimes_of, tiers_of
+from ..report.regimes import tiers_of
 from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, SHORT, UNSAFE_BY_REPORT, tower_alone, unsafe_sites
 from ..report.stored import originals, read_packed
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
@@ -62,7 +62,7 @@ from ..rescaling.edits import listed_edits
 from ..rescaling.exponents import check_plan_fits
 from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, mark_of
-from ..results import dump
+from ..results import CertificateEntry, dump
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import SWEEP, Batch, describe_batches
@@ -177,9 +177,7 @@ def packed_report(file: Path) -> schema.Report:
     try:
         known = {key: said[key] for key in ("verdict", "proof", "target", "tiers")}
         report = schema.Report.model_validate({"schema": SCHEMA} | known)
-        limits = schema.CertificateEntry(
-            holds=False, headroom_bits=0.0, max_length=int(said["max_length"]), splits=SPLITS
-        )
+        limits = CertificateEntry(holds=False, headroom_bits=0.0, max_length=int(said["max_length"]), splits=SPLITS)
         moves = (inside.plan.residual_exponent, inside.plan.eps)
         if report.target not in TARGETS or limits.max_length < 1 or (said["residual_exponent"], said["eps"]) != moves:
             raise ValueError
@@ -225,16 +223,14 @@ def check_contents(
     if original is not None:
         before = replay(original, checkpoint, report, found, progress)
     certificate, certified = certify_again(checkpoint, layout, report, device, progress)
-    found.sections["certificate"] = schema.CertificateEntry.model_validate(
-        {key: value for key, value in certificate.to_json().items() if key != "sites"}
-    )
+    found.sections["certificate"] = certificate.entry(sites=False)
     found.add("certificate", check_certificate(certificate, report))
     found.notes += length_note(checkpoint, layout, certificate.arithmetic.max_length)
     regimes = {}
     if run_model:
         again = run_again(checkpoint, report, data, before, device, progress)
         regimes = again.ran.regimes
-        found.sections["regimes"] = regimes_of(regimes)
+        found.sections["regimes"] = regimes
         found.add("audit", check_audit(again, report, data))
         if not again.same_inputs and report.regimes:
             found.notes.append("other text was run than the report names: its figures are not compared")
@@ -292,7 +288,7 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
         factors = {name: entry.factor_log2 for name, entry in report.outputs.items()}
         yield from differences(factors, output_factors(layout, plan), "outputs")
         recorded = sorted((edit.site, edit.exponent, edit.columns) for edit in report.inexact)
-        planned = sorted((edit.site, edit.exponent, edit.columns) for edit in listed_edits(layout, plan))
+        planned = sorted((edit.site, edit.exponent, edit.columns) for edit in listed_edits(layout, plan).values())
         yield from differences(recorded, planned, "inexact")
     if plan.moves and config.get(CONVERTED_KEY) != mark_of(plan):
         yield "config.json", f"{CONVERTED_KEY} is not what the conversion wrote for this plan"
@@ -383,7 +379,7 @@ def certify_again(
 def check_certificate(certificate: Certificate, report: schema.Report) -> Iterator[tuple[str, str]]:
     assert report.certificate is not None
     if report.certificate.sites or report.output.files:  # one file records no bounds
-        again = dump(schema.CertificateEntry.model_validate(certificate.to_json()))
+        again = dump(certificate.entry())
         said = dump(report.certificate)
         for section in (said, again):
             section.pop("cost_bits", None)
@@ -435,7 +431,7 @@ def run_again(
 def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterator[tuple[str, ...]]:
     """Yield sites that break, else regimes unlike the recorded. Sites compare by name: versions of torch and
     transformers name operations differently."""
-    entries = regimes_of(again.ran.regimes)
+    entries = again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)
     if broken or not report.regimes:
@@ -466,14 +462,10 @@ def check_fidelity(
     ranges, reference = observe_source(original, again.inputs, progress, device)
     close, drifted = compare(original, before, plan, reference, again.ran, again.inputs, again.in_fp32)
     decided = Decided(before, plan, report.target or "half", ranges=ranges)
-    errors = errors_of(before, plan, reference, again.ran)
     now: dict[str, Any] = {
         "fidelity": dump(close),
         "precision": [dump(entry) for entry in kept_bits_of(before, plan, ranges)],
-        "outputs": {
-            name: {"factor_log2": factor} | (asdict(errors[name]) if name in errors else {})
-            for name, factor in output_factors(before, plan).items()
-        },
+        "outputs": {n: dump(each) for n, each in outputs_beside(before, plan, reference, again.ran).items()},
     }
     if not plan.centred_keys:  # which observe the source with its keys centred
         now["signals"] = [dump(entry) for entry in signals_of(before, plan, ranges)]
@@ -494,7 +486,7 @@ def check_exceptions(
     rare = searched(original, checkpoint, before, plan_of(report), progress)
     if rare is None:
         return
-    yield from differences(report.searched and report.searched.ids, rare.searched, "searched.ids")
+    yield from differences(report.searched and report.searched.ids, rare.searched.ids, "searched.ids")
     for single in (True, False):
         said, again = (
             [each for each in entries if (len(each.ids) == 1) is single] for entries in (report.exceptions, rare.found)

@@ -33,10 +33,10 @@ from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..progress import Advance, Progress
 from ..report.build import Decided, Measured
-from ..rescaling.edits import Edit, edits_of, listed_edits
+from ..rescaling.edits import edits_of, listed_edits
 from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Drift, Plan, inverse
-from ..results import Fidelity, OutputError
+from ..results import Fidelity, InexactEntry, OutputEntry
 from ..run import probe
 from ..run.agreement import agreed_layout
 from ..run.batch import Batch
@@ -79,21 +79,20 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
         device.environment(),
         edits=edits,
         soft=found,
-        outputs=errors_of(decided.layout, decided.plan, reference, ran),
+        outputs=outputs_beside(decided.layout, decided.plan, reference, ran),
     )
 
 
-def errors_of(layout: Layout, plan: Plan, reference: Reference, ran: Audited) -> dict[str, OutputError]:
-    if not ran.every:
-        return {}
-    return output_errors(output_factors(layout, plan), reference.every_fp32, reference.every_bf16, ran.every)
+def outputs_beside(layout: Layout, plan: Plan, reference: Reference, ran: Audited) -> dict[str, OutputEntry]:
+    beside = (reference.every_fp32, reference.every_bf16) if ran.every else ((), ())
+    return output_errors(output_factors(layout, plan), *beside, ran.every)
 
 
-def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -> tuple[Edit, ...]:
+def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -> list[InexactEntry]:
     layout, exponents = decided.layout, edits_of(decided.layout, decided.plan).exponents
     edits = listed_edits(layout, decided.plan, decided.predicted)
     if not edits:
-        return ()
+        return []
 
     def undone(names: Iterable[str]) -> Change:
         back = Plan(family=decided.plan.family, exponents={name: exponents[name] for name in names})
@@ -104,11 +103,12 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
     walk.run()
     how: dict[str, Any] = {"probabilities": layout.gives_probabilities, "scale": torch.ones(())}
     source, walk = results_of(without), Walk(written)
-    alone = [undone(exponents.keys() - {edit.signal}) for edit in edits]
+    alone = [undone(exponents.keys() - {signal}) for signal in edits]
     lanes = [add_differences(walk, some, source, change=change, **how) for change in alone]
     walk.run()
     costs = [mean_divergence(results_of(each)) for each in lanes]
-    return tuple(replace(edit, measured=cost) for edit, cost in zip(edits, costs, strict=True))
+    pairs = zip(edits.values(), costs, strict=True)
+    return [edit.model_copy(update={"measured": cost}) for edit, cost in pairs]
 
 
 def searched(

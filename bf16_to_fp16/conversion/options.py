@@ -19,6 +19,7 @@ from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.staging import check_out
 from ..errors import UserError, shortened
 from ..numerics import MAX_LENGTH
+from ..results import AttackEntry
 from ..targets import AUTO, MARGIN_BITS, RECORDS, TARGETS
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ..checkpoint.reader import Checkpoint
     from ..devices import Device
     from ..families.layout import Layout
-    from ..report.schema import AttackEntry, Lineage, Report
+    from ..report.schema import Lineage, Report
 
 MOST_EXPONENT = 24  # of the residual stream
 MOST_MARGIN = 12  # bits of margin that leave a signal any room: 65504·2⁻¹² is 16

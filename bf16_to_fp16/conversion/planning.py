@@ -238,34 +238,34 @@ class Search:
         opened, options = self.opened, replace(self.options, target=target)
         if margin_bits is not None:
             options = replace(options, margin_bits=margin_bits)
-        inputs = PlanInputs(
-            opened=opened,
-            options=options,
-            progress=self.progress,
-            ranges=self.ranges,
-            bounds=bound_source(
-                opened.weights,
-                target,
-                self.options.max_length,
-                self.progress,
-                opened.spectra,
-                opened.named,
-            ),
-            drift=None if self.reference is None else tried_drift(opened, self.reference, self.progress),
-            tables=self.tables,
-            start=self.start,
-        )
         with products_on(opened.device, "certificate"):
-            layout, planned, bounds = best_plan(inputs)
+            layout, planned, bounds = best_plan(replace(self, options=options))
         plan = planned.plan if opened.edits is None else with_edits(planned.plan, opened.edits)
         return Decided(layout, plan, target, planned, self.ranges, self.reference, bounds=bounds)
+
+    def bounds(self, layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
+        opened, options = self.opened, self.options
+        of = bound_source(
+            opened.weights, options.target, options.max_length, self.progress, opened.spectra, opened.named
+        )
+        return of(layout, exponents)
+
+    def drift(self, layout: Layout, plan: Plan) -> Fidelity:
+        """Return how far a plan's fixed eps takes the source's outputs, where they are known."""
+        assert self.reference is not None
+        opened, reference = self.opened, self.reference
+        tried = powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
+        with self.progress.step(f"Trying the drift of eps with {tried}") as advance:
+            whole = plan if opened.edits is None else with_edits(plan, opened.edits)
+            drifted = drifted_outputs(opened.checkpoint, layout, whole, opened.inputs, advance)
+            return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
         """Return the plan, for training without the further margin where rounded gains would take it further from the
         source than bf16 is."""
         if decided.target != "train" or self.reference is None or decided.plan.drift is None:
             return decided
-        found = tried_drift(self.opened, self.reference, self.progress)(decided.layout, decided.plan)
+        found = self.drift(decided.layout, decided.plan)
         if is_acceptable(found, 1.0):
             return decided
         less = self.decided(decided.target, margin_bits=self.options.margin_bits - TRAIN_MARGIN_BITS)
@@ -310,21 +310,6 @@ def powers(exponents: Mapping[str, int]) -> str:
 
 Bounds = Callable[[Layout, Mapping[str, int]], SourceBounds]
 """Bounds a layout of the source under exponents of its streams."""
-
-
-@dataclass(frozen=True)
-class PlanInputs:
-    """What a plan is chosen by. ranges: None plans by bounds alone, without a margin. drift: measures the divergence of
-    a plan's fixed eps. tables, start: as in ``Search``."""
-
-    opened: Opened
-    options: Options
-    progress: Progress
-    ranges: Mapping[str, ModuleRange] | None
-    bounds: Bounds
-    drift: Callable[[Layout, Plan], Fidelity] | None = None
-    tables: Tables | None = None
-    start: Mapping[str, int] = field(default_factory=dict)
 
 
 def bound_source(
@@ -405,41 +390,40 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
     return bool(torch.isfinite(checkpoint.read(name)).all())
 
 
-def best_plan(inputs: PlanInputs) -> tuple[Layout, Planned, SourceBounds]:
+def best_plan(search: Search) -> tuple[Layout, Planned, SourceBounds]:
     """Return the best plan and its bounds: the head as it is, or separated where the tied head's limit blocks the plan
     or a requested proof."""
 
     def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
-        fallbacks = len(planned.fallbacks) if inputs.options.prove else 0
+        fallbacks = len(planned.fallbacks) if search.options.prove else 0
         return sum(v.excess_bits for v in planned.violations), fallbacks
 
-    layout = inputs.opened.layout
-    planned, bounds = plan_for(layout, inputs)
+    layout = search.opened.layout
+    planned, bounds = plan_for(layout, search)
     if any(missing(planned)) and layout.tied and layout.family.untie:
-        apart = inputs.opened.apart()
-        other, its_bounds = plan_for(apart, inputs)
+        apart = search.opened.apart()
+        other, its_bounds = plan_for(apart, search)
         if missing(other) < missing(planned):
             return apart, other, its_bounds
     return layout, planned, bounds
 
 
-def plan_for(layout: Layout, inputs: PlanInputs) -> tuple[Planned, SourceBounds]:
+def plan_for(layout: Layout, search: Search) -> tuple[Planned, SourceBounds]:
     """Return the plan for a layout, and its bounds. LayerNorm's eps does not scale with the stream, so bounds hold for
     their exponents and smaller ones. Each round starts from the last plan until that covers itself: bounds only grow
     with exponents."""
-    start = inputs.start if layout.family.centred_norm else {}
+    start = search.start if layout.family.centred_norm else {}
     exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
-    planned, bounds = planned_within(exponents, "", layout, inputs)
+    planned, bounds = planned_within(exponents, "", layout, search)
     while layout.family.centred_norm:
         chosen = stream_exponents(layout, planned.plan)
         if all(chosen[stream] <= exponents[stream] for stream in chosen):
             break
         exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
-        planned, bounds = planned_within(exponents, f", with {powers(exponents)} at most", layout, inputs)
-    if inputs.drift is not None and planned.plan.gain_correction:
+        planned, bounds = planned_within(exponents, f", with {powers(exponents)} at most", layout, search)
+    if search.reference is not None and planned.plan.gain_correction:
         # The mean that a correction takes out is that of all tokens, and the outputs may depend on few.
-        of = inputs.drift
-        planned = min((uncorrected(planned), planned), key=lambda each: of(layout, each.plan).kl_fp16)
+        planned = min((uncorrected(planned), planned), key=lambda each: search.drift(layout, each.plan).kl_fp16)
     return planned, bounds
 
 
@@ -452,32 +436,32 @@ def uncorrected(planned: Planned) -> Planned:
 
 
 def planned_within(
-    exponents: Mapping[str, int], again: str, layout: Layout, inputs: PlanInputs
+    exponents: Mapping[str, int], again: str, layout: Layout, search: Search
 ) -> tuple[Planned, SourceBounds]:
     """Bound a layout under stream exponents, and plan by these bounds; again: ends the step's line. A stream is held
     where proving it drifts and a run shows that acceptable."""
-    options, bounds = inputs.options, inputs.bounds(layout, exponents)
-    head = ", with a head apart from the embedding" if layout.tied is False and inputs.opened.layout.tied else ""
+    options, bounds = search.options, search.bounds(layout, exponents)
+    head = ", with a head apart from the embedding" if layout.tied is False and search.opened.layout.tied else ""
     place = f" for use {WHERE[options.target]}" if options.target in WHERE else ""
-    with inputs.progress.step(f"Planning the exponents{place}{head}{again}") as advance:
-        planned = planned_once(layout, inputs, bounds.ranges, advance=advance)
+    with search.progress.step(f"Planning the exponents{place}{head}{again}") as advance:
+        planned = planned_once(layout, search, bounds.ranges, advance=advance)
     held = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams and f.exponent is not None}
-    if inputs.drift is not None and layout.fixed_eps is not None and held and options.stream is None:
-        trial, of = planned_once(layout, inputs, bounds.ranges, held), inputs.drift
+    if search.reference is not None and layout.fixed_eps is not None and held and options.stream is None:
+        trial = planned_once(layout, search, bounds.ranges, held)
         choices = (uncorrected(trial), trial)
-        planned = next((each for each in choices if is_acceptable(of(layout, each.plan))), planned)
+        planned = next((each for each in choices if is_acceptable(search.drift(layout, each.plan))), planned)
     return planned, bounds
 
 
 def planned_once(
     layout: Layout,
-    inputs: PlanInputs,
+    search: Search,
     possible: Mapping[str, ModuleRange],
     held: Mapping[str, int] | None = None,
     advance: Advance | None = None,
 ) -> Planned:
-    weights, options, ranges = inputs.opened.weights(layout), inputs.options, inputs.ranges
-    how: dict[str, Any] = {"target": options.target, "known": inputs.tables, "advance": advance}
+    weights, options, ranges = search.opened.weights(layout), search.options, search.ranges
+    how: dict[str, Any] = {"target": options.target, "known": search.tables, "advance": advance}
     # Bounds do not tell how small a norm's input is, and so what an eps that stays would change.
     how |= {"drift_free": options.exact or ranges is None, "held": held}
     if held is None and options.stream is not None:
@@ -495,17 +479,6 @@ def planned_once(
 def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
     """Return whether a drift's divergence stays under a share of bf16's, by default half of fp16's own."""
     return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share
-
-
-def tried_drift(opened: Opened, reference: Reference, progress: Progress) -> Callable[[Layout, Plan], Fidelity]:
-    def of(layout: Layout, plan: Plan) -> Fidelity:
-        tried = powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
-        with progress.step(f"Trying the drift of eps with {tried}") as advance:
-            whole = plan if opened.edits is None else with_edits(plan, opened.edits)
-            drifted = drifted_outputs(opened.checkpoint, layout, whole, opened.inputs, advance)
-            return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
-
-    return of
 
 
 def drifted_outputs(

@@ -44,11 +44,12 @@ from ..observe.observer import SiteObserver
 from ..progress import Progress, shown_by
 from ..quiet import quiet
 from ..report.build import other_sha256
-from ..report.schema import AttackEntry, FinetuneEntry, Lineage, Report, Source, read
+from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.apply import edited_config, set_dtype, writes
 from ..rescaling.outputs import moved, output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import MARGIN_BITS
+from ..results import AttackEntry
 from ..run.agreement import agreed_layout
 from ..run.probe import batches as probe_batches
 from ..run.probe import checkpoint_batches
@@ -513,8 +514,7 @@ def attack_unproven(
     if not steps:
         return None
     rows = unproven * max(1, GROUP // len(unproven))
-    found = attacked(folder, agreed_layout(open_checkpoint(folder)), steps, 0, device, progress, sites=rows)
-    return AttackEntry.model_validate(found.to_json())
+    return attacked(folder, agreed_layout(open_checkpoint(folder)), steps, 0, device, progress, sites=rows)
 
 
 @contextmanager

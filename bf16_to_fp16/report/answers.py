@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..results import Count, Flag, ReportObject
-from .schema import CertificateEntry, Environment, Output, RegimeEntry, Source, TierEntry, Versioned
+from ..results import CertificateEntry, Count, Flag, RegimeEntry, ReportObject
+from .schema import Environment, Output, Source, TierEntry, Versioned
 
 
 class ProblemEntry(ReportObject):
@@ -45,15 +45,12 @@ class Verification(Versioned):
 
 
 class PipelineEntry(ReportObject):
-    """A converted sub-folder. ``same``: the sub-folder that it is another name of. ``files``: those that the source had
-    there. ``texts``: its own config and index, which a conversion writes anew."""
+    """A converted sub-folder. ``same``: the sub-folder that it is another name of."""
 
     subfolder: str
     same: str | None = None
     verdict: str
     proof: str | None
-    files: list[str]
-    texts: dict[str, str]
 
 
 class PipelineReport(Versioned):

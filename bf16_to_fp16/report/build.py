@@ -34,17 +34,17 @@ from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors
 from ..rescaling.channels import ROUNDING
-from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, Edit, without_edits
-from ..rescaling.exponents import OfChannels, exponents_of, norm_exponents
-from ..rescaling.outputs import joined, on_request, output_factors
+from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, without_edits
+from ..rescaling.exponents import exponents_of, norm_exponents
+from ..rescaling.outputs import joined, on_request
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Fallback, Planned, Violation
 from ..rescaling.rounding_loss import STEP_NOISE
-from ..results import ExceptionEntry, Fidelity, OutputError
+from ..results import AttackEntry, ExceptionEntry, Fidelity, InexactEntry, OutputEntry
 from ..targets import SQUARING, TIERS, WHERE
 from . import remedies, schema
 from .card import front_matter
-from .regimes import regimes_of, tiers_of
+from .regimes import largest_seen, tiers_of
 
 FP16_RANGE_BITS = 40.0  # bits between fp16's last subnormal and its limit: what a model loses that gives inf or NaN
 ONE_ROUNDING = 0.541 * 2.0**-20 / 12
@@ -98,10 +98,10 @@ class Measured:
     fidelity: Fidelity | None = None
     half: Outputs = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
-    attack: schema.AttackEntry | None = None
-    edits: Sequence[Edit] = ()
+    attack: AttackEntry | None = None
+    edits: Sequence[InexactEntry] = ()
     soft: SoftSide | None = None
-    outputs: Mapping[str, OutputError] = field(default_factory=dict)
+    outputs: Mapping[str, OutputEntry] = field(default_factory=dict)
 
 
 def build(
@@ -127,20 +127,16 @@ def build(
         how: dict[str, Any] = {"max_kl": max_kl, "edits": cost_of(measured.edits), "proven": certificate.holds}
         how["eps_held"] = plan.eps_held
         over += too_inexact(fidelity, exact=exact, ran=bool(regimes), **how)
-    outputs = outputs_of(output_factors(layout, plan), measured.outputs)
     if max_kl is None:  # of what a user accepts, edits may take more
-        over += other_outputs(outputs, drifts=bool(plan.drift or measured.edits), ran=bool(regimes))
-    half = regimes.get("half")
-    seen = {site.name: site.amax for site in half.sites} if half is not None else {}
+        over += other_outputs(measured.outputs, drifts=bool(plan.drift or measured.edits), ran=bool(regimes))
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
-    described = regimes_of(regimes)
     attack = measured.attack
     broken = remedies.overflowing(attack) if attack is not None else []
-    for site in attack.sites if attack is not None else ():
-        seen[site.name] = max(seen.get(site.name, 0.0), site.worst)
-    soft = exceptions_of(measured.soft)
-    over += harmed(soft.get("exceptions", []), max_kl)
-    rare = inexact_of(measured.edits) | soft | ({} if max_kl is None else {"max_kl": max_kl})
+    more: dict[str, Any] = {"inexact": list(measured.edits)} if measured.edits else {}
+    if (soft := measured.soft) is not None:
+        over += harmed(soft.found, max_kl)
+        more |= {"exceptions": soft.found, "searched": soft.searched}
+    more |= {} if max_kl is None else {"max_kl": max_kl}
     # What a search has broken, clean runs do not show to hold.
     tiers = tiers_of(layout, measured.tiers, {} if broken else regimes)
     over += unmet(decided.target, tiers)
@@ -156,23 +152,23 @@ def build(
         padding=padding_entry(layout.config),
         older=differences(layout, edited_config(layout, plan)),
         inputs=None if inputs is None else schema.Inputs.model_validate(inputs),
-        regimes=described,
-        certificate=schema.CertificateEntry.model_validate(certificate.to_json(seen) | {"cost_bits": cost}),
+        regimes=dict(regimes),
+        certificate=certificate.entry(largest_seen(regimes, attack)).model_copy(update={"cost_bits": cost}),
         uncertified=uncertified_sites(layout, certificate, planned),
         attack=attack,
         fidelity=fidelity,
         weights=counts,
-        outputs=outputs,
+        outputs=dict(measured.outputs),
         plan=Plan.model_validate(describe_plan(plan)),
         moved=moved_by(layout, plan),
         for_proof={} if planned is None or ranges is None else dict(planned.for_proof),
         signals=decided.signals,
         precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
-        unsafe=[*over, *remedies.unsafe_sites(described, layout.family.name, converted=True), *broken],
+        unsafe=[*over, *remedies.unsafe_sites(regimes, layout.family.name, converted=True), *broken],
         close=close,
         command=command,
         environment=schema.Environment.model_validate(measured.environment),
-        **rare,
+        **more,
     )
 
 
@@ -208,32 +204,14 @@ def moved_by(layout: Layout, plan: Plan) -> schema.MovedEntry:
     )
 
 
-def outputs_of(factors: Mapping[str, OfChannels], errors: Mapping[str, OutputError]) -> dict[str, schema.OutputEntry]:
-    seen = {name: asdict(error) for name, error in errors.items()}
-    return {name: schema.OutputEntry(factor_log2=factor, **seen.get(name, {})) for name, factor in factors.items()}
-
-
-def other_outputs(outputs: Mapping[str, schema.OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
+def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
     """Return the outputs that are not the source's times their factor. A plan that drifts or edits only tells of inner
     states, which the class gives on request."""
     return [
         remedies.other_output(name, drifts=drifts, ran=ran)
         for name, entry in outputs.items()
-        if entry.error is not None
-        and not OutputError(entry.error, entry.error_bf16 or 0.0).fits(drifts=drifts)
-        and not (drifts and on_request(name, outputs))
+        if not entry.fits(drifts=drifts) and not (drifts and on_request(name, outputs))
     ]
-
-
-def inexact_of(edits: Sequence[Edit]) -> dict[str, Any]:
-    entries = [{key: value for key, value in asdict(edit).items() if key != "signal"} for edit in edits]
-    return {"inexact": [schema.InexactEntry(**entry) for entry in entries]} if entries else {}
-
-
-def exceptions_of(soft: SoftSide | None) -> dict[str, Any]:
-    if soft is None:
-        return {}
-    return {"exceptions": soft.found, "searched": schema.SearchEntry(ids=soft.searched, further=soft.further)}
 
 
 def harmed(exceptions: Sequence[ExceptionEntry], max_kl: float | None) -> list[schema.UnsafeEntry]:
@@ -325,7 +303,7 @@ def is_exact(
     plan: Plan | None,
     weights: schema.WeightsEntry | None,
     source: schema.Source,
-    edits: Sequence[Edit | schema.InexactEntry] = (),
+    edits: Sequence[InexactEntry] = (),
 ) -> bool:
     """Return whether no weight was rounded, made, replaced or edited: the function is the source's to the bit."""
     if (
@@ -341,7 +319,7 @@ def is_exact(
     return weights.lossless_fraction == 1
 
 
-def cost_of(edits: Sequence[Edit | schema.InexactEntry]) -> float:
+def cost_of(edits: Sequence[InexactEntry]) -> float:
     return sum(edit.measured or 0.0 for edit in edits)
 
 

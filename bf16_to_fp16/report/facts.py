@@ -11,7 +11,7 @@ from ..checkpoint.contents import MODULES
 from ..families.known import named
 from ..families.types import MOST_MEAN
 from ..rescaling.outputs import LAST, on_request
-from ..results import OutputError
+from ..results import AttackedSite, RegimeEntry, SiteEntry
 from ..run.batch import IMAGE
 from ..targets import TIERS, WHERE
 from ..wording import (
@@ -113,7 +113,7 @@ def held_eps(report: schema.Report) -> str:
     return f"{said}; that moves the output by {scientific(plan.drift.measured_kl)}{unit}"
 
 
-def by_design(site: schema.SiteEntry) -> str:
+def by_design(site: SiteEntry) -> str:
     return "" if site.broken else site.benign or ""
 
 
@@ -337,11 +337,8 @@ def scaled_outputs(report: schema.Report) -> str:
 def unreadable(report: schema.Report) -> dict[str, str]:
     found = {}
     for name, entry in report.outputs.items():
-        if entry.error is None or not on_request(name, report.outputs):
-            continue
-        error = OutputError(entry.error, entry.error_bf16 or 0.0)
-        if not error.fits(drifts=True):
-            beside = f"{scientific(error.error)} in relative squared error, bf16 {scientific(error.error_bf16)}"
+        if on_request(name, report.outputs) and not entry.fits(drifts=True):
+            beside = f"{scientific(entry.error)} in relative squared error, bf16 {scientific(entry.error_bf16 or 0.0)}"
             found[name] = f"{name}: off by {beside}; do not read them"
     return found
 
@@ -458,7 +455,7 @@ def broken_by_search(report: schema.Report) -> str:
     return f"{steps} of search found an input that overflows {where}{said}"
 
 
-def first_broken(regime: schema.RegimeEntry) -> str | None:
+def first_broken(regime: RegimeEntry) -> str | None:
     return next((site.name for site in regime.broken_sites), None)
 
 
@@ -511,7 +508,7 @@ def gradients_in_words(report: schema.Report) -> str:
     return words if worst is None or not worst.flushed else f"{words}, most at {worst.name} ({worst.flushed:.0%})"
 
 
-def attack_breaks(report: schema.Report) -> schema.AttackedSite | None:
+def attack_breaks(report: schema.Report) -> AttackedSite | None:
     sites = report.attack.sites if report.attack is not None else ()
     worst = min(sites, key=lambda site: site.headroom_bits, default=None)
     return worst if worst is not None and (worst.headroom_bits < 0 or infinite(worst.worst)) else None

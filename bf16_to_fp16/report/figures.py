@@ -19,8 +19,9 @@ from ..families.places import FEED_FORWARD as FEED_FORWARDS
 from ..families.places import SUBLAYERS
 from ..families.roles import STACKS
 from ..numerics import FP16_MAX
+from ..results import BoundEntry, CertificateEntry
 from ..wording import bound_magnitude, infinite, known, magnitude, power
-from .schema import BoundEntry, CertificateEntry, SignalEntry
+from .schema import SignalEntry
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,28 @@
-"""An audit's results as entries of a report."""
+"""What an audit's regimes say of sites and tiers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.arithmetic import growth
 from ..families.layout import Layout
 from ..families.types import RESIDUAL
+from ..numerics import OVERFLOWED
 from ..ranges import Squares
+from ..results import AttackEntry
 from . import schema
 from .tiers import judged_tiers
 
 
-def regimes_of(results: Mapping[str, RegimeResult]) -> dict[str, schema.RegimeEntry]:
-    return {name: schema.RegimeEntry.model_validate(result.to_json()) for name, result in results.items()}
+def largest_seen(results: Mapping[str, RegimeResult], attack: AttackEntry | None) -> dict[str, float]:
+    """Return the largest |x| of each site in ``half`` and under attack, infinite where it overflowed."""
+    sites = results["half"].sites if "half" in results else []
+    seen = {site.name: math.inf if site.nonfinite and site.amax == OVERFLOWED else site.amax for site in sites}
+    for site in attack.sites if attack is not None else ():
+        seen[site.name] = max(seen.get(site.name, 0.0), site.worst)
+    return seen
 
 
 def tiers_of(

@@ -15,18 +15,10 @@ from ..bounds.kinds import Remedy, traits
 from ..checkpoint.places import SHIPPED
 from ..families.known import named
 from ..numerics import FP16_MAX, OVERFLOWED
-from ..results import ExceptionEntry
+from ..results import AttackEntry, BoundEntry, CertificateEntry, ExceptionEntry, RegimeEntry
 from ..targets import TIERS
 from ..wording import counted, listed, reached, scientific
-from .schema import (
-    AttackEntry,
-    BoundEntry,
-    CertificateEntry,
-    RegimeEntry,
-    Report,
-    UnprovenEntry,
-    UnsafeEntry,
-)
+from .schema import Report, UnprovenEntry, UnsafeEntry
 
 MASKED = ":masked"  # how the sites end that say what a mask must add at least
 OUTPUT = "the output, against bf16's error"  # names the violation of an fp16 output that is less accurate than bf16's

@@ -20,7 +20,22 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import architectures
 from ..rescaling.plan import Plan
-from ..results import Count, ExceptionEntry, Fidelity, Flag, NumberOrNaN, Real, ReportObject
+from ..results import (
+    AttackEntry,
+    CertificateEntry,
+    Count,
+    ExceptionEntry,
+    Fidelity,
+    Flag,
+    InexactEntry,
+    NumberOrNaN,
+    OutputEntry,
+    PlacedEntry,
+    Real,
+    RegimeEntry,
+    ReportObject,
+    SearchEntry,
+)
 
 PAGE = "fp16_report.html"
 CARD = "README.md"
@@ -134,146 +149,6 @@ class Environment(ReportObject):
 # --- what was measured -----------------------------------------------------------------------------------------------
 
 
-class CountedEntry(ReportObject):
-    """Something that was run; counts leave out elements that are not finite or saturated by design."""
-
-    nonfinite: Count
-    saturated: Count
-
-    @property
-    def broken(self) -> bool:
-        return bool(self.nonfinite or self.saturated)
-
-
-class PlacedEntry(ReportObject):
-    """A place in the model; keys that are unknown, or outside of it all, are absent."""
-
-    stack: str | None = Field(None, description="encoder or decoder, also of a model that has no other")
-    block: Count | None = Field(None, description="number of its block in the stack, from 0")
-    role: str | None = Field(
-        None, description="what its module is for in the block, such as cross-attention; in a regime the operation"
-    )
-
-
-class SiteEntry(PlacedEntry, CountedEntry):
-    """One site of a regime; its name tells its place. ``amax``: the largest |x|, 65536 for an overflow. ``limit``,
-    ``headroom_bits``: None for what is not fp16. ``nonfinite``, ``saturated``: elements other than by design.
-    ``benign``: the reason why what is so is harmless. ``fp32``: the largest |x| in fp32 of a site that broke in fp16,
-    where fp32 was run."""
-
-    name: str
-    amax: NumberOrNaN
-    limit: Real | None
-    headroom_bits: Real | None
-    benign: str | None
-    dtype: str | None = None
-    fp32: NumberOrNaN | None = None
-
-    @property
-    def reached(self) -> float:
-        return self.amax if self.fp32 is None else self.fp32
-
-
-class SunkSignal(ReportObject):
-    """A site under fp16's smallest normal number on every input, and its largest |x|."""
-
-    name: str
-    amax: Real
-
-
-class RunEntry(ReportObject):
-    """How many of the ``inputs``' batches a regime ran under one attention, and of which kinds."""
-
-    attention: str
-    batches: Count
-    kinds: list[str]
-
-
-class GradientSiteEntry(ReportObject):
-    """One operation's gradients: the largest, at the loss scale, and the share lost to 0 in fp16."""
-
-    name: str
-    amax: Real
-    flushed: Real
-
-
-class GradientsEntry(ReportObject):
-    """The backward pass under fp16 AMP: the largest loss scale without overflow (None: none), the share of elements
-    lost to 0, the site that sets the scale or overflows at any (None: the loss is not finite), and the sites that lose
-    most."""
-
-    loss_scale: Real | None
-    flushed: Real
-    largest: GradientSiteEntry | None
-    sites: list[GradientSiteEntry]
-
-
-class RegimeEntry(CountedEntry):
-    """What one regime showed, its sites from the tightest on. ``amax``, ``headroom_bits``: of the tightest.
-    ``nonfinite_logits``: what a user would see. ``runs``: what ran, by attention. ``same_as``: the regime whose run
-    this is, since it computes the same; else None. ``gradients``: of ``amp`` in training."""
-
-    amax: Real
-    headroom_bits: Real
-    nonfinite_logits: Count = 0
-    underflow: list[SunkSignal] = []
-    runs: list[RunEntry] = []
-    same_as: str | None = None
-    sites: list[SiteEntry]
-    gradients: GradientsEntry | None = None
-
-    @property
-    def reached(self) -> float:
-        """The largest |x| that fp16 must hold, in fp32 if known where the regime broke."""
-        broken = self.broken_sites
-        limited = [site for site in broken if site.limit is not None] or broken
-        return max((site.reached for site in limited), default=self.amax)
-
-    @property
-    def broken_sites(self) -> list[SiteEntry]:
-        return sorted((site for site in self.sites if site.broken), key=lambda site: not site.nonfinite)
-
-    @property
-    def tightest(self) -> str | None:
-        return next((site.name for site in self.sites if site.headroom_bits is not None), None)
-
-
-class BoundEntry(PlacedEntry):
-    """The bound of one site: no input makes the value larger than ``bound``, nor a partial sum than ``partial``.
-    ``kind``: what it holds. ``observed``: the largest value found, None where nothing was run."""
-
-    name: str
-    kind: str
-    bound: NumberOrNaN
-    partial: NumberOrNaN
-    limit: Real
-    headroom_bits: Real
-    observed: Real | None
-    holds: Flag
-
-    @property
-    def largest(self) -> float:
-        return max(self.bound, self.partial)
-
-
-class CertificateEntry(ReportObject):
-    """The bounds of every site, and what they hold for. ``max_length``: positions. ``splits``: partial sums of a matrix
-    product that are added in fp16. ``train_mode``: with dropout. ``cost_bits``: the precision that holding the bounds
-    costs. ``verify`` leaves ``sites`` out."""
-
-    holds: Flag
-    headroom_bits: Real
-    max_length: Count
-    splits: Count
-    train_mode: Flag = False
-    sites: list[BoundEntry] = []
-    cost_bits: Real | None = None
-
-    @property
-    def over(self) -> list[BoundEntry]:
-        return sorted((site for site in self.sites if not site.holds), key=lambda site: site.headroom_bits)
-
-
 class UnprovenEntry(ReportObject):
     """A site whose bound passes its limit: by how many bits, why, and what helps."""
 
@@ -293,37 +168,6 @@ class TierEntry(ReportObject):
     proof: Literal["certified", "observed"] | None
     runtimes: list[str]
     reason: str = ""
-
-
-class AttackedSite(ReportObject):
-    """A site's largest values by random inputs, tokens, mixtures of embeddings, and in fp16. ``worst``: the largest of
-    all. ``gain``: over as many random inputs. ``ids``: the encoder's and decoder's tokens that replay it."""
-
-    name: str
-    worst: NumberOrNaN
-    random: NumberOrNaN
-    tokens: NumberOrNaN
-    embeddings: NumberOrNaN
-    half: NumberOrNaN
-    limit: Real
-    headroom_bits: Real
-    gain: NumberOrNaN
-    ids: tuple[list[Count], list[Count]] | None
-
-    @property
-    def fp32(self) -> float:
-        """The largest value found in fp32, which does not overflow where fp16 does."""
-        return max(self.random, self.tokens, self.embeddings)
-
-
-class AttackEntry(ReportObject):
-    """A gradient search for the worst input, its sites from the tightest on."""
-
-    steps: Count
-    seed: Count
-    worst_headroom_bits: Real
-    median_gain: Real | None
-    sites: list[AttackedSite]
 
 
 class WeightsEntry(ReportObject):
@@ -360,36 +204,6 @@ class MovedEntry(ReportObject):
 
     linears: dict[str, int] = {}
     others: dict[str, int] = {}
-
-
-class OutputEntry(ReportObject):
-    """One output of the stock class: log2 of its factor over the source's, for all channels or each. ``error``:
-    relative squared error in fp32 once divided by that. ``error_bf16``: the source's in bf16. Both of the layer that
-    fits least, None where not run or not given."""
-
-    factor_log2: int | list[int]
-    error: Real | None = None
-    error_bf16: Real | None = None
-
-
-class InexactEntry(ReportObject):
-    """An edit that changes the function: the site whose limit needs it, its power of two (the least of channels), how
-    many input channels it cuts (0: it multiplies the signal itself), and the divergence of it alone in fp32, of the
-    source and of what was written; None where not run."""
-
-    site: str
-    exponent: int
-    columns: Count = 0
-    predicted: Real | None = None
-    measured: Real | None = None
-
-
-class SearchEntry(ReportObject):
-    """The search for ``exceptions``: the number of ``ids`` looked at, and the share of random pairs on which edits are
-    ``further`` from the source than bf16."""
-
-    ids: Count
-    further: float
 
 
 class UnsafeEntry(ReportObject):

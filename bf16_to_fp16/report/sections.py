@@ -11,6 +11,7 @@ from typing import Any
 
 from ..families.known import named
 from ..families.older import is_older_key
+from ..results import RegimeEntry
 from ..wording import (
     bound_magnitude,
     counted,
@@ -26,7 +27,7 @@ from ..wording import (
 )
 from . import facts
 from .remedies import unsafe_sites
-from .schema import RegimeEntry, Report, UnprovenEntry, WeightsEntry
+from .schema import Report, UnprovenEntry, WeightsEntry
 from .tables import Column, Table, names, numbers
 
 MOST_UNSAFE = 12

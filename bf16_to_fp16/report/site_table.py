@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..results import SiteEntry
 from ..wording import headroom, headroom_by_bound, headroom_or_excess, infinite, magnitude, reached, tightness
 from .facts import by_design
-from .schema import Report, SiteEntry
+from .schema import Report
 
 MOST_ROWS = 3_000
 """Rows of the table, those with least headroom, so that the page stays under 2 MB."""

@@ -19,7 +19,7 @@ from ..families.known import half_call, loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
-from ..results import Fidelity
+from ..results import AttackEntry, CertificateEntry, Fidelity, RegimeEntry
 from ..targets import MARGIN_BITS, TIERS
 from . import answers, facts, schema, uses
 from .build import passed_limit
@@ -293,7 +293,7 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
         screen.say(f"report: {page}")
 
 
-def print_underflow(screen: Output, regimes: Mapping[str, schema.RegimeEntry]) -> None:
+def print_underflow(screen: Output, regimes: Mapping[str, RegimeEntry]) -> None:
     for name, regime in regimes.items():
         if sunk := [site.name for site in regime.underflow]:
             screen.print(
@@ -307,7 +307,7 @@ def print_gradients(screen: Output, report: schema.Report) -> None:
         screen.print(words)
 
 
-def print_attack(screen: Output, attack: schema.AttackEntry, certificate: schema.CertificateEntry) -> None:
+def print_attack(screen: Output, attack: AttackEntry, certificate: CertificateEntry) -> None:
     bounds = {site.name: site.bound for site in certificate.sites}
     screen.print(
         f"the worst input that {wording.counted(attack.steps, 'gradient step')} found is"

@@ -9,7 +9,6 @@ the proofs. A plan with edits is an exact plan of the edited source; the signals
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from ..families.layout import Layout, ResolvedTensor, TensorReader, TensorSource
 from ..families.types import LOGITS, Attention, Experts, Kind, made_by
 from ..ranges import ModuleRange
+from ..results import InexactEntry
 from .apply import scale
 from .centred import centred, centred_tensors
 from .channels import excess_bits, folded, known_points
@@ -29,20 +29,6 @@ MOST_FOR_A_PROOF = 2.0
 
 RUINED = 1.0
 """Divergence (nats, or relative squared error) from which on bf16 is no measure of what edits may cost."""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One edit of a plan; of several exponents the least. ``columns``: how many input channels it cuts, 0 where it
-    multiplies the signal. ``predicted``: its own divergence in fp32; ``measured``: in what was written. None: not run.
-    """
-
-    signal: str
-    site: str
-    exponent: int
-    columns: int = 0
-    predicted: float | None = None
-    measured: float | None = None
 
 
 def edits_of(layout: Layout, plan: Plan) -> Plan:
@@ -64,8 +50,8 @@ def with_edits(plan: Plan, edits: Plan) -> Plan:
     return plan.model_copy(update={"exponents": exponents, "centred_keys": centred})
 
 
-def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | None = None) -> tuple[Edit, ...]:
-    """predicted: divergences by signal."""
+def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | None = None) -> dict[str, InexactEntry]:
+    """Return a plan's edits by signal. predicted: divergences by signal."""
     sites, known = sites_of(layout), predicted or {}
     exponents = edits_of(layout, plan).exponents.items()
 
@@ -74,7 +60,10 @@ def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | No
             return 0
         return sum(map(bool, each)) if isinstance(each, list) else layout.signals[name].size
 
-    return tuple(Edit(n, sites[n], least(each), cut(n, each), known.get(n)) for n, each in exponents)
+    return {
+        n: InexactEntry(site=sites[n], exponent=least(e), columns=cut(n, e), predicted=known.get(n), measured=None)
+        for n, e in exponents
+    }
 
 
 def least(exponents: OfChannels) -> int:

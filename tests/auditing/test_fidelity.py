@@ -166,7 +166,7 @@ def test_where_bf16_is_ruined_edits_may_not_ruin_the_output_too(bf16: float) -> 
 
 
 def test_too_inexact_an_output_is_unsafe_at_any_margin_and_a_limit_passed_within_its_margin_is_not() -> None:
-    clean = {"half": RegimeResult("half", 0, 0, 1.0, 15.0, 0, ())}
+    clean = {"half": RegimeResult(nonfinite=0, saturated=0, amax=1.0, headroom_bits=15.0, sites=[])}
     proven = Certificate((), Arithmetic(512), {})
 
     def concluded(*violations: Violation, margin_bits: float | None = 1.25) -> tuple[str, list[str], list[str]]:

@@ -23,8 +23,8 @@ from bf16_to_fp16.commands.convert import convert
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.report.schema import BoundEntry
 from bf16_to_fp16.rescaling.weights import source_weights
+from bf16_to_fp16.results import BoundEntry
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.verification.comparing import near
 

@@ -203,7 +203,8 @@ def test_squares_that_were_seen_to_be_too_large_or_too_small_are_told_and_not_on
     reasons = {}
     for longest, least in ((200.0, 1.0), (300.0, 1.0), (200.0, 2.0**-20)):
         norms = {layout.norms[0]: NormRange(longest, torch.tensor([[least, 1.0]]))}
-        regimes = {"half": RegimeResult("half", 0, 0, 1.0, 16.0, 0, (), norms=norms)}
+        clean: dict[str, Any] = {"nonfinite": 0, "saturated": 0, "amax": 1.0, "headroom_bits": 16.0, "sites": []}
+        regimes = {"half": RegimeResult(**clean, norms=norms)}
         reasons[longest, least] = [tier.reason for tier in tiers_of(layout, certified, regimes).values()]
     large, small = swells(300.0**2 * growth(layout.signals[RESIDUAL].size)), sinks(2.0**-20)
     assert list(reasons.values()) == [["", "", OVER], ["", large, large], ["", small, small]]

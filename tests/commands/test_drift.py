@@ -1,8 +1,8 @@
 """Where eps is fixed or gains round, the output drifts: by what was predicted, and by no more than is worth it."""
 
-import functools
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,18 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.conversion.planning import (
     Opened,
-    PlanInputs,
+    Search,
     best_plan,
-    bound_source,
     drifted_outputs,
     is_acceptable,
     observe_source,
-    tried_drift,
 )
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import Fidelity
 from bf16_to_fp16.run.batch import Batch
 from bf16_to_fp16.run.probe import batches
@@ -185,40 +183,38 @@ def test_simulated_drift_is_to_the_bit_the_rescaled_weights_under_the_stock_eps(
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 
-def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("pegasus"), tmp_path / "source")
-    checkpoint = open_checkpoint(source)
-    layout = resolve(checkpoint)
-    inputs = batches(load(source, torch.float32).config, None, None)
-    progress = Progress(quiet=True)
+def searched(source: Path) -> Search:
+    checkpoint, progress = open_checkpoint(source), Progress(quiet=True)
+    inputs = batches(load_config(source), None, None)
     ranges, reference = observe_source(checkpoint, inputs, progress, Device("cpu"))
-    bounds = bound_source(functools.partial(source_weights, checkpoint), "half", 512, progress)
-    opened, options = Opened(checkpoint, layout, inputs), Options(margin_bits=1.25)
-    far, near = (Fidelity(kl_fp16=kl, kl_bf16=1.0) for kl in (1.0, 0.0))
-    _, refused, _ = best_plan(PlanInputs(opened, options, progress, ranges, bounds, lambda *_: far))
-    _, taken, _ = best_plan(PlanInputs(opened, options, progress, ranges, bounds, lambda *_: near))
+    options = Options(margin_bits=1.25, target="half", max_length=512)
+    return Search(Opened(checkpoint, resolve(checkpoint), inputs), options, progress, ranges, reference)
+
+
+def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = searched(tiny.save(tiny.build("pegasus"), tmp_path / "source"))
+    plans = []
+    for kl in (1.0, 0.0):
+        with monkeypatch.context() as patch:
+            patch.setattr(Search, "drift", lambda *_, kl=kl: Fidelity(kl_fp16=kl, kl_bf16=1.0))
+            plans.append(best_plan(search)[1])
+    refused, taken = plans
     assert [f.signal for f in refused.fallbacks] == ["residual"] and not taken.fallbacks
     assert taken.plan.residual_exponent < refused.plan.residual_exponent
-    drift = tried_drift(opened, reference, progress)
-    assert is_acceptable(drift(layout, taken.plan))
-    assert not is_acceptable(drift(layout, taken.plan.model_copy(update={"residual_exponent": -9})))
+    layout = search.opened.layout
+    assert is_acceptable(search.drift(layout, taken.plan))
+    assert not is_acceptable(search.drift(layout, taken.plan.model_copy(update={"residual_exponent": -9})))
 
 
 def test_a_correction_of_gains_is_kept_only_where_it_brings_the_outputs_nearer(tmp_path: Path) -> None:
     """What takes out the mean of the drift over all tokens can move the few on which the logits depend."""
-    source = tiny.save(tiny.build("bigbird_pegasus", 1), tmp_path / "source")
-    checkpoint = open_checkpoint(source)
-    layout, inputs, progress = resolve(checkpoint), batches(load_config(source), None, None), Progress(quiet=True)
-    ranges, reference = observe_source(checkpoint, inputs, progress, Device("cpu"))
-    bounds = bound_source(functools.partial(source_weights, checkpoint), "half", 512, progress)
-    opened = Opened(checkpoint, layout, inputs)
-    drift = tried_drift(opened, reference, progress)
-    plans = {}
-    for name, of in (("unmeasured", None), ("measured", drift)):
-        asked = PlanInputs(opened, Options(margin_bits=1.25), progress, ranges, bounds, of)
-        plans[name] = best_plan(asked)[1].plan
+    search = searched(tiny.save(tiny.build("bigbird_pegasus", 1), tmp_path / "source"))
+    asked = {"unmeasured": replace(search, reference=None), "measured": search}
+    plans = {name: best_plan(each)[1].plan for name, each in asked.items()}
     assert plans["unmeasured"].gain_correction and not plans["measured"].gain_correction
-    with_it, without = (drift(layout, plan).kl_fp16 for plan in plans.values())
+    with_it, without = (search.drift(search.opened.layout, plan).kl_fp16 for plan in plans.values())
     assert without < with_it / 4
 
 

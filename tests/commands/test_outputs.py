@@ -18,10 +18,10 @@ from bf16_to_fp16.families.types import LOGITS
 from bf16_to_fp16.report.build import other_outputs
 from bf16_to_fp16.report.card import render_card
 from bf16_to_fp16.report.facts import scaled_outputs
-from bf16_to_fp16.report.schema import OutputEntry, Report, read
+from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.rescaling import outputs
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.results import OutputError
+from bf16_to_fp16.results import OutputEntry
 from bf16_to_fp16.run.interface import config_of
 from bf16_to_fp16.run.probe import few_rows, images
 
@@ -130,8 +130,7 @@ def test_an_output_of_another_factor_is_unsafe(tmp_path: Path, monkeypatch: pyte
     right = convert(source, tmp_path / "right")
     true = outputs.output_factors
     wrong = lambda layout, plan: true(layout, plan) | {"hidden_states": plan.residual_exponent + 1}  # noqa: E731
-    for module in ("report.build", "conversion.measuring"):
-        monkeypatch.setattr(f"bf16_to_fp16.{module}.output_factors", wrong)
+    monkeypatch.setattr("bf16_to_fp16.conversion.measuring.output_factors", wrong)
     result = convert(source, tmp_path / "wrong")
     assert right.safe and not result.safe and [e["signal"] for e in result.report["unsafe"]] == ["hidden_states"]
     monkeypatch.undo()
@@ -173,7 +172,8 @@ def test_a_layer_that_is_off_is_not_hidden_by_one_that_bf16_rounds_more() -> Non
 
 
 def test_a_factor_of_two_fits_nowhere_however_far_bf16_is() -> None:
-    assert not OutputError(0.25, 0.5).fits(drifts=False) and OutputError(0.1, 0.5).fits(drifts=False)
+    far, near = (OutputEntry(factor_log2=0, error=error, error_bf16=0.5) for error in (0.25, 0.1))
+    assert not far.fits(drifts=False) and near.fits(drifts=False)
 
 
 def test_start_and_end_of_a_span_have_the_factors_of_their_choices() -> None:

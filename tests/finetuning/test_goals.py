@@ -14,9 +14,9 @@ from bf16_to_fp16.report.card import notice
 from bf16_to_fp16.report.facts import verdict_sentence
 from bf16_to_fp16.report.page import render
 from bf16_to_fp16.report.remedies import PENALTY
-from bf16_to_fp16.report.schema import AttackEntry, FinetuneEntry, Report, UnsafeEntry, read
+from bf16_to_fp16.report.schema import FinetuneEntry, Report, UnsafeEntry, read
 from bf16_to_fp16.report.terminal import print_conversion
-from bf16_to_fp16.results import dump
+from bf16_to_fp16.results import AttackEntry, dump
 
 COMMAND = Command("r.yaml", ("schedule.steps=100", "seed=1"))
 

@@ -19,9 +19,10 @@ from bf16_to_fp16.families.types import RESIDUAL, Attention, Kind, Sublayer
 from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.report import card, facts, page, sections, terminal
 from bf16_to_fp16.report import figures as pictures
-from bf16_to_fp16.report.schema import BoundEntry, CertificateEntry, Report, SignalEntry, read
+from bf16_to_fp16.report.schema import Report, SignalEntry, read
 from bf16_to_fp16.report.site_table import MOST_ROWS
 from bf16_to_fp16.report.text import MOST_UNCERTIFIED
+from bf16_to_fp16.results import BoundEntry, CertificateEntry
 
 pytestmark = pytest.mark.usefixtures("pictures")
 

@@ -13,9 +13,9 @@ from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.report import remedies
 from bf16_to_fp16.report.build import uncertified_sites
 from bf16_to_fp16.report.remedies import going_on_from
-from bf16_to_fp16.report.schema import AttackedSite, AttackEntry
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Fallback, Planned
+from bf16_to_fp16.results import AttackedSite, AttackEntry
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from support import tiny
 from support.folders import rewritten
 
 from bf16_to_fp16 import UserError, audit, certify, convert, convert_pipeline, undo, verify
-from bf16_to_fp16.auditing.gradients import Gradients, GradientSite
-from bf16_to_fp16.auditing.regimes import RegimeResult, SiteResult
+from bf16_to_fp16.auditing.regimes import RegimeResult
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.commands.publish import prepare
 from bf16_to_fp16.families.resolve import resolve
@@ -31,20 +30,21 @@ from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.report.answers import PipelineReport, Verification
 from bf16_to_fp16.report.build import descended, replaced_by, signals_of
 from bf16_to_fp16.report.remedies import going_on
-from bf16_to_fp16.report.schema import (
-    REPORT,
-    Inputs,
-    Lineage,
-    RegimeEntry,
-    Report,
-    Source,
-    Text,
-    json_schema,
-    read,
-)
+from bf16_to_fp16.report.schema import REPORT, Inputs, Lineage, Report, Source, Text, json_schema, read
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.results import ExceptionEntry, Fidelity, ReportObject, dump
+from bf16_to_fp16.results import (
+    ExceptionEntry,
+    Fidelity,
+    GradientsEntry,
+    GradientSiteEntry,
+    RegimeEntry,
+    ReportObject,
+    RunEntry,
+    SiteEntry,
+    SunkSignal,
+    dump,
+)
 from bf16_to_fp16.run.batch import describe_batches
 from bf16_to_fp16.run.probe import batches
 
@@ -83,10 +83,13 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         open_checkpoint(source), recipe, recipe, Run(folder, Outcome(10, 100, (), ()), {}, 1, ["cpu"], None)
     )
     report = Report.model_validate(json.loads((converted / REPORT).read_text()))
-    sunk = SiteResult("a", 1e-5, 65504.0, 32.6, 0, 0, None, "float16", fp32=1e5)
-    lost = GradientSite("a:grad", 2.0, 0.5)
-    gradients = Gradients(2.0, 0.25, lost, (lost,))
-    regime = RegimeResult("half", 0, 0, 1e-5, 32.6, 0, (sunk,), (sunk,), gradients=gradients)
+    least: dict[str, Any] = {"nonfinite": 0, "saturated": 0, "amax": 1e-5, "headroom_bits": 32.6}
+    sunk = SiteEntry(name="a", limit=65504.0, benign=None, dtype="float16", fp32=1e5, **least)
+    lost = GradientSiteEntry(name="a:grad", amax=2.0, flushed=0.5)
+    gradients = GradientsEntry(loss_scale=2.0, flushed=0.25, largest=lost, sites=[lost])
+    run = RunEntry(attention="eager", batches=1, kinds=["padded"])
+    signal = SunkSignal(name="a", amax=1e-5)
+    regime = RegimeEntry(**least, underflow=[signal], runs=[run], sites=[sunk], gradients=gradients)
     model = tiny.build("t5-encoder", num_layers=2)
     index = {"text_encoder": ["transformers", "T5EncoderModel"], "text_encoder_2": ["transformers", "T5EncoderModel"]}
     shutil.copytree(source, folder / "pipeline" / "text_encoder")
@@ -121,7 +124,8 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         "verify": Verification.model_validate(verify(converted)),
         "verify what was changed": Verification.model_validate(verify(changed)),
         "an exception": ExceptionEntry(ids=[7], tokens=["a"], kl=0.5, kl_bf16=1e-3, kl_run=1e-4),
-        "regime": RegimeEntry.model_validate(regime.to_json()),
+        "regime": regime,
+        "measured regime": RegimeResult(**dict(regime), norms={}, vectors=False),
         "inputs": Inputs.model_validate(describe_batches(batches(model.config, None, None), seed=0, data="texts.txt")),
     }
 

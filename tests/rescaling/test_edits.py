@@ -279,13 +279,14 @@ def test_listed_edits_name_the_site_that_must_fall_the_least_exponent_and_what_e
     gates = [0, -5, *[-2] * 35]
     made: dict[str, int | list[int]] = {scores: -3, gate: gates, "encoder.block.0.layer.0.layer_norm": 1, LOGITS: -1}
     plan = Plan(family="t5", residual_exponent=-2, exponents=made)
-    listed = [(e.signal, e.site, e.exponent, e.predicted, e.measured) for e in listed_edits(layout, plan, {gate: 0.25})]
+    edits = listed_edits(layout, plan, {gate: 0.25}).items()
+    listed = [(signal, e.site, e.exponent, e.predicted, e.measured) for signal, e in edits]
     assert sorted(listed) == [
         (scores, "decoder.block.0.layer.1.EncDecAttention:scores", -3, None, None),
         (gate, "encoder.block.1.layer.1.DenseReluDense.wi_0", -5, 0.25, None),
         (LOGITS, "lm_head", -1, None, None),
     ]
-    assert listed_edits(layout, without_edits(layout, plan)) == ()
+    assert listed_edits(layout, without_edits(layout, plan)) == {}
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.KINDS))
