@@ -144,7 +144,8 @@ def convert_by(
     run_on, seed = opened.inputs, options.seed
     inputs = describe_batches(run_on, seed=seed, data=options.data) if options.run_model else None
     with staged(place.out, force=place.force) as work:
-        rewritten = rewrite(opened, decided, work, options, progress)
+        moved = provenance is not None and provenance.lineage.finetune.start is not None
+        rewritten = rewrite(opened, decided, work, options, progress, moved=moved)
         measured = measure(opened, decided, work, options, progress)
         if provenance is not None:
             unproven = [site.name for site in measured.certificate.sites if not site.holds]

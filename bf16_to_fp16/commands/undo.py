@@ -29,7 +29,7 @@ from ..families.resolve import resolve
 from ..json_text import write_json
 from ..progress import Progress, shown_by
 from ..report.schema import Source
-from ..report.stored import check_written_files, originals, read_origin, read_packed, read_plan, read_start
+from ..report.stored import check_written_files, originals, read_mark, read_origin, read_packed, read_plan, read_start
 from ..rescaling.apply import set_dtype, writes
 from ..rescaling.edits import edited, listed_edits, without_edits
 from ..rescaling.plan import Plan, composed, inverse, mark_of
@@ -87,6 +87,8 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
             exact = stored[write.source] == "BF16" and not write.offset and write.gain == 1
             back.append(write.as_dtype("BF16" if exact else "F32"))
     config = {key: value for key, value in checkpoint.config.items() if key != CONVERTED_KEY}
+    if (mark := read_mark(report)) is not None:
+        config[CONVERTED_KEY] = mark
     for key in () if plan.eps_held else layout.family.eps_keys:
         config = with_value(config, key, layout.eps * 4.0**-whole.residual_exponent)
     set_dtype(config, "bfloat16" if all(write.dtype == torch.bfloat16 for write in back) else "float32")

@@ -22,7 +22,9 @@ from .options import Options
 from .planning import Opened
 
 
-def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Rewritten:
+def rewrite(
+    opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress, *, moved: bool = False
+) -> Rewritten:
     checkpoint, layout = opened.checkpoint, decided.layout
     with progress.step(f"Writing {len(layout.tensors)} tensors") as advance:
         written = write_fp16(
@@ -33,7 +35,7 @@ def rewrite(opened: Opened, decided: Decided, work: Path, options: Options, prog
             advance=advance,
         )
     check_finite(written, checkpoint, layout)
-    write_json(work / "config.json", edited_config(layout, decided.plan))
+    write_json(work / "config.json", edited_config(layout, decided.plan, moved=moved))
     carried, left_out = carry_over(
         checkpoint.home, work, tokenizer=tokenizer_beside(checkpoint.home, options.subfolder)
     )

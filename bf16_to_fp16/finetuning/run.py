@@ -562,8 +562,10 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
     data = {key: Path(str(value)).name if key == "path" else value for key, value in run.data.items()}
     file = run.folder / START_RECORD
     record = read_json(file, "plan of the start") if file.is_file() else {}
+    mark = checkpoint.config.get(CONVERTED_KEY)
+    before = {} if mark is None else {"config_changes": {CONVERTED_KEY: {"before": mark}}}
     return Lineage(
-        source=Source.of(checkpoint).model_copy(update={"other_sha256": other_sha256(checkpoint)}),
+        source=Source.of(checkpoint).model_copy(update={"other_sha256": other_sha256(checkpoint), **before}),
         finetune=FinetuneEntry(
             recipe=settings,
             settled=settled,

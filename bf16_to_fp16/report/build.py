@@ -19,6 +19,7 @@ from ..bounds.kinds import SiteKind, traits
 from ..checkpoint.contents import INDEX, read_config
 from ..checkpoint.formats import bytes_of
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.writer import Written
 from ..environment import SCHEMA
 from ..families.configs import changes
@@ -37,7 +38,7 @@ from ..rescaling.channels import ROUNDING
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, without_edits
 from ..rescaling.exponents import exponents_of, norm_exponents
 from ..rescaling.outputs import joined, on_request
-from ..rescaling.plan import Plan, describe_plan
+from ..rescaling.plan import Plan, describe_plan, mark_of
 from ..rescaling.planner import Fallback, Planned, Violation
 from ..rescaling.rounding_loss import STEP_NOISE
 from ..results import AttackEntry, ExceptionEntry, Fidelity, InexactEntry, OutputEntry
@@ -222,6 +223,10 @@ def harmed(exceptions: Sequence[ExceptionEntry], max_kl: float | None) -> list[s
 
 def descended(report: schema.Report, lineage: schema.Lineage, kept: Fidelity | None) -> schema.Report:
     given = {name: getattr(lineage.source, name) for name in lineage.source.model_fields_set}
+    assert report.plan is not None  # of a conversion
+    after = {"after": mark_of(report.plan)} if report.plan.moves or lineage.finetune.start is not None else {}
+    mark = lineage.source.config_changes.get(CONVERTED_KEY, {}) | after
+    given["config_changes"] = report.source.config_changes | ({CONVERTED_KEY: mark} if mark else {})
     source = report.source.model_copy(update=given)
     run = lineage.finetune if kept is None else lineage.finetune.model_copy(update={"fidelity": kept})
     outputs = {

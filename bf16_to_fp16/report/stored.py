@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.ownership import listed_files
 from ..checkpoint.packed import packed_data
-from ..checkpoint.recorded import NO_PLAN, REPORT, recorded, recorded_plan
+from ..checkpoint.recorded import CONVERTED_KEY, NO_PLAN, REPORT, recorded, recorded_plan
 from ..errors import UserError
 from ..families.layout import Layout
 from ..rescaling.centred import centred_tensors
@@ -42,6 +42,14 @@ def read_start(path: Path) -> Plan | None:
     file, data = recorded_plan(path, None)
     run = typed({"finetune": data["finetune"]} if "finetune" in data else {}, file, {}, NO_PLAN).finetune
     return None if run is None else run.start
+
+
+def read_mark(path: Path) -> object:
+    """Return the mark that what was converted had, since a finetune may start from a converted folder; None without
+    one."""
+    file, data = recorded_plan(path, None)
+    origin = typed({"source": data["source"]} if "source" in data else {}, file, {}, NO_PLAN).source
+    return origin.config_changes.get(CONVERTED_KEY, {}).get("before")
 
 
 @dataclass(frozen=True)

@@ -101,9 +101,10 @@ def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 
     return result
 
 
-def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
+def edited_config(layout: Layout, plan: Plan, *, moved: bool = False) -> dict[str, object]:
     """Return the source's config with the plan's eps, tie flag and dtype, and transformers 4's rotary keys. Not written
-    by transformers: version 5 sets T5's ``tie_word_embeddings`` to true, and version 4 then ties an untied head."""
+    by transformers: version 5 sets T5's ``tie_word_embeddings`` to true, and version 4 then ties an untied head.
+    moved: the source is at another scale than its original."""
     config = dict(layout.config)
     eps = plan.eps if plan.eps_held else layout.eps * 4.0**plan.residual_exponent
     for key in layout.family.eps_keys if eps != layout.eps else ():
@@ -118,7 +119,7 @@ def edited_config(layout: Layout, plan: Plan) -> dict[str, object]:
     if layout.tied:  # MT5Config says true by default in transformers 5, and false in 4
         config.setdefault("tie_word_embeddings", True)
     set_dtype(config, "float16")
-    if plan.moves:
+    if plan.moves or moved:
         config[CONVERTED_KEY] = mark_of(plan)
     return with_older_keys(layout.family, config)
 

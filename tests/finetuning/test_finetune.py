@@ -134,6 +134,32 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
     assert torch.equal(again.shared.weight, back.shared.weight)
 
 
+def test_a_finetune_of_a_converted_folder_comes_back_to_it_and_then_to_its_source(source: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name == "shared.weight" or name.endswith((".o.weight", ".wo.weight")):
+                weight.mul_(2.0**14)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "model")
+    first = convert(tmp_path / "model", tmp_path / "converted").plan
+    recipe = written(source, tmp_path, source=str(tmp_path / "converted"))
+    # So much headroom has the start moved further, and leaves the last conversion nothing to do.
+    result = finetune(recipe, overrides=("schedule.steps=1", "penalty.headroom_bits=12", "penalty.certify=false"))
+    assert result is not None and not result.plan.moves and first.residual_exponent < 0
+    assert result.report["finetune"]["start"]["residual_exponent"] < 0
+    problems = verify(tmp_path / "out", run_model=False)["problems"]
+    assert [problem["check"] for problem in problems] == ["report"], problems  # short of the headroom
+    for name, plan in (("by-report", None), ("by-plan", tmp_path / "out")):
+        back = undo(tmp_path / "out", tmp_path / name, plan=plan)
+        with pytest.raises(UserError, match="not at the scale"):
+            undo(back, tmp_path / "twice", plan=tmp_path / "out")
+        original = undo(back, tmp_path / f"{name}-original", plan=tmp_path / "converted")
+        for folder, scale in ((back, first.residual_exponent), (original, 0)):
+            weight = load(folder, torch.float32).shared.weight
+            assert float((weight.norm() / model.shared.weight.float().norm()).log2()) == pytest.approx(scale, abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
