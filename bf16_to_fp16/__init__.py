@@ -63,7 +63,6 @@ _HOMES = {
     "optim.adamw": ("AdamW",),
     "rescaling.plan": ("Plan",),
 }
-"""The public names by the module that has them."""
 
 
 def __getattr__(name: str) -> Any:

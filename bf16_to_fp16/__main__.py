@@ -1,5 +1,5 @@
-"""The program: ``python -m bf16_to_fp16`` and the command ``bf16-to-fp16``. Ctrl-C gives status 130 without a
-traceback, so slow imports stand inside ``main``. An uncaught exception is a bug: status 70, since 1 would say "unsafe",
+"""Entry point of ``python -m bf16_to_fp16`` and ``bf16-to-fp16``. Slow imports stand inside ``main``, so that Ctrl-C
+gives status 130 without a traceback even there. An uncaught exception is a bug: status 70, since 1 would say "unsafe",
 and the traceback in a file."""
 
 import codecs
@@ -11,15 +11,14 @@ from typing import Any, TextIO, cast
 
 
 def main() -> int:
-    # At the end of each operation a thread waits for the others. It would keep its core busy with that, and where
-    # another program runs on the core of one that is late, all of them would wait a long time. So it sleeps after some
-    # microseconds (GNU's OpenMP counts them in turns of a loop), in which most operations end.
+    # OpenMP threads spin while they wait for the last one, long where another program has its core. Let them sleep
+    # after some microseconds, in which most operations end. GNU's OpenMP counts these in turns of a loop.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    gc.set_threshold(50_000)  # every import of a large library, and every model, would be looked through many times
+    gc.set_threshold(50_000)  # else each import of a large library, and each model, is scanned many times
     closed = open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        # A pipe on Windows takes the letters of one language.
+        # On Windows a pipe's encoding holds the letters of one language only.
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = cast(TextIO, _Data(sys.stdout)), cast(TextIO, _Talk(sys.stderr))
@@ -30,7 +29,7 @@ def main() -> int:
         from .cli import main as command_line
 
         return command_line()
-    except KeyboardInterrupt:  # during the imports of the command line, which handles it itself from then on
+    except KeyboardInterrupt:  # during the imports; later the command line handles it
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
@@ -40,7 +39,7 @@ def main() -> int:
 
         try:
             sys.stdout.flush()
-        except Exception:  # which was said already; the interpreter would fail on what is left
+        except Exception:  # already reported; the interpreter would fail on the rest of the buffer
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
         # The work is done; an interrupt while the interpreter shuts down needs no traceback, and a second SIGTERM is
@@ -52,7 +51,8 @@ def main() -> int:
 
 
 class _Data:
-    """Standard output, without which the work is lost: a full disk is the user's to mend."""
+    """Standard output. A failed write is the user's to mend, such as a full disk: without this output the work is
+    lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -82,7 +82,7 @@ class _Data:
 
 
 class _Talk(_Data):
-    """Standard error, without which the work goes on."""
+    """Standard error. A failed write is ignored: the work goes on without it."""
 
     def refused(self, error: OSError) -> None:
         if isinstance(error, BrokenPipeError):
@@ -90,8 +90,8 @@ class _Talk(_Data):
 
 
 def open_closed_streams() -> bool:
-    """Open closed standard streams on nothing, and return whether standard output was: the next opened files would
-    otherwise take their places."""
+    """Open closed standard streams on os.devnull, since the next opened files would take their descriptors. Return
+    whether standard output was closed."""
     closed = sys.stdout is None
     for number in (0, 1, 2):
         try:
@@ -105,7 +105,7 @@ def open_closed_streams() -> bool:
 
 
 def report_bug(error: Exception) -> int:
-    """Write an exception's traceback to a temporary file, ask for a report, and return the status."""
+    """Write an exception's traceback to a temporary file, ask the user to report it, and return the exit status."""
     import tempfile
     import traceback
 

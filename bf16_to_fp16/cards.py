@@ -1,4 +1,4 @@
-"""NVIDIA's cards by what the driver shows. torch cannot be asked: a build without CUDA sees no card, and
+"""NVIDIA cards as the driver lists them. torch cannot be asked: a build without CUDA sees no card, and
 ``is_bf16_supported`` counts emulation."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from .errors import UserError
 
 FIRST_WITH_BF16 = (8, 0)  # compute capability, of Ampere; Volta (V100) and Turing (T4) have none
-OLDEST_IN_NEW_BUILDS = (7, 5)  # compute capability; those of torch for CUDA 12.8 and newer have no kernels for Volta
+OLDEST_IN_NEW_BUILDS = (7, 5)  # compute capability; torch for CUDA 12.8 and newer has no kernels for Volta
 LAST_FOR_VOLTA = "2.7.1"  # the last torch whose plain wheel is for CUDA 12.6, with kernels for Volta and older cards
 
 
@@ -19,7 +19,7 @@ LAST_FOR_VOLTA = "2.7.1"  # the last torch whose plain wheel is for CUDA 12.6, w
 class Card:
     name: str
     capability: tuple[int, int]
-    memory: int
+    memory: int  # bytes
 
     @property
     def has_bf16(self) -> bool:
@@ -27,7 +27,7 @@ class Card:
 
 
 def cards() -> list[Card]:
-    """Return the driver's cards, torch or not; none without a driver, or where ``CUDA_VISIBLE_DEVICES`` hides them."""
+    """Return the driver's cards that ``CUDA_VISIBLE_DEVICES`` leaves visible; none without a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     asked = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -44,11 +44,11 @@ def cards() -> list[Card]:
     numbers = [part.strip() for part in visible.split(",")]
     if all(number.isdigit() for number in numbers):
         return [every[int(number)] for number in numbers if int(number) < len(every)]
-    return [] if numbers[0] in ("", "-1") else every  # ids of cards, which need no counting here
+    return [] if numbers[0] in ("", "-1") else every  # UUIDs, which are not looked up here
 
 
 def computes_in_bf16(device: Any) -> bool:
-    """Return whether a device computes in bf16 itself; a CPU and an MPS device do."""
+    """Return whether a device has bf16 arithmetic; a CPU and an MPS device have."""
     import torch
 
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FIRST_WITH_BF16

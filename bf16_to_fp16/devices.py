@@ -1,5 +1,5 @@
-"""Where the work runs: a device by name, used part by part; a part that runs out of memory goes on on the CPU. torch is
-imported late, so that a name can be refused without it."""
+"""Devices by name. A part of the work that runs out of device memory continues on the CPU. torch is imported late, so
+that a wrong name is refused without it."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether the installed torch is built for a CUDA card's kind."""
+    """Return whether the installed torch has kernels for a CUDA card."""
     import torch
 
     try:
         return bool((torch.zeros(1, device=device) + 1).item())
     except torch.OutOfMemoryError:
-        return True  # which is met later, part by part
+        return True  # ``Device.run`` handles it later
     except RuntimeError as error:
         if "no kernel image" in str(error):
             return False
@@ -75,7 +75,8 @@ def without_kernels(device: torch.device) -> str:
 
 
 def check_all_is_used(name: str) -> None:
-    """Raise UserError where ``auto`` would be the CPU although there is a card: what takes hours is asked for twice."""
+    """Raise UserError where ``auto`` would choose the CPU although there is a card: for work of hours the CPU must be
+    named."""
     import torch
 
     if name != "auto":
@@ -105,8 +106,8 @@ class Device:
         self.used: dict[str, list[str]] = {}
 
     def run(self, part: str, work: Callable[[torch.device], T], *, wide: bool = False) -> T:
-        """Return ``work``'s result on the device, or on the CPU where its memory is full, which is said. wide: needs
-        fp64, which MPS lacks."""
+        """Return ``work(device)``, or where the device's memory is full, say so and return ``work(cpu)``. wide: the
+        work needs fp64, which MPS lacks."""
         import torch
 
         on_cpu, place = torch.device("cpu"), self.asked
@@ -120,11 +121,11 @@ class Device:
         self.note(part, place)
         try:
             return work(place)
-        except RuntimeError as error:  # MPS has no kind of its own for it
+        except RuntimeError as error:  # MPS raises no OutOfMemoryError
             full = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
             if place == on_cpu or not full:
                 raise
-        # Out of the handler, whose traceback holds what fills the memory.
+        # Outside the handler, whose traceback keeps the tensors alive.
         gc.collect()
         if self.asked.type == "cuda":
             torch.cuda.empty_cache()
@@ -154,8 +155,8 @@ def products_on(device: Device, part: str) -> Iterator[None]:
 
 
 def on_device(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of CPU tensors that runs where ``products_on`` says. A call that runs out of memory costs no
-    more than itself."""
+    """Make a function of CPU tensors run on the device of ``products_on``. Out of memory, only the failed call is
+    repeated on the CPU."""
 
     @wraps(product)
     def placed(*tensors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a figure was made with: versions and machine, for every report."""
+"""The report's ``environment``: the versions and devices that its figures were made with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy", "ma
 
 
 def environment(device: str, used: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return the versions, devices and dtype of the figures. device: as asked for. used: devices of each part, in
+    """Return versions, devices and dtype. device: the one asked for. used: the devices that each part ran on, in
     order."""
     return {
         "versions": {name: installed(name) for name in PACKAGES},

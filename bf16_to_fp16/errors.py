@@ -9,7 +9,7 @@ class UserError(Exception):
 
 
 INTERRUPTED = 130  # exit status after Ctrl-C
-LONGEST_SHOWN = 120  # characters of a value that nobody meant which an error repeats
+LONGEST_SHOWN = 120  # characters of a wrong value that an error message repeats
 
 
 def shortened(value: object) -> str:

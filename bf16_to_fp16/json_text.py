@@ -1,4 +1,4 @@
-"""JSON of strangers: whatever cannot be used of it is one kind of error."""
+"""JSON from other programs: every unusable text raises the same error."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def loads(text: str | bytes) -> Any:
-    """Return what a JSON text holds. Raises json.JSONDecodeError also for too deep nesting, integers of thousands of
-    digits, invalid Unicode, or lone surrogates, which no file can hold again."""
+    """Parse a JSON text. Raises json.JSONDecodeError also for too deep nesting, integers of thousands of digits,
+    invalid Unicode, and lone surrogates, which UTF-8 cannot encode."""
     try:
         value = json.loads(text)
         if ("\\u" in text) if isinstance(text, str) else (b"\\u" in text):
@@ -29,7 +29,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def write_json(path: Path, data: Mapping[str, object]) -> None:
-    # Half a character, as a file's name may hold, becomes the escape that JSON has for it.
+    # A lone surrogate, which a file's name may hold, becomes its JSON escape.
     path.write_text(as_json(data), encoding="utf-8", errors="backslashreplace", newline="\n")
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 FP16_MAX = 65504.0  # largest finite fp16 value, (2 − 2⁻¹⁰)·2¹⁵
-OVERFLOWED = 2.0**16  # what is reported of a value that overflowed fp16: the least power of two past its range
+OVERFLOWED = 2.0**16  # reported for a value that overflowed fp16: the least power of two past its range
 FP16_TINY = 2.0**-14  # smallest normal fp16 value; below it the absolute spacing stays at ``FP16_STEP``
 FP16_STEP = 2.0**-24  # smallest positive fp16 value, and the spacing of all subnormal ones
 
@@ -23,18 +23,18 @@ SATURATED_FROM = 64504.0
 """Values from here to 65504 count as saturated: stock T5 and Pegasus code clamps to 64504 (65504 − 1000)."""
 
 PROOF_MARGIN_BITS = 1 / 32
-"""What a bound of the unscaled weights keeps to its limit, for rounding them to fp16 afterwards."""
+"""Headroom that a bound of the unscaled weights keeps to its limit, for their later rounding to fp16."""
 
-PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS  # what a bound must stay under after scaling
+PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS  # the limit of a bound after scaling
 
 GELU_CUBE_BACKWARD_LIMIT = math.sqrt(FP16_MAX / 3)
 """|x| beyond which the derivative of x³ is inf in fp16 and 0·inf gives NaN gradients (147.8)."""
 
 NORM_FLOOR = 2.0**-17
-"""Least mean square of a stream that a norm may square in fp16: squares then lose at most 2⁻²⁵ each, and the norm's
-output no more than 2⁻⁹, as much as one rounding to bf16."""
+"""Least mean square of a stream that a norm may square in fp16. Each square then loses at most 2⁻²⁵, and the norm's
+output at most 2⁻⁹ of itself, as much as one rounding to bf16."""
 
-NOISE = 1e-9  # divergences under it are the noise of fp32 logits
+NOISE = 1e-9  # a smaller KL divergence is noise of fp32 logits
 MAX_LENGTH = 32768  # positions for which a certificate holds unless it is asked for another number
 MOST_POSITIONS = 2**31 - 1  # the longest sequence that a certificate may be asked for, in positions
 
@@ -52,7 +52,7 @@ def lowest_bit_exponent(x: torch.Tensor) -> torch.Tensor:
     """Return int32 exponents e of the lowest set significand bits, x = odd·2ᵉ. x: fp32, bf16 or fp16. Zeros give 127,
     non-finite elements -1000. A value times 2ˢ is on fp16's grid iff e + s ≥ −24, its significand has at most 11 bits
     and |x|·2ˢ ≤ 65504."""
-    import torch  # the limits are asked for by much that needs no torch
+    import torch  # most importers need only the limits, without torch
 
     bits = x.detach().to(torch.float32).contiguous().view(torch.int32)
     exponent = (bits >> 23) & 0xFF

@@ -53,7 +53,7 @@ class Progress:
 
 
 def shown_by(progress: Progress | bool | None) -> Progress:
-    """Return a library call's progress: as given, bars and lines for True, nothing for False and None."""
+    """Return the given Progress, a printing one for True, or a silent one for False and None."""
     return progress if isinstance(progress, Progress) else Progress(quiet=not progress)
 
 

@@ -1,4 +1,4 @@
-"""Silence of the libraries beneath; their settings belong to the whole process, so they are put back."""
+"""Silence the libraries below. Their settings hold for the whole process, so they are put back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def quiet() -> Iterator[None]:
     bars, level = stock.is_progress_bar_enabled(), stock.get_verbosity()
     with ExitStack() as before:
         before.enter_context(quiet_downloads())
-        # Its calls into torch, one warning for each process and function.
+        # torch.distributed warns once for each process and function.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         # The name that transformers 5 and 4 both have.
         warnings.filterwarnings(
@@ -27,14 +27,14 @@ def quiet() -> Iterator[None]:
         )
         before.callback(stock.set_verbosity, level)
         stock.set_verbosity(logging.CRITICAL)
-        before.callback(stock.enable_progress_bar if bars else stock.disable_progress_bar)  # first; downloads' as well
+        before.callback(stock.enable_progress_bar if bars else stock.disable_progress_bar)  # sets downloads' bars too
         stock.disable_progress_bar()
         for logger in map(logging.getLogger, TALKATIVE):
             before.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
-        # DeepSpeed remarks on standard output, among data. It sets its logger's level when imported; a filter stays.
+        # DeepSpeed logs to standard output, among data. Its import sets its logger's level, so only a filter lasts.
         deepspeed = logging.getLogger("DeepSpeed")
-        if _is_error not in deepspeed.filters:  # of another call around this one
+        if _is_error not in deepspeed.filters:  # else an outer call has set it
             deepspeed.addFilter(_is_error)
             before.callback(deepspeed.removeFilter, _is_error)
         yield

@@ -1,4 +1,4 @@
-"""What a model's modules take in and give out, channel by channel: observed, or bounded for every input."""
+"""Ranges of modules' inputs and outputs by channel: observed, or bounded for every input."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class ChannelRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """A norm's input per token: the largest ‖x‖₂, and the spread of variances. ``variances``: fp64 [k, 2], a variance
-    and the share of tokens within a sixteenth of a binade. The variance is an RMS norm's mean square,
-    ``nn.LayerNorm``'s centred one."""
+    """A norm's input: the largest ‖x‖₂ of a token, and the distribution of the tokens' variances. ``variances``: fp64
+    [k, 2], a variance and the share of tokens within a sixteenth of a binade of it. The variance is the mean square in
+    an RMS norm, centred in ``nn.LayerNorm``."""
 
     norm_max: float
     variances: Tensor
 
     def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
-        """Return what a fixed eps leaves of the norm's output for an input times 2^exponent, and the share of tokens;
-        fixed: another eps, which a tool has."""
+        """Return, for each variance, the factor that an unscaled eps puts on the norm's output when the input is scaled
+        by 2^exponent, and the share of tokens. fixed: the eps of a tool that ignores the model's."""
         variance, shares = self.variances.unbind(1)
         met = (eps if fixed is None else fixed) * 4.0**-exponent
         return ((variance + eps) / (variance + met)).sqrt(), shares
 
     def drift(self, eps: float, exponent: int) -> float:
-        """Return the root mean square of that change, relative to the norm's output before gains."""
+        """Return the root mean square of ``kept``'s factor − 1, relative to the norm's output before gains."""
         kept, shares = self.kept(eps, exponent)
-        power = shares * self.variances[:, 0] / (self.variances[:, 0] + eps)  # of tokens under eps hardly any is left
+        power = shares * self.variances[:, 0] / (self.variances[:, 0] + eps)  # far under eps no output is left
         return float((power * (kept - 1).square()).sum() / power.sum()) ** 0.5 if power.any() else 0.0
 
 
 @dataclass(frozen=True)
 class ScoreRange:
-    """An attention's largest |score|: the bare product QKᵀ, and any value to the softmax (scaled, with position bias,
-    before the mask). ``excess_bits``: by how many bits a bound's queries must fall per head, fp64 [heads]; None where
-    observed."""
+    """An attention's largest |score|. ``product``: of the bare QKᵀ. ``biased``: of any value up to the softmax (scaled,
+    with position bias, before the mask). ``excess_bits``: the bits by which each head's queries must fall to keep the
+    bound, fp64 [heads]; None where observed."""
 
     product: float
     biased: float
@@ -58,8 +58,8 @@ class ScoreRange:
 
 @dataclass(frozen=True)
 class ModuleRange:
-    """A module's input and output ranges; an embedding's input has no channels (shape [0]). ``norm``: of norms.
-    ``scores``: of eager attentions."""
+    """A module's input and output ranges; an embedding's input has no channels (shape [0]). ``norm``: norms only.
+    ``scores``: eager attentions only."""
 
     input: ChannelRange
     output: ChannelRange
@@ -72,7 +72,7 @@ Ranges = dict[str, ModuleRange]  # ranges by module path
 
 @dataclass(frozen=True)
 class Squares:
-    """The largest sum of squares in a norm, as fp16 may sum it, and the least mean of any token."""
+    """Of a norm: the largest sum of squares, as fp16 may sum it, and the least mean square of any token."""
 
     largest: float
     least: float

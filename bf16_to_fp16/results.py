@@ -1,4 +1,4 @@
-"""Results of a measurement, which are at the same time entries of the report."""
+"""Measurements that are also entries of the report."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ NumberOrNaN = Annotated[
     BeforeValidator(lambda value: math.nan if value is None else value),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}], "description": "null stands for NaN"}),
 ]
-"""A number that may be NaN."""
 Infinite = Annotated[
     Real,
     BeforeValidator(lambda value: math.inf if value is None else value),
     PlainSerializer(lambda value: value if math.isfinite(value) else None),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}], "description": "null stands for infinity"}),
 ]
-"""A number that may be infinite, which is null in JSON."""
 
 
 class ReportObject(BaseModel):
@@ -33,7 +31,7 @@ class ReportObject(BaseModel):
 
 
 def dump(part: BaseModel) -> dict[str, Any]:
-    """Return a part as JSON data: its given keys, in order."""
+    """Return a part as JSON data: the keys that were set, in order."""
     return part.model_dump(by_alias=True, exclude_unset=True)
 
 
@@ -59,15 +57,15 @@ class Fidelity(ReportObject):
 
     @property
     def exact(self) -> bool:
-        """Whether fp32 outputs kept every bit; a KL of 0 may be rounded."""
+        """Whether the outputs in fp32 are equal bit for bit; a KL of 0 alone may be rounded."""
         return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
 
 
 class ExceptionEntry(ReportObject):
-    """Ids on which edits move the output further from the source than 10 times bf16's rounding, and over 0.01. ``ids``:
-    one put into ordinary text, or several drawn for a whole row. ``tokens``: the tokenizer's names. ``kl``: divergence
-    in fp32. ``kl_bf16``: of the source with activations rounded to bf16 stochastically, the mean of 8 runs. ``kl_run``:
-    of the source as bf16 runs it."""
+    """Token ids on which edits move the output further from the source than 10 times bf16's rounding, and over 0.01.
+    ``ids``: one put into ordinary text, or several drawn for a whole row. ``tokens``: the tokenizer's names. ``kl``:
+    the divergence in fp32. ``kl_bf16``: of the source with activations rounded to bf16 stochastically, the mean of 8
+    runs. ``kl_run``: of the source as bf16 runs it."""
 
     ids: list[int]
     tokens: list[str] = []
@@ -77,7 +75,7 @@ class ExceptionEntry(ReportObject):
 
 
 class CountedEntry(ReportObject):
-    """Something that was run; counts leave out elements that are not finite or saturated by design."""
+    """Counts of elements that are not finite or saturated, without those that are so by design."""
 
     nonfinite: Count
     saturated: Count
@@ -88,7 +86,7 @@ class CountedEntry(ReportObject):
 
 
 class PlacedEntry(ReportObject):
-    """A place in the model; keys that are unknown, or outside of it all, are absent."""
+    """A place in the model; keys that are unknown or do not apply are absent."""
 
     stack: str | None = Field(None, description="encoder or decoder, also of a model that has no other")
     block: Count | None = Field(None, description="number of its block in the stack, from 0")
@@ -99,9 +97,9 @@ class PlacedEntry(ReportObject):
 
 class SiteEntry(PlacedEntry, CountedEntry):
     """One site of a regime; its name tells its place. ``amax``: the largest |x|, 65536 for an overflow. ``limit``,
-    ``headroom_bits``: None for what is not fp16. ``nonfinite``, ``saturated``: elements other than by design.
-    ``benign``: the reason why what is so is harmless. ``fp32``: the largest |x| in fp32 of a site that broke in fp16,
-    where fp32 was run."""
+    ``headroom_bits``: None where the site is not fp16. ``nonfinite``, ``saturated``: elements other than by design.
+    ``benign``: why values that are not finite or saturated are harmless. ``fp32``: the largest |x| in fp32 of a site
+    that broke in fp16, where fp32 was run."""
 
     name: str
     amax: NumberOrNaN
@@ -117,14 +115,14 @@ class SiteEntry(PlacedEntry, CountedEntry):
 
 
 class SunkSignal(ReportObject):
-    """A site under fp16's smallest normal number on every input, and its largest |x|."""
+    """A site below fp16's smallest normal number on every input, and its largest |x|."""
 
     name: str
     amax: Real
 
 
 class RunEntry(ReportObject):
-    """How many of the ``inputs``' batches a regime ran under one attention, and of which kinds."""
+    """The batches that a regime ran under one attention: their number and kinds."""
 
     attention: str
     batches: Count
@@ -132,7 +130,7 @@ class RunEntry(ReportObject):
 
 
 class GradientSiteEntry(ReportObject):
-    """One operation's gradients: the largest, at the loss scale, and the share lost to 0 in fp16."""
+    """Gradients of one operation: the largest, at the loss scale, and the share that becomes 0 in fp16."""
 
     name: str
     amax: Real
@@ -140,9 +138,9 @@ class GradientSiteEntry(ReportObject):
 
 
 class GradientsEntry(ReportObject):
-    """The backward pass under fp16 AMP: the largest loss scale without overflow (None: none), the share of elements
-    lost to 0, the site that sets the scale or overflows at any (None: the loss is not finite), and the sites that lose
-    most."""
+    """The backward pass under fp16 AMP. ``loss_scale``: the largest without overflow (None: every one overflows).
+    ``flushed``: the share of elements that become 0. ``largest``: the site that sets the scale, or overflows at every
+    scale (None: the loss is not finite). ``sites``: those that lose most."""
 
     loss_scale: Real | None
     flushed: Real
@@ -151,9 +149,9 @@ class GradientsEntry(ReportObject):
 
 
 class RegimeEntry(CountedEntry):
-    """What one regime showed, its sites from the tightest on. ``amax``, ``headroom_bits``: of the tightest.
-    ``nonfinite_logits``: what a user would see. ``runs``: what ran, by attention. ``same_as``: the regime whose run
-    this is, since it computes the same; else None. ``gradients``: of ``amp`` in training."""
+    """The result of one regime, with its sites from the tightest on. ``amax``, ``headroom_bits``: of the tightest site.
+    ``nonfinite_logits``: the elements that a user would see. ``runs``: the runs by attention. ``same_as``: the regime
+    whose run this repeats, since it computes the same; else None. ``gradients``: of ``amp`` in training."""
 
     amax: Real
     headroom_bits: Real
@@ -166,7 +164,7 @@ class RegimeEntry(CountedEntry):
 
     @property
     def reached(self) -> float:
-        """The largest |x| that fp16 must hold, in fp32 if known where the regime broke."""
+        """The largest |x| that fp16 must hold; where the regime broke, in fp32 if known."""
         broken = self.broken_sites
         limited = [site for site in broken if site.limit is not None] or broken
         return max((site.reached for site in limited), default=self.amax)
@@ -181,8 +179,8 @@ class RegimeEntry(CountedEntry):
 
 
 class BoundEntry(PlacedEntry):
-    """The bound of one site: no input makes the value larger than ``bound``, nor a partial sum than ``partial``.
-    ``kind``: what it holds. ``observed``: the largest value found, None where nothing was run."""
+    """The bound of one site: no input makes its value larger than ``bound``, or a partial sum larger than ``partial``.
+    ``kind``: the kind of value. ``observed``: the largest value found, None where nothing was run."""
 
     name: str
     kind: str
@@ -199,9 +197,9 @@ class BoundEntry(PlacedEntry):
 
 
 class CertificateEntry(ReportObject):
-    """The bounds of every site, and what they hold for. ``max_length``: positions. ``splits``: partial sums of a matrix
-    product that are added in fp16. ``train_mode``: with dropout. ``cost_bits``: the precision that holding the bounds
-    costs. ``verify`` leaves ``sites`` out."""
+    """The bounds of every site, and their conditions. ``max_length``: positions. ``splits``: partial sums of a matrix
+    product that are added in fp16. ``train_mode``: with dropout. ``cost_bits``: bits of precision that holding the
+    bounds costs. ``verify`` leaves ``sites`` out."""
 
     holds: Flag
     headroom_bits: Real
@@ -217,8 +215,9 @@ class CertificateEntry(ReportObject):
 
 
 class AttackedSite(ReportObject):
-    """A site's largest values by random inputs, tokens, mixtures of embeddings, and in fp16. ``worst``: the largest of
-    all. ``gain``: over as many random inputs. ``ids``: the encoder's and decoder's tokens that replay it."""
+    """The largest values found at a site: by random inputs, tokens and mixtures of embeddings, and in fp16. ``worst``:
+    the largest of all. ``gain``: ``worst`` over the largest of as many random inputs. ``ids``: the encoder's and
+    decoder's tokens that give it."""
 
     name: str
     worst: NumberOrNaN
@@ -238,7 +237,7 @@ class AttackedSite(ReportObject):
 
 
 class AttackEntry(ReportObject):
-    """A gradient search for the worst input, its sites from the tightest on."""
+    """A gradient search for the worst input, with its sites from the tightest on."""
 
     steps: Count
     seed: Count
@@ -248,9 +247,10 @@ class AttackEntry(ReportObject):
 
 
 class InexactEntry(ReportObject):
-    """An edit that changes the function: the site whose limit needs it, its power of two (the least of channels), how
-    many input channels it cuts (0: it multiplies the signal itself), and the divergence of it alone in fp32, of the
-    source and of what was written; None where not run."""
+    """An edit, which changes the function. ``site``: the site whose limit needs it. ``exponent``: its power of two, the
+    least of the channels. ``columns``: number of input channels that it cuts (0: it multiplies the signal itself).
+    ``predicted``, ``measured``: the divergence in fp32 by this edit alone, of the source and of the written files; None
+    where not run."""
 
     site: str
     exponent: int
@@ -260,8 +260,8 @@ class InexactEntry(ReportObject):
 
 
 class SearchEntry(ReportObject):
-    """The search for ``exceptions``: the number of ``ids`` looked at, and the share of random pairs on which edits are
-    ``further`` from the source than bf16."""
+    """The search for ``exceptions``. ``ids``: number of ids tried. ``further``: share of random pairs of ids on which
+    edits are further from the source than bf16."""
 
     ids: Count
     further: float
@@ -273,9 +273,9 @@ BF16_NOISE = 2.0**-20  # the relative squared error of bf16 where it happens to 
 
 
 class OutputEntry(ReportObject):
-    """One output of the stock class: log2 of its factor over the source's, for all channels or each. ``error``:
-    relative squared error in fp32 once divided by that. ``error_bf16``: the source's in bf16. Both of the layer that
-    fits least, None where not run or not given."""
+    """One output of the stock class. ``factor_log2``: log2 of its factor over the source's, for all channels or for
+    each. ``error``: relative squared error in fp32 after division by the factor. ``error_bf16``: the source's in bf16.
+    Both are of the worst layer, None where not run or not returned."""
 
     factor_log2: int | list[int]
     error: Real | None = None
@@ -286,5 +286,6 @@ class OutputEntry(ReportObject):
         return (self.error or 0.0) / max(BF16_NOISE, self.error_bf16 or 0.0)
 
     def fits(self, *, drifts: bool) -> bool:
-        """Return whether rounding explains the error; ``drifts``: or an edit or a drift of eps."""
+        """Return whether the error is within 4 times bf16's and, unless an edit or a drift of eps may explain it
+        (``drifts``), at most 1/8."""
         return self.ratio <= MAX_ERROR_RATIO and (drifts or (self.error or 0.0) <= MAX_ERROR_WITHOUT_DRIFT)

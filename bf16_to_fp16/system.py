@@ -1,4 +1,4 @@
-"""The memory that a process may take and its threads keep."""
+"""The memory that this process may still take, and glibc's arenas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-CGROUP = Path("/sys/fs/cgroup")  # where Linux says what the group of this process may use and does
+CGROUP = Path("/sys/fs/cgroup")  # limits and use of this process's cgroup
 M_ARENA_MAX = -8  # glibc's mallopt option: how many arenas threads allocate in, 0 for its own choice
 
 
@@ -27,7 +27,7 @@ def available_memory() -> float:
                 limits.append(most - taken)
     with suppress(OSError, ValueError, KeyError):  # no such file, or "max"
         most = int((CGROUP / "memory.max").read_text(encoding="ascii"))
-        # Of what a group has, page cache can be taken back.
+        # The kernel counts page cache as used, but reclaims it.
         used_by_group = dict(map(str.split, (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()))
         limits.append(most - int(used_by_group["anon"]))
     return max(0.0, min(limits))
@@ -35,8 +35,8 @@ def available_memory() -> float:
 
 @contextmanager
 def one_arena() -> Iterator[None]:
-    """Have new threads share one arena: each of their own would keep what it has freed. What lies free between is given
-    back at the end. Only glibc has arenas."""
+    """Let new threads share one malloc arena, since each arena keeps the memory freed in it. Return free memory to the
+    system at the end. Does nothing without glibc."""
     library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "mallopt"):
         yield

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-AskedTarget = Literal["auto", "half", "norm-safe", "fp16-accumulate", "train"]  # what can be asked for by name
-AUTO = "auto"  # asks for the strictest tier's target that costs next to nothing
-MARGIN_BITS = 1.25  # how many bits an observed signal keeps to its limit: data not seen may go 2.4 times higher
+AskedTarget = Literal["auto", "half", "norm-safe", "fp16-accumulate", "train"]  # by name
+AUTO = "auto"  # the target of the strictest tier that costs next to nothing
+MARGIN_BITS = 1.25  # headroom that an observed value keeps: unseen data may go 2.4 times higher
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Tier:
     runtimes: tuple[str, ...]
 
 
-TIERS = (
+TIERS = (  # from the weakest to the strictest
     Tier(
         "torch",
         "half",
@@ -45,7 +45,6 @@ TIERS = (
         ("ggml on a V100", "torch.backends.cuda.matmul.allow_fp16_accumulation", "mobile delegates"),
     ),
 )
-"""From the weakest to the strictest."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,16 @@ class Target:
     squares: bool = False  # whether norms square the residual stream in fp16
 
 
-RECORDS = (
+RECORDS = (  # Every target. Those with a tier stand first, from the weakest to the strictest.
     Target("half", "in PyTorch", "in PyTorch."),
     Target("norm-safe", "with norms in fp16", "also where norms compute in fp16 (ONNX, TensorRT).", squares=True),
     Target("fp16-accumulate", "with every sum in fp16", "also where every sum is made in fp16.", squares=True),
     Target("train", "in training", "in training, with room for weights that move."),
 )
-"""Every target; of those with a tier, from the weakest to the strictest."""
 
 TARGETS = tuple(target.name for target in RECORDS)
 
-WHERE = {target.name: target.where for target in RECORDS}
-"""In which arithmetic the bounds for each target are, in words."""
+WHERE = {target.name: target.where for target in RECORDS}  # for each target, words for the arithmetic of its bounds
 
 SQUARING = tuple(target.name for target in RECORDS if target.squares)
 """Targets for which norms square the residual stream in fp16."""

@@ -1,5 +1,6 @@
-"""Printed text without control characters: others' names could steer a terminal or hide text. Escaped are Unicode's
-control and format characters (but newline and tab), line separators, and surrogates, which no stream takes."""
+"""Escape hidden characters in printed text, since a name from a file could steer a terminal or hide text. They are
+Unicode's control and format characters (but newline and tab), line separators, and surrogates, which no stream
+takes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Categories of the characters that are
 
 
 def visible(text: str, *, as_json: bool = False) -> str:
-    """Return a text with what cannot be seen escaped, as Python does or as JSON, which it then stays."""
+    """Escape hidden characters as Python does, or with ``as_json`` as JSON does, so that JSON stays JSON."""
     if text.isprintable():
         return text
     return "".join(

@@ -1,4 +1,4 @@
-"""A plugin by which vLLM runs converted folders in fp16 that it refuses by their model type
+"""Plugin that lets vLLM run converted folders in fp16 although it refuses their model type
 (``_FLOAT16_NOT_SUPPORTED_MODELS`` in its ``config/model.py``: gemma2, gemma3, gemma3_text, glm4 in 0.33). vLLM calls
 ``register``, the entry point of ``vllm.general_plugins``, in each process. The refusal is lifted for one local folder
 whose report says safe and whose hashes match."""
@@ -21,7 +21,7 @@ from .verification.locating import read_recorded
 LOG = logging.getLogger("vllm.bf16_to_fp16")  # below vLLM's own, whose handlers print it
 
 REFUSED, DECIDES = "_FLOAT16_NOT_SUPPORTED_MODELS", "_get_and_verify_dtype"
-"""What vLLM's module calls the reasons of its refusals by model type, and the function that heeds them."""
+"""Names in vLLM's module: its reasons for refusing a model type, and the function that reads them."""
 
 FP16_OR_AUTO = ("auto", "half", "float16")
 
@@ -54,7 +54,7 @@ def register() -> None:
 
 @cache
 def objection(folder: Path) -> str | None:
-    """Return why a folder is not what a report calls safe, or None. Hashes every file, once in a process."""
+    """Return why a folder is not the one that a report calls safe, or None. Hashes every file, once in a process."""
     try:
         report = read_recorded(folder)
         checkpoint = open_checkpoint(folder)

@@ -1,5 +1,5 @@
-"""How figures are rounded for people. A claim of safety is never rounded up: headroom and exact shares go down, bounds
-and excesses up, measurements to the nearest."""
+"""Rounding of figures for people. A claim of safety is never rounded up: headroom and exact shares go down, bounds and
+excesses up, measurements to the nearest."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from .numerics import FP16_MAX, OVERFLOWED
 
 FULL_HEADROOM_BITS = 39.0  # more headroom than this is all that fp16 has
-MOST_EXCESS_BITS = 23.0  # how far over its limit a bound is said to be in a number
-MOST_FACTOR = 1_000_000  # the factor from which a number says no more
+MOST_EXCESS_BITS = 23.0  # no number is shown for a bound further over its limit
+MOST_FACTOR = 1_000_000  # a larger factor is shown as "over 1,000,000 ×"
 UNITS = ("B", "kB", "MB", "GB", "TB")
-PRECISION_NOISE = 1e-6
-"""Bits of precision that are the noise of their own computation: a prediction of 11 − 10⁻¹² is one of 11."""
+PRECISION_NOISE = 1e-6  # rounding noise in a computed number of significant bits: 11 − 10⁻¹² counts as 11
 
 
 def infinite(value: float) -> bool:
-    """Return whether a number is infinite, also as JSON has it: ± the largest double, in a page ±1e308."""
+    """Return whether a number stands for infinity, also as reports (± the largest double) and pages (±1e308) write
+    it."""
     return abs(value) >= 1e308
 
 
@@ -66,15 +66,16 @@ def below_limit(value: float | None) -> str:
 
 
 def reached(value: float | None) -> str:
-    """Return the largest |x| of an fp16 site; beyond fp16 the one in fp32, "overflow" where that is not known."""
+    """Return the largest |x| at an fp16 site. Past fp16's range it is fp32's value, or "overflow" where that is not
+    known."""
     if value is None or not value <= FP16_MAX:
         return "overflow" if value is None or not OVERFLOWED < value < 1e308 else magnitude(value)
     return magnitude(value)
 
 
 def headroom_or_excess(bits: float | None, largest: float | None, limit: float = FP16_MAX) -> str:
-    """Return headroom, or "5.5 × over" for a value known in fp32; "passed on" where the value is in the limit and
-    something earlier broke."""
+    """Return headroom, or "5.5 × over" for a value known in fp32; "passed on" where the value fits and an earlier
+    overflow broke it."""
     if largest is None or known(largest) is None or FP16_MAX < largest <= OVERFLOWED:
         return headroom(bits)
     if largest > limit:
@@ -94,7 +95,7 @@ def headroom_by_bound(bits: float) -> str:
 
 def factor(bits: float) -> str:
     """Return 2^bits rounded down: two decimals under 2, one under a hundred, else none."""
-    ratio = 2.0 ** rounded_down(bits, 4)  # what the script of a page gets
+    ratio = 2.0 ** rounded_down(bits, 4)  # the same digits as the page's script
     decimals = 2 if ratio < 2 else 1 if ratio < 100 else 0
     return f"{rounded_down(ratio, decimals):,.{decimals}f}"
 

@@ -1,5 +1,5 @@
-"""YAML by version 1.2's scalars (``1e-4`` is a number, ``off`` a word), no key twice, errors in one line with the
-place."""
+"""YAML with version 1.2's scalars (``1e-4`` is a number, ``off`` a word), no duplicate keys, and errors in one line
+with the place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import UserError
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """Return what a YAML file holds, None for an empty one. what: names it in messages. Raises UserError for a file
+    """Return a YAML file's data, None for an empty file. what: names the file in messages. Raises UserError for a file
     that cannot be read, is not UTF-8 or not YAML."""
     try:
         text = path.read_bytes().decode("utf-8")
@@ -27,9 +27,9 @@ def read_yaml(path: Path, what: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2's scalars, which refuses duplicate keys. ruamel.yaml would need as much beside
-    it: it makes dates of ``2020-01-01``, takes ``.5e3`` for text, fails at ``=``, merges at ``<<``, and lets
-    self-holding lists through."""
+    """PyYAML's safe loader with YAML 1.2's scalars, which refuses duplicate keys. ruamel.yaml would need as much code:
+    it reads ``2020-01-01`` as a date and ``.5e3`` as text, fails at ``=``, merges at ``<<``, and accepts lists that
+    hold themselves."""
 
 
 _SCALARS = {

@@ -1,1 +1,1 @@
-"""Checkpoints on the disk or the Hub: read with every check, rewritten as a stream, put in place whole."""
+"""Checkpoints on disk or on the Hub: checked when they are opened, written as a stream, and put in place whole."""

@@ -1,4 +1,4 @@
-"""The files of a LoRA adapter, as PEFT writes them, and the side of a conversion it is on. Imports no torch."""
+"""The files of a PEFT adapter, and whether it is for the original or the converted checkpoint. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from .files import read_json
 from .recorded import recorded
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-NOTE = "fp16_adapter.json"  # what a converted adapter's folder says of itself; PEFT does not look at it
+NOTE = "fp16_adapter.json"  # in a converted adapter's folder, the checkpoint that it is for; PEFT ignores the file
 
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` that leave the checkpoint's weights as they are."""
+"""Values of ``init_lora_weights`` that change no weight of the checkpoint."""
 
-OTHER_FORMS = (
+OTHER_FORMS = (  # config keys of adapters that add something else than B·A to a named weight
     *("arrow_config", "kasa_config", "layer_replication", "megatron_config", "monteclora_config"),
     *("target_parameters", "use_bdlora", "use_qalora", "velora_config"),
 )
-"""Config keys with which an adapter adds something else than B·A on a named weight."""
 
-KINDS = ("LORA", "IA3", "PROMPT_TUNING")  # that a plan takes to the other checkpoint
+KINDS = ("LORA", "IA3", "PROMPT_TUNING")  # ``peft_type`` values that can be rescaled
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
@@ -49,7 +48,8 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
-    """Return the config of an adapter to be taken to a converted folder, or ``back`` from it."""
+    """Return the config of an adapter that is to be rescaled for a converted folder, or with ``back`` for its original.
+    Raises UserError where the adapter is for that one already."""
     origin, config = recorded(base)["source"], adapter_config(adapter)
     side, name = "original" if back else "converted", config.get("base_model_name_or_path")
     there = same_place(name, origin.get("path")) if back else same_place(name, base)

@@ -1,4 +1,4 @@
-"""What stock code would read in the folder of a checkpoint: its config and its files of weights. Imports no torch."""
+"""The config and the weight files that stock code would read in a checkpoint's folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .places import RESTORE, check_not_gguf, contained, leaves, shown
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 SINGLE_OR_SHARDED = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Where stock code looks for weights, in its order."""
+"""Files in which stock code looks for weights, in its order."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -97,8 +97,7 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
 
 MODULES = "modules.json"  # the file in which sentence-transformers lists the modules of a folder
 
-WITHOUT_FILES = ("Normalize",)
-"""Modules of a sentence encoder whose folders are empty, which a repository does not keep."""
+WITHOUT_FILES = ("Normalize",)  # sentence encoders' modules that have no files, so that a repository lacks their folder
 
 
 def listed_modules(source: Path) -> list[Mapping[str, Any]]:
@@ -126,7 +125,7 @@ def listed_modules(source: Path) -> list[Mapping[str, Any]]:
 
 
 def side_modules(source: Path) -> set[str]:
-    # Also of ./1_Pooling and 1_Pooling/.
+    # The path may be ./1_Pooling or 1_Pooling/.
     return {Path(str(entry["path"])).name for entry in listed_modules(source) if entry["path"]}
 
 

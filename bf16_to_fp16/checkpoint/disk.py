@@ -1,4 +1,4 @@
-"""Room on a disk, and its errors in one line."""
+"""Free disk space, and errors of the disk in one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_free_space(
     of: str = "the cache",
     otherwise: str = "set HF_HOME to a folder on another",
 ) -> None:
-    """Raise UserError where the disk of a folder has no room for so many bytes."""
+    """Raise UserError where the disk of a folder has less than ``nbytes`` free."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -44,8 +44,7 @@ def writing(path: Path, remedy: str = FREE_SPACE_REMEDY) -> Iterator[None]:
         raise UserError(f"{path}: {error.strerror}; {remedy}") from error
 
 
-BINARY: int = getattr(os, "O_BINARY", 0)
-"""Without it Windows translates the ends of lines, in weights as well."""
+BINARY: int = getattr(os, "O_BINARY", 0)  # without it Windows translates line ends, in weights as well
 
 
 def write_all(descriptor: int, data: memoryview) -> None:
@@ -54,7 +53,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk. Windows opens no folder."""
+    """Flush a file, or a folder's entries, to the disk. Windows cannot open a folder."""
     if BINARY and path.is_dir():
         return
     descriptor = os.open(path, (os.O_RDWR if BINARY else os.O_RDONLY) | BINARY)

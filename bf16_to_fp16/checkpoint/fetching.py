@@ -1,4 +1,4 @@
-"""Files of a Hub repository, fetched to the client's cache: the small ones, then the weights. Imports no torch."""
+"""Fetch files of a Hub repository to the client's cache: the small ones, then the weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL_FILES = (
     "*.model",
     "*.jinja",
     "README.md",
-)  # patterns of what a Hub repository has besides weights
+)  # patterns of a Hub repository's files other than weights
 
 
 def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:

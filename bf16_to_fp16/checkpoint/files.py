@@ -1,4 +1,4 @@
-"""Bytes, JSON and zip directories of untrusted files. Imports no torch."""
+"""Read bytes, JSON and zip directories of untrusted files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reading(file: Path) -> Iterator[FileIO]:
     if os.path.exists(file) and not os.path.isfile(file):
         raise UserError(f"{file} is not a regular file; {RESTORE}")
     try:
-        waiting = getattr(os, "O_NONBLOCK", 0)  # without it a pipe waits for its writer
+        waiting = getattr(os, "O_NONBLOCK", 0)  # opening a pipe would wait for its writer
         source = FileIO(file, opener=lambda path, flags: os.open(path, flags | disk.BINARY | waiting))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
@@ -68,10 +68,10 @@ def no_constant(name: str) -> float:
 
 
 def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in ``data``; raise UserError for anything else, duplicate keys and NaN included."""
+    """Return the JSON object in ``data``; raise UserError for other JSON, duplicate keys and NaN included."""
     try:
         parsed = json.loads(data.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant)
-        if b"\\u" in data:  # half of a surrogate pair is valid JSON, but no text that could be written again
+        if b"\\u" in data:  # a lone surrogate is valid JSON, but UTF-8 cannot encode it
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         reason = shortened(str(error)) or "nested too deeply"
@@ -96,7 +96,7 @@ def nested_value(data: object, *keys: str) -> Any:
 
 
 def zip_records(file: Path) -> dict[int, int]:
-    """Return the sizes of a zip file's uncompressed records by the offsets of their data."""
+    """Return the size of each record of an uncompressed zip file by the offset of its data."""
     sizes = {}
     try:
         with reading(file) as raw, zipfile.ZipFile(file) as archive:
@@ -111,7 +111,7 @@ def zip_records(file: Path) -> dict[int, int]:
                 name, extra = struct.unpack("<HH", raw.read(4))
                 sizes[record.header_offset + 30 + name + extra] = record.file_size
     except (struct.error, zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
-        # Zip files that are encrypted, of many disks or with impossible offsets raise the other kinds.
+        # Encrypted and multi-disk zip files, and impossible offsets, raise the other exceptions.
         raise UserError(
             f"{file}: cut short, in torch's format of before 2020, or no checkpoint at all; {RESTORE}, or, where you"
             " trust it, load it with torch and save it with safetensors"

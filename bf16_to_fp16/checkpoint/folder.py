@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's folder besides its weights. Weights in other formats, which hold the old values, are left
+"""The files of a checkpoint's folder other than its weights. Weights in other formats hold the old values and are left
 out."""
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from .contents import side_modules
 from .disk import FULL_OR_FAILING
 from .places import contained
 
-OTHER_WEIGHTS = (
+OTHER_WEIGHTS = (  # endings of weight files and indexes, which are never copied
     *(".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".onnx", ".pt"),
     *(".pth", ".ckpt", ".gguf", ".npz", ".tflite", ".index.json"),
 )
-"""Endings of weight files and indexes, which are never copied."""
 
-CODE = (
+CODE = (  # endings of files that run, or that run code when they are read
     *(".py", ".pyc", ".pyd", ".pyw", ".so", ".dll", ".dylib", ".exe", ".sh"),
     *(".bat", ".cmd", ".ps1", ".ipynb", ".pkl", ".pickle", ".joblib", ".dill"),
 )
-"""Endings of files that run, or run something when they are read."""
 
 OWN_FILES = ("config.json", "README.md", "fp16_report.json", "fp16_report.html", ".gitattributes")
 
@@ -39,8 +37,8 @@ TEMPLATES = "additional_chat_templates"  # a tokenizer's folder
 def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Copy what is neither weights nor code; return the names carried over and left out. The source's card becomes
-    ``SOURCE_README.md``; ``back`` restores it. ``tokenizer``: its folder beside the source (diffusers)."""
+    """Copy the files that are neither weights nor code; return the names copied and left out. The source's card becomes
+    ``SOURCE_README.md``; ``back`` restores it. ``tokenizer``: its folder beside the source, in diffusers' layout."""
     carried, left_out = [], []
     folders = {*side_modules(source), TEMPLATES}
     for entry in sorted(source.iterdir()):
@@ -87,7 +85,7 @@ def is_code(name: str) -> bool:
 
 
 def copy(file: Path, place: Path, folder: Path) -> None:
-    """Copy a file of ``folder``; a link out of it would publish what lies there and is refused."""
+    """Copy a file of ``folder``. A link that leads out of it is refused, since its content would be published."""
     contained(folder, file.relative_to(folder).as_posix())
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +125,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def check_tokenizer(*folders: Path | None) -> None:
     if not any(folder is not None and has_tokenizer(folder) for folder in folders):
-        # Stock code then makes an empty tokenizer, which turns every text into unknown tokens.
+        # Without them stock code makes an empty tokenizer, which turns every text into unknown tokens.
         raise UserError(f"{folders[0]}: no tokenizer files, and text needs them; put the original's tokenizer there")
 
 

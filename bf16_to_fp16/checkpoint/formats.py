@@ -1,4 +1,4 @@
-"""Ranges of weight files as tensors, and where the tensors of a ``torch.save`` file lie. Nothing is memory-mapped: a
+"""Read ranges of weight files as tensors, and find the tensors of a ``torch.save`` file. Nothing is memory-mapped: a
 mapping kills the process if the file shrinks."""
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 READ_BYTES = 1 << 20  # bytes read at a time where a whole file is hashed
 
-FileState = tuple[int, int, int, int, int]
-"""Device, inode, size in bytes, and times in ns of the last change of data and metadata."""
+FileState = tuple[int, int, int, int, int]  # device, inode, size in bytes, mtime and ctime in ns
 
 
 def state_of(file: Path) -> FileState:
@@ -51,7 +50,7 @@ def state_of(file: Path) -> FileState:
 
 
 class RunningHash:
-    """The SHA-256 of an open file: bytes fed in order are not read again."""
+    """The SHA-256 of an open file. Bytes that are fed in order are not read again."""
 
     def __init__(self, source: FileIO) -> None:
         self.digest, self.position, self.source = hashlib.sha256(), 0, source
@@ -92,8 +91,8 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
 
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
-    """Return where every tensor of a ``torch.save`` file lies; tensors that share storage share bytes. torch reads the
-    pickle with ``weights_only``, which runs no code, onto the meta device; the zip directory gives the offsets."""
+    """Return the place of every tensor in a ``torch.save`` file; tensors that share storage share bytes. torch reads
+    the pickle with ``weights_only``, which runs no code, onto the meta device; the zip directory gives the offsets."""
     resave = "load it with torch and save it with safetensors"
     records = zip_records(file)
     try:
@@ -102,7 +101,7 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
         raise UserError(
             f"{file}: holds more than tensors, loading it could run code; {resave} where you trust it"
         ) from error
-    except Exception as error:  # of what is in the file, its unpickler can raise any kind
+    except Exception as error:  # the unpickler can raise any exception, by the file's content
         raise UserError(f"{file}: torch cannot read it; {RESTORE}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file}: holds a {type(content).__name__}, not a dict of tensors; {resave}")

@@ -15,18 +15,16 @@ from .places import RESTORE, shown
 
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1}
 ITEM_SIZES |= {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}
-"""Bytes of an element, by the names of dtypes that torch has."""
+"""Bytes of an element, for the dtypes that torch has."""
 
 FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")  # names of the dtypes that weights may have
 
-QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")
-"""Beginnings of the names of quantised dtypes."""
+QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")  # beginnings of the names of quantised dtypes
 
-TORCH_FORMATS = ("pt", "mlx")
-"""Formats in metadata that every transformers reads as PyTorch's."""
+TORCH_FORMATS = ("pt", "mlx")  # values of ``format`` in the metadata that every transformers reads as PyTorch's
 
-LFS_POINTER = b"version "  # how Git LFS begins the few lines that stand for a large file
-MOST_AXES = 8  # axes of a tensor. The product of a million sizes would take hours
+LFS_POINTER = b"version "  # beginning of a Git LFS pointer file
+MOST_AXES = 8  # of a tensor; the product of a million sizes would take hours
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def check_not_quantised(dtype: str, name: str, file: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return where every tensor of a safetensors file lies; refuse a file of another library's format."""
+    """Return the place of every tensor in a safetensors file; refuse one made for another library than PyTorch."""
     tensors, metadata = read_whole_header(file)
     if (made_for := metadata.get("format", "pt")) not in TORCH_FORMATS:
         raise UserError(
@@ -58,7 +56,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return where every tensor lies, and the file's metadata. any_dtype: take dtypes that cannot be read, too."""
+    """Return the place of every tensor, and the file's metadata. any_dtype: allow dtypes that cannot be read."""
     with reading(file) as source:
         size = size_of(source)
         if size < 8:

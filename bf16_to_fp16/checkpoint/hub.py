@@ -1,4 +1,5 @@
-"""Requests to the Hub: again where it is busy; errors of its client as one line with a remedy, without the token."""
+"""Requests to the Hub: repeated where it is busy. The client's errors become one line with a remedy, without the
+token."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from ..errors import UserError, shortened
 
 T = TypeVar("T")
 
-# The client's exceptions by name, since its versions have several HTTP libraries.
+# The client's exceptions by name, since its versions use different HTTP libraries.
 CUT = {"ReadError", "WriteError", "RemoteProtocolError", "ReadTimeout", "WriteTimeout", "ChunkedEncodingError"}
 UNREACHABLE = {
     *("ConnectError", "ConnectTimeout", "ProxyError", "PoolTimeout", "ConnectionError", "Timeout"),
     "LocalEntryNotFoundError",
 }
-WAITS = (1.0, 4.0, 16.0)  # seconds before each further try
-PASSING = (408, 429, 500, 502, 503, 504)  # statuses that may be gone a moment later
+WAITS = (1.0, 4.0, 16.0)  # seconds before each retry
+PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses worth a retry
 LOG_IN = "log in with `hf auth login`, or put a token into HF_TOKEN"
 
 
@@ -59,7 +60,7 @@ def explained(repo: str, *, endpoint: str | None = None, revision: str | None = 
     except Exception as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if str(frame.f_globals["__name__"]).startswith(__name__.partition(".")[0]):
-            raise  # our own; the client raises errors of many kinds, and of any where an answer is nonsense
+            raise  # raised in this package; the client may raise any exception, since an answer may be nonsense
         message = explain(error, repo, endpoint, revision, token, writing=writing)
         raise UserError(message) from None  # the client's exception holds the token in its request's headers
 

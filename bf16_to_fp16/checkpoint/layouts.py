@@ -1,5 +1,5 @@
-"""The layouts that ``convert`` writes: a folder, or one file. Wan's code has norms in fp32 with an eps that no file can
-change."""
+"""The layouts that ``convert`` writes: a folder, or one file. Wan's code computes norms in fp32 with an eps that no
+file can change."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from ..errors import UserError
 from .naming import STOCK, WAN, Naming
 
-FOLDER_LAYOUT = "hf"  # a folder of stock names, the only layout that is not one file
+FOLDER_LAYOUT = "hf"  # a folder with stock names; every other layout is one file
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A layout of one file. ``model_type``, ``eps``, ``activation``: of the reader's own class, None for stock code."""
+    """A layout of one file. ``model_type``, ``eps``, ``activation``: fixed in the reader's code, None for stock
+    code."""
 
     name: str
     readers: str
@@ -36,4 +37,4 @@ LAYOUTS: Mapping[str, FileLayout] = {
     "single": FileLayout("single", "any tool, stock names"),
 }
 
-LAYOUT_NAMES = (FOLDER_LAYOUT, *LAYOUTS)  # what ``--layout`` takes
+LAYOUT_NAMES = (FOLDER_LAYOUT, *LAYOUTS)  # values of ``--layout``

@@ -1,5 +1,5 @@
-"""Names of tensors: a T5 encoder's in stock code and Wan's, and image models' in modules and files. Imports no torch.
-Wan's T5: ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1."""
+"""Names of tensors: of T5 encoders in stock code and in Wan's, of models with images in modules and in files. Imports
+no torch. Wan's T5: ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 
 from ..errors import UserError
 
-SPIECE, SPIECE_FILE = "spiece_model", "spiece.model"  # the tensor of a tokenizer's bytes, and the file in a folder
+SPIECE, SPIECE_FILE = "spiece_model", "spiece.model"  # a tensor with the tokenizer's bytes, and the tokenizer's file
 
 STOCK_BLOCK = "encoder.block.{i}.layer"
 
@@ -24,14 +24,14 @@ WAN_NAMES = (
     (f"{STOCK_BLOCK}.1.DenseReluDense.wi_0.weight", "blocks.{i}.ffn.gate.0.weight"),
     (f"{STOCK_BLOCK}.1.DenseReluDense.wi_1.weight", "blocks.{i}.ffn.fc1.weight"),
     (f"{STOCK_BLOCK}.1.DenseReluDense.wo.weight", "blocks.{i}.ffn.fc2.weight"),
-    # One table for all blocks, as in T5: not in the published files, but in what their class can be.
+    # One table for all blocks, as in T5: Wan's class allows it, the published files have none.
     (f"{STOCK_BLOCK}.0.SelfAttention.relative_attention_bias.weight".format(i=0), "pos_embedding.embedding.weight"),
 )
 
 
 @dataclass(frozen=True)
 class Naming:
-    """``pairs``: stock names and this naming's. ``anchors``: names that every file in it has."""
+    """``pairs``: stock names and names in this naming. ``anchors``: names that every file in this naming has."""
 
     title: str
     anchors: tuple[str, ...]
@@ -61,12 +61,12 @@ WITH_IMAGES = {
     ),
     ("visual.", "model.layers."): (("visual.", "model.visual."), ("model.", "model.language_model.")),
 }
-"""By name prefixes of LLaVA's and Qwen2.5-VL's files: prefixes in files and in modules. transformers 4.57 reads a
-vision tower by its file names alone."""
+"""By name prefixes that tell LLaVA's and Qwen2.5-VL's files: each prefix in files, and its prefix in modules.
+transformers 4.57 reads a vision tower only by its names in files."""
 
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
-    """Return the file names of tensors that modules call otherwise, by module name. A class without a head ends in
+    """Return a tensor's name in files by its name in modules, where the two differ. A class without a head ends in
     ``Model``, and its modules lack the ``model.`` in front."""
     names = frozenset(names)
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
@@ -89,7 +89,7 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
 
 
 def in_modules(name: str, known: Collection[str]) -> str:
-    """Return the one of the ``known`` module names that ``name`` is, where it may be written as in files."""
+    """Return a tensor's name in modules; ``name`` may be its name in files. known: all names in modules."""
     if name in known:
         return name
     others = (
@@ -116,7 +116,7 @@ def translated(name: str, table: Iterable[tuple[str, str]]) -> str:
 
 
 def found_in(names: Iterable[str]) -> list[tuple[str, Naming]]:
-    """Return every prefix under which the tensors are a T5 encoder's, with their naming."""
+    """Return every prefix below which the names are a T5 encoder's, each with its naming."""
     names = frozenset(names)
     encoders = []
     for naming in NAMINGS:

@@ -1,4 +1,4 @@
-"""What this program wrote, and may replace: a folder whose record lists all that is in it, or a report."""
+"""Folders and reports that this program wrote, and so may replace. The record in such a folder lists all its files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from ..json_text import loads
 
 RECORDS = ("fp16_report.json", "fp16_pipeline.json", "fp16_adapter.json")
-"""Records of the files that this program wrote: a checkpoint's, a pipeline's, an adapter's."""
+"""Records of this program in a checkpoint, a pipeline and an adapter."""
 
 BELONGING = ("config.json", "model_index.json", "adapter_config.json")
-"""Files of which one lies in every checkpoint, pipeline or adapter."""
+"""Every checkpoint, pipeline or adapter has one of these files."""
 
-PAGE_MARK = '<meta name="generator" content="bf16-to-fp16">'  # what every page of this program has in its head
+PAGE_MARK = '<meta name="generator" content="bf16-to-fp16">'  # in the head of every page of this program
 
-LARGEST_REPORT = 1 << 28  # bytes of a report that may be replaced
+LARGEST_REPORT = 1 << 28  # bytes; a larger report is not replaced
 _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 
 def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
-    """Return the entries of this program's record in a folder by file name, with None for the record itself."""
+    """Return the entries of this program's record in a folder by file name; the record's own entry is None."""
     for name in RECORDS:
         try:
             entries = loads((folder / name).read_bytes())["output"]["files"]
@@ -46,7 +46,7 @@ def files_of(folder: Path) -> Iterator[str]:
 
 
 def is_made_from(folder: Path, other: Path) -> bool:
-    """Whether the report in ``folder`` names, as its source, weights that the record in ``other`` lists."""
+    """Whether the report in ``folder`` names as its source weights that the record in ``other`` lists."""
     try:
         hashes = set(loads((folder / RECORDS[0]).read_bytes())["source"]["sha256"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -55,7 +55,8 @@ def is_made_from(folder: Path, other: Path) -> bool:
 
 
 def is_report(file: Path) -> bool:
-    """Whether an earlier run wrote a file as a report. In a checkpoint's folder none is: it holds the way back."""
+    """Whether an earlier run wrote this file as a report. A report in a checkpoint's folder does not count, since
+    ``undo`` needs it."""
     if any((file.parent / name).exists() for name in BELONGING) or file.stat().st_size > LARGEST_REPORT:
         return False
     data = file.read_bytes()

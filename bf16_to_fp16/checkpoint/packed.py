@@ -1,4 +1,4 @@
-"""What one converted file says of itself in its safetensors metadata."""
+"""The conversion's record in the safetensors metadata of one converted file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from . import files, headers
 from .layouts import LAYOUTS
 
 SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
-"""Metadata keys: a summary as JSON, and what ``undo`` needs, as JSON that is compressed and in base64."""
+"""Metadata keys: a summary as JSON, and ``undo``'s data as JSON, compressed and in base64."""
 
 TENSORS = "bf16_to_fp16.tensors_sha256"
-"""Metadata key: the SHA-256 of the tensors, each as ``described`` and then its bytes, in the file's order."""
+"""Metadata key: SHA-256 over each tensor's ``described`` and bytes, in the file's order."""
 
-LONGEST_WAY_BACK = 64_000_000  # bytes of the plan and config that a file may hold; an XXL encoder's have less than 3 MB
+LONGEST_WAY_BACK = 64_000_000  # bytes of ``undo``'s data; an XXL encoder's have less than 3 MB
 
 
 def metadata_in(file: Path) -> dict[str, str]:
@@ -30,7 +30,7 @@ def recorded_sha256(file: Path) -> str | None:
 
 
 def summary_of(file: Path) -> dict[str, Any] | None:
-    """Return what a file of weights says of its conversion, None where no conversion wrote it."""
+    """Return the summary of its conversion in a file, None where no conversion wrote the file."""
     if not file.is_file():
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
     if (said := metadata_in(file).get(SUMMARY)) is None:
@@ -48,7 +48,7 @@ def packed_data(file: Path) -> dict[str, Any]:
 
 
 def way_back_of(file: Path) -> dict[str, Any] | None:
-    """Return what ``undo`` needs of a file, with its ``layout``; None where no conversion wrote it."""
+    """Return ``undo``'s data in a file, with its ``layout``; None where no conversion wrote the file."""
     metadata = metadata_in(file)
     if WAY_BACK not in metadata:
         return None

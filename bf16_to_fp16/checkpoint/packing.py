@@ -1,5 +1,5 @@
-"""A converted folder as one file, under the names that a tool expects, with what ``undo`` needs in its metadata.
-Format: https://github.com/huggingface/safetensors#format"""
+"""Write a converted folder as one file, with the names that a tool expects and ``undo``'s data in the metadata. Format:
+https://github.com/huggingface/safetensors#format"""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def pack(
         if tokenizer is not None:
             running.update(described(SPIECE, "U8", shape) + tokenizer)
             write_all(out, memoryview(tokenizer))
-        # Again, since it holds the hash of what follows it; a digest is as long as another.
+        # The header holds the tensors' hash, now known; its length stays, since digests are equally long.
         entries["__metadata__"] = {"format": "pt", **metadata, TENSORS: running.hexdigest()}
         os.lseek(out, 0, os.SEEK_SET)
         write_all(out, memoryview(headers.header_of(entries)))
@@ -79,7 +79,7 @@ def pack(
 
 
 def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
-    """Return the tokenizer that the source file held, which opening it has put into ``folder``."""
+    """Return the tokenizer that the source file held; opening the file has written it into ``folder``."""
     inside = folder / SPIECE_FILE
     return inside.read_bytes() if file.is_file() and inside.is_file() and naming is STOCK else None
 
@@ -87,7 +87,7 @@ def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
 def hashing(
     source: FileIO, tensors: Iterable[headers.TensorInfo], running: Any, naming: Naming = STOCK
 ) -> Iterator[memoryview]:
-    """Yield the bytes of an open file's tensors; add each description and its bytes to ``running``."""
+    """Yield the bytes of an open file's tensors. Feed ``running`` with each tensor's description and bytes."""
     buffer = memoryview(bytearray(COPIED_BYTES))
     for info in tensors:
         running.update(described(naming.from_stock(info.name), info.dtype, info.shape))

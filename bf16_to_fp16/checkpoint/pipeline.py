@@ -1,5 +1,5 @@
-"""A diffusion pipeline in diffusers' layout. Other components are hard links: they take no space and survive moves.
-Small files, which people edit, are copied."""
+"""A pipeline in diffusers' layout. The components that are not converted are hard links: they take no space and survive
+moves. Small files, which people edit, are copied."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from .places import RESTORE, contained, local_source
 from .variants import has_variant, linked_to, variant_of
 
 MODEL_INDEX = "model_index.json"
-PIPELINE = "fp16_pipeline.json"  # what a converted pipeline has of its own: which sub-folders were converted, from what
-LINKED_FROM = 1 << 20  # size in bytes from which on a file is linked and not copied
+PIPELINE = "fp16_pipeline.json"  # in a converted pipeline: the converted sub-folders and their sources
+LINKED_FROM = 1 << 20  # bytes; a smaller file is copied
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """``loaded``: library and class of each component. ``same``: sub-folders that are another name of an encoder.
-    ``variants``: encoders with a variant fp16. ``others``: files to bring; ``left_out``: those not brought."""
+    """``loaded``: library and class of each component. ``same``: sub-folders that are links to an encoder's, by the
+    encoder's name. ``variants``: encoders with a variant fp16. ``others``: files to link or copy; ``left_out``: the
+    other files."""
 
     folder: Path
     source: str
@@ -48,7 +49,7 @@ def is_pipeline(folder: Path) -> bool:
 def open_pipeline(
     source: str | Path, wanted: Callable[[Mapping[str, Any]], bool], endpoint: str | None = None
 ) -> Pipeline | None:
-    """Open a diffusion pipeline; return None for any other source. Of a Hub id only small files are fetched. wanted:
+    """Open a diffusion pipeline; return None for any other source. From the Hub only small files are fetched. wanted:
     whether a component with this config.json is to be converted."""
     folder, revision = local_source(source), None
     if folder is not None and not (folder.is_dir() and is_pipeline(folder)):
@@ -91,7 +92,7 @@ def class_of(index: Mapping[str, Any]) -> str:
 
 
 def components(folder: Path, index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the components that have a folder, each with the library and the class that load it."""
+    """Return the library and class of each component that has a folder."""
     parts = {
         name: (kind[0], kind[1])
         for name, kind in index.items()
@@ -109,7 +110,7 @@ def config_of(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def files_below(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of all files below a folder, and the hidden folders, which are left out."""
+    """Return the names of all files below a folder, and of the hidden folders, which are skipped."""
     files, hidden = [], []
     for root, folders, names in os.walk(folder, followlinks=True):
         here = Path(root)
@@ -127,7 +128,8 @@ def files_below(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def used(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
-    """Return the files that ``from_pretrained`` uses: safetensors before .bin, and no variant beside a default."""
+    """Return the files that ``from_pretrained`` uses: safetensors rather than .bin, and no variant where there is a
+    default."""
     kept: list[str] = []
     by_folder: dict[str, list[str]] = {name: [] for name in parts}
     for path in sorted(sizes):
@@ -156,7 +158,7 @@ def bring(
     link: bool = True,
     advance: Advance = lambda done, total: None,
 ) -> dict[str, int]:
-    """Link large files of ``folder`` into ``target``, copy the others; return the sizes of the links by name."""
+    """Link large files of ``folder`` into ``target`` and copy the others; return each link's size by name."""
     links: dict[str, int] = {}
     for number, name in enumerate(names, 1):
         file, place = contained(folder, name), target / name

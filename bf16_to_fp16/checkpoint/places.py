@@ -1,4 +1,4 @@
-"""Names of sources and files, checked before torch is imported."""
+"""Check the names of sources and files before torch is imported."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ RESTORE = "fetch the file again from the original checkpoint"
 CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 
 SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")
-"""Endings of a file that may be a source by itself."""
+"""Endings of files that are sources by themselves."""
 
-SHIPPED = "shipped:"
-"""How names of this package's own data begin: ``shipped:t5-gated-bytes``."""
+SHIPPED = "shipped:"  # prefix for this package's own data: ``shipped:t5-gated-bytes``
 
 CONVERTED = "a converted folder or a Hub id like org/name"
 
@@ -41,7 +40,7 @@ def local_path(name: str | Path) -> Path:
 
 
 def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool = False) -> Path | None:
-    """Return the folder (or file) that a source names, None for a Hub id. wanted: what messages ask for."""
+    """Return the folder (or file) that a source names, None for a Hub id. wanted: the noun that messages ask for."""
     folder = local_path(source)
     if folder.is_dir() or (or_file and folder.exists()):
         return folder
@@ -89,15 +88,15 @@ def subfolder_of(folder: Path, name: str) -> Path:
 
 
 def contained(folder: Path, name: str) -> Path:
-    """Return the path of a folder's file; refuse one that leads outside. The Hub's cache links ``snapshots/<commit>/…``
-    to ``blobs/…`` of the repository, which counts as inside."""
+    """Return the path of a folder's file; refuse one that leads outside. In the Hub's cache, a link from
+    ``snapshots/<commit>`` to ``blobs`` of the same repository counts as inside."""
     path = Path(name)
     if leaves(name) or not path.parts or "\0" in name:
         raise UserError(f"{folder}: file name {shown(name)} leaves the folder; {RESTORE}")
     try:
         inside = folder.resolve()
         real = (folder / path).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name too long or not of text
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a name too long or not Unicode
         raise UserError(f"{folder}: file name {shown(name)} cannot be followed; {RESTORE}") from error
     if real.is_relative_to(inside):
         return folder / path
@@ -112,5 +111,5 @@ def shown(value: object) -> str:
 
 
 def shown_in_a_command(word: str | Path) -> str:
-    """Return a word of a command as it is published: of a local path the last part."""
+    """Return a word of a command as it is published: a local path without its folders."""
     return own_name(word) if Path(word).exists() else str(word)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: where every tensor lies, and its bytes on request. Opening it checks everything."""
+"""Open a checkpoint, with every check, and read its tensors on request."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .single_file import open_single_file
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint; the weights stay on the disk. ``revision``: a Hub id's commit. ``notes``: assumptions about
-    a lone file. ``stored_names``: file names by module name where they differ. ``own_folder``: the source's, where
-    ``folder`` is a scratch copy."""
+    one file of weights. ``stored_names``: a tensor's name in files by its name in modules, where they differ.
+    ``own_folder``: the source's folder, where ``folder`` is a scratch copy."""
 
     folder: Path
     source: str
@@ -39,7 +39,7 @@ class Checkpoint:
 
     @property
     def home(self) -> Path:
-        """The folder of what lies beside the weights."""
+        """The folder with the source's other files."""
         return self.own_folder or self.folder
 
     def check_unchanged(self) -> None:
@@ -49,7 +49,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The source as a report may name it: of a local folder only its own name."""
+        """The source's name for a report: a local folder without its parents."""
         if self.revision is not None:
             return self.source
         return "/".join(filter(None, (own_name(self.source), self.subfolder)))
@@ -84,8 +84,7 @@ class Checkpoint:
             return formats.RunningHash(source).whole()
 
 
-VIEWS: dict[Path, Checkpoint] = {}
-"""Checkpoints whose folders are this process's scratch space, by those folders."""
+VIEWS: dict[Path, Checkpoint] = {}  # checkpoints opened from one file, by their scratch folder
 
 
 def open_checkpoint(
@@ -96,7 +95,7 @@ def open_checkpoint(
     endpoint: str | None = None,
 ) -> Checkpoint:
     """Open a local folder, one file of weights, or a Hub id ``org/name[@revision]``; raise UserError for anything else.
-    subfolder: the model's folder below it, or in a file the prefix of its tensors' names. config: instead of the config
+    subfolder: the model's folder below it, or in a file the prefix of its tensors' names. config: replaces the config
     inferred for one file of weights. endpoint: the Hub's address."""
     folder, revision = local_source(source), None
     if folder in VIEWS and subfolder is None:

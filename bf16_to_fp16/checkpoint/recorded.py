@@ -1,4 +1,4 @@
-"""What ``convert`` records in a folder, read as JSON without torch."""
+"""Read the record of ``convert`` in a folder, as JSON without torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .places import contained
 
 REPORT = "fp16_report.json"
 CONVERTED_KEY = "bf16_to_fp16"
-"""The config key of what a conversion moved; stock code carries it through ``save_pretrained``, unlike the report."""
+"""The conversion's key in config.json; unlike the report, it survives ``save_pretrained``."""
 
-LONGEST_REPORT = 64_000_000  # bytes; one with an exponent for each channel of an 11B model has some 12 MB
+LONGEST_REPORT = 64_000_000  # bytes; with an exponent for each channel of an 11B model it has some 12 MB
 
 NEEDED = {
     key: f"has no {key}, so convert did not write it; convert the source again"
@@ -30,8 +30,8 @@ NO_PLAN = f"holds no plan of this program; give an {REPORT} that convert wrote"
 
 
 def report_data(path: Path, needed: Mapping[str, str], version: int | None = None) -> dict[str, Any]:
-    """Return a report's JSON. needed: dotted keys that it must have, each with the error's words. version: of its
-    schema."""
+    """Return a report's JSON. needed: dotted keys that it must have, each with the words of the error. version: the
+    schema that it must have."""
     data = read_json(path, "report", LONGEST_REPORT)
     if version is not None and data.get("schema") != version:
         raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")

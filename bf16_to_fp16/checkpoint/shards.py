@@ -1,4 +1,4 @@
-"""What is written where, settled before the first byte; files and index have transformers' names. Format:
+"""The layout of the written files, settled before the first byte. Files and index have transformers' names. Format:
 https://github.com/huggingface/safetensors#format"""
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def reach_of(write: Write) -> int:
 
 
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
-    """Divide tensors into files: those of the source, or filled in order of names up to ``max_shard_size`` bytes each.
-    A larger tensor has a file to itself."""
+    """Group tensors by file: as in the source, or in order of names up to ``max_shard_size`` bytes each. A larger
+    tensor has its own file."""
     ordered = sorted(writes, key=lambda write: write.name)
     if max_shard_size is None:
         groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
@@ -85,7 +85,8 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int 
 
 
 def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str, str]) -> list[OutFile]:
-    """Return the files, and the index of several. Wider dtypes come first, so that all are aligned."""
+    """Return the files, with an index where there are several. Wider dtypes come first, so that every tensor is
+    aligned."""
     files = []
     for number, group in enumerate(groups, 1):
         name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

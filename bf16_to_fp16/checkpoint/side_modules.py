@@ -1,5 +1,5 @@
-"""How sentence-transformers reads a folder's encoder: ``modules.json`` and the configs beside it. Refused is what reads
-anything but its last states (https://sbert.net/docs/package_reference)."""
+"""How sentence-transformers reads an encoder's folder: ``modules.json`` and the configs beside it. A module that reads
+more than the encoder's last states is refused (https://sbert.net/docs/package_reference)."""
 
 from __future__ import annotations
 
@@ -12,35 +12,33 @@ from .contents import MODULES, listed_modules
 from .files import nested_value, read_json
 
 KNOWN = ("Dense", "Dropout", "LayerNorm", "Normalize", "Pooling")
-"""Modules that read the encoder's last states, or what was made of them, alone."""
+"""Modules that read only the encoder's last states, or another such module's output."""
 
 ENCODER, NAMESPACE = "Transformer", "sentence_transformers."
 
 WHOLE_CONFIG, WHOLE = "config_sentence_transformers.json", "SentenceTransformer"
 
-ENCODER_CONFIGS = tuple(
+ENCODER_CONFIGS = tuple(  # configs of how the encoder is loaded; the first that is not empty counts
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-"""Configs of how the encoder is loaded: the first that is not empty counts."""
 
 PASSED_ON = ("config_args", "config_kwargs", "model_args", "model_kwargs")
-"""Their keys for the encoder's config and its loading."""
+"""Keys in them that change the encoder's config or loading."""
 
-HARMLESS = ("trust_remote_code", "use_cache")
-"""Keyword arguments that change neither weights nor results."""
+HARMLESS = ("trust_remote_code", "use_cache")  # keyword arguments that change neither weights nor results
 
-READ = {
+READ = {  # keys that choose the method and the output read, with the values that mean the last states
     "transformer_task": ("feature-extraction",),
     "module_output_name": ("token_embeddings",),
     "method": ("forward",),
     "method_output_name": ("last_hidden_state", ["last_hidden_state"]),
 }
-"""Keys that choose what runs and which output is read, with the values that mean the last states."""
 
 
 def check_sentence_encoder(folder: Path) -> None:
-    """Raise UserError unless the encoder runs as config.json says, and the other modules read its last states."""
+    """Raise UserError unless the encoder runs as its config.json says and all other modules read only its last
+    states."""
     entries = listed_modules(folder)
     if not (folder / MODULES).is_file():
         return

@@ -1,5 +1,5 @@
-"""One file of weights as a source, as ComfyUI, Forge and Wan's tools keep text encoders. Its config and tokenizer go
-into a folder in scratch space."""
+"""One file of weights as a source, as ComfyUI, Forge and Wan's tools keep text encoders. Its config and tokenizer are
+written to a scratch folder."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .naming import SPIECE, SPIECE_FILE, STOCK, Naming, found_in
 from .packed import way_back_of
 from .places import RESTORE
 
-ASIDE = (
+ASIDE = (  # endings of tensors' names that are not weights
     *(".scale_weight", ".weight_scale", ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale"),
     SPIECE,
 )
-"""Endings of names that are no weights."""
 
 SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
-SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # the folders of this process, removed when it ends
+SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 
 @dataclass(frozen=True)
 class SingleFile:
-    """``folder``: scratch space with config and tokenizer. ``tensors``: by stock names. ``notes``: what was assumed."""
+    """``folder``: scratch folder with config and tokenizer. ``tensors``: by stock names. ``notes``: the assumptions
+    made."""
 
     file: Path
     folder: Path
@@ -41,8 +41,8 @@ class SingleFile:
 
 
 def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str, Any] | None) -> SingleFile:
-    """Open one file of weights. prefix: of the encoder's names, where there are several. config: instead of the
-    inferred one."""
+    """Open one file of weights. prefix: of the encoder's tensors, where the file has several encoders. config: replaces
+    the inferred one."""
     state = formats.state_of(file)
     every = read_any(file)
     inside = way_back_of(file) if config is None else None
@@ -70,7 +70,7 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
         write_json(folder / "config.json", settled)
         models = [name for name, info in every.items() if name.split(".")[-1] == SPIECE and info.dtype == "U8"]
         carried = models if len(models) == 1 else []
-        for name in carried:  # as a stock folder has it, byte for byte
+        for name in carried:  # byte for byte a stock folder's file
             values = formats.read_range(every[name], every[name].shape, 0)
             (folder / SPIECE_FILE).write_bytes(formats.bytes_of(values))
     if aside := [name for name in sorted(mine) if name.endswith(ASIDE) and before + name not in carried]:
@@ -119,25 +119,24 @@ def settled_config(
 
 # --- its config ------------------------------------------------------------------------------------------------------
 
-# Nearly all of a T5's config can be read off names and shapes: the bias table has a column for each head, gates have
-# two matrices, UMT5 has a bias table in every block. What cannot be seen (the activation, the ids of pads and ends, the
-# largest distance of the buckets, eps) is that of the published models.
+# Names and shapes give nearly all of a T5's config: the bias table has a column for each head, gates have two matrices,
+# UMT5 has a bias table in every block. The rest (activation, pad and end ids, largest bucket distance, eps) is taken
+# from the published models.
 GIVE = "give its config.json with --config FILE"
 
-CLASSES = {
+CLASSES = {  # stock classes by model type: an encoder alone, and a whole model
     "t5": ("T5EncoderModel", "T5ForConditionalGeneration"),
     "mt5": ("MT5EncoderModel", "MT5ForConditionalGeneration"),
     "umt5": ("UMT5EncoderModel", "UMT5ForConditionalGeneration"),
 }
-"""Stock classes by model type: of an encoder alone, and of a whole model."""
 
 TITLES = {"t5": "T5", "mt5": "mT5", "umt5": "UMT5"}
 
 VOCABULARIES = {32_128: "t5", 384: "t5", 250_112: "mt5", 256_384: "umt5"}
-"""Model types by vocabulary of the published models."""
+"""Model types of the published models by vocabulary size."""
 
 SILU = {(4096, 16_384)}
-"""Widths of stream and feed-forward of the published models with a SiLU gate (UL2); others have GELU's."""
+"""Widths of stream and feed-forward in the published models with a SiLU gate (UL2); others have GELU."""
 
 ATTENTION, FEED_FORWARD = "encoder.block.0.layer.0.SelfAttention", "encoder.block.0.layer.1.DenseReluDense"
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -219,7 +218,7 @@ def type_of(tensors: Mapping[str, headers.TensorInfo], vocabulary: int, layers: 
 
 
 def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, headers.TensorInfo]) -> dict[str, Any]:
-    """Return a given config with the class that suits the tensors: an encoder's where there is no decoder."""
+    """Return a given config with the class that fits the tensors: an encoder's where there is no decoder."""
     read = files.read_json(config, "config") if isinstance(config, Path) else dict(config)
     model_type = str(read.get("model_type"))
     if model_type in CLASSES:

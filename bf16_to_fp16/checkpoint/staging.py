@@ -1,4 +1,5 @@
-"""The output folder: filled in a temporary folder beside its place and renamed into it, whole or not at all."""
+"""Make the output folder in a temporary folder beside its place and rename it, so that it appears whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
 
 
 def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
-    """Raise UserError unless a folder can be made at ``out`` and writing it harms no source. A folder is tried beside
-    it: a file system may refuse what permissions promise."""
+    """Raise UserError unless a folder can be made at ``out`` and writing it harms no source. A folder is made there for
+    a trial, since a file system may refuse what its permissions allow."""
     with writing(out, ELSEWHERE):
         there = out.is_dir() and not out.is_symlink()
         if not there and (out.exists() or out.is_symlink()):
@@ -58,7 +59,8 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
 
 
 def check_apart(out: Path, source: str | Path | None) -> None:
-    """Raise UserError where ``out`` and a local source overlap, a source links into it, or was made from it."""
+    """Raise UserError where ``out`` overlaps a local source, holds a target of its links, or is what it was made
+    from."""
     source = None if source is None else Path(source).expanduser()
     if source is None or not source.exists():
         return
@@ -70,7 +72,7 @@ def check_apart(out: Path, source: str | Path | None) -> None:
 
 
 def overlap(one: Path, other: Path) -> bool:
-    """Whether one path lies in the other, by files: on most Macs upper and lower case are the same."""
+    """Whether one path lies in the other. Files are compared, not names: most Macs ignore case."""
 
     def same(a: Path, b: Path) -> bool:
         return a == b or (os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b))
@@ -105,7 +107,7 @@ def check_file(path: Path, mend: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that then replaces ``path``; devices and links are written as they are."""
+    """Yield the path of a temporary file that then replaces ``path``; devices and links are written directly."""
     if path.is_symlink() or (path.exists() and not (path.is_file() and os.access(path.absolute().parent, os.W_OK))):
         yield path
         return
@@ -143,11 +145,11 @@ def scratch(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Put off Ctrl-C and SIGTERM to the end of the block."""
+    """Delay Ctrl-C and SIGTERM to the end of the block."""
     waiting: list[int] = []
     before: dict[signal.Signals, Any] = {}
     try:
-        if threading.current_thread() is threading.main_thread():  # where handlers run, and can be set
+        if threading.current_thread() is threading.main_thread():  # only it can set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) is not None:
                     before[number] = signal.signal(number, lambda number, _: waiting.append(number))
@@ -172,12 +174,13 @@ def sweep(out: Path) -> None:
 
 @contextmanager
 def staged(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield an empty folder beside ``out`` that takes its place when the block ends well, and else vanishes."""
+    """Yield an empty folder beside ``out``. It replaces ``out`` when the block succeeds, and is removed when it
+    fails."""
     out = out.absolute()
     with scratch(out) as work:
         try:
             yield work
-            work.chmod(0o777 & ~umask())  # it was made private; the result has the permissions of any other
+            work.chmod(0o777 & ~umask())  # made private; the result has default permissions
             sync_tree(work)
             with undisturbed():
                 put_in_place(work, out, force=force)
@@ -213,5 +216,5 @@ def put_in_place(work: Path, out: Path, *, force: bool) -> None:
         if old.exists() and not out.exists():
             os.replace(old, out)
         shutil.rmtree(old, ignore_errors=True)
-    with suppress(OSError):  # the result stands, and whatever fails is no longer its fault
+    with suppress(OSError):  # the result is in place; a failure here does not matter
         sync(out.parent)

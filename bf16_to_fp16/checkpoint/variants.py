@@ -1,4 +1,4 @@
-"""The variant fp16 of weights: ``model.fp16.safetensors``, as ``from_pretrained(variant="fp16")`` loads it."""
+"""The variant fp16 of weights: ``model.fp16.safetensors``, which ``from_pretrained(variant="fp16")`` loads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def linked_to(file: Path, place: Path) -> bool:
 
 
 def name_variants(folder: Path) -> list[str]:
-    """Link the weights in a folder, and their index, under the names of the variant fp16; return those."""
+    """Link the weights in a folder, and their index, under the names of the variant fp16; return these names."""
     names = []
     for path in sorted((*folder.glob("model-*-of-*.safetensors"), *folder.glob(WEIGHTS))):
         names.append(variant_name(path.name))

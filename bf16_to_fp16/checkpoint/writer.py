@@ -1,5 +1,5 @@
-"""Weights streamed into safetensors files: read, scaled, rounded, counted, hashed. A chunk goes through all of it at a
-time, so that memory is small and the chunk stays in the cache."""
+"""Stream weights into safetensors files: read, scale, round, count, hash. Each chunk goes through all steps before the
+next is read, so that it stays in the cache and little memory is used."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .reader import Checkpoint
 from .shards import FileRecord, Write, lay_out, reach_of, shards
 
 ELEMENTS = 1 << 18  # elements in a chunk: 512 kB of bf16
-FLUSHED = 1 << 26  # bytes after which the disk is given what has been written, so that it works at the same time
-MOST_WAITING = 8  # pieces of work that wait for the thread that hashes
+FLUSHED = 1 << 26  # bytes between two calls of fsync, so that the disk works at the same time
+MOST_WAITING = 8  # jobs in the queue of the hashing thread
 
 FP32_REACH = 100
-"""Largest reach of exponents that fp32 is wide enough for: what is lost below its 2⁻¹²⁶ or above its 2¹²⁸ at any step
-ends below 2⁻²⁶ or above 2²⁸, where fp16 has nothing."""
+"""Largest sum of exponents for which fp32 is wide enough: a value lost below its 2⁻¹²⁶ or above its 2¹²⁸ at any step
+ends below 2⁻²⁶ or above 2²⁸, outside fp16."""
 
 Array = np.ndarray[Any, Any]
 Chunk = tuple[Callable[[], object], memoryview]
@@ -41,9 +41,9 @@ Chunk = tuple[Callable[[], object], memoryview]
 
 @dataclass(frozen=True)
 class TensorStats:
-    """A tensor's elements as written: ``lossless``, equal to the scaled value and finite; ``normal``, not subnormal.
-    ``flushed_to_zero``: those not zero in the source. ``amax``: NaN where there is a NaN. ``nonzero``: in the source.
-    """
+    """Counts of a tensor's elements as written. ``lossless``: equal to the scaled value and finite. ``normal``: not
+    subnormal. ``flushed_to_zero``: zero, but not in the source. ``amax``: NaN where there is a NaN. ``nonzero``: in the
+    source."""
 
     elements: int
     lossless: int
@@ -78,15 +78,15 @@ def write_fp16(
     hashes: bool = True,
     advance: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write tensors as safetensors into ``folder``, as ``lay_out`` names files. Nothing is clamped: what is beyond fp16
-    becomes inf and is counted. advance: called with bytes done and in all. Where writing fails, what was written is
-    removed."""
+    """Write tensors as safetensors into ``folder``, in the files of ``lay_out``. Nothing is clamped: a value beyond
+    fp16 becomes inf and is counted. advance: called with the bytes done and in all. Where writing fails, the new files
+    are removed."""
     files = lay_out(shards(checkpoint, writes, max_shard_size), folder, checkpoint.stored_names)
     stats = {write.name: NOTHING for write in writes}
     records: list[FileRecord] = []
     done, total = 0, sum(file.size for file in files)
     with ExitStack() as stack:
-        # The cores are the hashes': chunks are too small for threads, which wait for one another by spinning.
+        # Chunks are too small for torch's threads, whose spinning would take the cores from the hashes.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         read = {checkpoint.tensors[write.source].file for write in writes if write.source is not None}
@@ -94,7 +94,7 @@ def write_fp16(
         sources = {path: stack.enter_context(reading(path)) for path in sorted(read)}
         source_hashes = {path: RunningHash(stack.enter_context(reading(path))) for path in hashed}
         outputs = [stack.enter_context(created(file.path)) for file in files]
-        # Hashing takes as long as all else, and so does the disk.
+        # Hashing, the disk and all else take equally long, so they run at the same time.
         hasher, flusher = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
         waiting: deque[Future[object]] = deque()
         for file, output in zip(files, outputs, strict=True):
@@ -132,7 +132,8 @@ def converted(
     hashes: Mapping[Path, RunningHash],
     stats: dict[str, TensorStats],
 ) -> Iterator[Chunk]:
-    """Yield a tensor's bytes, each chunk with the call that adds what was read to its file's hash; add to ``stats``."""
+    """Yield a tensor's bytes in chunks, each with the call that feeds the source's bytes to its file's hash; add to
+    ``stats``."""
     if write.data is None:
         info = checkpoint.tensors[str(write.source)]
     dtype = SAFETENSORS_DTYPES[info.dtype] if write.data is None else write.data.dtype
@@ -165,9 +166,10 @@ def chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> tuple[torch.Tensor, Array]:
-    """Return a chunk's values, scaled in place, and which are zero before it; with an offset, which results are."""
+    """Return a chunk's values, scaled in place, and the mask of those that are zero: before the scaling, or with an
+    offset after it."""
     zero = np.equal(values.numpy(), 0)
-    if write.offset:  # adding 0 would turn a -0
+    if write.offset:  # adding 0 would turn -0 into 0
         values += write.offset
     if write.gain != 1.0:
         values.copy_((values.double() * write.gain).float())
@@ -185,7 +187,7 @@ def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> t
 
 
 def powers_of_two(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 2^exponents, exactly, which torch.ldexp does not promise."""
+    """Return 2^exponents exactly; torch.ldexp does not promise that."""
     return torch.from_numpy(np.ldexp(1.0, exponents.to(torch.int32).numpy())).to(dtype)
 
 

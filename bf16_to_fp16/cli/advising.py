@@ -1,4 +1,4 @@
-"""``advise``: three questions on training in 16 bits, a command each."""
+"""The command ``advise`` with its three subcommands."""
 
 from __future__ import annotations
 

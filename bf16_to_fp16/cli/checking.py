@@ -1,4 +1,4 @@
-"""``audit``, ``certify`` and ``verify``: what holds for a checkpoint, written or not."""
+"""The commands ``audit``, ``certify`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def provable(lone: object, folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def exact_next(report: Report, source: str, subfolder: str | None) -> str:
-    """Return a report's next step with the whole path that was given; the report has its last part."""
+    """Return a report's next command with the whole path that was given; the report holds only its last part."""
     from ..checkpoint.contents import is_converted
     from ..families.known import named
     from ..report.remedies import going_on_from

@@ -1,4 +1,4 @@
-"""``convert`` and ``undo``: a checkpoint, one file, a whole pipeline or an adapter, there and back."""
+"""The commands ``convert`` and ``undo``: for a checkpoint, one file, a whole pipeline or an adapter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..checkpoint.pipeline import Pipeline
     from ..commands.convert import Conversion
 
-BESIDE = (
+BESIDE = (  # the options of ``convert`` that are not fields of ``Options``
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option(
         "--finetune",
@@ -52,7 +52,6 @@ BESIDE = (
     shared.verbose,
     shared.json_file,
 )
-"""The options of ``convert`` that are no fields of ``Options``."""
 
 
 def options_of_convert(command: Callable[..., int]) -> Callable[..., int]:

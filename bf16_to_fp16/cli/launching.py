@@ -1,4 +1,4 @@
-"""``recipe`` and ``launch``: what a finetune on several cards begins with."""
+"""The commands ``recipe`` and ``launch``, for a finetune on several cards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``families`` and ``demo``: what there is to convert, and what comes of it."""
+"""The commands ``families`` and ``demo``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program: its commands in the order in which they are needed, and the exit status of each way to end."""
+"""The click program: its commands in the order of their use, and the exit status of each way to end."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ REPORTS = ("json_file", "html")  # parameters of the commands that name a file i
 
 
 class _UnreadError(Exception):
-    """Nobody reads our output any more."""
+    """The reader of our output has gone."""
 
 
 class _Commands(Ordered):
-    """The commands; of a reader that has gone click itself would make status 1, which here says "unsafe"."""
+    """The commands. When the reader of our output has gone, click exits with 1, which here means "unsafe"."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
         except BrokenPipeError as error:
             raise _UnreadError from error
-        except SystemExit as stop:  # so rich
+        except SystemExit as stop:  # rich turns a broken pipe into it
             if isinstance(stop.__context__, BrokenPipeError):
                 raise _UnreadError from stop
             raise
@@ -64,7 +64,7 @@ def app(context: click.Context) -> None:
 
 
 def apart(command: click.Command) -> Callable[..., Any]:
-    """Return what a command does, which then refuses a report at the path of anything else that it was given."""
+    """Return a command's callback that refuses to write a report to the path of another argument."""
     run = command.callback
     assert run is not None
     paths = {p.name: p.opts[0] for p in command.params if isinstance(p.type, click.Path) and p.name is not None}
@@ -126,14 +126,14 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f" (see {command} --help)" if isinstance(error, click.UsageError) else ""
         return complain(f"{error.format_message()}{hint}")
     except (KeyboardInterrupt, click.Abort) as stop:
-        return interrupted(stop.__cause__ or stop)  # of what click makes of one
+        return interrupted(stop.__cause__ or stop)  # click.Abort names the interrupt as its cause
     except (BrokenPipeError, _UnreadError):
         return unread()
     except Exception as error:
-        # Compiled modules that are interrupted while they are imported turn it into errors of their own.
+        # A compiled module whose import is interrupted raises errors of its own.
         if interrupts:
             return interrupted(KeyboardInterrupt())
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of a path in a file that was given
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # a path inside a given file
             return complain(f"{shortened(error.filename)}: {error.strerror}; give another path")
         raise
     finally:
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def terminate(*_: object) -> NoReturn:
-    """End by SIGTERM; whoever sends it again waits for what is cleaned up meanwhile."""
+    """End by SIGTERM, and ignore further ones during the cleanup."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
 
@@ -154,10 +154,8 @@ def interrupted(stop: BaseException) -> int:
 
 
 def unread() -> int:
-    """Return the status for output that nobody reads any more (``| head``), as a shell gives it to what SIGPIPE ends.
-
-    What is left in the buffers goes nowhere, so that the interpreter does not fail on it while it ends.
-    """
+    """Return the status that a shell gives a process ended by SIGPIPE, as in ``| head``. Unwritten output goes to
+    os.devnull, or the interpreter would fail on it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -169,8 +167,8 @@ def unread() -> int:
 
 def complain(message: str) -> int:
     if int(os.environ.get("RANK", "0")) > 0:
-        # Under a launcher the first process says the same, and the launcher then ends this one, in this sleep; what is
-        # wrong with this one alone is still said.
+        # Under a launcher the first process reports the same error, and the launcher ends this one during the sleep.
+        # An error of this process alone is still reported.
         time.sleep(10)
     show("error: " + " ".join(message.split()), aside=True)
     return USAGE

@@ -1,4 +1,4 @@
-"""``publish``: a converted folder to the Hub."""
+"""The command ``publish``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def publish_command(
     The token is that of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped.
     """
     check_name(repo_id)
-    if not is_pipeline(written_folder(folder)):  # which ``publish`` refuses in words of its own
+    if not is_pipeline(written_folder(folder)):  # ``publish`` itself refuses a pipeline
         recorded(folder)
     from ..commands.publish import Upload, publish
     from ..report import terminal

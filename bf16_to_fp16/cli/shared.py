@@ -1,4 +1,4 @@
-"""What the commands share: exit statuses, options, and how results and progress are shown."""
+"""Exit statuses, options and output that the commands share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FOLDER = Location(path_type=Path)
 
 Check = Callable[[Path, Mapping[str, Any]], object]  # raises UserError for a checkpoint's folder and config
 
-source = click.argument("source", type=PATH)  # or a Hub id; what a shell completes
+source = click.argument("source", type=PATH)  # or a Hub id; a shell completes paths
 
 
 def field_option(name: str) -> Callable[[Any], Any]:
@@ -98,11 +98,8 @@ def check_given(
     *,
     check: Check = lambda *_: None,
 ) -> None:
-    """Raise UserError for a checkpoint, a text or a config that was given and is not there, or of a folder whose files
-    are not those of a checkpoint, before the seconds that the work takes to import, and a download.
-
-    check: what more is asked of the checkpoint's folder and config.
-    """
+    """Raise UserError where a given checkpoint, text or config is missing, or a folder is no usable checkpoint. This
+    precedes slow imports and downloads. check: raises for more that the command needs of the folder and its config."""
     here = None if source is None else local_source(source)
     if source is not None and (here is None or here.is_dir()):
         from ..families.declared import in_folder
@@ -142,9 +139,8 @@ def check_written(place: Path, subfolder: str | None = None, data: str | None = 
 def check_there(
     source: str, wanted: str = CHECKPOINT, *, or_file: bool = False, endpoint: str | None = None
 ) -> Path | None:
-    """Return the folder here (or the file, where that may be one) that a source names, None for a Hub id. Raises
-    UserError for what is neither that nor a repository, before the seconds that the work takes to import; it then tells
-    to give what is ``wanted``."""
+    """Return the local folder (with ``or_file`` also the file) that a source names, None for a Hub id. Raises
+    UserError, before slow imports, where it is neither; the message asks for ``wanted``."""
     here = local_folder(source, wanted, or_file=or_file)
     if here is None:
         asked(source, (), endpoint)
@@ -163,7 +159,7 @@ def make_progress() -> Any:
 
 
 def checked_target(target: Any, option: str) -> Any:
-    """Return ``target``; raise UserError at once where a report could not be written after the work is done."""
+    """Return ``target``; raise UserError now where the report could not be written there after the work."""
     if target is None or (str(target) == "-" and option == "--json"):
         return target
     if str(target) == "-":

@@ -1,4 +1,4 @@
-"""``finetune``: train until it fits, then convert."""
+"""The command ``finetune``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def finetune_command(
     shared.check_there(asked.source)
     for texts in (asked.data.path, asked.data.held_out_path):
         shared.check_text(texts)
-    # What follows takes seconds to import.
+    # These imports take seconds.
     from ..finetuning.run import finetune
     from ..report import terminal
     from ..report.schema import Report, read

@@ -1,1 +1,1 @@
-"""What each command does, from its options to its report."""
+"""The commands, from their options to their reports."""

@@ -1,5 +1,5 @@
-"""LoRA adapters between a checkpoint and its conversion, by the plan recorded there or its inverse. Nothing is run. A
-certificate is of weights, so it says nothing of an adapter on them."""
+"""Rescale an adapter from a checkpoint to its conversion, by the plan recorded there, or back by its inverse. Nothing
+is run. A certificate covers the weights of a checkpoint, and no adapter on them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from .undo import config_before
 
 @dataclass(frozen=True)
 class ConvertedAdapter:
-    """The folder written, the checkpoint it goes on, its tensors, and whether that checkpoint was finetuned or
-    edited."""
+    """The written folder, the checkpoint that its adapter is for, the adapter's tensors, and whether the conversion was
+    finetuned or edited."""
 
     out: Path
     base: str
@@ -76,11 +76,12 @@ def convert_adapter(
     back: bool = False,
     force: bool = False,
 ) -> ConvertedAdapter:
-    """Write a LoRA adapter, trained on what ``base`` was converted from, for ``base``, and return what was done.
+    """Write a LoRA adapter, trained on the source of the conversion ``base``, for ``base``, and return the result.
 
-    base: a folder that ``convert`` wrote. back: from ``base`` to its source. With exact plans both compute the same
-    function. Raises UserError for another kind of adapter, a pickle, an adapter already on that side, or a tensor that
-    cannot follow; ``out`` then does not exist. No certificate covers it: merge it into the source and convert that.
+    base: a folder that ``convert`` wrote. back: from ``base`` to its source. With an exact plan both sides compute the
+    same function. Raises UserError for another kind of adapter, a pickle, an adapter that is on that side already, or a
+    tensor that cannot be rescaled; ``out`` then does not exist. No certificate covers it: merge it into the source and
+    convert that.
     """
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
@@ -108,7 +109,7 @@ def rescale_adapter(
     back: bool,
     force: bool,
 ) -> dict[str, Scaled]:
-    """Write an adapter for what ``plan`` makes of its checkpoint; as many parameters as it takes."""
+    """Write an adapter, rescaled as ``plan`` rescales its checkpoint. Its many parameters are all needed."""
     try:
         rescaled = scaled_adapter(read_tensors(adapter), layout, plan, head_gain)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""``audit``: a checkpoint run in its regimes, every site measured, and its worst input searched."""
+"""The command ``audit``: run a checkpoint in its regimes, measure every site, and search for the worst input."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..run.batch import describe_batches
 from ..run.probe import checkpoint_batches
 from ..run.stock import attentions_of
 
-BOUNDED_FOR = "half"  # the target that an audit bounds a checkpoint for; of the stricter ones it says whether they hold
+BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether they hold is reported
 
 
 @quiet()
@@ -59,7 +59,7 @@ def audit(
     Its many parameters are the command's options. data: text to run on besides the built-in probe. train_mode: with
     dropout and the backward pass under a loss scale. attention: of ``ATTENTIONS``. attack_steps: gradient steps towards
     each site's worst input. sweep: the probe runs every id. device: auto, cpu, cuda, cuda:N or mps. config: the
-    config.json of one file of weights, else inferred. Raises ``UserError`` for what cannot be used.
+    config.json of one file of weights, else inferred. Raises ``UserError`` for input that cannot be used.
     """
     progress = shown_by(progress)
     if attack_steps is not None and attack_steps < 1:
@@ -129,8 +129,8 @@ def proof(
     device: Device,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Return ``certificate`` and ``uncertified``, with ``attack_steps`` the ``attack``, of a ``converted`` folder
-    ``tiers``."""
+    """Return the report's keys ``certificate`` and ``uncertified``; with ``attack_steps`` also ``attack``, and for a
+    ``converted`` folder ``tiers``."""
     proven, adversary = dict[str, Any](), None
     certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:

@@ -1,4 +1,4 @@
-"""``certify``: bound every site of a checkpoint from its weights, and report it."""
+"""The command ``certify``: bound every site of a checkpoint from its weights, and report it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def certify(
     fp16, and return the report.
 
     Nothing is run: stock code builds the model on the meta device, to show that it is the one bounded. max_length:
-    positions for which it holds. target: ``half``, ``norm-safe`` (norms square the stream in fp16), ``fp16-accumulate``
-    (every sum in fp16) or ``train`` (dropout and the cube's derivative). device: of large products. config: the
-    config.json of one file of weights, else inferred. Raises UserError for what cannot be used.
+    positions for which the bounds hold. target: ``half``, ``norm-safe`` (norms square the stream in fp16),
+    ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout and the derivative of GELU's cube). device: for large
+    products. config: the config.json of one file of weights, else inferred. Raises UserError for input that cannot be
+    used.
     """
     progress = shown_by(progress)
-    arithmetic = Arithmetic(max_length)  # which refuses what is no number of positions
+    arithmetic = Arithmetic(max_length)  # refuses an impossible length
     on = Device(device, progress)
     checkpoint = opened_with_notes(source, subfolder, config, progress)
     layout = classified(checkpoint, progress, max_length)

@@ -1,5 +1,5 @@
-"""A bf16 checkpoint in, a rescaled, certified and audited fp16 checkpoint out. The steps: open, bound, observe, plan,
-write, bound and measure the written files; only then does ``out`` appear."""
+"""The command ``convert``: from a bf16 checkpoint to a rescaled, certified and audited fp16 checkpoint. The steps:
+open, bound, observe, plan, write, bound and measure the written files; only then does ``out`` appear."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ from ..targets import AUTO, TIERS
 
 @dataclass(frozen=True)
 class Conversion:
-    """What ``convert`` did. The report's keys are in docs/report.md. nbytes: the weights that a dry
-    run would write. ``next``: the report's, with paths as given, so that it runs."""
+    """The result of ``convert``. docs/report.md has the report's keys. nbytes: the weights that a dry run would write.
+    ``next``: the report's next command with paths as given, so that it runs."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -119,7 +119,7 @@ def convert_by(
     stored = None if options.plan is None else read_plan_and_target(Path(options.plan), asked)
     opened = open_source(source, options, place, endpoint, progress)
     check_unconverted(opened.checkpoint)
-    if not place.dry_run:  # said before anything is computed
+    if not place.dry_run:  # fails before anything is computed
         nbytes = sum(2 * math.prod(tensor.shape) for tensor in opened.layout.tensors.values())
         how = {"of": str(place.out.parent), "otherwise": "choose an output path on another"}
         times = 1 if options.layout == FOLDER_LAYOUT else 2  # one file is packed from a folder
@@ -208,8 +208,8 @@ def convert_to_file(
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    """Convert to one file in the layout of ``options``; the folder is made beside it first, so weights need room twice.
-    Its config has the reading tool's eps, so that stock code measures what that tool computes."""
+    """Convert to one file in the layout of ``options``. A folder is made beside it first, so weights need room twice.
+    The folder's config has the reading tool's eps, so that stock code measures what that tool computes."""
     progress = shown_by(progress)
     options.check()
     check_out_file(place.out, Path(source), force=place.force)
@@ -264,11 +264,11 @@ def eps_notes(report: Report, layout: FileLayout) -> tuple[str, ...]:
 
 def write_report(work: Path, report: Report) -> Report:
     """Write page, card and report; return the report with both in its list of files."""
-    # As it will be read, so that anyone can make both again from the file.
+    # Read back as from the file, so that anyone can make page and card again from it.
     stored = read(Report, json.loads(as_json(dump(report))))
     write_page(work / PAGE, stored)
     write_card(work / CARD, stored, read_json(work / "config.json", "config"))
-    # Made from the report, so they can only be recorded in it afterwards.
+    # Page and card are made from the report, so only now can it list them.
     report = reports.listing(report, records(work, {file.name for file in report.output.files}))
     write_json(work / REPORT, dump(report))
     return report

@@ -1,4 +1,4 @@
-"""``make_fp16_safe``: one line before a training under fp16 AMP, and one after it. The config says so too, so that
+"""``make_fp16_safe`` and its ``undo``, around a training under fp16 AMP. The model's config is changed as well, so that
 ``save_pretrained`` writes matching weights and eps."""
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from .adapter import check_tying, head_gain, rescale_adapter
 from .rescale import check_asked, observed, observed_plan, opened
 
 EMBEDDINGS = "inputs_embeds"
-MARK = "_made_fp16_safe"  # attribute of a model in memory that has been rescaled: the ``MadeSafe`` that undoes it
+MARK = "_made_fp16_safe"  # attribute of a rescaled model: its ``MadeSafe``
 
 
 @dataclass(frozen=True)
 class MadeSafe:
-    """What ``make_fp16_safe`` did to a model; printed, a sentence or two that say it.
+    """The result of ``make_fp16_safe``; ``str`` says it in a sentence or two.
 
-    plan: the powers of two, all 0 where nothing had to be done. certified: whether no input can overflow the weights as
-    they are now, rounded to fp16; training moves them. converted: the converted folder that the model was loaded from,
-    whose plan is part of this one. headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps:
-    of the norms before. ``again``: the model had been made safe before, and nothing was done. originals: the key biases
-    and tables of position biases, by name, that others replaced; tables: those others, of tables alone. outputs: by
-    name, the log2 of the factor by which what the class returns is larger than before, for all channels or for each;
-    logits are as they were. inputs: the same of ``inputs_embeds``, which must be that much larger. layout, head_gain,
-    original: what ``adapter`` needs.
+    plan: the powers of two, all 0 where nothing had to be done. certified: whether no input can overflow the present
+    weights, rounded to fp16; training moves them. headroom_bits: log2(limit / bound) at ``tightest``, the site with the
+    least. eps: of the norms before. again: the model had been made safe before, and nothing was done. converted: the
+    converted folder that the model was loaded from, whose plan is part of this one. originals: by name, the former
+    values of key biases and position-bias tables that were centred; tables: the centred tables. outputs: by name, log2
+    of the factor by which an output of the class is larger than before, for all channels or for each; logits are
+    unchanged. inputs: log2 of the factor that ``inputs_embeds`` must be multiplied by. passed: an observed signal over
+    65504 that no exponent moves, or "". layout, head_gain, original: for ``adapter``.
     """
 
     plan: Plan
@@ -86,7 +86,7 @@ class MadeSafe:
     original: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "layout": None}  # a declaration has functions, which cannot be pickled with a model
+        return {**vars(self), "layout": None}  # its functions cannot be pickled with a model
 
     @property
     def changed(self) -> bool:
@@ -134,8 +134,8 @@ class MadeSafe:
     def undo(self, model: Any) -> Any:
         """Take ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.
 
-        Its config gets its eps back. model: what was made safe, a copy of it, or what ``from_pretrained`` made of a
-        folder that was saved before ``undo``, where the eps of its config tells. Raises UserError for any other.
+        Its config gets its eps back. model: the model made safe, a copy of it, or one loaded by ``from_pretrained``
+        from a folder saved before ``undo``, which the eps in its config shows. Raises UserError for any other model.
         """
         check_plain(model, "write it with adapter(model, OUT), or merge it with merge_and_unload() and undo that")
         if self.changed:
@@ -147,8 +147,8 @@ class MadeSafe:
                 )
             layout = resolve(source)
             with on_the_cpu(model):
-                # Training moves a free key bias, and no output with it. What it did to a table counts, and a softmax
-                # ignores what the table lost.
+                # No output depends on a centred key bias, so it is restored even if trained. Trained tables stay: a
+                # softmax ignores the offset that they lost.
                 trained = any(not torch.equal(model.get_parameter(name), t) for name, t in self.tables.items())
                 apply(model, layout, inverse(self.plan))
                 for name, bias in self.originals.items():
@@ -164,9 +164,9 @@ class MadeSafe:
         return model
 
     def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
-        """Write the adapter of a PEFT model around what was made safe to ``out``, for the original, and return it:
-        PEFT's own files fit the plan's scale. Raises UserError as ``convert_adapter`` does, and unless the model has
-        one adapter at this plan's scale."""
+        """Write the adapter of a PEFT model around the model made safe to ``out``, rescaled for the original, and
+        return ``out``. PEFT's own ``save_pretrained`` writes it at the plan's scale. Raises UserError as
+        ``convert_adapter`` does, and unless the model has one adapter and is at this plan's scale."""
         if self.layout is None:
             raise UserError("what came back from a pickle or a copy writes no adapter; keep what make_fp16_safe gave")
         out, adapters = Path(out), list(getattr(model, "peft_config", ()))
@@ -202,12 +202,12 @@ class MadeSafe:
         )
 
     def follow(self, optimizer: torch.optim.Optimizer, model: Any) -> torch.optim.Optimizer:
-        """Make ``optimizer`` take the very steps that it would take without the rescaling, and return it.
+        """Make ``optimizer`` take exactly the steps that it would take without the rescaling, and return it.
 
         Around each step gradients and weights are brought to the source's scale, so that learning rate, epsilon, decay
-        and second moments mean what they mean there. Call it once, before the first step. Parameters that were not
-        rescaled, such as an adapter's, are stepped as they are. Raises UserError where ``model`` is not at the plan's
-        scale, and, from a step, for sharded parameters (FSDP, ZeRO-3).
+        and second moments keep their meaning. Call it once, before the first step. Parameters that were not rescaled,
+        such as an adapter's, are stepped as they are. Raises UserError where ``model`` is not at the plan's scale, and,
+        from a step, for sharded parameters (FSDP, ZeRO-3).
         """
         check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
         if self.changed:
@@ -220,18 +220,17 @@ class MadeSafe:
 def make_fp16_safe(
     model: Any, *, target: str = "train", margin_bits: float = MARGIN_BITS, max_length: int = MAX_LENGTH
 ) -> MadeSafe:
-    """Rescale a stock fp32 model in memory so that it can be trained under fp16 AMP, and return what was done, with
+    """Rescale a stock fp32 model in memory so that it can be trained under fp16 AMP, and return the result, with
     ``undo``.
 
-    Nothing is copied and nothing printed. The fp32 outputs keep every bit, ``undo`` gives every weight back to the bit,
-    and after training exactly the trained function; gains that are stored less an offset and move, as far as fp32 holds
-    them so. The config's eps goes with the weights, so that ``save_pretrained`` writes a pair that belongs together at
-    any time; undo it before you save a Pegasus, which has no eps in its config, or, to the bit, a model with norms
-    behind linears, which for ``train`` have an eps of their own in memory. target: as ``convert`` takes them; ``train``
-    leaves room for dropout, gradients and weights that move. margin_bits: kept between what the built-in probe shows
-    and each limit. max_length: positions for which the certificate holds. A model that has been made safe, or that a
-    certificate holds for as it is, stays as it is. Raises UserError for a model of no known family, in 16 bits, with an
-    adapter, or spread over devices.
+    Nothing is copied or printed. The fp32 outputs keep every bit. ``undo`` restores every weight bit for bit, and after
+    training exactly the trained function; moved gains that are stored less an offset, as far as fp32 holds them. The
+    config's eps changes with the weights, so that ``save_pretrained`` writes a matching pair at any time. Undo before
+    you save a Pegasus, which has no eps in its config, or, for equal bits, a model with norms behind linears: for
+    ``train`` their eps changes in memory only. target: as in ``convert``; ``train`` leaves room for dropout, gradients
+    and moving weights. margin_bits: headroom kept to each limit on the built-in probe. max_length: positions for which
+    the certificate holds. A model that was made safe before, or has a certificate as it is, stays as it is. Raises
+    UserError for a model of no known family, in 16 bits, with an adapter, or spread over devices.
     """
     check_asked(target, margin_bits)
     check_plain(model, "call make_fp16_safe before get_peft_model")
@@ -296,7 +295,7 @@ def make_fp16_safe(
 
 
 def takers_of_embeddings(model: Any) -> list[nn.Module]:
-    """Return the modules that other code gives embeddings: the model, and the encoder, which ``generate`` calls."""
+    """Return the modules that may be given ``inputs_embeds``: the model, and the encoder, which ``generate`` calls."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     return [model] if encoder is model or not isinstance(encoder, nn.Module) else [model, encoder]
 
@@ -312,14 +311,15 @@ def warn_of_embeddings(advice: str, module: nn.Module, args: Any, named: Mapping
 
 
 def converted_folder(model: Any) -> Path | None:
-    """Return the converted folder of a model, or None; raise UserError where its conversion's report is not at hand."""
+    """Return the converted folder that a model was loaded from, or None. Raises UserError where the conversion's report
+    is missing."""
     mark = getattr(model.config, CONVERTED_KEY, None)
     if mark is None:
         return None
     name = str(model.name_or_path)
     report = Path(name) / REPORT
     if not report.is_file():
-        with suppress(HFValidationError):  # of a path
+        with suppress(HFValidationError):  # raised for a path
             cached = try_to_load_from_cache(name, REPORT)
             report = Path(cached) if isinstance(cached, str) else report
     if not report.is_file() or mark_of(read_plan(report.parent)) != mark:
@@ -331,8 +331,7 @@ def converted_folder(model: Any) -> Path | None:
 
 
 def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> TensorReader:
-    """Return a function from a tensor's name to its values under a plan, rounded to fp16 as autocast and ``half``
-    do."""
+    """Return a reader of tensors under a plan, rounded to fp16 as autocast and ``half`` round them."""
 
     def own(name: str) -> torch.Tensor:
         return stored(source, layout.tensors[name])
@@ -396,7 +395,7 @@ def check_known(model: Any) -> None:
 
 @contextmanager
 def on_the_cpu(model: Any) -> Iterator[None]:
-    """Have a model on the CPU for the block; raise UserError if it is spread over devices or lacks values."""
+    """Keep a model on the CPU for the block; raise UserError if it is spread over devices or lacks values."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise UserError(

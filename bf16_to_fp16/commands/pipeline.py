@@ -1,5 +1,5 @@
-"""Whole diffusion pipelines: every supported text encoder converted, all else linked or copied. Each
-converted sub-folder is a checkpoint by itself; ``fp16_pipeline.json`` lists them."""
+"""Convert whole diffusion pipelines: every supported text encoder is converted, and the other files are linked or
+copied. Each converted sub-folder is a checkpoint by itself; ``fp16_pipeline.json`` lists them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from .convert import Conversion, convert_by, next_of
 
 @dataclass(frozen=True)
 class PipelineConversion:
-    """What ``convert_pipeline`` did. The report is that of the whole; folder and report are empty for a dry run."""
+    """The result of ``convert_pipeline``. The report is the whole pipeline's; after a dry run it is empty and ``out``
+    None."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -63,7 +64,8 @@ def convert_pipeline(
     progress: Progress | bool | None = None,
     **options: Any,
 ) -> PipelineConversion:
-    """Convert every supported text encoder of a diffusion pipeline (folder or Hub id), and bring the rest to ``out``.
+    """Convert every supported text encoder of a diffusion pipeline (folder or Hub id), and link the other files into
+    ``out``.
 
     Other parameters are fields of ``Options``. copy: copy large files instead of linking them. force: replace an
     existing ``out``. Raises UserError where an encoder cannot be converted; ``out`` then does not exist.
@@ -113,7 +115,7 @@ def convert_pipeline_by(
         for name, first in pipeline.same.items():
             bring(work / first, files_below(work / first)[0], work / name)
             encoders.append(entry_of(name, done[first].report, same=first))
-        # Links to a source's files have no SHA-256, since whoever removes a link removes no file.
+        # Links are recorded without SHA-256: replacing ``out`` removes only the link, not the source's file.
         known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
         files = sorted([*records(work, links), *known], key=lambda entry: str(entry["name"]))
         shown = own_name(pipeline.source) if local else pipeline.source

@@ -30,9 +30,9 @@ from .pipeline import check_no_pipeline
 from .verify import Verified, check_contents
 
 MESSAGE = "Upload an fp16 checkpoint rescaled by bf16_to_fp16"
-HUBS_OWN = (".gitattributes",)  # files that the Hub itself puts into a repository
-UNSAFE = ("certificate", "audit", "tiers")  # checks whose problems make a checkpoint unsafe, not another one
-SMALL = 10_000_000  # bytes up to which a file is searched for the token
+HUBS_OWN = (".gitattributes",)  # the Hub itself adds them to a repository
+UNSAFE = ("certificate", "audit", "tiers")  # failures here make a checkpoint unsafe; others mean that it is another one
+SMALL = 10_000_000  # bytes; larger files are not searched for the token
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def entry_of(name: str, file: Path | bytes) -> FileEntry:
 def prepare(
     folder: str | Path, *, allow_unsafe: bool = False, audited: bool = False, progress: Progress | bool | None = None
 ) -> Upload:
-    """Check a converted folder as ``verify`` does and return it ready to upload. audited: check hashes only. An edited
-    card is taken as it is, its hash put into the report. Raises UserError for an unsafe checkpoint unless
-    ``allow_unsafe``; report, page and card then say so."""
+    """Check a converted folder as ``verify`` does and return it ready to upload. audited: check only hashes. An edited
+    card is kept, and its hash put into the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``;
+    report, page and card then say so."""
     progress, folder = shown_by(progress), written_folder(folder)
     check_no_pipeline(folder)
     report, found = read_recorded(folder), Verified()
@@ -140,8 +140,8 @@ def publish(
 ) -> dict[str, Any]:
     """Upload a converted folder to a Hub repository; its many parameters are the command's options.
 
-    public: without it a new repository is private and an existing public one refused. force: replace files of other
-    content. dry_run: check and send nothing. audited: these files have just been audited. confirm: nothing is sent
+    public: without it a new repository is private, and an existing public one is refused. force: replace files of other
+    content. dry_run: check, and send nothing. audited: these files have just been audited. confirm: nothing is sent
     where it returns False. Raises UserError; no message holds the token.
     """
     from huggingface_hub import HfApi, get_token
@@ -217,7 +217,7 @@ def send(
     place = commit.pr_revision if create_pr else revision
     try:
         wrong = missing_from(listed(api, repo, place), upload)
-    except Exception:  # which holds the token in its request
+    except Exception:  # the client's exception holds the token
         if commit.pr_url is None:
             raise
         raise UserError(f"{commit.pr_url} is open, and could not be looked at again; look at it yourself") from None
@@ -229,9 +229,9 @@ def send(
 
 
 def check_other_content(repo: str, held: dict[str, Any], names: list[str], missing: list[str], force: bool) -> None:
-    """Raise UserError where a repository holds something else than an earlier upload of the same files."""
+    """Raise UserError where a repository holds anything but an earlier upload of the same files."""
     same = set(names) - set(missing)
-    # The three that people edit, or that another run of the same conversion writes anew.
+    # People edit these, or another run of the same conversion writes them anew.
     renewed = {CARD, REPORT, PAGE} if REPORT in held else set()
     if (other := sorted(set(held) - same - renewed - {*HUBS_OWN})) and not force:
         raise UserError(
@@ -272,7 +272,7 @@ def missing_from(held: dict[str, Any], upload: Upload) -> list[str]:
 
 @contextmanager
 def transfers(api: Any) -> Iterator[None]:
-    """Upload by LFS to any server but the Hub: the client would assume that it has Xet."""
+    """Upload by LFS to any server but the Hub; the client would assume that it has Xet."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_DISABLE_XET

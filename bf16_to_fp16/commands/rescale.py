@@ -1,4 +1,4 @@
-"""``rescale``: a stock model in memory, rescaled in place by the best plan for what it shows."""
+"""``rescale``: rescale a stock model in memory by the best plan for its observed ranges."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def rescale(
 ) -> Plan:
     """Rescale a stock fp32 model in place, exactly, by the best plan for ``inputs``, and return the plan.
 
-    inputs: as ``run.probe.batches`` makes them, by default the built-in probe. fp32 outputs keep every bit, as far as
-    fp32 holds gains that are stored less an offset. Norm eps attributes are scaled; set them in ``model.config`` too
-    before saving (``plan.eps``), as ``make_fp16_safe`` does. Raises UserError for a model of no known family, or whose
-    modules do not do what its config says.
+    inputs: batches as ``run.probe.batches`` makes them; by default the built-in probe. fp32 outputs keep every bit, as
+    far as fp32 holds gains that are stored less an offset. Norm eps attributes are scaled; set them in ``model.config``
+    too before saving (``plan.eps``), as ``make_fp16_safe`` does. Raises UserError for a model of no known family, or
+    whose modules do not match its config.
     """
     check_asked(target, margin_bits)
     source, layout = opened(model)
@@ -96,8 +96,8 @@ def observed_plan(
     margin_bits: float,
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return the best plan for what a model in memory shows and, with ``bounds``, for any input. In memory every norm's
-    eps can be scaled: nothing drifts."""
+    """Return the best plan for a model's observed ranges and, with ``bounds``, for any input. In memory every norm's
+    eps can be scaled, so nothing drifts."""
     weights = source_weights(source, layout)
     plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=bounds).plan
     if target == "train":

@@ -1,4 +1,4 @@
-"""``undo``: the source's weights back from a converted folder, by the inverse of its recorded plan."""
+"""The command ``undo``: bring a converted folder's weights back by the inverse of its recorded plan."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ def undo(
 ) -> Path:
     """Write the source's weights back from a converted folder by the inverse of its plan, and return ``out``.
 
-    plan: the converted folder, or its report, from which ``folder`` was trained and saved by any script; it is undone
-    in fp32 where ``folder`` is fp16. Edits and centred biases stay, and are said. A ``--layout`` file becomes a file of
-    the same names, or a folder. Bit for bit where the conversion was lossless, but for the sign of a 0 in a moved gain
-    stored less 1; a sentence encoder's linears come back as fp16 holds them. Tensors the conversion made are left out;
-    replaced ones come from the report; dropped ones are not restored. Raises UserError where the folder has no plan.
+    plan: the converted folder, or its report, from which ``folder`` was trained and saved by any script. ``folder`` is
+    then written in fp32 unless it is bf16; edits and centred biases stay, and a message names them. A ``--layout`` file
+    becomes a file with the same names, or a folder. The weights are the source's bit for bit where the conversion was
+    lossless, but for the sign of a 0 in a moved gain stored less 1; a sentence encoder's linears come back rounded to
+    fp16. Tensors that the conversion made are left out, replaced ones come from the report, dropped ones are not
+    restored. Raises UserError where the folder has no plan.
     """
     progress = shown_by(progress)
     if plan is not None:
@@ -83,7 +84,7 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
     whole, back = with_start(layout, without_edits(layout, plan), read_start(report), progress), []
     for write in writes(checkpoint, layout, inverse(whole)):
         if write.source is not None:
-            # Gains that are stored less 1, or were corrected, would be rounded once more.
+            # A gain that is stored less 1, or was corrected, would be rounded once more in bf16.
             exact = stored[write.source] == "BF16" and not write.offset and write.gain == 1
             back.append(write.as_dtype("BF16" if exact else "F32"))
     config = {key: value for key, value in checkpoint.config.items() if key != CONVERTED_KEY}
@@ -106,13 +107,14 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
 
 
 def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
-    """Say which changes of the function no power of two takes back."""
+    """Name the changes of the function that no power of two undoes."""
     if kept := [edit.site for edit in listed_edits(layout, plan).values()] + plan.centred_keys:
         progress.say(f"Stays as the conversion made it: {listed(kept)}")
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
-    """Return a plan of trained weights as one of the original, which ``start`` had rescaled before the training."""
+    """Return the plan from the original to trained weights. ``start``: the plan that rescaled the original before
+    training."""
     if start is None:
         return plan
     say_what_stays(layout, start, progress)
@@ -120,10 +122,10 @@ def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progres
 
 
 def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
-    """Return the checkpoint under the names of its source's class, where it was converted for another and dropped
-    nothing for it."""
+    """Return a checkpoint under the names of its source's class, where it was converted for another class and no tensor
+    was dropped."""
     before = class_before(origin)
-    if before is None or checkpoint.stored_names:  # names in files with images are the same with a head and without one
+    if before is None or checkpoint.stored_names:  # with images, names in files do not depend on the class
         return checkpoint
     names = names_under(checkpoint.config, checkpoint.tensors, before)
     return replace(checkpoint, stored_names={n: other for n, other in names.items() if n != other})
@@ -142,9 +144,9 @@ def write_weights(
     start: Plan | None = None,
     **how: Any,
 ) -> Written:
-    """start: the plan by which what was converted had been rescaled before it was trained."""
-    assert origin.dtype is not None  # as read
-    stored = {"F64": "F32"}  # which holds all that came through fp16
+    """start: the plan that had rescaled the source before it was trained and converted."""
+    assert origin.dtype is not None  # ``read_origin`` checks it
+    stored = {"F64": "F32"}  # fp32 holds every value that came through fp16
     layout = resolve(checkpoint)
     whole, before = with_start(layout, plan, start, progress), originals(layout, plan, origin)
     if start is not None:
@@ -178,7 +180,7 @@ def write_beside(checkpoint: Checkpoint, origin: Source, work: Path, start: Plan
 def config_before(config: Mapping[str, Any], origin: Source) -> dict[str, Any]:
     before = dict(config)
     for key, sides in origin.config_changes.items():
-        if key == "architectures" and class_before(origin) is None:  # whose head was left out
+        if key == "architectures" and class_before(origin) is None:  # the head was dropped
             continue
         before = with_value(before, key, sides["before"]) if "before" in sides else without_value(before, key)
     return before

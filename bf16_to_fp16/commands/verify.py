@@ -1,5 +1,5 @@
-"""Check a converted checkpoint against its own report. What the files determine is computed again by ``convert``'s own
-functions and compared, section by section, by ``differences``; card and page by hash."""
+"""The command ``verify``: check a converted checkpoint against its own report. ``convert``'s functions compute it again
+from the files, and ``differences`` compares it section by section; card and page are compared by hash."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ from ..verification.locating import locate, read_recorded
 from ..wording import counted, listed
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "report")
-UNNAMED_KEYS = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")  # of a config, not of its model
-OBEYED = (
+UNNAMED_KEYS = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")  # they name no model
+OBEYED = (  # files that change what stock code computes
     *(
         "generation_config.json",
         MODULES,
@@ -94,7 +94,6 @@ OBEYED = (
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
     "hf_quant_config.json",
 )
-"""Files that change what stock code computes, wherever they come from."""
 
 
 @dataclass
@@ -308,8 +307,8 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
 def replay(
     original: Checkpoint, checkpoint: Checkpoint, report: schema.Report, found: Verified, progress: Progress
 ) -> Layout | None:
-    """Apply the plan to the original, compare bytes, config and carried files, and return its layout; None where
-    another file was converted."""
+    """Apply the plan to the original and compare bytes, config and carried files with the checkpoint. Return the
+    original's layout, or None where its files are not those that were converted."""
     hashes = {original.file_name(file): original.sha256(file) for file in original.weight_files}
     other = [n for n in sorted({*hashes, *report.source.sha256}) if report.source.sha256.get(n) != hashes.get(n)]
     if other:
@@ -355,7 +354,7 @@ def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> It
 
 
 def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
-    """Yield carried-over files that are not the original's. A file on one side alone counts where stock code obeys
+    """Yield carried-over files that differ from the original's. A file on one side only counts where stock code reads
     it."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
@@ -372,7 +371,7 @@ def certify_again(
     recorded, target = report.certificate, report.target or "half"
     if recorded is None or target not in TARGETS or recorded.max_length < 1:
         raise UserError(f"{schema.REPORT}: its certificate names no target and length; convert the source again")
-    # The length is said with every claim. Of kernels more is assumed than a report may ask for.
+    # The report may choose the length, which every claim names, but not what is assumed of kernels.
     return bounded(checkpoint, layout, target, Arithmetic(recorded.max_length), device, progress)
 
 
@@ -429,8 +428,8 @@ def run_again(
 
 
 def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterator[tuple[str, ...]]:
-    """Yield sites that break, else regimes unlike the recorded. Sites compare by name: versions of torch and
-    transformers name operations differently."""
+    """Yield the sites that break; without any, yield how the regimes differ from the report's. Between versions of
+    torch or transformers, which name operations differently, only sites in both are compared."""
     entries = again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)
@@ -467,10 +466,10 @@ def check_fidelity(
         "precision": [dump(entry) for entry in kept_bits_of(before, plan, ranges)],
         "outputs": {n: dump(each) for n, each in outputs_beside(before, plan, reference, again.ran).items()},
     }
-    if not plan.centred_keys:  # which observe the source with its keys centred
+    if not plan.centred_keys:  # else they were observed with centred keys
         now["signals"] = [dump(entry) for entry in signals_of(before, plan, ranges)]
     for key, section in now.items():
-        if said.get(key) or key == "fidelity":  # the others are absent where a stored plan was replayed
+        if said.get(key) or key == "fidelity":  # the others are absent after ``--plan``
             yield from differences(said[key], section, key)
     if plan.drift is not None and drifted.drift is not None:
         yield from differences(plan.drift.model_dump(), drifted.drift.model_dump(), "plan.drift")
@@ -482,7 +481,8 @@ def check_fidelity(
 def check_exceptions(
     original: Checkpoint, before: Layout, checkpoint: Checkpoint, report: schema.Report, progress: Progress
 ) -> Iterator[tuple[str, str]]:
-    """Yield found ids that edits harm twice as much as any listed; single ids, which decide, apart from mixtures."""
+    """Yield found ids that edits harm more than twice as much as any listed. Single ids, which decide the verdict, are
+    compared apart from mixtures."""
     rare = searched(original, checkpoint, before, plan_of(report), progress)
     if rare is None:
         return

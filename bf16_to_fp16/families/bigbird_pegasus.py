@@ -1,9 +1,9 @@
 """BigBird-Pegasus: Pegasus with learned positions, other modules in the encoder's attention, and biases by the config.
 
 Its embedding multiplies itself by √d, its final norms are called ``layernorm_embedding``, and the encoder's scores are
-divided by √head_dim. Each of its checkpoints asks for attention over blocks, whose context is summed of four products
-and rounded each time; stock code takes full attention instead for inputs of up to (5 + 2·num_random_blocks)·block_size
-positions, and for all of them with ``attention_type: original_full``, which is what is supported.
+divided by √head_dim. Its checkpoints ask for block-sparse attention, which sums each context from four products and
+rounds each time. Only ``attention_type: original_full`` is supported, full attention, which stock code also uses by
+itself for inputs of up to (5 + 2·num_random_blocks)·block_size positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a config says of a family's keys, or what the stock class takes where it says nothing."""
+"""Values of a family's config keys, or the stock class's defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOWHERE = object()
 
 
 def looked_up(config: Mapping[str, object], key: str, default: object = None) -> object:
-    """A key with dots is one of a config inside."""
+    """Return a key's value; dots in the key lead into nested configs."""
     value: object = config
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -37,7 +37,7 @@ def without_value(config: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return each changed key's value before and after; dots lead into inner configs, absent keys have no entry."""
+    """Return each changed key's value before and after; dots lead into nested configs, absent keys have no entry."""
     differing: dict[str, dict[str, object]] = {}
     for key in (k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)):
         sides = {side: c[key] for side, c in (("before", before), ("after", after)) if key in c}
@@ -50,7 +50,7 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[s
 
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
-    """Return the config's value for ``key``, or what the stock class takes in its place; None for a part left out."""
+    """Return the config's value for ``key``, or the stock class's default; None for a part that null leaves out."""
     value = looked_up(config, key)
     if value is None and (other := family.aliases.get(key)):
         value = looked_up(config, other)
@@ -81,14 +81,15 @@ def number_of(family: Family, config: Mapping[str, object], key: str, what: str,
 
 
 def whole_number(key: str, number: object, what: str, *, least: int = 1) -> int:
-    """Return a whole number in [``least``, 2³¹); raise UserError with ``what`` it should be."""
+    """Return a whole number in [``least``, 2³¹); raise UserError otherwise. what: the noun of the expected value."""
     if not isinstance(number, int) or isinstance(number, bool) or not least <= number < 2**31:
         raise UserError(f"config.json: {key!r} is {shown(number)}, not {what}; take it from the original checkpoint")
     return number
 
 
 def positive(key: str, value: object, what: str, *, zero: bool = False) -> float:
-    """Return a finite number over 0, or 0 with ``zero``; raise UserError with ``what`` it should be."""
+    """Return a finite number over 0, or 0 with ``zero``; raise UserError otherwise. what: the noun of the expected
+    value."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value or zero)
     if number and 0 <= float(str(value)) < math.inf:
         return float(str(value))

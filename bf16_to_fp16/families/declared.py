@@ -1,4 +1,4 @@
-"""What a config.json declares of its model, before any tensor is looked at. Imports no torch."""
+"""The model that a config.json declares, before any tensor is read. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ from .known import class_of, placed_family
 from .layout import Layout
 from .types import Attention, Experts, Family, Head, Part, Stack
 
-EARLY = 8
-"""Layers of each stack whose records are made where the tensors are not known: every kind of layer is among them."""
+EARLY = 8  # where tensors are unknown, layers of each stack with records; all kinds of layer are among them
 
-DTYPES = ("dtype", "torch_dtype")
-"""Keys whose value is a word or, as stock code saves what was loaded so, a table with one for each part."""
+DTYPES = ("dtype", "torch_dtype")  # keys for a word or, as stock code saves some models, a table by part
 
-COMMON: Mapping[str, object] = {
+COMMON: Mapping[str, object] = {  # config keys with one type of value in all families, each with an example
     **dict.fromkeys(("is_encoder_decoder", "scale_decoder_outputs", "tie_word_embeddings", "use_cache"), True),
     **dict.fromkeys(DTYPES, "bfloat16"),
     "initializer_factor": 1.0,
     "initializer_range": 0.02,
     "id2label": {"0": "LABEL_0"},
 }
-"""Keys of which stock configs of all families ask for a value of one kind, each with an example."""
 
-KINDS = {bool: "true or false", float: "a number", str: "a word", dict: "a table"}
-"""What values of a kind are called; whole numbers are checked where they are read."""
+KINDS = {bool: "true or false", float: "a number", str: "a word", dict: "a table"}  # words for a value's type
 
 IDS = ("decoder_start_token_id", "pad_token_id")
 
@@ -45,9 +41,9 @@ def in_folder(folder: str | Path) -> Iterator[None]:
 
 
 def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[Layout, list[Part]]:
-    """Return a config's layout, without tensors and signals, and its parts but the head. tensors: how many the
-    checkpoint has; None leaves out the layers behind the first ``EARLY``. Raises UserError for an unusable config.json.
-    """
+    """Return a config's layout, without tensors and signals, and its parts except the head. tensors: number of the
+    checkpoint's tensors; None leaves out the layers after the first ``EARLY``. Raises UserError for an unusable
+    config.json."""
     stock, family = class_of(config), placed_family(config)
     for key, (only, why) in family.alone.items():
         if (value := config_value(family, config, key)) != only:
@@ -85,7 +81,7 @@ def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: 
 
 
 def check_kinds(family: Family, config: Mapping[str, object]) -> None:
-    """Raise UserError for a value of the wrong kind, a dropout that is no share, or ``tie_encoder_decoder``."""
+    """Raise UserError for a value of the wrong type, a dropout that is no share, or ``tie_encoder_decoder``."""
     for key, example in {**family.defaults, **COMMON}.items():
         value = looked_up(config, key)
         what, number = KINDS.get(type(example)), isinstance(example, float)

@@ -1,7 +1,7 @@
-"""Gemma: Gemma 2's attention and gate with a norm before each sublayer alone, and without soft caps.
+"""Gemma: as Gemma 2, but with a norm before each sublayer only, and without soft caps.
 
-With nothing behind them the output projections carry the stream's factor themselves, so that of the gains, which are
-stored less 1, none rounds but a tied head's.
+With no norm behind them, the output projections carry the stream's factor themselves. So no gain is moved and rounded
+(gains are stored less 1), except a tied head's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .parts import attention, feed_forward
 from .types import Part
 
 ACTIVATIONS = {"gelu": "gelu_pytorch_tanh"}
-"""What stock code takes for an activation of this name: the first releases say gelu and mean its approximation."""
+"""Activations by config name: the first releases say gelu and mean its approximation by tanh."""
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
@@ -26,7 +26,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
 
 
 OTHERS = ("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-"""Config keys of Gemma 2 that Gemma has not."""
+"""Config keys of Gemma 2 that Gemma lacks."""
 
 GEMMA = replace(
     GEMMA2,

@@ -1,9 +1,10 @@
 """Gemma 3's text models and EmbeddingGemma: one stack, with norms on both sides of every sublayer.
 
-As Llama, with these differences. Norms stand between output projections and the stream, and read queries and keys; all
-of them read what carries the stream's factor and share its eps. Gains are stored as gain − 1: a factor on them rounds
-(``Tensor.offset``), so only those that must move do. The embedding multiplies itself by √d. With images, what a vision
-tower gives goes through a norm and a linear into the stream, each in the place of a token.
+As Llama, with these differences. Norms stand between output projections and the stream, and before the product of
+queries and keys; the inputs of all norms carry the stream's factor, and all share its eps. Gains are stored as gain −
+1, so that a factor on them rounds (``Tensor.offset``): only those that must move do. The embedding multiplies itself by
+√d. With images, the outputs of a vision tower go through a norm and a linear into the stream, each in the place of a
+token.
 """
 
 from __future__ import annotations
@@ -42,12 +43,10 @@ from .types import (
 
 STYLE = Style(offset=1.0)
 WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no place; its own checkpoints have none")}
-"""See ``Family.alone``."""
 
 
 def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: whether queries and keys are normalised by head. cap: as in
-    ``Attention``."""
+    """Return the parts of layer ``i``. normed: queries and keys are normalised by head. cap: as in ``Attention``."""
     check_window(config)
     at = f"layers.{i}"
     own = {"post_norm": f"{at}.post_attention_layernorm", "scale": "query_pre_attn_scalar", "cap": cap}
@@ -149,7 +148,6 @@ TEXT = keys_inside(
     replace(GEMMA3, **heads(STYLE, body=INSIDE, cap=CAP)),
     "text_config",
 )
-"""Gemma 3's text model under the keys of a config with images."""
 
 GEMMA3_WITH_IMAGES = replace(
     TEXT,

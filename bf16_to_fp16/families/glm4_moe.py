@@ -1,9 +1,10 @@
-"""GLM-4.5: Llama's kind of layer with partial rotary positions, and experts of which one takes every token.
+"""GLM-4.5: Llama's kind of layer with partial rotary positions, routed experts and a shared expert for every token.
 
-The router computes in fp32 whatever the dtype is: sigmoids of its logits, and for the choice alone a correction, which
-files keep in fp32. The weights of a token's experts are divided by their sum, if the config says so, and multiplied by
-a factor: together they are at most that factor, or that many times the number of a token's experts. Of each head's
-channels the first half turns in pairs; the others stay, and count as pairs too. The first layers are dense.
+The router computes in fp32 whatever the dtype is: sigmoids of its logits and, for the choice alone, a correction that
+files keep in fp32. If the config says so, the weights of a token's experts are divided by their sum; then they are
+multiplied by a factor. Together they are at most that factor, or without the division that factor times the number of a
+token's experts. Of each head's channels the first half turns in pairs; the others stay, and count as pairs too. The
+first layers are dense.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from .parts import Style, attention, feed_forward
 from .types import Part, Rotary, StoredExperts
 
 PARTIAL = "partial_rotary_factor"
-UNEVEN = 42  # head_dim where a config gives no size at all, of which only names are read
+UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names are read
 
 
 def runs_of(config: Mapping[str, object]) -> int:
-    """Return of how many runs a head's channels are, of which the first turns; raise UserError for a part of them that
-    leaves no whole number of such runs."""
+    """Return the number of equal runs of a head's channels, of which rotary positions turn the first. Raises UserError
+    for another share than 0.5 or 1.0, and for a half that cannot turn in pairs."""
     inner = looked_up(config, f"rope_parameters.{PARTIAL}")
     part = config.get(PARTIAL, 0.5) if inner is None else inner
     if part not in (0.5, 1.0):

@@ -1,4 +1,4 @@
-"""The supported families, and which of them a config's ``model_type`` and classes name."""
+"""The supported families, and the family that a config's ``model_type`` and classes name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .t5 import MT5, T5, UMT5
 from .t5gemma import T5GEMMA
 from .types import Attention, Family, StockClass, family_inside
 
-INNER = "text_config"  # the key of a text model's config inside another
+INNER = "text_config"  # key of a text model's nested config
 
 FAMILIES: tuple[Family, ...] = (
     T5,
@@ -62,7 +62,6 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     T5GEMMA,
 )
-"""Every supported family."""
 
 _OWN_POSITIONS = (
     "stock code makes the positions that are added to its stream by itself, so that no file can scale them; in fp32 or"
@@ -86,8 +85,8 @@ REFUSED: Mapping[str, str] = {
         " attention in fp32 or bf16"
     ),
 }
-"""Model types that are not converted, most because no rescaling of their files helps, with the reason and what
-would."""
+"""Model types that are not converted, most because no rescaling of their files helps, with the reason and an
+alternative."""
 
 
 def names_of(family: Family) -> tuple[str, ...]:
@@ -127,12 +126,11 @@ def class_named(name: str) -> StockClass | None:
     return next((stock for family in FAMILIES for stock in family.classes if name in stock.names), None)
 
 
-SAME_CODE = ("T5", "MT5")
-"""How classes begin that are the same code, so that each loads the other's config."""
+SAME_CODE = ("T5", "MT5")  # beginnings of classes that are the same code, so that each loads the other's config
 
 
 def same_code(name: str) -> tuple[str, ...]:
-    """Return the stock classes that are the same code as that of this name, itself first."""
+    """Return the names of the stock classes with the same code as the named one, itself first."""
     prefix = next((each for each in SAME_CODE if name.startswith(each)), None)
     others = () if prefix is None else tuple(f"{each}{name.removeprefix(prefix)}" for each in SAME_CODE)
     return (name, *(other for other in others if other != name))
@@ -146,7 +144,7 @@ def loading_class(name: str) -> str:
 
 
 def half_call(name: str) -> str:
-    """Return ``.half()``, or "" where that would round what stock code makes in fp32."""
+    """Return ``.half()``, or "" where that would round numbers that stock code makes in fp32."""
     family = next((family for family in FAMILIES if name in names_of(family)), None)
     return "" if family is not None and family.made_in_fp32 else ".half()"
 
@@ -161,14 +159,14 @@ def class_of(config: Mapping[str, object]) -> StockClass:
 
 
 def placed_family(config: Mapping[str, object]) -> Family:
-    """Return the family of a config with its stacks where the config's class has them."""
+    """Return the family of a config with its stacks at the module paths of the config's class."""
     return family_inside(family_of(config), class_of(config).body)
 
 
 def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
-    """Return the class of the family whose names these tensors have; None where it is the config's own, or none. A
-    class with a head holds its stacks in a module: stock code takes either's names, or fills with random numbers what
-    it does not find."""
+    """Return the family's class that the tensors' names belong to; None where it is the config's own, or none. A class
+    with a head holds its stacks in a module. Stock code reads either's names, or fills missing tensors with random
+    numbers."""
     plain, own = family_of(config), class_of(config)
     for stock in plain.classes:
         family = family_inside(plain, stock.body)
@@ -201,10 +199,11 @@ def of_model_type(model_type: object) -> Family | None:
 
 
 def spare_padding(config: Mapping[str, object]) -> float:
-    """Return how much right padding a padded encoder row needs to stay finite in fp16: 0 any, inf none allowed.
+    """Return how much right padding a padded encoder row needs to stay finite in fp16: 0 for any, inf where none is
+    allowed.
 
-    Under a mask of −inf a padded position that sees no other is NaN, and with it what attends to it, masked or not.
-    Stock code shows padded positions the sums of positions that the row does not fill.
+    Under a mask of −inf a padded position that sees no other is NaN, and so is every position that attends to it,
+    masked or not. Padded positions do see the sums of blocks that the row's tokens do not fill.
     """
     family = of_model_type(config.get("model_type"))
     if family is None:
@@ -218,7 +217,7 @@ def spare_padding(config: Mapping[str, object]) -> float:
 
 
 def padding_entry(config: Mapping[str, object]) -> int | None:
-    """None where no row may be padded."""
+    """Return ``spare_padding`` for the report: None where no row may be padded."""
     spare = spare_padding(config)
     return None if spare == math.inf else int(spare)
 

@@ -1,4 +1,4 @@
-"""A family resolved against one checkpoint: which of its tensors is what, and how its modules are connected."""
+"""A family resolved against one checkpoint: the role of each tensor, and the connections of its modules."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 
 
 NOT_A_CHOICE = ("regression", "multi_label_classification")
-"""What a classifier's config calls a problem whose logits are no choice of one among several."""
+"""A classifier's ``problem_type`` values whose logits are no choice of one among several."""
 
 
 class TensorMetadata(Protocol):
-    """What the families need to know of a stored tensor."""
+    """Dtype and shape of a stored tensor."""
 
     @property
     def dtype(self) -> str:
-        """As safetensors spells it: BF16, F32."""
+        """In safetensors' spelling: BF16, F32."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
 
 class TensorSource(Protocol):
-    """Where tensors come from: a checkpoint on disk, or a model in memory."""
+    """A source of tensors: a checkpoint on disk, or a model in memory."""
 
     @property
     def source(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
 
     @property
     def config(self) -> Mapping[str, object]: ...
@@ -66,13 +66,14 @@ class TensorSource(Protocol):
         """Return rows [start, stop)."""
 
 
-TensorReader = Callable[[str], "torch.Tensor"]  # gives a layout's tensor by name, in any floating dtype
+TensorReader = Callable[[str], "torch.Tensor"]  # returns a layout's tensor by name, in any floating dtype
 
 
 @dataclass(frozen=True)
 class ResolvedTensor:
-    """A tensor of one checkpoint. ``source``: what it is made from, None where generated. ``gain``: besides the
-    exponents, not 1 only for a separated head with its d^-1/2. ``offset``, ``ahead``, ``in_fp32``: as in ``Tensor``."""
+    """A tensor of one checkpoint. ``source``: the stored tensor that it is made from, None where generated. ``gain``: a
+    factor besides the exponents, not 1 only for a separated head with its d^-1/2. ``offset``, ``ahead``, ``in_fp32``:
+    as in ``Tensor``."""
 
     name: str
     source: str | None
@@ -100,7 +101,7 @@ class ResolvedSignal:
 
 @dataclass(frozen=True)
 class ResolvedStack:
-    """A stack of one checkpoint, its sublayers in the order of running; an only stack is encoder and last."""
+    """A stack of one checkpoint, its sublayers in the order of running; an only stack is both encoder and last."""
 
     is_encoder: bool
     is_last: bool
@@ -123,11 +124,12 @@ class Layout:
     dropped: Mapping[str, str]
     head_scale: float
     topology: tuple[Topology, ...] = ()
-    """Encoder ends, its sublayers in order, then the same of the decoder, and the head."""
+    """The encoder's ends and then its sublayers in order, the same for the decoder, and the head."""
     eps_in_memory: Mapping[str, float] = field(default_factory=dict)
-    """Norms of a model in memory whose eps is another than stock code's and no config could say so, with that eps."""
+    """Eps by norm, for norms of a model in memory whose eps differs from stock code's in a way that no config can
+    say."""
     held_eps: float | None = None
-    """The eps of whoever is to read the output without asking its config, None where the config is asked."""
+    """The eps of a tool that reads the output without its config, None where the config counts."""
 
     @property
     def outside(self) -> dict[str, str]:
@@ -136,17 +138,17 @@ class Layout:
 
     @property
     def alone(self) -> str | None:
-        """The name of the class where the files hold tensors for another, so that a claim is about this one alone."""
+        """The class that a claim is about alone, where the files also hold tensors for another class; else None."""
         return self.stock.names[0] if self.outside else None
 
     @property
     def head(self) -> Head | None:
-        """What reads the last norm's output; None where users do."""
+        """The reader of the last norm's output; None where the class returns it."""
         return next((part for part in self.topology if isinstance(part, Head)), None)
 
     @property
     def gives_probabilities(self) -> bool:
-        """Whether what it gives are logits of a choice among several."""
+        """Whether the outputs are logits of a choice among several."""
         if self.head is None:
             return False
         choices = self.tensors[self.head.linears[-1].weight].shape[0]
@@ -154,7 +156,7 @@ class Layout:
 
     @property
     def projectors(self) -> tuple[Projector, ...]:
-        """What brings another model's outputs into the first stack."""
+        """The parts that bring another model's outputs into the first stack."""
         return tuple(part for part in self.topology if isinstance(part, Projector))
 
     def stacks(self) -> tuple[ResolvedStack, ...]:
@@ -193,18 +195,19 @@ class Layout:
         return None if cap is None else positive(of.cap, cap, "a positive number")
 
     def sees(self, attention: Attention, length: int) -> int:
-        """Return how many keys a row of an attention's scores has at most, in sequences of up to ``length``."""
+        """Return the largest number of keys in a row of an attention's scores, for sequences of up to ``length``."""
         if not attention.radius:
             return length
         near = 3 * (number_of(self.family, self.config, attention.radius, "a number of positions", least=0) + 1)
         return near + (length // self.summed(attention) if attention.block else 0)
 
     def summed(self, attention: Attention) -> int:
-        """Return of how many positions an attention makes one sum, apart from what is left over at the end."""
+        """Return the number of positions that an attention sums into one; a remainder at the end joins the last sum."""
         return number_of(self.family, self.config, attention.block, "a number of positions")
 
     def experts_together(self, experts: Experts) -> tuple[int, float, float]:
-        """Return how many experts take a token, the largest weight of one of them, and the largest sum of all."""
+        """Return the number of experts that take a token, the largest weight of one, and the largest sum of their
+        weights."""
         if not experts.chosen:
             return 1, 1.0, 1.0
         number = min(number_of(self.family, self.config, experts.chosen, "a number of experts"), len(experts.experts))
@@ -216,12 +219,12 @@ class Layout:
         return number, scale, scale if convex else scale * number
 
     def noise(self, experts: Experts) -> float:
-        """Return how far from 1 a router's random factor may be in training, 0 for never."""
+        """Return the largest distance from 1 of a router's random factor in training, 0 for no noise."""
         noise = config_value(self.family, self.config, experts.noise) if experts.noise else 0.0
         return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", zero=True)
 
     def embedding_scale(self, ends: StackEnds) -> float:
-        """Return what stock code multiplies a stack's embedding with: √d, or 1 for nothing."""
+        """Return the factor of stock code on a stack's embedding: √d, or 1 for none."""
         switch = config_value(self.family, self.config, ends.scale) if ends.scale else ends.scales_itself or ends.scales
         return math.sqrt(self.tensors[self.table(ends)].shape[1]) if switch else 1.0
 
@@ -234,12 +237,12 @@ class Layout:
 
     @property
     def entrances(self) -> Mapping[str, str]:
-        """Module paths of what reads a residual stream, norms and linears, in order, each with the signal's name."""
+        """The stream's name by the module path of each norm or linear that reads a residual stream, in order."""
         return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
 
     @property
     def streams_read(self) -> Mapping[str, str]:
-        """Module paths of the norms that read a residual stream, in order, each with the signal's name."""
+        """The stream's name by the module path of each norm that reads a residual stream, in order."""
         linears = {name for name, tensor in self.tensors.items() if len(tensor.shape) == 2}
         return {path: name for path, name in self.entrances.items() if f"{path}.weight" not in linears}
 
@@ -250,7 +253,7 @@ class Layout:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Module paths of norms that read what carries a residual exponent, in order."""
+        """Module paths of the norms whose input carries a residual exponent, in order."""
         return tuple(self.streams_read)
 
     def eps_of(self, norm: str) -> float:
@@ -283,7 +286,7 @@ class Layout:
 
     @property
     def fixed_eps(self) -> float | None:
-        """The eps that norms have whatever exponent their stream gets, None where a config says the scaled one."""
+        """The eps that norms keep whatever exponent their stream gets, None where the config has the scaled one."""
         return self.eps if self.family.eps_key is None else self.held_eps
 
     def table(self, ends: StackEnds) -> str:

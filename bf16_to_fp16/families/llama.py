@@ -1,8 +1,8 @@
 """Llama, Mistral, Qwen2, Qwen3 and Seed-OSS: causal language models with rotary positions and a SiLU gate.
 
-They have one stack, and differ in which linears have a bias, in Seed-OSS's dropouts, and in Qwen3's norms of queries
-and keys, which carry the stream's factor. Without such norms a factor passes a rotation where both channels of a pair
-have it: queries and keys have one exponent for each pair of each head of keys. Gains are stored as they are, so
+They have one stack. They differ in the linears with a bias, in Seed-OSS's dropouts, and in Qwen3's norms of queries and
+keys, whose inputs carry the stream's factor. Without such norms a factor passes a rotation only where both channels of
+a pair have it: queries and keys have one exponent for each pair of each head of keys. Gains are stored as they are, so
 every norm can move. Other families of one stack begin from these records.
 """
 
@@ -37,16 +37,16 @@ from .types import (
     Tensor,
 )
 
-Biases = Mapping[str, Collection[str]]  # linears that have a bias, by the config key that says so, "" for always
+Biases = Mapping[str, Collection[str]]  # linears with a bias, by the config key that switches it on, "" for always
 STORED = StoredExperts()
-BODY = "model"  # where the stack stands in a model with a head
+BODY = "model"  # path of the stack in a model with a head
 STACK = "language_model"  # the same in a model with images and no head
 INSIDE = f"{BODY}.{STACK}"  # and in one with a head
 
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
-    """Refuse a sliding window in which a position does not see itself. Where stock code sees both sides, a config's n
-    means n/2 + 1, so that 0 is one position."""
+    """Refuse a sliding window in which a position does not see itself. With ``use_bidirectional_attention`` a config's
+    n means n/2 + 1, so that 0 is one position."""
     window = looked_up(config, key)
     least = 0 if looked_up(config, "use_bidirectional_attention") else 1
     if window is not None and not (isinstance(window, int) and window >= least):
@@ -61,7 +61,7 @@ def number(config: Mapping[str, object], key: str) -> int:
 
 
 def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
-    """Return how the heads of queries share those of values. within: the prefix of config keys."""
+    """Return how query heads share heads of values, as a spread. within: the prefix of config keys."""
     heads, kv_heads, size = (
         number(config, f"{within}{key}") for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -75,7 +75,7 @@ def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
 
 
 ROTATIONS = ("default", "linear", "dynamic", "llama3", "proportional", "mrope")
-"""Kinds of rotary positions whose cosines and sines are those of an angle; others multiply them by a factor."""
+"""Kinds of rotary positions whose cosines and sines have no further factor."""
 
 
 def rotary_factor(config: Mapping[str, object]) -> float:
@@ -90,7 +90,7 @@ def rotary_factor(config: Mapping[str, object]) -> float:
 
 
 def stated_factor(config: Mapping[str, object], key: str, rotation: Mapping[str, object]) -> float:
-    """Return the factor of one kind of rotary positions, as ``modeling_rope_utils`` of transformers makes it."""
+    """Return the factor of one kind of rotary positions, as ``modeling_rope_utils`` of transformers computes it."""
     kind, given = kind_of(rotation), rotation.get("attention_factor")
     if kind in ROTATIONS:
         return 1.0
@@ -164,8 +164,8 @@ def sparse(
     names: StoredExperts = STORED,
     **own: Any,
 ) -> Part:
-    """Return the records of a layer's router and its gated experts, in the module ``block`` of the layer; count: config
-    key of their number. names: of their linears. own: of their record what is another than Qwen's."""
+    """Return the records of a layer's router and its gated experts, in the module ``block`` of the layer. count: config
+    key of the number of experts. names: of their linears. own: fields of ``Experts`` that differ from Qwen's."""
     inside = f"{at}.{block}"
 
     def wired(path: str) -> FeedForward:
@@ -195,8 +195,8 @@ def head_norms(at: str) -> dict[str, str]:
 def block(
     config: Mapping[str, object], i: int, *, biases: Biases, normed: bool = False, dropped: bool = False
 ) -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: whether queries and keys are normalised by head. dropped: whether a
-    sublayer drops its own output."""
+    """Return the parts of layer ``i``. normed: queries and keys are normalised by head. dropped: a sublayer drops its
+    own output."""
     check_window(config)
     style = Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"
@@ -285,7 +285,6 @@ LLAMA = Family(
 )
 
 WITHOUT_MLP_BIAS = {key: value for key, value in LLAMA.defaults.items() if key != "mlp_bias"}
-"""Llama's defaults of a family that has no key for biases of its feed-forwards."""
 
 SHARED_DEFAULTS = {key: value for key, value in LLAMA.defaults.items() if not key.endswith("_bias")}
 

@@ -1,10 +1,9 @@
-"""LongT5: T5 v1.1 whose encoder sees what is near by, and with ``transient-global`` sums of what is further away.
+"""LongT5: T5 v1.1 whose encoder attends locally and, with ``transient-global``, to sums of all blocks of positions.
 
 Local attention differs from T5's in its mask alone. In transient-global attention the output of the sublayer's norm is
 summed over blocks of positions, the sums go through a norm of their own, and keys and values are made of both. That
-norm divides by the length of the sums and has the eps of all the others, which goes with the square of the residual
-stream's factor; so the sums, and with them the output of the first norm, carry that factor too, the same in every
-channel.
+norm has the eps of all others, scaled by the square of the residual stream's factor. So the sums, and with them the
+output of the first norm, must carry the stream's factor too, the same in every channel.
 """
 
 from __future__ import annotations

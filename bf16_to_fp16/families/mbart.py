@@ -1,9 +1,9 @@
 """mBART and mBART-50: Pegasus with learned positions, and a norm between the embedding and each stack's stream.
 
-That norm takes out whatever factor its input had, so the residual stream begins with its gain and bias; the embedding,
-the positions and a head that is the embedding carry none, and each stack's stream has an exponent of its own. The
-norm's eps, which no config holds, does not drift: what it reads is never scaled. The embedding multiplies itself by √d
-with ``scale_embedding``, and its table of positions has two rows before the first one's.
+That norm takes out any factor of its input, so the residual stream begins with the norm's gain and bias. The embedding,
+the positions and a tied head carry no factor, and each stack's stream has an exponent of its own. The norm's eps, which
+no config holds, does not drift, since its input is never scaled. The embedding multiplies itself by √d with
+``scale_embedding``, and its table of positions has two rows before the first position's.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def stack_ends(at: str, *tensors: Tensor) -> Part:
     )
 
 
-DECODER_RESIDUAL = "decoder.residual"
-"""Name of the decoder's residual signal: nothing ties it to the encoder's, whose output is fixed."""
+DECODER_RESIDUAL = "decoder.residual"  # the decoder's stream, which nothing ties to the encoder's
 
 
 def of_decoder(part: Part) -> Part:

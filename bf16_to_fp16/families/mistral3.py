@@ -1,9 +1,9 @@
-"""Ministral 3, and Mistral 3: Mistral's or Ministral 3's text model, into whose stream a Pixtral tower brings what it
-sees. Ministral 3 is Mistral but for queries, which grow with the logarithm of their position once they are turned.
+"""Ministral 3, and Mistral 3: Mistral's or Ministral 3's text model, with the outputs of a Pixtral tower in its stream.
+Ministral 3 is Mistral but for queries, which grow with the logarithm of their position after the rotation.
 
-A projector reads the tower's outputs through a norm, makes one of four, and a token of that with two linears and a GELU
-between them. Its norm has the text model's eps, which goes with the square of the stream's factor while the tower's
-outputs carry none: images drift by that, which is predicted and measured, and text does not.
+A projector reads the tower's outputs through a norm, merges four into one, and makes a token of it with two linears and
+a GELU between them. Its norm has the text model's eps, which is scaled by the square of the stream's factor although
+the tower's outputs carry none. So images drift, which is predicted and measured, and text does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .types import (
     output_of,
 )
 
-ACROSS = "spatial_merge_size"  # config key of how many patches make a token each way
+ACROSS = "spatial_merge_size"  # config key of the number of patches of a token, in height and in width
 
 
 def projector(config: Mapping[str, object]) -> Sequence[Part]:
@@ -82,7 +82,7 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
 
 
 def growth(config: Mapping[str, object]) -> tuple[float, float]:
-    """Return the queries' growth and the position behind which it begins; raise UserError where they would shrink."""
+    """Return the queries' growth and the position after which it begins; raise UserError where they would shrink."""
     rotation = config.get("rope_parameters") or DEFAULT_ROTATION
     given = [rotation.get(key) for key in DEFAULT_ROTATION] if isinstance(rotation, Mapping) else [None]
     numbers = [float(n) for n in given if isinstance(n, (int, float)) and not isinstance(n, bool)]

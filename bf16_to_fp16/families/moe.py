@@ -1,8 +1,8 @@
 """Mixtral, Qwen3-MoE and OLMoE: Llama's kind of layer, in which a router hands each token to several gated experts.
 
-Router and experts read one norm's output and are divided by its factor, so that the router's logits keep every bit in
-fp32, and with them the choice. It computes them in the dtype of the model and its softmax in fp32. A token has a sum of
-its experts' outputs whose weights are at most 1 together, whether they are divided by their sum or not.
+Router and experts read one norm's output, and their weights are divided by its factor. So the router's logits keep
+every bit in fp32, and its choice too. It computes the logits in the model's dtype and the softmax in fp32. A token gets
+a weighted sum of its experts' outputs, with weights of at most 1 together, whether divided by their sum or not.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from .parts import Style, attention, feed_forward
 from .types import Part, StoredExperts
 
 TWO_LINEARS = StoredExperts("w1", "w3", "w2", inside="block_sparse_moe")
-ROUTER = ("output_router_logits", "router_aux_loss_coef")
-"""Config keys of what a router gives beside, and of a loss."""
+ROUTER = ("output_router_logits", "router_aux_loss_coef")  # config keys for a router's further output and for a loss
 
 
 def mixtral_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
@@ -58,7 +57,7 @@ def qwen3_moe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
 
 
 def olmoe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Norms of queries and keys are of all heads together."""
+    """Return the parts of layer ``i``; norms of queries and keys are over all heads together."""
     at, style = f"layers.{i}", Style(biased=ATTENTION if config["attention_bias"] else ())
     wiring = wired_attention(config, at, norms_whole=True, **head_norms(at))
     last = sparse(at, config, "num_experts", style, normalised="norm_topk_prob")

@@ -1,8 +1,8 @@
-"""What transformers 4.57 makes of a config.json that transformers 5 wrote.
+"""The reading of a config.json of transformers 5 by transformers 4.57.
 
-Version 4.57 ignores ``rope_parameters`` and takes its own defaults; the older keys that both versions read can stand
-beside it. It scales the decoder's output of a T5 by d^-1/2 where the tie flag is true, whatever
-``scale_decoder_outputs`` says. What no key can mend is told in a sentence.
+Version 4.57 ignores ``rope_parameters`` and takes its own defaults, but the older keys, which both versions read, can
+stand beside it. It scales the decoder's output of a T5 by d^-1/2 where the tie flag is true, whatever
+``scale_decoder_outputs`` says. Differences that no key can mend are described in a sentence.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from .types import Family
 
 ROTATION = "rope_parameters"  # the key of rotary positions that transformers 5 writes
 
-APART = ("rope_theta", "partial_rotary_factor")
-"""Keys inside it that stand beside ``rope_scaling`` in an older config, and not in it."""
+APART = ("rope_theta", "partial_rotary_factor")  # keys inside it that an older config has beside ``rope_scaling``
 
-OF_PATCHES = {"rope_type": "axial", "rope_theta": 1e4}  # those of a vision tower, which 4.57 makes without a key
+OF_PATCHES = {"rope_type": "axial", "rope_theta": 1e4}  # of a vision tower; 4.57 needs no key for it
 
-AXES = "mrope_section"  # the key of positions of several axes, which 4.57 reads in the same place
+AXES = "mrope_section"  # the key for positions on several axes, which 4.57 reads in ``rope_scaling``
 
-SCALED = ("linear", "dynamic", "llama3", "yarn")
-"""Kinds of rotary positions that 4.57 makes from ``rope_scaling`` as 5 does."""
+SCALED = ("linear", "dynamic", "llama3", "yarn")  # kinds that 4.57 makes from ``rope_scaling`` as 5 does
 
 
 def with_older_keys(family: Family, config: Mapping[str, object]) -> dict[str, object]:

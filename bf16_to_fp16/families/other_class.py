@@ -1,5 +1,5 @@
-"""One checkpoint as another stock class of its family reads it: the same weights under that class's names. What that
-class has no place for is left out. Its folder lies in scratch space."""
+"""One checkpoint as another stock class of its family reads it: the same weights under that class's names. Tensors that
+the class does not have are left out. The view's folder is scratch space."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .llama import STACK
 
 
 def read_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """Return a checkpoint as this stock class reads it, itself where its config names that class."""
+    """Return a checkpoint as this stock class reads it; unchanged where its config names that class."""
     with in_folder(checkpoint.source):
         config = naming_class(checkpoint.config, name)
     if name in architectures(checkpoint.config)[:1]:

@@ -1,5 +1,5 @@
-"""The records of a sublayer, an end or a head, from its weights (``Style``) and wiring (``Attention``,
-``FeedForward``). A weight that writes a signal multiplies by its factor, one that reads it divides."""
+"""Make the records of a sublayer, an end or a head, from its weights (``Style``) and wiring (``Attention``,
+``FeedForward``). A weight that writes a signal is multiplied by its factor, one that reads it is divided."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from .types import (
 @dataclass(frozen=True)
 class Style:
     """How weights are stored. ``biased``: last names of linears with a bias. ``shifts``: whether norms have a bias.
-    ``offset``: what stock code adds to gains; a factor on these rounds. ``memory``: size of another stack's output."""
+    ``offset``: added to gains by stock code, so that a factor on them rounds. ``memory``: size of another stack's
+    output."""
 
     biased: Collection[str] = ()
     shifts: bool = False
@@ -52,7 +53,7 @@ class Style:
     def linear(self, path: str, rows: str, columns: str, *axes: Axis | None) -> tuple[Tensor, ...]:
         written, read = axes
         if written is not None and written.signal == RESIDUAL and read == divided_by(RESIDUAL):
-            # The stream's factor goes through and leaves the weight alone.
+            # The stream's factor passes through, and the weight stays as it is.
             written, read = (written.others[0] if written.others else None), None
         weight = Tensor(f"{path}.weight", (rows, columns), (written, read))
         if path.rpartition(".")[2] not in self.biased:
@@ -84,13 +85,14 @@ PLAIN = Style()
 
 
 def to_norm(norm: str) -> Axis:
-    """Return the axis of what writes the stream, or to a norm that reads what carries the stream's factor."""
+    """Return the axis of a weight that writes the stream or, with a ``norm``, its input, which carries the stream's
+    factor."""
     stream = multiplied_by(RESIDUAL)
     return stream.beside(multiplied_by(before(norm))) if norm else stream
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return how queries, and keys, share exponents: rotary positions take one for each pair of channels. share: heads
+    """Return how queries, and keys, share exponents: with rotary positions one for each pair of channels. share: heads
     of keys, query heads for each, size of a head; () for an exponent per channel."""
     if wiring.rotary is None:
         return share, ()
@@ -104,7 +106,8 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return the spread of a linear's rows in a fused matrix; spread: in one of its own."""
+    """Return the spread of one linear's rows in a fused matrix. number: the linear's place. spread: of its own rows
+    alone."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])
@@ -113,8 +116,8 @@ def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spre
 
 
 def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
-    """Return the records of an attention; share: as in ``pairs``. Normalised queries and keys carry the stream's
-    factor, whose eps their norms share. Scores carry what queries alone do, or the gains of their norm."""
+    """Return the records of an attention. share: as in ``pairs``. Normalised queries and keys carry the stream's
+    factor, whose eps their norms share. Scores move by the queries alone, or by the gains of their norm."""
     query_key, value, scores = f"{wiring.at}.query_key", f"{wiring.at}.value", f"{wiring.at}.scores"
     normed, gains = style.normalised(wiring.norm)
     own, (read, of_keys) = style.reads(wiring.norm), pairs(wiring, share)
@@ -133,7 +136,7 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
             input_of(wiring.query_norm),
             input_of(wiring.key_norm),
         ]
-        # A rotation mixes the channels of a pair, so that both gains of one carry the same.
+        # A rotation mixes the channels of a pair, so both gains of a pair carry the same factor.
         sizes = (style.inner, style.kv_inner) if wiring.norms_whole else ("head", "head")
         of_both = pairs(wiring, share if wiring.norms_whole else (1, 1, share[2]))
         inner = [
@@ -196,8 +199,8 @@ def with_columns(own: Axis | None, signal: str) -> Axis:
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
-    """Return the records of a feed-forward. A gate's linear branch and ReLU pass a factor through; GELU and SiLU do so
-    far out alone."""
+    """Return the records of a feed-forward. ReLU and a gate's linear branch pass a factor through; GELU and SiLU do so
+    for large values alone."""
     neuron, gate = f"{wiring.at}.neuron", f"{wiring.at}.gate"
     normed, gains = style.normalised(wiring.norm)
     moves = bool(wiring.gate) or wiring.activation == "relu"
@@ -240,7 +243,7 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
 
 
 def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool = False) -> Part:
-    """Return the records of a router and its experts; each: of all feed-forwards, shared ones too."""
+    """Return the records of a router and its experts. each: of all feed-forwards, shared ones too."""
     routing = f"{wiring.classifier}.routing"
     chosen = multiplied_by(routing)
     router = [Tensor(f"{wiring.classifier}.weight", ("experts", "model"), (chosen, divided_by(wiring.norm)))]
@@ -278,7 +281,7 @@ def logits(of: Head) -> Signal:
 
 
 def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
-    """Return a final norm that takes out the factor of the embedding, which reads it as a head."""
+    """Return a final norm whose gains take out the factor of the embedding, which serves as head."""
     seen = Signal(RESIDUAL, Kind.RESIDUAL, style.model, (output_of(norm, -1),))
     return Part(
         (seen, replace(logits(of), beside=(output_of(norm),))),

@@ -1,8 +1,8 @@
 """Pegasus: pre-norm BART with LayerNorm, biases, sinusoidal positions and the embedding as head.
 
 Three deviations from T5 matter. LayerNorm's eps (1e-5) is not in the config, so scaling the residual stream drifts by
-about eps/(2·s²·var), and the plan weighs that. The positions are added to the residual stream and must be scaled with
-it, so they are written even where a file lacks them. Scores are multiplied by head_dim^-1/2 after the product.
+about eps/(2·s²·var), which the plan weighs. The positions are added to the residual stream and must be scaled with it,
+so they are written even where a file lacks them. Scores are multiplied by head_dim^-1/2 after the product.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def positions(count: int, width: int) -> torch.Tensor:
     """Return fp32 [count, width] sinusoids, sines first. Angle of pair k at position p: p / 10000^(2k / width)."""
-    import torch  # slow to load, and a list of the families needs none of it
+    import torch  # slow to load, and the list of families does not need it
 
     pair = torch.arange(width, dtype=torch.float64) // 2
     angles = torch.arange(count, dtype=torch.float64)[:, None] / 10000.0 ** (2 * pair / width)
@@ -61,7 +61,7 @@ def attention(at: str, module: str, *, memory: bool = False, style: Style = STYL
 
 
 def neurons(at: str, config: Mapping[str, object]) -> Part:
-    """A ReLU alone lets the neurons carry a factor."""
+    """Return the records of a feed-forward; neurons can carry a factor only with ReLU."""
     stack = at.split(".")[0]
     wiring = FeedForward(
         at=at,

@@ -1,5 +1,5 @@
-"""Where a site stands in a model: its stack, its block, and its role there. Without a known family the names say what
-they can."""
+"""The place of a site in a model: its stack, block and role. Without a known family the names tell as much as they
+can."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from .walk import walk
 FEED_FORWARD = "feed-forward"
 ATTENTIONS = ("attention", "self-attention", "cross-attention")
 SUBLAYERS = (*ATTENTIONS, FEED_FORWARD)
-"""Roles of a sublayer's own modules."""
 
 _OPERATIONS = {"add": "sum", "": "linear", "mul": "product", "scores": "scores"}
 
@@ -60,7 +59,7 @@ def _roles(sublayer: Sublayer, crosses: bool) -> Iterator[tuple[str, str]]:
 
 
 def places_by_name(sites: Iterable[str]) -> dict[str, Place]:
-    """Works for any class; all that an attention computes has the role of its scores."""
+    """Return places by name alone, for any class; all operations of an attention have the role "scores"."""
     names = list(sites)
     attentions = {name.removesuffix(":scores") for name in names if name.endswith(":scores")}
 

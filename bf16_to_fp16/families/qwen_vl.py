@@ -1,9 +1,9 @@
-"""Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, into whose stream a vision tower brings what it sees.
+"""Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, with the outputs of a vision tower in their stream.
 
-Positions of three axes turn queries and keys and do nothing else. A merger reads four of the tower's outputs at once,
-through their norms, and two linears with a GELU between them make a token of them; of Qwen3-VL others add what earlier
-layers of the tower give to the stream behind the first layers. All norms in between have an eps of their own, so that
-the stream's factor is on each last linear alone, and the tower stays as it is.
+Positions on three axes turn queries and keys and do nothing else. A merger reads four of the tower's outputs at once
+through their norms, and makes a token of them by two linears with a GELU between them. In Qwen3-VL, further mergers add
+outputs of earlier layers of the tower to the stream after the first layers. All norms in between have an eps of their
+own, so only each last linear carries the stream's factor, and the tower stays as it is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which tensor of a checkpoint is what.
+"""Resolve a family against a checkpoint: find the role of every tensor.
 
 Whether a head is tied is decided from the tensors, because the flag in the config has meant different things:
 transformers 5 writes ``true`` beside a head of its own. Every tensor must be accounted for, since stock code fills a
-missing one with random numbers and drops one that it does not know.
+missing one with random numbers and drops an unknown one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .types import Family, Head, OutputScale, Part, StackEnds, StockClass, Tenso
 
 ROWS_AT_A_TIME = 4096
 
-COMPUTED = ".rotary_emb.inv_freq"  # of a layer or a model: older files have it, and every stock class computes it
+COMPUTED = ".rotary_emb.inv_freq"  # of a layer or a model; older files hold it, and every stock class computes it
 
-MOST_POSITIONS = 1 << 16  # positions that are made where a file lacks them; published Pegasus models have 512 and 1024
+MOST_POSITIONS = 1 << 16  # most positions made where a file lacks them; published Pegasus models have 512 and 1024
 
 
 def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
@@ -68,7 +68,7 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
                 tensors[record.name] = resolved
     says_apart = tied is None and says_untied(family, config)
     if family.ties_all_or_nothing and (separate or tied is False or says_apart):
-        # What stock code does not tie and a file lacks, it makes at random.
+        # Stock code fills a tensor at random that it does not tie and a file lacks.
         for copy in family.copies:
             if says_apart and (copy not in names or copy.startswith(unread(family, stock))):
                 continue
@@ -103,8 +103,8 @@ def computed(name: str, used: Iterable[str]) -> bool:
 
 
 def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClass) -> str:
-    """Return the remedy for a checkpoint without an embedding under its class's name for it. Where the names are
-    another class's, stock code reads them and writes its own, unless a head is missing."""
+    """Return the remedy where no embedding has its class's name. If the names are another class's, stock code reads
+    them and saves its own, unless a head is missing."""
     other = named_as(checkpoint.config, checkpoint.tensors)
     if other is None:
         return "; take the whole original checkpoint"
@@ -163,8 +163,8 @@ def unread(family: Family, stock: StockClass) -> tuple[str, ...]:
 
 
 def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
-    """Return whether the embedding serves as head, by the tensors. A stored head with its very values is a copy
-    (``.bin`` files hold one), unless the config says explicitly that they are apart."""
+    """Return whether the embedding serves as head, by the tensors. A stored head with equal values is a copy (``.bin``
+    files hold one), unless the config says explicitly that the two are separate."""
     if family.head not in checkpoint.tensors:
         return True
     if says_untied(family, checkpoint.config):
@@ -173,7 +173,7 @@ def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
 
 
 def unsaid(family: Family, config: Mapping[str, object]) -> str:
-    """Return what an absent key leaves to the stock class, which may then ask for other tensors; else ""."""
+    """Return the absent keys whose stock defaults may ask for other tensors, as words for a message; else ""."""
     words = {key: word for key, word in family.defaults.items() if isinstance(word, str)}
     parts = [f"{key!r} (stock code takes {word!r})" for key, word in words.items() if looked_up(config, key) is None]
     return f", with the config.json that says {' and '.join(parts)}" if parts else ""
@@ -184,7 +184,7 @@ def says_untied(family: Family, config: Mapping[str, object]) -> bool:
 
 
 def head_scale(family: Family, config: Mapping[str, object], tied: bool | None) -> float:
-    """As transformers 5 has it."""
+    """Return the factor on the decoder's output before the head, as in transformers 5."""
     scales: object = tied is not None and family.output_scale is not OutputScale.NEVER
     if scales and family.output_scale is OutputScale.CONFIG:
         scales = config.get(family.output_scale_key, config.get("tie_word_embeddings") is not False)
@@ -255,7 +255,8 @@ def merge_signals(
 
 
 def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
-    """Return a tensor before any exponent in the file's dtype; fp32 where a gain is folded in or it is generated."""
+    """Return a tensor before any exponent, in the file's dtype; in fp32 where a gain is folded in or it is
+    generated."""
     if tensor.source is None:
         assert tensor.generate is not None
         return tensor.generate(tensor.shape[0], tensor.shape[1])
@@ -264,19 +265,18 @@ def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
 
 
 def effective(tensor: ResolvedTensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what stock code computes with: fp32 where it adds an offset, fp64 from fp64."""
+    """Return the values that stock code computes with: fp32 where it adds an offset, fp64 from fp64."""
     if not tensor.offset:
         return weight
     return (weight if weight.dtype == torch.float64 else weight.float()) + tensor.offset
 
 
 def unscaled(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
-    """Return ``effective`` values before any exponent."""
     return effective(tensor, stored(checkpoint, tensor))
 
 
 def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Raise UserError for a norm whose gains are all 0: nothing behind it depends on its input."""
+    """Raise UserError for a norm whose gains are all 0, since nothing behind it depends on its input."""
     for path in layout.norms:
         tensor = layout.tensors[f"{path}.weight"]
         name = tensor.source

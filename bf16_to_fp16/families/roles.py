@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from .configs import full_config
 from .types import Attention, Experts, Family, FeedForward, Stack, Sublayer, feed_forwards_of
 
-STACKS = ("encoder", "decoder")
-"""Names of stacks in order; an only one has the last."""
+STACKS = ("encoder", "decoder")  # names of stacks in order; an only stack has the last
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?=[.:])")
 
@@ -19,8 +18,8 @@ _STACK = re.compile(r"(?:^|\.)(encoder|decoder)\.")
 
 @dataclass(frozen=True)
 class Roles:
-    """The last parts of module paths by role. ``attentions``: what forms scores. ``insides``: activations and position
-    biases, whose outputs are no signals."""
+    """Last parts of module paths by role. ``attentions``: modules that form scores. ``insides``: activations and
+    position biases, whose outputs are no signals."""
 
     attentions: frozenset[str] = frozenset()
     attention_outputs: tuple[str, ...] = ()
@@ -60,7 +59,7 @@ def stack_of(path: str) -> str | None:
 
 
 def stack_in(path: str, family: Family | None) -> str | None:
-    """Like ``stack_of``, but knows that a family's only stack may have no name in paths."""
+    """Return ``stack_of(path)``, or for a family of one stack its name where paths have none."""
     only = STACKS[-1] if family is not None and family.decoder is None else None
     return stack_of(path) or only
 

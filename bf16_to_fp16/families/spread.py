@@ -1,7 +1,7 @@
-"""Axes whose elements share the channels of a signal, or of which some carry none: values that several query heads
-read, channels that are turned into one another, neurons behind their gates in one matrix.
+"""Axes whose elements share the channels of a signal, or partly carry none: values read by several query heads,
+channels turned into one another, neurons behind their gates in one matrix.
 
-A ``Spread`` lists factors of the axis, outermost first, of which every second one only repeats; a negative number at
+A ``Spread`` lists factors of the axis, outermost first, of which every second one only repeats. A negative number at
 either end stands for so many elements that carry nothing.
 """
 
@@ -15,7 +15,7 @@ from .types import Spread
 
 
 def without_ends(spread: Spread) -> tuple[int, Spread, int]:
-    """Return the number of empty elements before, the factors between, and the number behind."""
+    """Return the number of empty elements before, the factors between, and the number of empty elements behind."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
     return before, tuple(factor for factor in spread if factor > 0), after

@@ -1,8 +1,8 @@
 """Switch Transformers: T5 v1.0 in whose sparse blocks a router hands each token to one of several feed-forwards.
 
 Experts and router read one norm's output, so all of them are divided by its factor. The router computes in fp32
-whatever the model's dtype is, and its logits, which nothing moves, keep their every bit: so does the choice. Neurons
-move within each expert.
+whatever the model's dtype is. Nothing moves its logits, so they keep every bit, and its choice stays. Neurons move
+within each expert.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LAYERS = {"encoder": "num_layers", "decoder": "num_decoder_layers"}
 
 
 def is_sparse(config: Mapping[str, object], stack: str, i: int) -> bool:
-    """Return whether block ``i`` of a stack has experts, as stock code counts: every n-th from the second on, n being
-    how often the number of sparse blocks goes into all, and all themselves for none."""
+    """Return whether block ``i`` of a stack has experts, as stock code decides: every n-th block from the second on. n:
+    the number of blocks over the number of sparse ones, rounded down; without sparse ones the number of blocks."""
     layers, sparse = (
         number_of(SWITCH, config, names[stack], "a number of layers", least=0) for names in (LAYERS, SPARSE)
     )
@@ -110,7 +110,7 @@ SWITCH = replace(
     ignorable=(),
     output_scale_key="",
     kept_in_fp32=(),
-    # No token is in the bounds of more than one expert, and one that no expert takes is 0.
+    # Capacity moves no bound: a token has one expert at most, and without one its output is 0.
     free_keys=(CAPACITY, "router_aux_loss_coef", "router_z_loss_coef", "router_ignore_padding_tokens"),
     initialisation=replace(
         T5.initialisation,

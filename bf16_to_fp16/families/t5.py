@@ -81,13 +81,13 @@ def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
 
 
 def activation_of(projection: str) -> str:
-    """Return the activation that ``feed_forward_proj`` means; stock code reads "gated-gelu" as gelu_new."""
+    """Return the activation named by ``feed_forward_proj``; stock code reads "gated-gelu" as gelu_new."""
     name = projection.removeprefix("gated-")
     return "gelu_new" if projection == "gated-gelu" else name
 
 
 def blocks(*, every: bool = False) -> tuple[Stack, Stack]:
-    """every: each block has a bias of its own, not the first for all."""
+    """Return encoder and decoder. every: each block has a position bias of its own, instead of the first block's."""
 
     def attending(stack: str, i: int) -> Part:
         first = f"{stack}.block.0.layer.0.SelfAttention"
@@ -114,8 +114,8 @@ def stack_ends(stack: str, *tensors: Tensor) -> Part:
 
 
 def head_of(norm: str, topology: Head, *sizes: str) -> Part:
-    """Return a final norm and its own head of biased linears with these output sizes. Nothing moves behind the first: a
-    tanh passes no factor, and differences of logits are read."""
+    """Return a final norm and its own head of biased linears with these output sizes. Nothing moves after the first
+    linear: a tanh passes no factor, and users read differences of logits."""
     tensors = [Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),))]
     signals = [Signal(norm, Kind.NORM, "model", (output_of(norm),))]
     reads: Axis | None = divided_by(norm)
@@ -215,7 +215,7 @@ T5 = Family(
     head="lm_head.weight",
     copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     ignorable=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
-    # T5Config reads tie_word_embeddings as "scale the outputs", unless an explicit key overrides that.
+    # T5Config reads tie_word_embeddings as "scale the outputs", unless an explicit key overrides it.
     output_scale=OutputScale.CONFIG,
     output_scale_key="scale_decoder_outputs",
     kept_in_fp32=("wo",),
@@ -249,8 +249,8 @@ MT5 = replace(
     output_scale=OutputScale.NEVER,
     untie="",
 )
-"""T5 v1.1's tensors. Transformers 5 never multiplies the decoder's output before the head, transformers 4 does when the
-config ties: a tied mT5 stays tied, since no stored head suits both."""
+"""T5 v1.1's tensors. Transformers 5 never multiplies the decoder's output before the head, transformers 4 does where
+the config ties. So a tied mT5 stays tied, since no stored head suits both."""
 
 UMT5_ENCODER, UMT5_DECODER = blocks(every=True)
 
@@ -265,6 +265,5 @@ UMT5 = replace(
     ignorable=(),
     output_scale=OutputScale.ALWAYS,
 )
-"""mT5 with a position bias in every block. Before an untied head transformers 5 multiplies the decoder's output by
-d^-1/2 whatever the config says, transformers 4 only when the config ties; rescaling keeps what each computes on the
-source."""
+"""mT5 with a position bias in every block. Before an untied head transformers 5 always multiplies the decoder's output
+by d^-1/2, transformers 4 only where the config ties; rescaling keeps what each computes on the source."""

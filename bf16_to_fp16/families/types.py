@@ -1,10 +1,10 @@
 """The vocabulary in which a model family is declared, as pure data: nothing here computes on weights.
 
-A *signal* is something that flows between weights (the residual stream, one attention's values, the output of one
-norm), and it may carry a power of two, one for each channel. A weight that writes a signal is multiplied by its factor
-along the axis that produces it, a weight that reads it divided along the axis that consumes it; queries and keys meet
-in a product that must not move, so queries are multiplied and keys divided. An element's exponent is the sum over its
-axes, each of which is ``multiplied_by(signal)``, ``divided_by(signal)`` or None.
+A *signal* flows between weights: the residual stream, one attention's values, the output of one norm. It may carry a
+power of two, one for each channel. A weight that writes a signal is multiplied by its factor along the axis that
+produces it; a weight that reads the signal is divided along the axis that consumes it. Queries and keys meet in a
+product that must not move, so queries are multiplied and keys divided. An element's exponent is the sum over its axes,
+each of which is ``multiplied_by(signal)``, ``divided_by(signal)`` or None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What a signal is, which decides how its exponent may be chosen."""
+    """The kind of a signal, which decides how its exponent may be chosen."""
 
     RESIDUAL = "residual"
     """A residual stream: one exponent for the whole model where its stacks share an embedding or the config's one eps,
@@ -31,17 +31,17 @@ class Kind(StrEnum):
     NEURON = "neuron"
     """Feed-forward neurons behind a homogeneous function (ReLU, or the linear branch of a gate), per channel."""
     ASYMPTOTIC = "asymptotic"
-    """What a function reads that is homogeneous or constant far out, per channel: pre-activations of a gate, queries. A
-    power of two there costs little where all that it reads is far out, and much elsewhere."""
+    """Input of a function that is homogeneous or constant for large |x|, per channel: pre-activations of a gate,
+    queries. A power of two there costs little where all inputs are large, and much elsewhere."""
     LOGITS = "logits"
-    """The same of what a softmax over choices reads: one exponent where the embedding serves as head, since the norm in
-    front carries it, else one for each choice."""
+    """Input of a softmax over choices, with a price as ``ASYMPTOTIC``: one exponent where the embedding serves as head,
+    since the norm in front carries it, else one for each choice."""
     COLUMNS = "columns"
-    """What queries, or pre-activations of a gate, take from each channel of what they read: a power of two there
-    changes nothing for inputs that lack the channel."""
+    """The share of queries, or of a gate's pre-activations, that comes from each channel of their input: a power of two
+    there changes nothing for inputs that lack the channel."""
     BEFORE_NORM = "before_norm"
-    """What a linear gives to a norm alone: one exponent beside the stream's, which the norm takes out again but for
-    its eps, so that gradients there need not grow as the stream shrinks."""
+    """Output of a linear that a norm alone reads: one exponent besides the stream's. The norm takes it out again but
+    for its eps, so that gradients there need not grow as the stream shrinks."""
     FIXED = "fixed"  # a signal that no power of two can move: states that users read
 
     @property
@@ -55,8 +55,8 @@ class Kind(StrEnum):
         return self in (Kind.RESIDUAL, Kind.LOGITS, Kind.BEFORE_NORM)
 
 
-ROOT = "model"  # what sites call the model itself
-RESIDUAL = "residual"  # name of the residual signal, of the encoder's where stacks have one each
+ROOT = "model"  # the model itself in names of sites
+RESIDUAL = "residual"  # name of the residual signal, or the encoder's where each stack has one
 LOGITS = "logits"  # name of the signal that a softmax over choices reads
 Sign = Literal[1, -1]  # how a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides
 Side = Literal["input", "output"]  # side of a module
@@ -76,7 +76,8 @@ negative number at either end stands for so many elements that carry nothing: ne
 class Axis:
     """The signal whose exponent an axis of a tensor carries, its sign there, and how its elements share channels.
 
-    ``others``: what its elements carry besides, or others of them, where several linears stand in one matrix.
+    ``others``: further signals that these elements carry, or that others of the axis's elements carry, where several
+    linears stand in one matrix.
     """
 
     sign: Sign
@@ -85,12 +86,12 @@ class Axis:
     others: tuple[Axis, ...] = ()
 
     def beside(self, *others: Axis) -> Axis:
-        """Return an axis whose elements, some or all of them, carry other signals as well."""
+        """Return this axis with further signals, carried by some or all of its elements."""
         return replace(self, others=others)
 
 
 def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
-    """Return what the elements of an axis carry, signal by signal."""
+    """Return an axis signal by signal; () for None."""
     return () if axis is None else (replace(axis, others=()), *axis.others)
 
 
@@ -106,7 +107,7 @@ def divided_by(signal: str, spread: Spread = ()) -> Axis:
 
 @dataclass(frozen=True)
 class ObservationPoint:
-    """One site where a signal is observed: the sign of its exponent there, the module's path, the side of it, and how
+    """A site where a signal is observed: the sign of its exponent there, the module's path, the module's side, and how
     the elements seen there share channels."""
 
     sign: Sign
@@ -116,34 +117,34 @@ class ObservationPoint:
 
 
 def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPoint:
-    """Return the output of the module at a path, where a signal's exponent is observed with this sign."""
+    """Return a module's output as a point where a signal's exponent is observed with this sign."""
     return ObservationPoint(sign, module, "output", spread)
 
 
 def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
-    """Return the input of the module at a path, where a signal's exponent is observed."""
+    """Return a module's input as a point where a signal's exponent is observed."""
     return ObservationPoint(1, module, "input", spread)
 
 
 def columns_of(signal: str) -> str:
-    """Return the name of what the weight that makes a signal with a price takes from each channel of its input."""
+    """Return the name of the ``COLUMNS`` signal of a signal with a price."""
     return f"{signal}.columns"
 
 
 def made_by(columns: str) -> str:
-    """Return the name of the signal that these columns make."""
+    """Return the name of the signal that has these columns."""
     return columns.removesuffix(columns_of(""))
 
 
 def before(norm: str) -> str:
-    """Return the name of what the norm at a path reads, where a linear gives it to the norm alone."""
+    """Return the name of the ``BEFORE_NORM`` signal of the norm at a path."""
     return f"{norm}.input"
 
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal, the named size of its channels, or with ``spread`` that of an axis whose elements share them so, and
-    the sites where it can be observed; ``beside``: those where another signal is observed that it joins."""
+    """A signal. ``size``: the named size of its channels, or with ``spread`` of an axis whose elements share them so.
+    ``seen``: the sites where it can be observed. ``beside``: sites of another signal whose factor it joins."""
 
     name: str
     kind: Kind
@@ -155,14 +156,14 @@ class Signal:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter: its name, the named sizes of its axes, and for each axis the signal whose exponent it carries,
-    None for none.
+    """One parameter: its name, the named sizes of its axes, and for each axis the signal whose exponent it carries, or
+    None.
 
-    ``absent``: why it may be missing from a file, or "" where it must be there. ``generate``: makes its unscaled
-    values from its shape where stock code would. ``offset``: what stock code adds to it, in fp32, before anything else:
-    exponents are of the sum, and what is stored is the sum less the offset, rounded. ``ahead``: rows of a table of
-    positions before the first one's. ``in_fp32``: whether stock code keeps it in fp32 and chooses by it, so that it is
-    not rounded.
+    ``absent``: why it may be missing from a file, or "" where it must be there. ``generate``: makes its unscaled values
+    from its shape where stock code would. ``offset``: added to it by stock code, in fp32, before anything else;
+    exponents are of the sum, and the file holds the sum less the offset, rounded. ``ahead``: rows of a table of
+    positions before the first position's. ``in_fp32``: whether stock code keeps it in fp32 and chooses by it, so that
+    it is not rounded.
     """
 
     name: str
@@ -179,9 +180,9 @@ class Tensor:
 class Rotary:
     """Rotary positions: each pair of channels of a query or key is turned by an angle.
 
-    at: the module of the cosines and sines. factor: the largest multiplier of these, at least 1. interleaved: pairs are
-    channels 2i and 2i + 1, else i and i + head_dim/2. runs: a head consists of so many runs, each paired by itself or
-    not turned at all. growth: (g, n) multiplies queries at position p with 1 + g·ln(1 + ⌊p/n⌋).
+    at: the module of the cosines and sines. factor: their largest multiplier, at least 1. interleaved: pairs are
+    channels 2i and 2i + 1, else i and i + head_dim/2. runs: the number of equal runs of a head, each paired by itself
+    or not turned at all. growth: (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋).
     """
 
     at: str
@@ -193,7 +194,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Attention:
-    """How the modules of an attention sublayer are connected, for the bounds on what flows between them.
+    """The connections of an attention sublayer's modules, for the bounds on the values between them.
 
     Names without another remark are module paths or, with a colon, sites as audits name them; "" is for none.
     """
@@ -210,46 +211,44 @@ class Attention:
     memory: bool = False  # whether keys and values read the encoder's output
     bias: str = ""  # tensor of the position bias
     scaled: bool = True  # whether scores are multiplied by head_dim^-1/2 after the product
-    dropout: str = ""  # the module that only training switches on, for the output, "" where it is a function
+    dropout: str = ""  # the dropout module of the output, "" where it is a function
     post_norm: str = ""  # the norm between the output projection and the stream
     query_norm: str = ""  # the norm of each head of queries, as wide as a head
     key_norm: str = ""
     norms_by_position: bool = False
     """Whether these norms read positions before heads, [rows, positions, heads, channels]."""
-    norms_whole: bool = False  # whether they are of all heads together, as wide as the projection
+    norms_whole: bool = False  # whether these norms are over all heads together, as wide as the projection
     rotary: Rotary | None = None
     kv_heads: str = ""  # config key of the number of heads of keys and values, "" where it is ``heads``
     scale: str = ""
-    """Config key of what scores are multiplied with to the power of -1/2 where they are ``scaled``, "" for head_dim."""
+    """Config key of the number whose power of -1/2 multiplies scores that are ``scaled``, "" for head_dim."""
     cap: str = ""
-    """Config key of the c of a soft cap, which makes c·tanh(x/c) of the scaled scores before the mask joins them; there
-    is none where its value is null."""
+    """Config key of the c of a soft cap, null for none: c·tanh(x/c) of the scaled scores, before the mask joins
+    them."""
     radius: str = ""
-    """Config key of how far a position sees, "" for without an end. With one, sequences are cut into blocks of radius +
-    1 positions, each of which sees its own and its two neighbours, and the stock class masks with −1e10, which is −inf
-    in fp16."""
+    """Config key of how far a position sees, "" for no limit. With one, sequences are cut into blocks of radius + 1
+    positions, each of which sees itself and its two neighbours. The stock class then masks with −1e10, which is −inf in
+    fp16."""
     block: str = ""
-    """Config key of the number of positions of which sums are made, for further keys and values; what is left over at
-    the end joins the last sum."""
-    block_norm: str = ""  # the norm through which the sums go
+    """Config key of the number of positions in each sum that makes further keys and values, "" for no sums. A remainder
+    at the end joins the last sum."""
+    block_norm: str = ""  # the norm of the sums
     block_bias: str = ""  # tensor of their position bias
-    divides: bool = False
-    """Whether scores are divided by the root of head_dim instead, by a module that knows of no SDPA."""
-    weights_dropout: str = ""
-    """The module that only training switches on, for the attention weights, "" where it is a function."""
+    divides: bool = False  # whether scores are divided by √head_dim instead, by a module without SDPA
+    weights_dropout: str = ""  # the dropout module of the attention weights, "" for a function
     attributes: StockAttributes | None = None  # of its module, where they are not the family's
     fused: tuple[int, ...] = ()
-    """How many rows of one matrix are of queries, keys and values, in this order, where these three are one module."""
+    """Numbers of rows of queries, keys and values, in this order, where one module computes all three."""
 
     @property
     def entrance(self) -> str:
-        """The module that reads the stream, one of them where it has no norm."""
+        """The module that reads the stream; without a norm, one of the linears."""
         return self.norm or self.query
 
     @property
     def scaling(self) -> tuple[str, ...]:
-        """The sites at which scores are multiplied by a number, or queries and keys by its root; rotary positions take
-        four products before, and queries that grow one more."""
+        """The sites at which scores are multiplied by a number, or queries and keys by its root. Rotary positions take
+        four products before, and growing queries one more."""
         if self.divides:
             return (f"{self.at}:div",)
         first = 1 if self.rotary is None else 6 if self.rotary.growth else 5
@@ -257,7 +256,8 @@ class Attention:
 
     @property
     def capping(self) -> str:
-        """The site at which eager attention multiplies what a soft cap's tanh gives, after it has scaled the scores."""
+        """The site at which eager attention multiplies the output of a soft cap's tanh by c, after scaling the
+        scores."""
         return self.scaling[1]
 
     @property
@@ -268,13 +268,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """How the modules of a feed-forward sublayer are connected.
+    """The connections of a feed-forward sublayer's modules.
 
     ``at``: the module that forms the product. ``gate``: path of the linear whose activation multiplies ``linear``'s
     output, "" for a plain sublayer, whose ``linear`` is activated itself. ``activation``: its name in the config;
     ``act``: the module that applies it. ``norm``, ``add``, ``post_norm`` as in ``Attention``; ``dropouts``: of the
-    neurons, of the output. ``fused``: how many rows of one matrix are of gate and ``linear``, where these two are one
-    module.
+    neurons, of the output. ``fused``: numbers of rows of gate and ``linear``, where one module computes both.
     """
 
     at: str
@@ -291,27 +290,26 @@ class FeedForward:
 
     @property
     def entrance(self) -> str:
-        """As in ``Attention``."""
         return self.norm or self.linear
 
 
 @dataclass(frozen=True)
 class Experts:
-    """How the modules of a sublayer are connected that has several feed-forwards, of which each token takes some.
+    """The connections of a sublayer with several feed-forwards, of which each token takes some.
 
-    ``at``: the module that hands tokens out and gathers what comes back, 0 for a token that no expert takes. ``norm``,
+    ``at``: the module that hands tokens out and gathers their outputs, 0 for a token that no expert takes. ``norm``,
     ``add``, ``post_norm`` as in ``Attention``. ``router``: the module that chooses by its scores. ``classifier``: the
-    linear whose outputs are the logits of that choice. ``noise``: config key of how far from 1 the factor may be by
-    which the stock class multiplies the norm's output in training, for the router alone or for the experts too, "" for
-    never. ``experts``: plain feed-forwards, or gated ones, that read the norm's output. ``dropouts``: of the output.
+    linear whose outputs are the logits of that choice. ``noise``: config key of the largest distance from 1 of a random
+    factor on the norm's output in training, for the router alone or for the experts too; "" for none. ``experts``:
+    plain or gated feed-forwards that read the norm's output. ``dropouts``: of the output.
 
-    ``chosen``: config key of how many experts take a token; "" where it is one, or none, by the largest probability in
-    fp32, and the router gives which, [rows, positions, experts], and its probability. With a key it gives its logits,
-    the weights of the outputs and the numbers of their experts, [tokens, experts of a token]. ``sigmoid``: whether
-    scores are sigmoids of the logits, and not a softmax. ``normalised``: config key of whether a token's weights are
-    divided by their sum, "" for always. ``scaling``: config key of what they are multiplied with, "" for nothing.
-    ``correction``: tensor that is added to the scores for the choice alone. ``shared``: a feed-forward that takes every
-    token as well, with a weight of 1; ``sum``: the site where it joins the others.
+    ``chosen``: config key of the number of experts that take a token. "" means one or none, chosen by the largest
+    probability in fp32; the router then returns the choice, [rows, positions, experts], and its probability. With a key
+    it returns its logits, the weights of the outputs, and their experts' numbers, [tokens, experts of a token].
+    ``sigmoid``: whether scores are sigmoids of the logits, and not a softmax. ``normalised``: config key of whether a
+    token's weights are divided by their sum, "" for always. ``scaling``: config key of a number that multiplies them,
+    "" for none. ``correction``: tensor that is added to the scores for the choice alone. ``shared``: a feed-forward
+    that also takes every token, with a weight of 1; ``sum``: the site where it joins the others.
     """
 
     at: str
@@ -333,28 +331,27 @@ class Experts:
 
     @property
     def every(self) -> tuple[FeedForward, ...]:
-        """All its feed-forwards, the shared one last."""
+        """Its feed-forwards, the shared one last."""
         return self.experts if self.shared is None else (*self.experts, self.shared)
 
     @property
     def entrance(self) -> str:
-        """As in ``Attention``."""
         return self.norm
 
 
 @dataclass(frozen=True)
 class StackEnds:
-    """Where a stack begins and ends.
+    """The beginning and the end of a stack.
 
-    ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" where there is
-    none. ``scale``: config key of the switch that multiplies the embedding by √d, "" for never. ``norm``: the final
-    one. ``dropouts``: after the embedding, after the final norm. ``scales_itself``: the embedding's own module
-    multiplies by √d, where ``scale`` is "" always and by √d rounded to the dtype of its weight; ``scales``: the stack
-    does, so rounded, also what is given in place of the embedding. ``table``: tensor of the embedding, "" for the
+    ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" for none. ``scale``:
+    config key of the switch that multiplies the embedding by √d, "" for none. ``norm``: the final one. ``dropouts``:
+    after the embedding, after the final norm. ``scales_itself``: the embedding's own module multiplies by √d; with
+    ``scale`` "" it always does, by √d rounded to the dtype of its weight. ``scales``: the stack multiplies by √d,
+    rounded likewise, also what is passed in place of the embedding. ``table``: tensor of the embedding, "" for the
     family's.
 
-    ``first_norm``: the norm of the embedding with its positions, whose output is what the residual stream begins with,
-    "" where there is none. What it reads carries no factor, so that its eps stays: the family must have no ``eps_key``.
+    ``first_norm``: the norm of the embedding and its positions, whose output begins the residual stream, "" for none.
+    Its input carries no factor, so its eps stays: the family must have no ``eps_key``.
     """
 
     at: str
@@ -380,7 +377,7 @@ class StackEnds:
 
     @property
     def embedded(self) -> str:
-        """The site that gives the embedding with all that joins it, as the audit names it."""
+        """The site of the embedding with everything added to it."""
         if self.positions:
             return f"{self.at}:add"
         return self.scaling if self.scales_itself or self.scales else f"{self.embedding}:embedding"
@@ -390,8 +387,8 @@ class StackEnds:
 class HeadLinear:
     """A linear of a head.
 
-    ``at``: its module path. ``weight``, ``bias``: tensors, the embedding where it serves as head, "" for no bias.
-    ``tanh``: the site of the tanh behind it, "" where there is none.
+    ``at``: its module path. ``weight``, ``bias``: tensors; the embedding where it serves as head, "" for no bias.
+    ``tanh``: the site of the tanh behind it, "" for none.
     """
 
     at: str
@@ -402,10 +399,10 @@ class HeadLinear:
 
 @dataclass(frozen=True)
 class Head:
-    """What reads the last norm's output: linears, one after another.
+    """The reader of the last norm's output: linears, one after another.
 
-    ``at``: the module that computes them. ``dropout``: the module that only training switches on, before each of the
-    linears, "" where there is none. ``cap``: as in ``Attention``, of the logits, and by the model itself.
+    ``at``: the module that computes them. ``dropout``: the dropout module before each of the linears, "" for none.
+    ``cap``: config key of a soft cap on the logits, as in ``Attention``, which the model itself applies.
     """
 
     at: str
@@ -414,26 +411,24 @@ class Head:
     cap: str = ""
 
 
-MOST_MEAN = 1024.0
-"""Largest mean magnitude of another model's outputs for which what a LayerNorm makes of them is bounded."""
+MOST_MEAN = 1024.0  # largest mean magnitude of another model's outputs for which a LayerNorm's output is bounded
 
 
 @dataclass(frozen=True)
 class Projector:
-    """What brings the outputs of another model into the stream: a norm, and linears behind it.
+    """The part that brings another model's outputs into the stream: a norm, and linears behind it.
 
-    ``at``: the module that computes both. ``pool``: the site that averages several outputs into each that the norm
-    reads, "" for none. ``add``: the site where they take the places of embeddings, or join the stream. ``norm``: module
-    path, of an eps of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm; it may lose what varies beside
-    a large mean, so that bounds hold for outputs of up to ``MOST_MEAN`` in the mean. ``joined``: how many of the norm's
-    outputs the first linear reads at once; ``by_channel``: one channel's side by side. ``shares_eps``: whether the norm
-    has the text model's eps, which goes with the stream's exponent, so that what it gives drifts. ``weight``: tensor of
-    the only linear, [inputs, outputs], "" where there are several: ``merging``, "" for none, then those of
-    ``feed_forward`` with the activation between them. ``tower``: the module that is the other model, of which nothing
-    is known: its tensors are carried over as they are, and no bound is about what flows in it. ``behind``: the site of
-    the stream's sum to which these outputs are added, "" where they take the places of embeddings. ``image``: what
-    makes one of the inputs of this kind. ``gives``: the field of the stock class's output that has what is brought, ""
-    for none.
+    ``at``: the module that computes both. ``pool``: the site that averages several outputs into each input of the norm,
+    "" for none. ``add``: the site where they replace embeddings, or join the stream. ``norm``: module path, with an eps
+    of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm. A LayerNorm may lose the variation beside a
+    large mean, so that bounds hold for outputs of up to ``MOST_MEAN`` in the mean. ``joined``: number of the norm's
+    outputs that the first linear reads at once; ``by_channel``: with one channel's values side by side. ``shares_eps``:
+    whether the norm has the text model's eps, which scales with the stream's exponent, so that its output drifts.
+    ``weight``: tensor of the only linear, [inputs, outputs], "" where there are several: ``merging``, "" for none, then
+    those of ``feed_forward`` with the activation between them. ``tower``: the other model's module, of which nothing is
+    known: its tensors are carried over as they are, and no bound covers its inside. ``behind``: the site of the
+    stream's sum to which these outputs are added, "" where they replace embeddings. ``image``: the inputs of the tower.
+    ``gives``: the field of the stock class's output with the brought values, "" for none.
     """
 
     at: str
@@ -455,14 +450,14 @@ class Projector:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """What a stock class takes for an image, in keys of its config.
+    """The inputs by which a stock class takes an image. Fields without another remark are config keys.
 
-    ``token``: of the id in whose places the outputs stand. ``channels``: of an image. ``size``: of its height and width
-    in pixels, "" where a model takes any, and here two merged patches each way. ``tokens``: of how many ids there are
-    for one, "" for four. ``patch``, ``merged``, ``frames``: of a patch's height and width, of how many patches make a
-    token each way, and of how many times each pixel is given; "" for whole images. ``marks``: the argument that is 1 at
-    those ids, "" for none. ``sizes``: the argument that says the size, of whole images in pixels, else as number of
-    frames and of patches each way.
+    ``token``: of the id that the outputs replace. ``channels``: of an image. ``size``: of its height and width in
+    pixels; "" where the model takes any size, and the audit's image has two merged patches each way. ``tokens``: of the
+    number of such ids for one image, "" for four. ``patch``: of a patch's height and width in pixels. ``merged``: of
+    the number of patches that make a token, in height and in width. ``frames``: of the number of times that each pixel
+    is given; "" for whole images. ``marks``: the argument that is 1 at these ids, "" for none. ``sizes``: the argument
+    with an image's size: for whole images in pixels, else as the numbers of frames and of patches in height and width.
     """
 
     token: str
@@ -498,8 +493,8 @@ Topology = Sublayer | StackEnds | Head | Projector
 class Part:
     """Signals and tensors that belong together: a sublayer, an embedding, a head.
 
-    Signals of the same name in several parts are one signal; their ``seen`` entries add up. ``topology`` says how
-    the modules are connected, None where nothing is: states that users read.
+    Signals of the same name in several parts are one signal, with all their ``seen`` entries. ``topology``: the
+    connections of the modules, None where there are none: states that users read.
     """
 
     signals: tuple[Signal, ...] = ()
@@ -509,14 +504,14 @@ class Part:
 
 @dataclass(frozen=True)
 class StockClass:
-    """A class of transformers that a family's checkpoints are made for.
+    """A class of transformers that loads a family's checkpoints.
 
-    ``names``: the one to load with first, then older ones. ``decodes``: whether it has a decoder.
-    ``takes_decoder_ids``: whether it must be given the decoder's ids; what it makes itself are the encoder's. ``end``:
-    what reads the last norm's output, None for a language-modelling head, of which the tensors say whether it is the
-    embedding. ``gives``: the fields of its output. ``body``: the module that holds the stacks, "" for the model itself.
-    ``reads_end_token``: whether its head reads the last end token of a row and nothing else. ``auto``: the Auto class
-    that loads it, "" for the one of its kind.
+    ``names``: the one to load with, then older ones. ``decodes``: whether it has a decoder. ``takes_decoder_ids``:
+    whether it must be given the decoder's ids; else it makes them from the encoder's. ``end``: the reader of the last
+    norm's output; None for a language-modelling head, whose tensors say whether it is the embedding. ``gives``: the
+    fields of its output. ``body``: the module that holds the stacks, "" for the model itself. ``reads_end_token``:
+    whether its head reads only the last end token of a row. ``auto``: the Auto class that loads it, "" for the usual
+    one.
     """
 
     names: tuple[str, ...]
@@ -536,8 +531,7 @@ class StockClass:
 
 @dataclass(frozen=True)
 class Stack:
-    """A column of blocks: as many as the config's ``layers`` says, the parts of block i given by ``block(config,
-    i)``."""
+    """A column of blocks. ``layers``: config key of their number. ``block(config, i)``: the parts of block i."""
 
     layers: str
     block: Callable[[Mapping[str, object], int], Sequence[Part]]
@@ -567,8 +561,8 @@ class Initialisation:
     """How the stock class draws its weights; biases begin at 0.
 
     ``factor``: config key of the number that multiplies deviations, ``default`` where the config has none. ``modules``:
-    by the last part of a module's name, or by all of it, which may have wildcards, of which the first that fits counts;
-    None for what is not drawn.
+    deviations by the last part of a module's name, or by a pattern for its whole name; the first that fits counts. None
+    for weights that are not drawn.
     """
 
     factor: str
@@ -577,8 +571,8 @@ class Initialisation:
 
 
 DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
-"""What a dropout is applied to: the residual stream and what joins it, or what joins it alone, attention weights,
-neurons, what a classifier reads."""
+"""The target of a dropout: the residual stream with every sublayer's output, such an output alone, attention weights,
+neurons, a classifier's input."""
 
 
 @dataclass(frozen=True)
@@ -598,11 +592,10 @@ class Quotient:
 
 @dataclass(frozen=True)
 class StockAttributes:
-    """Under which names modules of the stock class keep what the bounds depend on.
+    """Attributes of the stock class's modules with numbers that the bounds depend on; "" where the class has none.
 
-    ``heads``, ``head_size``: of an attention; ``groups``: how many query heads share one of keys and values.
-    ``embedding_scale``: of a stack, or of an embedding that scales itself, the factor on it. "" where the class has
-    none.
+    ``heads``, ``head_size``: of an attention; ``groups``: the number of query heads for each head of keys and values.
+    ``embedding_scale``: the factor on the embedding, of a stack or of an embedding that scales itself.
     """
 
     head_size: str
@@ -611,15 +604,15 @@ class StockAttributes:
     groups: str = ""
 
 
-OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # the keys of a config whose layers all turn positions alike
+OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the same rotary positions
 
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """How files hold experts that stock code gathers in two tensors: each by itself, as linears of these names.
+    """The names of experts in files, where stock code gathers all experts in two tensors: each has its own linears.
 
-    ``inside``: what files call the module around them, "" where that is stock code's name. ``at``: the module that
-    gathers them. ``gates``, ``outputs``: its tensors, of gates and neurons [experts, 2 · neurons, width] and of outputs
+    ``inside``: the module around them in files, "" where stock code has the same name. ``at``: the module that gathers
+    them. ``gates``, ``outputs``: its tensors, of gates and neurons [experts, 2 · neurons, width] and of outputs
     [experts, width, neurons].
     """
 
@@ -634,7 +627,7 @@ class StoredExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a model family is made of, and all that the package knows of one family and not of another; pure data."""
+    """A model family, with all that the package knows of this family alone; pure data."""
 
     name: str
     title: str
@@ -643,14 +636,12 @@ class Family:
     sizes: Mapping[str, tuple[str | int, ...]]
     """Named sizes, each the product of these config keys and numbers, 1 for none; a table counts as its length."""
     defaults: Mapping[str, object]
-    """What the stock config class takes where a key is absent, a value, ``SameAs`` another key or a ``Quotient`` of
-    two."""
-    encoder: Stack  # the first stack, and of a family without a decoder the only one, whatever its mask is
+    """Defaults of the stock config class: a value, ``SameAs`` another key, or a ``Quotient`` of two."""
+    encoder: Stack  # the first stack, or a decoder-only model's stack
     decoder: Stack | None = None  # the stack that reads the first one's output, None for a family of one stack
-    encoder_ends: Part  # where an encoder begins and ends, apart from its final norm's output
-    encoder_output: Part  # what the encoder's final norm gives where a decoder, or a user, reads it
-    decoder_ends: Part | None = None
-    """Where a decoder begins and ends, apart from its final norm's output; None with ``decoder``."""
+    encoder_ends: Part  # an encoder's beginning and end, without its final norm's output
+    encoder_output: Part  # the final norm's output, where a decoder or a user reads it
+    decoder_ends: Part | None = None  # a decoder's beginning and end, like ``encoder_ends``
     tied_head: Part  # the final norm and the language-modelling head where the embedding serves as head
     untied_head: Part  # the final norm and a language-modelling head of its own
     embedding: str
@@ -661,101 +652,92 @@ class Family:
     output_scale: OutputScale = OutputScale.NEVER
     output_scale_key: str = ""  # config key that switches the scale before the head, "" where there is none
     kept_in_fp32: tuple[str, ...] = ()
-    """Modules that the stock class leaves in fp32 when it loads a model in fp16, as ``_keep_in_fp32_modules`` names
-    them."""
+    """Modules that stay in fp32 when stock code loads a model in fp16, as in ``_keep_in_fp32_modules``."""
     eps_key: str | None = None
-    """Config key of the norms' eps, None where stock code has it fixed. A key with dots is one of a config inside the
-    config, wherever a family names keys."""
+    """Config key of the norms' eps, None where stock code fixes it. In any config key of a family, dots lead into
+    nested configs."""
     eps: float  # the eps that stock code uses where the config does not say
     centred_norm: bool = False  # true for LayerNorm (mean subtracted), False for RMSNorm
-    norm_site: str = "mul#2"
-    """Name of the operation that gives a norm's output, as the audit names it in fp16."""
+    norm_site: str = "mul#2"  # the operation that gives a norm's output, as the audit names it in fp16
     dropout: Mapping[DropoutKind, str]  # config keys of the dropout rates
     free_keys: tuple[str, ...] = ()
-    """Config keys that the stock class reads and no bound depends on, such as the rate of layers dropped in
-    training; with ``*`` at the end all that begin so."""
+    """Config keys that the stock class reads and no bound depends on, such as the rate of layers dropped in training;
+    one that ends in ``*`` stands for all keys with that beginning."""
     buckets: tuple[str, str] | None = None
-    """Config keys of a table of position buckets and of the distance that its last one stands for, None without. Stock
-    code computes indices outside the table unless there are 4 buckets and the distance is more than half of them."""
+    """Config keys of the number of position buckets and of the last one's distance, or None. Stock code computes
+    indices outside the table unless there are at least 4 buckets and the distance is over half their number."""
     attributes: StockAttributes
     initialisation: Initialisation
     untie: Literal["", "copy", "scaled"]
-    """How an embedding used as head can be separated: "copy", "scaled" (the d^-1/2 before the head folded in), or
+    """How an embedding used as head can be separated: "copy", "scaled" (with the d^-1/2 before the head folded in), or
     "" (never)."""
-    variants: tuple[Mapping[str, object], ...] = ()  # config values that give a block other parts than the defaults do
+    variants: tuple[Mapping[str, object], ...] = ()  # config values with other parts in a block than the defaults
     ties_all_or_nothing: bool = False
-    """Whether stock code whose head is no embedding ties no other copy of the embedding either, so that a file must
+    """Whether stock code whose head is not the embedding also ties no other copy of the embedding, so that a file must
     hold each."""
-    encoder_refuses_cache: bool = False
-    """Whether stock code raises where ``use_cache`` is asked for in a call that runs the encoder too."""
-    norm_rounds_once: bool = False  # whether an RMSNorm is rounded after its gain alone, and not before it as well
+    encoder_refuses_cache: bool = False  # whether stock code raises when a call with ``use_cache`` runs the encoder too
+    norm_rounds_once: bool = False  # whether an RMSNorm is rounded only after its gain, and not before it too
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Config keys that transformers 4.57 reads and 5 writes under another name: that name."""
+    """Config keys that transformers 4.57 reads, each with its name in transformers 5."""
     alone: Mapping[str, tuple[object, str]] = field(default_factory=dict)
-    """Config keys of which one value is supported and no other: that value, and what is said of any other."""
-    nullable: tuple[str, ...] = ()
-    """Config keys whose null is a value, which leaves a part out, and not what stock code has a default for."""
+    """Config keys with only one supported value: that value, and the message for any other."""
+    nullable: tuple[str, ...] = ()  # config keys whose null leaves a part out, and does not mean the default
     made_in_fp32: bool = False
     """Whether stock code makes numbers in fp32 that no file holds, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
     blind_padding: bool = False
-    """Whether padding may see no position at all under the masks of a stack: left of a row where they are causal,
-    and further from it than a sliding window. Stock masks are finite in fp16, but where all scores of such a position
-    are under −16 they add up to −inf, and it is NaN under eager attention."""
+    """Whether padding may see no position under a stack's masks: left of a row under a causal mask, or further from the
+    row than a sliding window. Stock masks are finite in fp16, but scores under −16 add up with them to −inf; such a
+    position, with all its scores under −16, is NaN under eager attention."""
 
     older_rotary: Mapping[str, tuple[str, str]] = field(default_factory=lambda: OLDER_ROTARY)
-    """By kind of layer, "" for all: the config keys of the base and of the scaling, "" for none, that transformers 4.57
-    reads in place of ``rope_parameters``."""
+    """By kind of layer, "" for all: the config keys of base and scaling ("" for none) that transformers 4.57 reads in
+    place of ``rope_parameters``."""
     older_scales_tied: bool = False
     """Whether transformers 4.57 multiplies the decoder's output by d^-1/2 where the tie flag is true and only there."""
     older_notes: Mapping[str, str] = field(default_factory=dict)
-    """Config keys whose value transformers 4.57 does not obey unless it is null, each with a sentence that says so."""
+    """Config keys that transformers 4.57 ignores unless null, each with a sentence that says so."""
     eps_copies: tuple[str, ...] = ()  # further config keys that must say the same eps
-    tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
-    """Config keys of whether the embedding serves as head: every version of stock code goes by one of them."""
+    tie_keys: tuple[str, ...] = ("tie_word_embeddings",)  # config keys that tie the head, one for each version
     stored_experts: StoredExperts | None = None
-    """How files hold experts that stock code gathers, None where it has them as files do."""
+    """Names of experts in files that stock code gathers in two tensors, None where it does not gather."""
     flat: Family | None = None
-    """The same family where a config holds the keys of its text model itself and not inside, None for no such."""
+    """The same family for configs with the text model's keys outside, not nested; None without such configs."""
     brings: Callable[[Mapping[str, object]], Sequence[Part]] | None = None
-    """What brings another model's outputs into the first stack, by the config, None where nothing does."""
+    """Returns the parts that bring another model's outputs into the first stack, by the config; None for no such
+    model."""
 
     @property
     def projector(self) -> Projector | None:
-        """What puts another model's outputs in the places of embeddings, None where nothing does."""
+        """The part that puts another model's outputs in the places of embeddings, or None."""
         parts = self.brings({}) if self.brings is not None else ()
         return next((part.topology for part in parts if isinstance(part.topology, Projector)), None)
 
     @property
     def eps_keys(self) -> tuple[str, ...]:
-        """All config keys of the norms' eps."""
         return () if self.eps_key is None else (self.eps_key, *self.eps_copies)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """Its stacks, in the order in which they run."""
         return (self.encoder,) if self.decoder is None else (self.encoder, self.decoder)
 
     def giving_states(self, *, decodes: bool) -> str | None:
-        """Return the name of the stock class that gives last states and has a decoder or not, None without one."""
+        """Return the name of the stock class, with or without a decoder, that returns only last states; else None."""
         fitting = (each for each in self.classes if each.gives == ("last_hidden_state",) and each.decodes == decodes)
         return next((each.names[0] for each in fitting), None)
 
     @property
     def ends(self) -> tuple[Part, ...]:
-        """Where they begin and end."""
         return (self.encoder_ends,) if self.decoder_ends is None else (self.encoder_ends, self.decoder_ends)
 
 
 _KEYS = frozenset({"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling"})
-"""Fields of a topology that are keys of the config."""
+"""Fields of a topology that are config keys."""
 
-_OF_CONFIG = _KEYS | {"activation", "gives"}  # fields of a topology that are no paths
+_OF_CONFIG = _KEYS | {"activation", "gives"}  # fields of a topology that are not paths
 
 
 def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
-    """Return a part whose signals have other names."""
-
     def axis(of: Axis | None) -> Axis | None:
         return of and replace(of, signal=name(of.signal), others=tuple(filter(None, map(axis, of.others))))
 
@@ -767,7 +749,7 @@ def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
 
 
 def inside(part: Part, body: str) -> Part:
-    """Return a part whose modules stand inside the one at ``body``, "" for the model itself; sites of that one begin
+    """Return a part with its modules inside the module at ``body``, "" for the model itself; sites of that module begin
     with a colon."""
 
     def path(name: str) -> str:
@@ -779,7 +761,7 @@ def inside(part: Part, body: str) -> Part:
         new: dict[str, object] = {}
         for each in fields(of):
             value = getattr(of, each.name)
-            if each.name == "at":  # a stack may be the whole body
+            if each.name == "at":  # the stack itself may be the body
                 new[each.name] = path(value) or body
             elif isinstance(value, str) and each.name not in _OF_CONFIG:
                 new[each.name] = path(value)
@@ -805,8 +787,8 @@ def inside(part: Part, body: str) -> Part:
 
 
 def keys_inside(family: Family, part: str) -> Family:
-    """Return a family of one stack whose config is the one called ``part`` inside a config; what follows is still its
-    own."""
+    """Return a family of one stack with its config nested under the key ``part``. Parts that are not yet set, such as
+    ``brings``, keep their own keys."""
 
     def key(name: str) -> str:
         return f"{part}.{name}" if name else name
@@ -851,8 +833,8 @@ def keys_inside(family: Family, part: str) -> Family:
 
 
 def family_inside(family: Family, body: str) -> Family:
-    """Return a family whose stacks stand inside the module at ``body``, "" for none; what is brought into them stands
-    around that, where a model with images has both."""
+    """Return a family with its stacks inside the module at ``body``, "" for none. Parts of another model that are
+    brought into them stand one module further out, where a model with images has both."""
     if not body:
         return family
     brings, around = family.brings, body.rpartition(".")[0]

@@ -1,5 +1,5 @@
-"""One walk along the residual stream, in which bounds, hooks and searches visit a model. Its readers, in order of
-running, lead past everything that flows through a model."""
+"""One walk along the residual stream, used by bounds, hooks and searches. Its readers in the order of running pass
+every signal of a model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .types import Attention, Sublayer
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads the residual stream. ``norm``: module path, "" where the linears of a sublayer read it. ``entrance``:
-    a module that reads it. ``site``: where that stream was made, as audits name it. ``sublayer``: None for a final
-    norm. ``is_first``: whether no sublayer has added to it."""
+    """A reader of the residual stream. ``norm``: module path, "" where a sublayer's linears read it. ``entrance``: a
+    module that reads it. ``site``: the site that made the stream, as audits name it. ``sublayer``: None for a final
+    norm. ``is_first``: whether no sublayer has added to the stream yet."""
 
     norm: str
     entrance: str
@@ -25,7 +25,7 @@ class Reader:
 
 
 def walk(layout: Layout) -> Iterator[Reader]:
-    """Yield what reads the residual stream, in the order of running, the encoder first."""
+    """Yield the readers of the residual stream in the order of running, the encoder's first."""
     for stack in layout.stacks():
         first = site = layout.stream(stack.ends)
         for sublayer in stack.sublayers:

@@ -1,1 +1,1 @@
-"""The report: declared as types and built once, then shown on the terminal, as a page and as a model card."""
+"""The report: declared as types, built once, and shown on the terminal, as a page and as a model card."""

@@ -1,4 +1,4 @@
-"""What ``verify`` and a pipeline's conversion answer: reports of their own, beside that of a checkpoint."""
+"""The reports of ``verify`` and of a pipeline's conversion."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class Claim(ReportObject):
 
 
 class Verification(Versioned):
-    """What ``verify`` found. ``files``: how many the report lists. ``certificate``: without its sites; None, as
-    ``tiers`` is empty, where the files failed. ``as_reported``: a true report of a checkpoint that is unsafe or short
-    of what was asked. ``notes``: what limits the claim. ``edits``: sites that the plan edits."""
+    """The result of ``verify``. ``files``: number of files that the report lists. ``certificate``: without its sites;
+    None where the files failed, with ``tiers`` empty. ``as_reported``: the report is true, and says that the checkpoint
+    is unsafe or short of what was asked. ``notes``: limits of the claim. ``edits``: number of sites that the plan
+    edits."""
 
     verdict: Literal["safe", "unsafe"]
     verified: Flag
@@ -45,7 +46,7 @@ class Verification(Versioned):
 
 
 class PipelineEntry(ReportObject):
-    """A converted sub-folder. ``same``: the sub-folder that it is another name of."""
+    """A converted sub-folder. ``same``: the other sub-folder that it is a copy of."""
 
     subfolder: str
     same: str | None = None
@@ -55,8 +56,9 @@ class PipelineEntry(ReportObject):
 
 class PipelineReport(Versioned):
     """The conversion of a whole pipeline. ``pipeline``: the class in ``model_index.json``. ``linked``, ``copied``:
-    numbers of files. ``dtype``: of the largest encoder, as torch calls it. ``left_out``: files that are not in the
-    output. ``output``: its files but this one, links without SHA-256."""
+    numbers of files besides the encoders, ``nbytes``: their size. ``dtype``: of the largest of them, in torch's
+    spelling. ``left_out``: files of the source that are not in the output. ``output``: all files but this report; links
+    have no SHA-256."""
 
     verdict: Literal["safe", "unsafe"]
     source: Source

@@ -1,4 +1,4 @@
-"""The report of a conversion, built once: terminal, page and card show this object, so they cannot disagree."""
+"""Build the report of a conversion once; terminal, page and card show this object, so they cannot disagree."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from . import remedies, schema
 from .card import front_matter
 from .regimes import largest_seen, tiers_of
 
-FP16_RANGE_BITS = 40.0  # bits between fp16's last subnormal and its limit: what a model loses that gives inf or NaN
+FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted as lost where a model gives inf or NaN
 ONE_ROUNDING = 0.541 * 2.0**-20 / 12
 """Mean squared relative error of rounding to 11 significant bits: (2⁻¹⁰)²/12 times the mean of 1/x² over x in [1, 2),
 log-uniform."""
@@ -55,9 +55,9 @@ log-uniform."""
 
 @dataclass(frozen=True)
 class Decided:
-    """The plan for one layout (head tied or apart) and target, and its grounds. planned, bounds: None for a replayed
-    plan. ranges: of the edited source where there are edits; None where nothing ran. predicted: the divergence of each
-    edit, by signal. notes: what was given up, for the user."""
+    """The plan for one layout (head tied or separated) and target, and its grounds. planned, bounds: None for a
+    replayed plan. ranges: of the edited source where there are edits; None where nothing ran. ranges_before: of the
+    source before edits. predicted: the divergence of each edit, by signal. notes: for the user, what was given up."""
 
     layout: Layout
     plan: Plan
@@ -88,9 +88,9 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Measured:
-    """What bounds and runs of the written files gave. plan: with the drift's predicted and measured figures. tiers:
-    whether the certificate of each holds. half: outputs of the written model in fp16. soft: the inputs that ``edits``
-    harm. outputs: how far each is from the source's."""
+    """The bounds and runs of the written files. plan: with the drift's predicted and measured figures. tiers: whether
+    each tier's certificate holds. half: outputs of the written model in fp16. soft: inputs that ``edits`` harm.
+    outputs: each output's error against the source."""
 
     certificate: Certificate
     plan: Plan
@@ -116,8 +116,8 @@ def build(
     others: Sequence[Mapping[str, Any]] = (),
     max_kl: float | None = None,
 ) -> schema.Report:
-    """Return the report of a conversion. command: does the same again. inputs: from ``run.batch.describe_batches``.
-    others: records of the output's files besides weights. max_kl: the accepted distance from the source, where more
+    """Return the report of a conversion. command: repeats the conversion. inputs: from ``run.batch.describe_batches``.
+    others: records of the output's files besides weights. max_kl: the accepted distance from the source, where larger
     than bf16's."""
     layout, planned, ranges, written = decided.layout, decided.planned, decided.of_source, rewritten.written
     plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
@@ -128,7 +128,7 @@ def build(
         how: dict[str, Any] = {"max_kl": max_kl, "edits": cost_of(measured.edits), "proven": certificate.holds}
         how["eps_held"] = plan.eps_held
         over += too_inexact(fidelity, exact=exact, ran=bool(regimes), **how)
-    if max_kl is None:  # of what a user accepts, edits may take more
+    if max_kl is None:  # with an accepted distance edits may cost more
         over += other_outputs(measured.outputs, drifts=bool(plan.drift or measured.edits), ran=bool(regimes))
     cost = None if planned is None or ranges is None else bits_lost(planned, layout)
     attack = measured.attack
@@ -138,7 +138,7 @@ def build(
         over += harmed(soft.found, max_kl)
         more |= {"exceptions": soft.found, "searched": soft.searched}
     more |= {} if max_kl is None else {"max_kl": max_kl}
-    # What a search has broken, clean runs do not show to hold.
+    # Clean runs prove nothing where a search found an overflow.
     tiers = tiers_of(layout, measured.tiers, {} if broken else regimes)
     over += unmet(decided.target, tiers)
     return schema.Report(
@@ -206,8 +206,8 @@ def moved_by(layout: Layout, plan: Plan) -> schema.MovedEntry:
 
 
 def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
-    """Return the outputs that are not the source's times their factor. A plan that drifts or edits only tells of inner
-    states, which the class gives on request."""
+    """Return an entry for each output that is not the source's times its factor. Inner states, which the class returns
+    on request, do not count where the plan drifts or edits."""
     return [
         remedies.other_output(name, drifts=drifts, ran=ran)
         for name, entry in outputs.items()
@@ -216,7 +216,7 @@ def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool
 
 
 def harmed(exceptions: Sequence[ExceptionEntry], max_kl: float | None) -> list[schema.UnsafeEntry]:
-    """Return the worst single id that makes edits harm every text with it."""
+    """Return an entry for the worst single id with which edits harm every text."""
     worst = next((each for each in exceptions if len(each.ids) == 1 and each.kl > (max_kl or 0.0)), None)
     return [] if worst is None else [remedies.harmed(worst, bits_between(worst.kl, max(TIMES * worst.kl_bf16, LEAST)))]
 
@@ -244,8 +244,8 @@ def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> sche
 def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeResult], plan: Plan, certificate: Certificate
 ) -> tuple[list[schema.UnsafeEntry], list[schema.UnsafeEntry]]:
-    """Return the limits that no exponent holds: those passed, and those where only the margin is missing. Without
-    regimes the certificate decides."""
+    """Return the limits that the plan could not hold: those passed, and those held by less than the margin. Without
+    regimes the certificate decides which."""
     over: list[schema.UnsafeEntry] = []
     close: list[schema.UnsafeEntry] = []
     for entry in map(passed_limit, planned.violations if planned else ()):
@@ -265,15 +265,15 @@ def conclude(
 
 
 def bits_lost(planned: Planned, layout: Layout) -> float:
-    """Return the bits of precision that holding the bounds costs: half the log2 of how much the squared error grows,
-    over one rounding for each norm."""
+    """Return the bits of precision that holding the bounds costs: half the log2 of the growth of the squared error,
+    which is at least one rounding for each norm."""
     base = ROUNDING * max(1, len(layout.norms))
     return 0.5 * math.log2((base + planned.cost) / (base + planned.cost - planned.cost_of_proof))
 
 
 def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned | None) -> list[schema.UnprovenEntry]:
     fallbacks = {f.signal: f for f in planned.fallbacks} if planned else {}
-    # A site is what its module gives.
+    # A site is its module's output.
     points = [(point, signal.name) for signal in layout.signals.values() for point in signal.seen]
     of_module = {point.module: name for point, name in points if point.side == "output"}
     streams = {reader.site: layout.entrances[reader.entrance] for reader in walk(layout)}
@@ -290,8 +290,8 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
 
 
 def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.PrecisionEntry]:
-    """Return the significant bits, 11 at most, that the stream keeps where each norm reads it. A channel under 2⁻¹⁴
-    keeps fewer; channels count by their mean square."""
+    """Return the significant bits, at most 11, that the residual stream keeps at each norm's input. A channel under
+    2⁻¹⁴ keeps fewer; channels are weighted by their mean square."""
     rows, place, of_norms = [], places(layout), norm_exponents(layout, plan)
     for path, stream in layout.entrances.items():
         module = ranges.get(path)
@@ -310,7 +310,8 @@ def is_exact(
     source: schema.Source,
     edits: Sequence[InexactEntry] = (),
 ) -> bool:
-    """Return whether no weight was rounded, made, replaced or edited: the function is the source's to the bit."""
+    """Return whether no weight was rounded, made, replaced or edited and no eps drifts: the function is the source's to
+    the bit."""
     if (
         edits
         or plan is None
@@ -338,9 +339,8 @@ def too_inexact(
     proven: bool = False,
     eps_held: bool = False,
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry if fp16 is further from the source than bf16 and ``max_kl``, or an ``exact`` plan's output
-    differs in fp32. ``edits`` that a proof needed may cost ``MOST_FOR_A_PROOF`` times as much where it is
-    ``proven``."""
+    """Return an entry if fp16 is further from the source than bf16 and ``max_kl``, or if an ``exact`` plan's output
+    differs in fp32. Where the output is ``proven``, its ``edits`` may cost ``MOST_FOR_A_PROOF`` times bf16's error."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
@@ -429,8 +429,8 @@ def weight_counts(layout: Layout, plan: Plan, written: Written) -> schema.Weight
 def signals_of(
     layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange], edited: Mapping[str, ModuleRange] | None = None
 ) -> list[schema.SignalEntry]:
-    """Return what every observed signal, scores too, reached in the source and reaches after the plan. edited: ranges
-    of the edited source, for centred keys and their scores: no exponent gives those."""
+    """Return the largest value of every observed signal, scores too, in the source and after the plan. edited: ranges
+    of the edited source, for centred keys and their scores, which no exponent gives."""
     replaced, exact = centred_tensors(layout, plan.centred_keys), without_edits(layout, plan)
     attentions = [sublayer for sublayer in layout.topology if isinstance(sublayer, Attention)]
     centred = {

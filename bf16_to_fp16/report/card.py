@@ -20,14 +20,14 @@ from .text import changes_text, environment, notice, origin, results_text
 
 TAGS = ("fp16", "bf16-to-fp16")
 NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}
-"""How the text of a card begins by the report's standing."""
+"""Beginning of the card's text by ``facts.standing``."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-"""Files of which a processor, which makes a model's input of images and text, has one."""
+"""A processor, which prepares a model's images and text, has one of these files."""
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n.*?\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
 OTHER_FORMATS = frozenset(
     ("bf16", "bfloat16", "fp32", "gguf", "jax", "onnx", "openvino", "pytorch", "rust", "tf", "tflite")
 )
-"""Tags of the source that say how its weights are stored, which the converted folder does not share."""
+"""Tags of the source for the format of its weights, which the converted folder does not share."""
 
 
 def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
@@ -58,8 +58,8 @@ def warned(card: str, report: Report) -> str:
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """Return licence, languages, tags and task of a source's card. A pipeline's card stands beside
-    ``model_index.json``, one folder up."""
+    """Return licence, languages, tags and task of a source's card. A pipeline's card lies beside ``model_index.json``,
+    one folder up."""
     card = folder / "README.md"
     if not card.is_file() and (folder / "SOURCE_README.md").is_file():
         card = folder / "SOURCE_README.md"
@@ -68,7 +68,7 @@ def front_matter(folder: Path) -> dict[str, Any]:
     try:
         metadata = metadata_load(card) or {}
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
-        # A card that cannot be read says nothing, and no conversion should fail for it.
+        # No conversion should fail for a card that cannot be read.
         return {}
     result: dict[str, Any] = {}
     for key in ("license", "license_name", "license_link", "pipeline_tag"):

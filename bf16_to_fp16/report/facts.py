@@ -1,4 +1,4 @@
-"""The certificate and the precision kept, as rows and sentences for the page, the card and the terminal."""
+"""Rows and sentences on the certificate and the precision kept, for the page, the card and the terminal."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def where(target: str) -> str:
     return WHERE.get(target, f"for {target}") if target else ""
 
 
-AT_LEAST = " at least"  # behind the name of an arithmetic whose own bounds may be tighter
+AT_LEAST = " at least"  # follows an arithmetic whose own bounds may be tighter
 
 
 def by_proof(report: schema.Report) -> list[tuple[str, float]]:
     """Return (arithmetic, bits of headroom) that the certificate proves: in PyTorch, and with norms that square in
-    fp16. Bounds for norms in fp16 hold in PyTorch too, where ``certify`` finds tighter ones: ``AT_LEAST``."""
+    fp16. Bounds for norms in fp16 also hold in PyTorch, where ``certify`` finds tighter ones: ``AT_LEAST``."""
     certificate, target = report.certificate, report.target or ""
-    assert certificate is not None  # which holds
+    assert certificate is not None  # it holds
     squares = [site.headroom_bits for site in certificate.sites if site.kind == SiteKind.SQUARES]
     if not squares:
         return [(where(target), certificate.headroom_bits)]
@@ -79,7 +79,7 @@ def measured_on(report: schema.Report) -> str:
 
 
 def closeness(report: schema.Report) -> tuple[str, str]:
-    """Return in words how much closer to the fp32 source fp16 is than bf16, and both numbers."""
+    """Return how much closer to the fp32 source fp16 is than bf16, in words, and both numbers."""
     close = report.fidelity
     assert close is not None
     bf16, fp16 = known(close.kl_bf16), known(close.kl_fp16)
@@ -118,8 +118,8 @@ def by_design(site: SiteEntry) -> str:
 
 
 class Distance(NamedTuple):
-    """A finetune's distance from the original on one kind of input (None: infinite), the share of equal best choices,
-    and both of the original in bf16."""
+    """A finetune's distance from the original on one kind of input (None: infinite), the share of positions with the
+    same best token, and both for the original in bf16."""
 
     value: float | None
     where: str
@@ -128,13 +128,12 @@ class Distance(NamedTuple):
     bf16_agreement: float = 1.0
 
 
-KINDS = {
+KINDS = {  # inputs of a finetune's evaluations, by the prefix of their keys
     "held_out": "held-out data",
     "unlike": "code, figures and other languages",
     "class": "inputs of every class",
     "audit": "the audit's inputs",
 }
-"""What evaluations of a finetune are measured on, by the beginning of their keys."""
 
 
 def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[Distance]]:
@@ -153,8 +152,8 @@ def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[Distance]]:
 
 
 def furthest(run: schema.FinetuneEntry) -> str:
-    """Return the kind of input on which a finetune is furthest from the original, and how far; with its untrained
-    start's distance if that was less and did not hold the bounds."""
+    """Return the kind of input on which a finetune is furthest from the original, and how far. Adds the distance of its
+    untrained start, if that was less and did not hold the bounds."""
     what, unit, measured = distances(run)
     if not measured:
         return ""
@@ -192,7 +191,7 @@ def found_by(report: schema.Report) -> str:
 
 
 def claim_end(padding: int | None, family: str | None, model_class: str | None = None) -> str:
-    """Return the limits of a claim (padding, the model's inside, its class) as the end of "every input"."""
+    """Return the limits of a claim (padding, vision tower, class) as the end of "every input"."""
     aside = f", the {tower} aside" if (tower := tower_of(family)) else ""
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:
@@ -203,7 +202,7 @@ def claim_end(padding: int | None, family: str | None, model_class: str | None =
 
 
 def every_input(report: schema.Report, *, length: bool = False) -> str:
-    """Return "every input" with its limits; its length if asked or less than usual."""
+    """Return "every input" with its limits; with its length where ``length`` asks for it or it is less than usual."""
     certificate = report.certificate
     shown = certificate is not None and (length or certificate.max_length < MAX_LENGTH)
     of = f" of up to {counted(certificate.max_length, 'position')}" if certificate is not None and shown else ""
@@ -256,7 +255,7 @@ def padding_advice(report: schema.Report) -> str:
 
 
 def coverage(report: schema.Report) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return what the bounds cover, and what not, each with the option that would cover it."""
+    """Return what the bounds cover, and what they do not, each with the option that would cover it."""
     certificate = report.certificate
     if certificate is None:
         return [], []
@@ -296,7 +295,7 @@ def coverage(report: schema.Report) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 STANDINGS = {"safe": "safe", "short": "safe, but short", "unsafe": "unsafe"}
-"""What the verdict is called: unsafe is divided into what is, and what is only short of what a recipe asked for."""
+"""Words for the verdict; "short" is unsafe only by missed goals of a recipe or target."""
 
 
 def standing(report: schema.Report) -> str:
@@ -310,7 +309,7 @@ def verdict_sentence(report: schema.Report) -> str:
 
 
 OF_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
-"""Outputs of which there is one for each layer, and the last of which is the last state."""
+"""Outputs with one tensor for each layer; their last is the last state."""
 
 
 def scaled_outputs(report: schema.Report) -> str:
@@ -352,7 +351,7 @@ def other_class(report: schema.Report) -> str:
 
 
 def giving_states(report: schema.Report) -> str:
-    """Return the class of the same stacks that gives their last states, or ""."""
+    """Return the class of the same stacks that returns their last states, or ""."""
     family, decodes = named(report.family), "cross_attentions" in report.outputs
     return "" if family is None else family.giving_states(decodes=decodes) or ""
 
@@ -465,8 +464,7 @@ def held_in(entry: schema.TierEntry, proven: str, *, broken: bool) -> str:
 
 
 def unmet_target(report: schema.Report | answers.Verification) -> str:
-    """Return why a checkpoint is not known to be safe in the arithmetic that it was made for, though it is in
-    PyTorch."""
+    """Return why a checkpoint is not known to be safe in its target's arithmetic, though it is safe in PyTorch."""
     name = next((tier.name for tier in TIERS if tier.target == report.target), "")
     entry = report.tiers.get(name)
     if entry is None or entry.holds:

@@ -1,5 +1,5 @@
-"""The pictures of a report: values on a log2 axis against fp16's limit, one picture per stack. Colours are placeholders
-that become the page's CSS variables."""
+"""The pictures of a report: one for each stack, values on a log2 axis against fp16's limit. Colours are placeholders
+for the page's CSS variables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s
 
 @dataclass(frozen=True)
 class Point:
-    """One observed signal: x in blocks from the bottom of its stack, max |x| before and after."""
+    """One observed signal. x: blocks from the bottom of its stack. before, after: the largest |x|."""
 
     series: Series
     x: float
@@ -89,8 +89,8 @@ def pictures(signals: Sequence[SignalEntry]) -> list[Picture]:
 
 
 def points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return the points of one stack, spread evenly within their block, logits last. Of experts side by side the
-    largest counts. A log axis has no place for zeros and infinities."""
+    """Return the points of one stack, spread evenly within their block, logits last. Of parallel experts the largest
+    counts. Zeros and infinities, which a log axis cannot show, are left out."""
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
     reads = [s for s in mine if s.block is not None and signal_series(s) is STREAM]
     norms = {s.module for s in reads}
@@ -142,15 +142,15 @@ def before_after_in_words(shown: Iterable[Point], stack: str, signals: Iterable[
 
 @contextmanager
 def drawn(into: list[Picture], stack: str, ends: tuple[int, int], words: str, *, wide: bool = False) -> Iterator[Any]:
-    """Give the axes of one stack's picture; on leaving, it is added to ``into``. x: blocks. y: log2 |x|, between
-    ``ends``. Equal pictures have equal bytes."""
+    """Yield the axes of one stack's picture, and add the picture to ``into`` at the end. x: blocks. y: log2 |x|,
+    between ``ends``. Equal pictures have equal bytes."""
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator, MultipleLocator
 
     low, high = ends
     with rc_context():
-        rcdefaults()  # whatever the user's matplotlibrc says
+        rcdefaults()  # ignores the user's matplotlibrc
         rcParams.update({"svg.fonttype": "none", "svg.hashsalt": stack, "font.size": 9})
         canvas = Canvas(figsize=(10.4 if wide else 5.2, 3.5), layout="constrained")
         axes = canvas.add_subplot(facecolor="none")
@@ -163,7 +163,7 @@ def drawn(into: list[Picture], stack: str, ends: tuple[int, int], words: str, *,
         axes.yaxis.set_major_locator(MultipleLocator(4 if high - low < 40 else 8))
         axes.yaxis.set_major_formatter(lambda value, _: "65504" if value == 16 else power(round(value)))
         axes.set_xlabel(f"{stack} block", color=_INK)
-        # Room around the labels, since the page shows them larger on narrow screens.
+        # The page enlarges labels on narrow screens, so they need room.
         axes.set_ylabel("max |x|", color=_INK, labelpad=10)
         axes.grid(axis="y", color=_GRID, linewidth=0.6)
         axes.set_axisbelow(True)
@@ -188,7 +188,7 @@ def themed(svg: str, words: str) -> Markup:
     return Markup(svg.replace("%s", str(label), 1))
 
 
-WIDE_FROM = 16  # last block from which a picture of brackets takes the page's width
+WIDE_FROM = 16  # number of blocks from which a picture of brackets takes the page's width
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,8 @@ def bracket_in_words(shown: Sequence[Bracket], stack: str, sites: Sequence[Bound
 
 
 def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, ends: tuple[int, int], words: str) -> None:
-    """Draw a marker at each worst value found, a bar at its bound, a line between. A cross is an overflow that the
-    bound allows."""
+    """Draw a marker at each worst value found, a bar at its bound, and a line between them. A cross is an overflow that
+    the bound allows."""
     end, (low, high) = 1 + max((b.block for b in shown if b.block is not None), default=-1), ends
     wide = end > WIDE_FROM
     size = min(6.0, max(2.4, (500 if wide else 230) / ((end + 1) * len(BRACKETS))))

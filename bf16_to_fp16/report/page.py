@@ -1,5 +1,5 @@
-"""The report as one HTML file that loads nothing and forbids every request. Names come from other people's files:
-Jinja2 or the Markdown renderer escapes all text."""
+"""The report as one HTML file that loads nothing and forbids every request. Jinja2 or the Markdown renderer escapes all
+text, since it holds names from other people's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an audit's regimes say of sites and tiers."""
+"""The largest values and the tiers of an audit's regimes."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def tiers_of(
 
 
 def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
-    """Return the report with the one class it speaks of, where the files hold tensors for another."""
+    """Return the report with the class that alone it speaks of, where the files also hold tensors for another class."""
     return report if layout.alone is None else report.model_copy(update={"model_class": layout.alone})

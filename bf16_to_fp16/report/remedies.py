@@ -20,8 +20,8 @@ from ..targets import TIERS
 from ..wording import counted, listed, reached, scientific
 from .schema import Report, UnprovenEntry, UnsafeEntry
 
-MASKED = ":masked"  # how the sites end that say what a mask must add at least
-OUTPUT = "the output, against bf16's error"  # names the violation of an fp16 output that is less accurate than bf16's
+MASKED = ":masked"  # ending of sites for the least value that a mask must add
+OUTPUT = "the output, against bf16's error"  # signal of the entry for an fp16 output less accurate than bf16's
 TEXT = "TEXT.txt"  # stands for the user's own text
 FINETUNE = "finetune with the activation-magnitude penalty"
 CONVERT = "bf16-to-fp16 convert rescales what can be"
@@ -92,7 +92,7 @@ def inexact(
     edited: bool = False,
     drifted: bool = False,
 ) -> UnsafeEntry:
-    """Return the entry of an output less accurate than bf16's or, of an ``exact`` plan, than fp32's noise. ran: the
+    """Return the entry for an output less accurate than bf16's or, with an ``exact`` plan, than fp32's noise. ran: the
     plan is from observations. edited, drifted: edits, or a held eps, are the reason."""
     why, remedy = (TOO_FEW_BITS, INEXACT if ran else INEXACT_BY_BOUNDS) if finite else (NOT_FINITE, SOMETHING_INSIDE)
     why, remedy = (EDITED, ACCEPT) if edited and finite else (why, remedy)
@@ -123,8 +123,8 @@ def other_output(name: str, *, drifts: bool, ran: bool) -> UnsafeEntry:
 
 
 def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
-    """Return how stock code runs a model of which only the vision tower overflows: that and its readers in fp32. Under
-    autocast alone a stream in fp32 has no limit: nothing is said."""
+    """Return how stock code can run a model in which only the vision tower overflows: the tower and its readers in
+    fp32. After autocast alone, whose fp32 stream has no limit, nothing is returned."""
     known = named(family)
     projector = None if known is None else known.projector
     broken = [site for regime in regimes.values() for site in regime.broken_sites]
@@ -149,8 +149,8 @@ def unsafe_sites(
     converted: bool = False,
     convertible: bool = True,
 ) -> list[UnsafeEntry]:
-    """Return the sites that broke, in order, with reason and remedy. converted: rescaling has been tried on these
-    weights. convertible: whether it can be."""
+    """Return the sites that broke, in order, with reason and remedy. converted: these weights were rescaled already.
+    convertible: the model is of a known family."""
     broken = {name: {site.name: site for site in regime.broken_sites} for name, regime in regimes.items()}
     clean = " or ".join(name for name, sites in broken.items() if not sites)
     remedy = NO_FAMILY if not convertible else PENALTY if converted else NOT_CONVERTED
@@ -164,7 +164,7 @@ def unsafe_sites(
         counts = ", ".join(
             f"{count:,} {kind}" for count, kind in ((nonfinite, "inf/NaN"), (saturated, "saturated")) if count
         )
-        # Of a mask's own site it counts the masked positions that have a weight.
+        # A mask's site counts the masked positions that keep a weight.
         reason = f"{saturated:,} masked positions that count" if signal.endswith(MASKED) else counts
         # What overflowed was at least 65536.
         excess = [
@@ -187,8 +187,8 @@ def unsafe_sites(
 
 
 def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
-    """Return the sites that a search drove past their limits, the worst first, without those that overflow only after
-    another."""
+    """Return the sites that a search drove past their limits, the worst first, without sites that only follow another's
+    overflow."""
     past = [site for site in attack.sites if site.headroom_bits < 0]
     first = [site for site in past if site.fp32 > site.limit]
     steps = counted(attack.steps, "gradient step")
@@ -264,13 +264,13 @@ def going_on_from(
 def finetuning_of(
     source: str, out: str, clean: Sequence[str] = (), *, certify: bool = False, **others: str | None
 ) -> str:
-    """Return the command that finetunes an insufficient conversion with the shortest recipe. clean: regimes in which
+    """Return the command that finetunes with the shortest recipe after an unsafe conversion. clean: regimes in which
     nothing broke."""
     recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
     recipe |= {key: value for key, value in others.items() if value is not None}
     if certify:
         recipe["penalty"] = {"certify": True}
-    # JSON is YAML as well, whatever is in the names.
+    # JSON is valid YAML, with any name in it.
     written = f"echo {shlex.quote(json.dumps(recipe, ensure_ascii=False))} > recipe.yaml"
     otherwise = f"use {listed(clean)}, where nothing broke" if clean else STAY
     return f"{otherwise}, or finetune it on plain text, here {TEXT}: {written} && bf16-to-fp16 finetune recipe.yaml"

@@ -1,6 +1,6 @@
-"""The report as types, written, read back and checked through these. A part keeps the order of its keys and unknown
-ones of other versions, so that a report read and written again is the same to the byte. JSON has no NaN: null is read
-as NaN where a number may be one. ``docs/report.schema.json`` is made by ``python -m bf16_to_fp16.report.schema``."""
+"""The types of the report, through which it is written, read and checked. Each keeps the order of its keys and the
+unknown keys of other versions, so that a report read and written again has the same bytes. JSON has no NaN: where a
+number may be NaN, null is read as it. ``python -m bf16_to_fp16.report.schema`` makes ``docs/report.schema.json``."""
 
 from __future__ import annotations
 
@@ -52,14 +52,13 @@ class Original(ReportObject):
 
 
 class Source(ReportObject):
-    """Where the weights came from, and what ``undo`` needs. ``subfolder``: of the source (of one file the names'
-    prefix); a local path ends in it. ``sha256``, ``other_sha256``: of weight files and others. ``dtype``: of most
-    tensors, in safetensors' spelling; ``dtypes``: of the others. ``made``: tensors that the conversion made.
-    ``dropped``: those left out, with the reason. ``config_changes``: keys of config.json, values before and after; a
-    dot leads into a config inside. ``carried_over``, ``left_out``: files besides weights. Of a finetune, path, revision
-    and hashes are the original's. ``card``: licence, languages,
-    tags and task of the source's card. ``replaced``: key biases and tables of position biases that the conversion wrote
-    anew."""
+    """The source of the weights, and ``undo``'s data. ``subfolder``: inside the source (for one file the prefix of its
+    names); a local path ends in it. ``sha256``, ``other_sha256``: of the weight files, and of other files. ``dtype``:
+    of most tensors, in safetensors' spelling; ``dtypes``: of the others. ``made``: tensors that the conversion made.
+    ``dropped``: tensors left out, with the reason. ``config_changes``: keys of config.json, with values before and
+    after; a dot leads into a nested config. ``carried_over``, ``left_out``: files besides weights. After a finetune,
+    path, revision and hashes are the original's. ``card``: licence, languages, tags and task of the source's card.
+    ``replaced``: key biases and tables of position biases that the conversion changed by more than powers of two."""
 
     path: str | None = None
     subfolder: str | None = None
@@ -82,7 +81,8 @@ class Source(ReportObject):
         return cls(**cls.place_of(checkpoint), sha256=hashes)
 
     def class_in(self, side: Literal["before", "after"]) -> str | None:
-        """Return the class that the config named before or after a conversion to another; else None."""
+        """Return the class in the config before or after a conversion for another class; None where it was not
+        changed."""
         sides = self.config_changes.get("architectures", {})
         return next(iter(architectures({"architectures": sides.get(side)})), None)
 
@@ -108,14 +108,14 @@ class Output(ReportObject):
 
 
 class Text(ReportObject):
-    """The text that was run besides the probe: its name without folder, and the rows drawn."""
+    """The text that was run besides the probe: its name without folder, and the number of rows drawn."""
 
     name: str
     rows: Count | None = None
 
 
 class InputKind(ReportObject):
-    """Inputs of one kind: batches, their rows, and the longest encoder and decoder in tokens."""
+    """Inputs of one kind: numbers of batches and rows, and the longest encoder and decoder input in tokens."""
 
     kind: str
     batches: Count
@@ -125,8 +125,8 @@ class InputKind(ReportObject):
 
 
 class Inputs(ReportObject):
-    """What was run, so that it can be run again. ``chosen``: ids by reason, empty where every id was run. ``sha256``:
-    of all ids and masks."""
+    """The inputs that were run, so that they can be run again. ``chosen``: ids by reason, empty where every id was run.
+    ``sha256``: of all ids and masks."""
 
     seed: Count | None = None
     data: Text | None = None
@@ -136,8 +136,8 @@ class Inputs(ReportObject):
 
 
 class Environment(ReportObject):
-    """Versions (None: not installed), machine and dtype of the figures. ``device``: as asked for. ``devices``: of each
-    part of the work, the CPU last where another ran out of memory."""
+    """Versions (None: not installed), machine and dtype of the figures. ``device``: the one asked for. ``devices``: of
+    each part of the work; the CPU is last where another ran out of memory."""
 
     versions: dict[str, str | None] = {}
     python: str | None = None
@@ -150,7 +150,7 @@ class Environment(ReportObject):
 
 
 class UnprovenEntry(ReportObject):
-    """A site whose bound passes its limit: by how many bits, why, and what helps."""
+    """A site whose bound passes its limit: by how many bits, why, and the remedy."""
 
     name: str
     bound: NumberOrNaN
@@ -161,8 +161,8 @@ class UnprovenEntry(ReportObject):
 
 
 class TierEntry(ReportObject):
-    """Whether the checkpoint holds in an arithmetic, by bound ("certified") or on what was run ("observed"), the
-    runtimes of it, and why not."""
+    """Whether the checkpoint is safe in a tier's arithmetic, by bound ("certified") or on what was run ("observed");
+    the tier's runtimes; and why it is not safe there."""
 
     holds: Flag
     proof: Literal["certified", "observed"] | None
@@ -171,7 +171,7 @@ class TierEntry(ReportObject):
 
 
 class WeightsEntry(ReportObject):
-    """How the weights came through, counted over the tensors that the source stores."""
+    """The conversion's effect on the weights, counted over the tensors that the source stores."""
 
     elements: Count
     lossless_fraction: Real
@@ -182,7 +182,7 @@ class WeightsEntry(ReportObject):
 
 
 class SignalEntry(PlacedEntry):
-    """What a signal reached in the source and what it reaches after the plan, at a module's input or output."""
+    """The largest value of a signal in the source and after the plan, at a module's input or output."""
 
     module: str
     side: str
@@ -199,7 +199,7 @@ class PrecisionEntry(PlacedEntry):
 
 
 class MovedEntry(ReportObject):
-    """The weights with one power of two each, by the last names of modules: linears of attentions and feed-forwards,
+    """Weights with a single power of two, by the last name of their modules: linears of attentions and feed-forwards,
     and others (embeddings, norms)."""
 
     linears: dict[str, int] = {}
@@ -207,9 +207,9 @@ class MovedEntry(ReportObject):
 
 
 class UnsafeEntry(ReportObject):
-    """What is unsafe or short of what was asked, with reason and remedy. ``kind``: "broke" when run, with ``regimes``,
-    ``nonfinite`` and ``saturated``; "found" past its limit by a search; a "limit" that no exponent holds with the
-    margin; "inexact", an output further from fp32 than bf16's; a "goal" of a recipe that was missed."""
+    """A signal that is unsafe or short of what was asked, with reason and remedy. ``kind``: "broke" when run, with
+    ``regimes``, ``nonfinite`` and ``saturated``; "found" past its limit by a search; a "limit" that no exponent holds
+    with the margin; "inexact", an output further from fp32 than bf16's; a missed "goal" of a recipe or target."""
 
     signal: str
     kind: Literal["broke", "found", "limit", "inexact", "goal"] | None = None
@@ -222,11 +222,12 @@ class UnsafeEntry(ReportObject):
 
 
 class FinetuneEntry(ReportObject):
-    """What a finetune did. ``kept``: the step whose weights it returned. ``devices``: in order. ``skipped``: steps with
-    a gradient that was not finite. ``evaluations``: by step, held-out losses, distances from the original and headroom.
-    ``fidelity``: of the output to the original. ``next``: how to go on where it missed the recipe's goals. ``recipe``:
-    as written, with defaults. ``settled``: what became of keys left open, by dotted name. ``start``: the plan before
-    the training. ``start_outputs``: log2 of the factor by which each output then differed from the original's."""
+    """The record of a finetune. ``kept``: the step whose weights it returned. ``devices``: in order. ``skipped``: steps
+    with a gradient that was not finite. ``evaluations``: by step, held-out losses, distances from the original and
+    headroom. ``fidelity``: of the output to the original. ``next``: the next step where it missed the recipe's goals.
+    ``recipe``: as written, with defaults. ``settled``: values chosen for keys left open, by dotted name. ``start``: the
+    plan applied before the training. ``start_outputs``: log2 of the factor of each output over the original's at the
+    start."""
 
     start: Plan | None = None
     start_outputs: dict[str, int | list[int]] = {}
@@ -250,14 +251,14 @@ class FinetuneEntry(ReportObject):
 
     @property
     def holds_bounds(self) -> bool:
-        """Whether it was after a certificate, asked for or settled on, so that bounds were trained."""
+        """Whether the finetune trained bounds, since its recipe asked for a certificate or the run chose to."""
         penalty = self.recipe.get("penalty")
         asked = penalty.get("certify") if isinstance(penalty, Mapping) else None
         return self.settled.get("penalty.certify", asked) is True
 
 
 class Lineage(ReportObject):
-    """Where a finetuned checkpoint comes from: the original, and what the finetune did."""
+    """The origin of a finetuned checkpoint: the original, and the record of the finetune."""
 
     source: Source
     finetune: FinetuneEntry
@@ -342,7 +343,7 @@ class Report(Versioned):
 
     @property
     def short(self) -> bool:
-        """Whether it is unsafe only because a recipe asked for more."""
+        """Whether it is unsafe only by missed goals of a recipe or target."""
         return not self.safe and bool(self.unsafe) and all(entry.kind == "goal" for entry in self.unsafe)
 
     @property
@@ -377,8 +378,8 @@ def typed(
     otherwise: str,
     wrong: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
-    """Return a file's data as a report. needed: dotted keys with their errors. wrong: errors of what stands below a
-    key. otherwise: the error of anything else. Raises UserError of one line with the path."""
+    """Return a file's data as a report. needed: errors by dotted key. wrong: errors for values below a key. otherwise:
+    any other error. Raises UserError in one line with the path."""
     try:
         return read(Report, data)
     except ValidationError as error:

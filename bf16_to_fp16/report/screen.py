@@ -1,4 +1,4 @@
-"""Standard output as a screen: tables by rich, plain lines without a terminal. Nothing slow is imported."""
+"""Standard output as a screen: rich's tables on a terminal, plain lines elsewhere. Nothing slow is imported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Name:
 
 class Output(VisibleConsole):
     def say(self, text: str) -> None:
-        """Print a line unfolded, so that it can be copied."""
         self.print(Text(text), soft_wrap=True)
 
     def table(self, table: tables.Table) -> None:
@@ -52,15 +51,15 @@ class Output(VisibleConsole):
 
 
 class Screen(Output):
-    """A terminal's console, whose tables cut no number: where they do not fit, each row is a list."""
+    """A terminal's console. Its tables cut no number: one that is too wide shows each row as a list."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         for each in objects:
             super().print(self.fitted(each) if isinstance(each, Table) else each, **options)
 
     def fitted(self, table: Table) -> Table:
-        """Return a table without empty columns, numbers at full width; without room the cells of a row stand below one
-        another."""
+        """Return a table without empty columns and with numbers at full width. Where it is too wide, the cells of a row
+        stand one below another."""
         drop_empty_columns(table)
         for column in table.columns:
             number = column.justify == "right"
@@ -86,7 +85,7 @@ class Screen(Output):
 
 
 class Plain(Output):
-    """A console for files and pipes: a line for each row, without frames, colours or wrapping."""
+    """A console for files and pipes: one line for each row, without frames, colours or wrapping."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         for each in objects:
@@ -102,7 +101,7 @@ def drop_empty_columns(table: Table) -> None:
 
 
 def console(*, stderr: bool = False) -> Output:
-    # What is printed has names of other people's files in it, which are not markup.
+    # Printed names come from other people's files and are no markup.
     screen = Screen(stderr=stderr, highlight=False, markup=False)
     return screen if screen.is_terminal else Plain(stderr=stderr, highlight=False, markup=False, width=PLAIN_WIDTH)
 

@@ -1,4 +1,4 @@
-"""The parts of a report, as figures, rows and tables for terminal, page and card."""
+"""The parts of a report as figures, rows and tables, for terminal, page and card."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from .remedies import unsafe_sites
 from .schema import Report, UnprovenEntry, WeightsEntry
 from .tables import Column, Table, names, numbers
 
-MOST_UNSAFE = 12
-"""Broken sites listed; most others only pass on what broke before, and are in the table of all sites."""
+MOST_UNSAFE = 12  # broken sites listed; most others only follow from these, and are in the table of all sites
 MOST_EDITS = 12  # edits that the plan lists, the dearest
-_KINDS = {
+_KINDS = {  # words for the last part of a signal's name; every other signal that a plan moves is a norm's output
     "value": "values",
     "neuron": "neurons",
     "query_key": "queries and keys",
@@ -46,7 +45,6 @@ _KINDS = {
     "tanh": "what a tanh reads, by edits",
     "routing": "routers, by edits",
 }
-"""Ends of signal names, and what to call them; every other signal that a plan moves is the output of a norm."""
 _over2 = partial(excess, decimals=2)
 
 
@@ -171,7 +169,7 @@ def remedies_of(report: Report, unproven: Sequence[UnprovenEntry]) -> list[str]:
 
 
 def is_exact(report: Report) -> bool:
-    """Return whether a plan is of powers of two alone, which cancel: fp32 outputs keep every bit."""
+    """Return whether a plan has only powers of two, which cancel, so that fp32 outputs keep every bit."""
     plan = report.plan
     return plan is None or not (
         plan.gain_correction or plan.untied_head or plan.drift or plan.centred_keys or report.inexact
@@ -190,7 +188,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("outputs", scaled))
     if other := facts.other_class(report):
         rows.append(("class", other))
-    # Of a finetune they begin with the config of what was trained, rescaled once already, not with the original's.
+    # After a finetune these start from the trained config, which was rescaled once, not from the original's.
     family = named(report.family)
     whose = "config.json" if report.finetune is None else "config.json of the finetuned weights"
     for key, sides in report.source.config_changes.items():

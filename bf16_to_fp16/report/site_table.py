@@ -1,4 +1,4 @@
-"""The page's table of sites: each in the regime in which it has least headroom."""
+"""The page's table of sites, each in its tightest regime."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from ..wording import headroom, headroom_by_bound, headroom_or_excess, infinite,
 from .facts import by_design
 from .schema import Report
 
-MOST_ROWS = 3_000
-"""Rows of the table, those with least headroom, so that the page stays under 2 MB."""
+MOST_ROWS = 3_000  # rows of the table, by least headroom, so that the page stays under 2 MB
 
 
 @dataclass(frozen=True)
 class SiteRow:
-    """A site in its tightest ``regime``, if anything was run; ``tightness``: bound over the worst value found."""
+    """A site in its tightest ``regime``, if anything was run. ``tightness``: bound over the worst value found."""
 
     site: SiteEntry
     regime: str
@@ -27,7 +26,7 @@ class SiteRow:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Broken rows first, then by headroom, those without a limit last."""
+        """Sort key: broken rows first, then by headroom, rows without a limit last."""
         bits = self.site.headroom_bits
         return not self.site.broken, math.inf if bits is None or math.isnan(bits) else bits
 
@@ -83,7 +82,7 @@ def site_rows(report: Report) -> list[SiteRow]:
     least: dict[str, SiteRow] = {}
     for name, regime in report.regimes.items():
         for site in regime.sites:
-            # What is computed in fp32 needs no bound.
+            # A site in fp32 needs no bound.
             bound = bounds.get(site.name) if site.limit is not None else None
             ratio = None if bound is None else tightness(bound.bound, bound.observed)
             row = SiteRow(site, name, None if bound is None else bound.bound, ratio)

@@ -1,4 +1,4 @@
-"""What later commands read of a stored report: its plan, source and hashes."""
+"""Read the plan, source and hashes of a stored report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..rescaling.exponents import check_centred
 from ..rescaling.plan import Plan
 from .schema import Source, WeightsEntry, typed
 
-STORED = {"F64", "F32", "F16", "BF16"}  # dtypes that ``undo`` can write back, in safetensors' spelling
+STORED = {"F64", "F32", "F16", "BF16"}  # dtypes of a source in safetensors' spelling
 
 
 def read_plan(path: Path) -> Plan:
@@ -38,7 +38,7 @@ def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, s
 
 
 def read_start(path: Path) -> Plan | None:
-    """Return the plan by which a finetune rescaled the original before it trained it, None for any other conversion."""
+    """Return the plan by which a finetune rescaled the original before training, None for any other conversion."""
     file, data = recorded_plan(path, None)
     run = typed({"finetune": data["finetune"]} if "finetune" in data else {}, file, {}, NO_PLAN).finetune
     return None if run is None else run.start
@@ -88,8 +88,8 @@ def read_origin(path: Path) -> Source:
 
 
 def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Tensor]:
-    """Return the source's tensors that a plan replaced, by name; raise UserError where ``source`` lacks these very
-    ones."""
+    """Return the source's tensors that a plan replaced, by name. Raises UserError where ``source`` does not hold
+    exactly these."""
     check_centred(layout, plan)
     names, tensors = centred_tensors(layout, plan.centred_keys), {}
     for name in sorted({*names, *source.replaced}):

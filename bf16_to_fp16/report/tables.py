@@ -1,4 +1,4 @@
-"""Tables as data: columns that say how they are written, and rows, from which terminal, page and card draw."""
+"""Tables as data, drawn by terminal, page and card: columns, which format their values, and rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """``of``: a row's value, by attribute or number, or computed. ``write``: its text. ``css``: "site" for dotted
-    names, "n" for numbers."""
+    """``of``: the row's attribute, index or function that gives the value. ``write``: formats it. ``css``: "site" for
+    dotted names, "n" for numbers."""
 
     title: str
     of: str | int | Callable[[Any], Any]

@@ -1,4 +1,4 @@
-"""The report on a terminal, plain elsewhere; ``NO_COLOR`` is respected."""
+"""Print the report, with colours and tables on a terminal; ``NO_COLOR`` is respected."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
         return
     screen.print(good("pipeline: safe", f"{wording.listed(encoders)} in fp16; of other components nothing is claimed"))
     dtype = "torch.float16"
-    if report.get("dtype") not in (None, dtype):  # of the others, which may overflow fp16
+    if report.get("dtype") not in (None, dtype):  # the other components may overflow fp16
         each = "".join(f'"{name}": {dtype}, ' for name in encoders)
         dtype = f'{{{each}"default": {report["dtype"]}}}'
     screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype={dtype})')
@@ -175,7 +175,7 @@ def accuracy(report: schema.Report) -> str:
 
 
 def source_line(report: schema.Report) -> Text:
-    # One for each site, a head's output as its logits.
+    # One for each module and side; of a head's output the last entry, its logits, counts.
     signals = list({(signal.module, signal.side): signal for signal in report.signals}.values())
     run, name = report.finetune, "source"
     if run is not None:
@@ -284,7 +284,7 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
         which = "first broken" if regime.broken_sites else "tightest"
         title = f"{name}: the {which} of {wording.counted(len(regime.sites), 'site')} that were measured"
         screen.table(Table(SITE_COLUMNS, regime.sites[:WORST_SITES], title))
-    print_unsafe(screen, report, ("found",))  # what broke stands in the tables
+    print_unsafe(screen, report, ("found",))  # the tables show what broke
     if report.attack is not None and report.certificate is not None:
         print_attack(screen, report.attack, report.certificate)
         print_uncertified(screen, report)
@@ -313,7 +313,7 @@ def print_attack(screen: Output, attack: AttackEntry, certificate: CertificateEn
         f"the worst input that {wording.counted(attack.steps, 'gradient step')} found is"
         f" {wording.below_limit(attack.worst_headroom_bits)}"
     )
-    # Where fp16 gave inf or NaN it may have come from a site before: how large a site is by itself, fp32 shows.
+    # inf or NaN in fp16 may come from an earlier site; fp32 shows the site's own value.
     largest = {s.name: s.worst if s.worst <= FP16_MAX else s.fp32 for s in attack.sites}
     ranked = sorted(
         (s for s in attack.sites if s.name in bounds), key=lambda s: largest[s.name] / s.limit, reverse=True
@@ -340,7 +340,7 @@ def print_attack(screen: Output, attack: AttackEntry, certificate: CertificateEn
 
 def print_certificate(report: schema.Report, then: str = "") -> None:
     screen, certificate = console(), report.certificate
-    assert certificate is not None  # what certify is for
+    assert certificate is not None  # certify always has one
     over = certificate.over
     if certificate.holds:
         inputs = facts.every_input(report, length=True).removeprefix("every ")
@@ -373,7 +373,7 @@ def bound_of(value: float) -> str:
 
 
 def plain(value: float) -> str:
-    """Return a number with four digits, whole under ten million: 65504 is not 65500."""
+    """Return a number with four digits, or all its whole digits under ten million: 65504 is not 65500."""
     return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:,.4g}"
 
 
@@ -394,7 +394,7 @@ def brought_back(folder: Path) -> str:
 
 
 def came_through(whose: str, weights: schema.WeightsEntry) -> str:
-    """Return in words how many weights come back bit for bit: those that fp16 held, perhaps more."""
+    """Return in words how many weights come back bit for bit: at least those that fp16 held."""
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
         return f"{whose}, all of them bit for bit"
@@ -452,7 +452,7 @@ def figures_of(report: schema.Report) -> list[Table]:
         where = "" if kept == "11" else f" at {worst.module}"
         rows.append(("significant bits kept of what enters a norm", f"{kept} of 11{where}"))
     rows += exponent_rows({} if report.plan is None else report.plan.exponents)
-    rows += [row for row in plan_rows(report) if row[0] not in ("outputs", "class")]  # which stand below
+    rows += [row for row in plan_rows(report) if row[0] not in ("outputs", "class")]  # printed below
     return [*([] if close is None else [close]), Table(PAIRS, rows)]
 
 
@@ -513,7 +513,7 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
         screen.print(f"{name} times {factor:.6f} against the drift of eps")
     if planned is not None:
         costs = []
-        # Beyond one that is over a limit not all are tried.
+        # Past an exponent that is over a limit, not every one is tried.
         for over, together in groupby(sorted(planned.cost_by_exponent.items()), lambda each: each[1] > 1):
             tried = list(together)
             if over:
@@ -527,8 +527,7 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
 
 
 def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, aside: bool = False) -> None:
-    """Print what would be uploaded; whole: all of the card. aside: on standard error, where standard output is
-    data."""
+    """Print the planned upload. whole: the whole card. aside: to standard error, where standard output is for data."""
     screen = console(stderr=aside)
     seen = "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
     screen.say(seen)

@@ -1,5 +1,5 @@
-"""What a converted checkpoint is good for next, by what its plan moved. To AdamW a weight times 2^r has 2^-r times the
-learning rate; adapters, quantisers and readers of states meet the same factor. benchmarks/rates.py measures each."""
+"""The uses of a converted checkpoint, by what its plan moved. For AdamW a weight times 2^r has 2^-r times the learning
+rate; adapters, quantisers and readers of states meet the same factor. benchmarks/rates.py measures each."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def harm(report: schema.Report) -> str:
 
 
 def gains_round(plan: Plan) -> bool:
-    """Return whether gains stored less 1 have moved, to where bf16 is coarse."""
+    """Return whether gains stored less 1 have moved close to −1, where bf16 is coarse."""
     return plan.drift is not None and plan.eps is not None and any(r < 0 for r in plan.residual_exponents)
 
 

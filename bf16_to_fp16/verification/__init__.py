@@ -1,1 +1,1 @@
-"""The checks of ``verify``: what a report says, held against files, plan, original, bounds and runs."""
+"""The checks of ``verify``: a report against files, plan, original, bounds and runs."""

@@ -1,4 +1,4 @@
-"""Compare a section of a report with the same section computed again, up to another machine's rounding."""
+"""Compare a section of a report with the same section computed again, within the rounding of another machine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NAMED_BY = ("name", "module", "side", "kind", "signal", "attention")
 
 
 def near(key: str, said: float, again: float) -> bool:
-    """Return whether two numbers agree to their key's tolerance, 1e-9 by default."""
+    """Return whether two numbers agree within their key's tolerance, 1e-9 by default."""
     if math.isnan(said) or math.isnan(again):
         return math.isnan(said) and math.isnan(again)
     said, again = (max(-1e300, min(value, 1e300)) for value in (said, again))  # JSON has no infinity
     low, high = sorted((said, again))
-    if key in COUNTS:  # how many elements overflow differs between kernels
+    if key in COUNTS:  # kernels differ in the number of elements that overflow
         return (said > 0) == (again > 0)
-    if key in BOUNDS:  # carrying eigenvalues over loosens a bound, rounding the matrix doubles that
+    if key in BOUNDS:  # reused eigenvalues loosen a bound by CARRIED; rounding the matrix doubles that
         return again * (1 - 1e-3) <= said <= again * (1 + 4 * CARRIED + 1e-3)
     if key in MAGNITUDES:  # 2^-6 is 22 bits under the limit
         return low > FP16_MAX or high - low <= abs(high) / 8 or max(abs(low), abs(high)) <= 2.0**-6
@@ -38,7 +38,7 @@ def near(key: str, said: float, again: float) -> bool:
 
 
 def differences(said: Any, again: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, reason) of every difference; the rows of a table are matched by name."""
+    """Yield (dotted key, reason) of every difference. Rows of tables are matched by name."""
     if is_table(said) and is_table(again):
         said, again = by_name(said), by_name(again)
     if isinstance(said, Mapping) and isinstance(again, Mapping):

@@ -1,4 +1,4 @@
-"""A folder's files against its report: hashes, missing ones, and weights that a loader may read instead."""
+"""Check a folder's files against its report: hashes, missing files, and weights that a loader may read instead."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def present_files(folder: Path) -> list[str]:
 def check_hashes(
     folder: Path, report: Report, *, extra: Sequence[str] = (), advance: Any = None
 ) -> Iterator[tuple[str, ...]]:
-    """Yield (name, reason) of listed files that are missing or changed, and of unlisted ones. extra: unlisted files of
+    """Yield (name, reason) of listed files that are missing or changed, and of unlisted files. extra: unlisted files of
     the repository."""
     listed = {entry.name: entry for entry in report.output.files}
     if not any(name.endswith(".safetensors") for name in listed) or "config.json" not in listed:
@@ -66,8 +66,8 @@ def check_hashes(
 
 
 def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:
-    """Return listed files and tensors that no conversion writes: code, files outside a sentence encoder's folders and
-    chat templates, names that differ by case alone, tensors that the class does not read."""
+    """Yield listed files and tensors that no conversion writes: code, files outside a sentence encoder's folders and
+    chat templates, names that differ only in case from a known one, tensors that the class does not read."""
     folders, own = {*side_modules(checkpoint.folder), TEMPLATES}, {name.casefold(): name for name in OWN_NAMES}
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")
@@ -89,8 +89,7 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Ite
 
 
 def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, ...]]:
-    """Return unlisted weights that are read, and listed ones in another format or variant, except identical
-    variants."""
+    """Yield unlisted weights that are read, and listed ones in another format or variant, except identical variants."""
     listed = {entry.name: entry.sha256 for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
     yield from ((name, UNLISTED) for name in read if name not in listed)
@@ -113,7 +112,7 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, 
 
 
 def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
-    """Yield the tokenizer of one file where it is not the original's."""
+    """Yield the tokenizer inside one file where it is not the original's."""
     files = (checkpoint.folder / SPIECE_FILE, original.folder / SPIECE_FILE)
     found, wanted = (file.read_bytes() if file.is_file() else None for file in files)
     if found != (wanted if original.home in VIEWS and LAYOUTS[inside.layout].naming is STOCK else None):
@@ -121,8 +120,8 @@ def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed
 
 
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
-    """Return tensors of one file that ``convert --layout`` does not write: other names, such as loaders' scales, or
-    dtypes."""
+    """Yield tensors of one file that ``convert --layout`` does not write: of other names, such as loaders' scales, or
+    other dtypes."""
     naming = LAYOUTS[inside.layout].naming
     ours = {naming.from_stock(name) for name in checkpoint.tensors}
     recorded = recorded_sha256(file)

@@ -1,4 +1,4 @@
-"""Where a converted checkpoint lies, on the disk or on the Hub, and what its report records."""
+"""Find a converted checkpoint on disk or on the Hub, and read its report."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from ..wording import bytes_in_words
 
 LISTS_OTHER = "lists something that convert does not write; convert the source again"
 
-WRONG = {
+WRONG = {  # messages for report keys with values that convert does not write
     "plan.": "its plan is not one of this program; convert the source again",
     "target": "its certificate names no target and length; convert the source again",
     "certificate.max_length": "its certificate names no target and length; convert the source again",
     "certificate.splits": "its certificate names no target and length; convert the source again",
     "inputs.seed": "its seed is not a number; convert the source again",
 }
-"""What is said where something in it is not what convert writes."""
 
 
 def locate(
@@ -38,8 +37,8 @@ def locate(
 
 
 def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Progress) -> tuple[Path, str, list[str]]:
-    """Download what a repository's report lists; return the folder, the commit, and its other files' names. Raises
-    UserError without a report, or without room."""
+    """Download the files that a repository's report lists; return the folder, the commit, and the names of the other
+    files. Raises UserError where there is no report or no room."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.hf_api import RepoFile
 
@@ -65,7 +64,7 @@ def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Pr
     folder = download(REPORT)
     listed = [entry.name for entry in read_recorded(folder).output.files]
     wanted = [name for name in listed if name in sizes]
-    nbytes = sum(sizes[name] for name in wanted if not (folder / name).exists())  # what the cache has is not fetched
+    nbytes = sum(sizes[name] for name in wanted if not (folder / name).exists())  # cached files are not fetched
     check_free_space(repo, nbytes, Path(constants.HF_HUB_CACHE))
     with progress.step(f"Fetching {len(wanted)} files, {bytes_in_words(nbytes)}"):
         folder = download(REPORT, *wanted)
