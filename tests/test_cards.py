@@ -142,6 +142,6 @@ def test_a_card_that_torch_cannot_use_ends_a_finetune_with_the_line_that_mends_i
     assert reason in said and "; pip install --force-reinstall torch==2.7.1 (" in said
     assert not (tmp_path / "out.run").exists()
     monkeypatch.setattr(run, "open_checkpoint", lambda *_, **__: (_ for _ in ()).throw(UserError("it went on")))
-    assert "it went on" in refused(capsys, *words, "--device", "cpu")
+    assert "it went on" in refused(capsys, *words, "--set", "device=cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_torch_uses_cards()

@@ -26,18 +26,12 @@ def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> 
     "--keys", is_flag=True, is_eager=True, expose_value=False, callback=show_keys, help="List every key of a recipe."
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
-@click.option(
-    "--device",
-    metavar="DEVICE",
-    help="auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps, instead of the recipe's.",
-)
 @shared.force
 @shared.verbose
 @shared.json_file
 def finetune_command(
     recipe: Path,
     overrides: tuple[str, ...],
-    device: str | None,
     force: bool,
     verbose: bool,
     json_file: str | None,
@@ -49,7 +43,6 @@ def finetune_command(
     """
     from ..finetuning.recipe import read_recipe
 
-    overrides = (*overrides, f"device={device}") if device else overrides
     asked = read_recipe(recipe, overrides)
     shared.check_there(asked.source)
     for texts in (asked.data.path, asked.data.held_out_path):

@@ -67,10 +67,6 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             yield step, line
 
 
-def last_step(path: Path) -> int:
-    return max((step for step, _ in lines(path)), default=0) if path.is_file() else 0
-
-
 def start_tracker(accelerator: Any, recipe: Recipe, folder: Path) -> None:
     """Begin a run of Weights & Biases, where a recipe asks for one, that ``accelerator.log`` then writes to."""
     if recipe.wandb == "off":

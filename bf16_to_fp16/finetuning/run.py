@@ -58,7 +58,7 @@ from ..targets import AUTO
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
-from .log import LOG, last_step, start_tracker
+from .log import LOG, lines, start_tracker
 from .mixed_precision import MixedPrecision
 from .processes import begun_by, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
@@ -82,7 +82,6 @@ def finetune(
     force: bool = False,
     overrides: tuple[str, ...] = (),
     progress: Progress | bool | None = None,
-    endpoint: str | None = None,
 ) -> Conversion | None:
     """Finetune by ``recipe`` and return what ``convert`` made of the trained checkpoint; None on every process but the
     first.
@@ -101,10 +100,10 @@ def finetune(
     out = Path(recipe.out)
     check_recipe(recipe)
     check_out(out, recipe.source, force=force)  # before a download
-    checkpoint = open_checkpoint(recipe.source, recipe.subfolder, endpoint=endpoint)
+    checkpoint = open_checkpoint(recipe.source, recipe.subfolder)
     check_out(out, recipe.source, checkpoint.folder, force=force)
     progress = shown_by(progress)
-    alone = None if force else partial(converted_alone, recipe, progress, endpoint)
+    alone = None if force else partial(converted_alone, recipe, progress)
     with saying_where_it_stopped(run_folder(recipe)):
         run = train(recipe, checkpoint, progress=progress, alone=alone)
     if run.converted is not None:
@@ -135,7 +134,8 @@ def saying_where_it_stopped(folder: Path) -> Iterator[None]:
         states = RunFolder(folder).steps()
         if not states:
             raise KeyboardInterrupt("interrupted; no state is saved yet: the same command begins anew") from None
-        step = max(states[-1], last_step(folder / LOG))
+        logged = lines(folder / LOG) if (folder / LOG).is_file() else ()
+        step = max([states[-1], *(step for step, _ in logged)])
         words = f"interrupted at step {step}; the same command goes on from step {states[-1]}"
         raise KeyboardInterrupt(words) from None
 
@@ -256,14 +256,14 @@ def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
     return Corpus(recipe.data, folder, load_config(checkpoint.folder), seed=recipe.seed)
 
 
-def converted_alone(recipe: Recipe, progress: Progress, endpoint: str | None = None) -> Conversion | None:
+def converted_alone(recipe: Recipe, progress: Progress) -> Conversion | None:
     """Convert the source of a recipe to its output and return what that gave; None, and nothing is there, where it is
     not safe, or lacks a certificate that is asked for."""
     progress.say("The start has all that is asked for: trying a conversion alone")
     target = recipe.target if "target" in recipe.model_fields_set else AUTO
     options = replace(options_of(recipe, subfolder=recipe.subfolder), target=target)
     place = Destination(Path(recipe.out))
-    result = kept_where_enough(options, recipe.source, place, endpoint=endpoint, progress=progress)
+    result = kept_where_enough(options, recipe.source, place, progress=progress)
     if result.out != place.out:
         return None
     progress.say(UNNEEDED)
@@ -288,7 +288,6 @@ def convert_or_finetune(
     source: str | Path,
     place: Destination,
     *,
-    endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert ``source`` or, where that leaves it unsafe or without a certificate that the recipe asks for, finetune
@@ -301,13 +300,13 @@ def convert_or_finetune(
     check_out(place.out, source, force=place.force)
     check_run_folder(run_folder(read_as), read_as.settled())
     asked = replace(options, target=read_as.planned_target, prove=bool(read_as.penalty.certify))
-    result = kept_where_enough(asked, source, place, endpoint=endpoint, progress=progress)
+    result = kept_where_enough(asked, source, place, progress=progress)
     if result.out == place.out:
         return result
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
     left = ("uncertified" if result.safe else "unsafe") + (f" ({worst})" if worst else "")
     progress.say(f"Rescaling alone leaves it {left}: finetuning")
-    finetuned = finetune(recipe, overrides=overrides, force=place.force, progress=progress, endpoint=endpoint)
+    finetuned = finetune(recipe, overrides=overrides, force=place.force, progress=progress)
     assert finetuned is not None  # the only process is the first one
     return finetuned
 

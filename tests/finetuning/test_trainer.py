@@ -392,13 +392,6 @@ def test_so_many_bad_batches_stop_a_run(make: Make, fix: Fix) -> None:
     assert [row["step"] for row in trainer.position.skipped] == [2, 5]
 
 
-def test_bf16_turns_to_fp16_when_the_activations_fit(make: Make, fix: Fix, tmp_path: Path) -> None:
-    # Past the target and under the limit is where it may well begin.
-    fix("trainer", FITTING_STEPS=5)
-    begun_in_bf16(make("fits", penalty={"form": "smooth-max", "headroom_bits": 14.0})).train()
-    assert [row["precision"] for row in steps_of(tmp_path / "fits")] == ["bf16"] * 5 + ["fp16"] * 3
-
-
 def test_a_phase_in_bf16_is_judged_in_fp16_for_which_the_result_is(make: Make) -> None:
     one, other = (make(name, penalty={"form": "smooth-max"}) for name in ("fp16", "bf16"))
     for trainer in (one, begun_in_bf16(other)):
