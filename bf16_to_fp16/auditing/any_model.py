@@ -1,5 +1,5 @@
-"""A model of any other transformers class in its regimes: where its fp16 breaks, and by how much. Bounds, conversion,
-chosen ids and the walk over files need a family; here each regime is loaded whole."""
+"""Audit a model of a transformers class without a family: where its fp16 breaks, and by how much. Bounds, conversion,
+chosen ids and the walk over files need a family; here each regime's model is loaded whole."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .regimes import DTYPES, RegimeResult, audit_each, audit_model, beside_fp32,
 
 @dataclass(frozen=True)
 class AnyModel:
-    """A checkpoint whose class belongs to no family. ``config``: makes the inputs. ``attention``: those of the
-    class."""
+    """A checkpoint whose class belongs to no family. ``config``: the text config, which makes the inputs.
+    ``attention``: the implementations to run."""
 
     folder: Path
     name: str
@@ -50,7 +50,7 @@ class AnyModel:
 
 def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:
     """Return a checkpoint ready to audit, without attentions that its class lacks. Raises UserError for a class outside
-    transformers (its code is never run), one without a vocabulary, and where no attention is left."""
+    transformers (its code is never run), for a model that takes no token ids, and where no attention is left."""
     import transformers
 
     config = any_config(folder)
@@ -75,15 +75,15 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
         modules = kind._from_config(copy(config)).modules()
     setattr(inputs, CAUSAL, any(getattr(module, "is_causal", False) for module in modules))
     kept = attentions_of(names[0], attention, progress)
-    # A decoder beside an encoder needs to be told with what to begin.
+    # A decoder beside an encoder needs a start token.
     starts = [getattr(text, key, None) for key in ("decoder_start_token_id", "bos_token_id")]
     begins = not stock.decodes or any(start is not None for start in starts)
     return AnyModel(folder, names[0], inputs, kept, begins and stock.is_language_model)
 
 
 def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = False) -> list[Batch]:
-    """Return the probe and the user's text, with a head, and a generation where the class can. Raises UserError for
-    unusable data."""
+    """Return the batches of the probe and of the user's text, all with logits, and generations where the class can.
+    Raises UserError for unusable data."""
     made = probe.batches(model.config, None, None, seed=seed, sweep=sweep)
     if data is not None:
         made += probe.batches(model.config, model.folder, data, seed=seed)
@@ -142,7 +142,7 @@ def lost_weights(model: Any) -> list[SiteEntry]:
 
 
 def with_lost_weights(result: RegimeResult, weights: Sequence[SiteEntry]) -> RegimeResult:
-    """Return the result with these weights as first sites: a probe draws few rows of a large vocabulary."""
+    """Return the result with non-finite weights as its first sites; the probe runs few rows of a large embedding."""
     seen = {site.name for site in result.sites}
     lost = [site for site in weights if site.name not in seen]
     if not lost:

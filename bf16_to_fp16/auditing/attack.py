@@ -1,7 +1,7 @@
 """A gradient search for the inputs that bring each site nearest to its limit. Each row of a batch climbs towards one
-site or 1/σ of a norm's input, over mixtures of embedding rows (the certificate's hull) and over ids, one position at a
-time (HotFlip, Ebrahimi et al. 2018). Each round tries all inputs on all goals and starts from the best. Finds are
-measured again in fp32 and in real fp16."""
+goal: a site, or 1/σ of a norm's input. It searches mixtures of embedding rows (the certificate's hull), and ids, one
+position at a time (HotFlip, Ebrahimi et al. 2018). Each round tries all inputs on all goals and starts from the best.
+The best inputs are measured again in fp32 and in real fp16."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROUNDS = 4  # times that the rows start anew from the best inputs
 STARTS = 3  # best inputs kept for each goal, for as many rows to start from
 POOL = 8  # groups of random inputs among which the first rows choose their start
 
-TOKEN_SHARE = 4  # one step in so many changes tokens, which costs several times what the others do
+TOKEN_SHARE = 4  # one step in four changes tokens, at several times the cost of the others
 
 START_WEIGHT = 0.7  # weight of its starting point in a row's first mixture
 WORDS = 512  # rows of the table that the hull is searched over; with a larger vocabulary a random choice of them
@@ -51,19 +51,19 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
 
 
 class _Elite:
-    """The best inputs so far for each goal, best first, with what they reach."""
+    """The best inputs so far for each goal, best first, with their values."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[tuple[float, Inputs]]] = {}
 
     def offer(self, x: Inputs, reached: Mapping[str, Tensor]) -> None:
-        """Take rows of ``x`` that are among the best; reached: of every goal, [rows]."""
+        """Keep the rows of ``x`` that are among the best. reached: each goal's values, [rows]."""
         for goal, values in reached.items():
             kept = self.kept.setdefault(goal, [])
-            # NaN is past every limit.
+            # NaN counts as past every limit.
             top = values.nan_to_num(math.inf, math.inf).topk(min(STARTS, len(values)))
             for value, row in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-                # The same input comes by again whenever a row did not improve.
+                # An input is offered again whenever its row did not improve.
                 if all(value != old for old, _ in kept):
                     kept.append((value, tuple(side[row : row + 1].clone() for side in x)))
             kept.sort(key=lambda pair: -pair[0])
@@ -90,7 +90,7 @@ class _Climb:
 
 
 class _Adversary:
-    """A model under attack. Each search goes uphill from a start and returns every row's best."""
+    """A model under attack. Each search climbs from a start and returns every row's best inputs."""
 
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
@@ -98,18 +98,17 @@ class _Adversary:
         named = dict(model.named_parameters(remove_duplicate=False))
         embedding = model.get_input_embeddings().weight
         tables: list[Tensor] = []
-        # Embeddings that are given are not scaled by who looks them up: the table, or the stack (Pegasus's encoder; its
-        # decoder scales both, as T5Gemma's stacks do).
+        # Pegasus's decoder and T5Gemma's stacks scale ``inputs_embeds`` too; tables and Pegasus's encoder do not.
         for stack in layout.stacks()[: 1 if layout.shares_table else None]:
             table = (named[stack.ends.table] if stack.ends.table else embedding).detach()
             tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scales_itself else table)
         self.tables = tables * 2 if layout.stock.decodes and len(tables) == 1 else tables
-        """The rows that each side's inputs are made of."""
+        """Each side's embedding rows, of which inputs are mixed."""
         first = layout.stacks()[0].ends
         self.encoder_scale = 1.0 if first.scales_itself or first.scales else layout.embedding_scale(first)
         self.vocabulary, self.device = len(self.tables[0]), self.tables[0].device
         self.narrow = {f"{reader.norm}:{INVERSE_SIGMA}": reader.site for reader in walk(layout) if reader.norm}
-        """Goals that are 1/σ of a norm's input, with the site that the norm reads."""
+        """Goals that are 1/σ of a norm's input, with the site of that input."""
 
     def draw(self, rows: int) -> Inputs:
         def side() -> Tensor:
@@ -155,8 +154,8 @@ class _Adversary:
         return tuple(self.best_words(side, table, nearest=True)[1] for side, table in sides)
 
     def best_words(self, x: Tensor, table: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
-        """Return for every position the largest x·row of a table and its id, in chunks. nearest: the largest x·row −
-        ‖row‖²/2 instead, of the row nearest to x."""
+        """Return for every position the largest x·row over a table's rows, and that row's id. nearest: maximise x·row −
+        ‖row‖²/2, which finds the row nearest to x."""
         best = torch.full(x.shape[:2], -math.inf, device=x.device)
         word = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
         for start in range(0, len(table), 4096):
@@ -170,8 +169,8 @@ class _Adversary:
         return best, word
 
     def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
-        """Return every operation's largest |x| on all inputs. Each first row comes again with as much masking as fp16
-        bears, so that the mask's operations run."""
+        """Return every operation's largest |x| over all inputs. Each batch's first row comes again with as much padding
+        as fp16 bears, so that the mask's operations run."""
         spare = spare_padding(model.config.to_dict()) or 1
         last = int(spare) if spare < self.length else 0
         observer = SiteObserver(model)
@@ -181,7 +180,7 @@ class _Adversary:
                 mask = torch.ones(again[0].shape[:2], dtype=torch.int64, device=self.device)
                 mask[-1, 1:][mask.shape[1] - 1 - last :] = 0
                 self.run(again, model, mask)
-        # What has no limit in fp16 is benign; masks are not an input's doing.
+        # A site without a limit in fp16 is benign, and constants do not depend on inputs.
         half = next(model.parameters()).dtype == torch.float16
         return {
             s.name: s.amax for s in observer.sites() if ":constant " not in s.name and (s.limit is not None or not half)
@@ -208,7 +207,7 @@ class _Adversary:
         return self.climb(climb, lambda: tuple(map(mixed, sides, climb.start, tables)), optimizer)
 
     def climb(self, climb: _Climb, make: Callable[[], Inputs], optimizer: torch.optim.Optimizer) -> Inputs:
-        """Step uphill on ``make``'s embeddings; return each row's best, its start included."""
+        """Step uphill on the embeddings that ``make`` gives; return each row's best, its start included."""
         with torch.no_grad():
             best, kept = self.reached(climb.start, climb.goals), climb.start
         for _ in range(climb.steps):
@@ -270,11 +269,11 @@ def attack(
     sites: Sequence[str] | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> AttackEntry:
-    """Return what ``steps`` gradient steps, one in ``TOKEN_SHARE`` over tokens, find at each site.
+    """Return each site's findings after ``steps`` gradient steps, one in ``TOKEN_SHARE`` of them over tokens.
 
     model: a stock model in eval mode with the weights that run in fp16, in any dtype; unchanged. sites: audit names to
-    go after, by default all within reach; a repeated name gets more rows. Scores stand for their scaled, biased or
-    masked forms. length: positions of both sides. Deterministic for a seed, on every device.
+    attack, by default all goals; a repeated name gets more rows. Sites after an attention's scores are attacked by the
+    scores. length: positions of both sides. Deterministic for a seed, on every device.
     """
     half = fixed(copy.deepcopy(model).half())
     wide = fixed(copy.deepcopy(model).float())
@@ -353,7 +352,7 @@ class _AttackSearch:
                     self.offer(adversary.by_tokens(_Climb(group, self.tokens.starts(group), change, done)), tokens=True)
 
     def offer(self, x: Inputs, *, tokens: bool = False) -> None:
-        """Try inputs on every goal and keep the best; tokens are mixtures too."""
+        """Try inputs on every goal and keep the best. Tokens count as mixtures too."""
         embedded = self.adversary.embed(x) if tokens else x
         reached = self.adversary.survey(embedded)
         if tokens:

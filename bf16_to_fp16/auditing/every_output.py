@@ -1,5 +1,6 @@
 """Compare every output of a stock class with the source's: logits, hidden states, attentions. Both run in fp32 on small
-batches; an output may differ by its recorded power of two and rounding, measured by the source's bf16 error."""
+batches. An output may differ by its recorded power of two, and by rounding, which is measured by the source's bf16
+error."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ EveryOutput = Mapping[str, tuple[Tensor, ...]]
 
 RETURN_ALL: dict[str, Any] = {"output_hidden_states": True, "output_attentions": True}
 INFINITE = 1e300  # JSON has no infinity
-SPAN = ("start_logits", "end_logits")  # share a factor of two channels, one for each
+SPAN = ("start_logits", "end_logits")  # their common factor has one channel for each
 
 
 def smallest_batches(batches: Sequence[Batch]) -> list[Batch]:
@@ -39,7 +40,7 @@ def run_recording(model: Any, batch: Batch, recorded: Sequence[Batch], outputs: 
 
 
 def all_outputs(output: Any) -> EveryOutput:
-    """Return a stock output's tensors on the CPU; the last of ``hidden_states`` has the last state's name."""
+    """Return a stock output's tensors on the CPU; the last of ``hidden_states`` is named as the last state."""
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, value in output.items():
         layers = value if isinstance(value, (tuple, list)) else (value,)

@@ -1,5 +1,5 @@
-"""Whether fp16 is the more accurate 16-bit format for a checkpoint: the source in bf16 and the output in fp16 are
-compared with the fp32 source. An encoder's states are compared by relative squared error."""
+"""Whether fp16 is the more accurate 16-bit format for a checkpoint. The source in bf16 and the output in fp16 are
+compared with the fp32 source: logits by KL, an encoder's states by relative squared error."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ..run.lanes import Lane, Walk, results_of
 from ..run.products import FastProducts
 from .every_output import EveryOutput, run_recording, smallest_batches
 
-NO_CHOICE = -1e9  # a logit that nobody chooses
+NO_CHOICE = -1e9  # the logit of a position that cannot be chosen
 _ELEMENTS_AT_A_TIME = 1 << 18  # logits compared at a time: 2 MB in float64, which a cache holds
 
 
 Outputs = Sequence[Tensor]
-"""What a model gives on each batch that is compared: [positions, channels] without padding, on the CPU."""
+"""A model's output on each compared batch: [positions, channels] without padding, on the CPU."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A source's outputs in fp32 and in bf16; every one of them on a few batches."""
+    """A source's outputs in fp32 and bf16 on all batches, and every stock output on a few."""
 
     fp32: Outputs
     bf16: Outputs
@@ -43,14 +43,14 @@ def compared(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def output_on(batch: Batch, output: Any) -> Tensor:
-    """Return a stock output's logits or last states, [choices, channels], at unpadded positions; a row's logits for one
-    choice a row, every position's for a span."""
+    """Return a stock output's logits or last states, [choices, channels]. A class with one answer a row gives its
+    logits, a span head the logits of every position, any other class its values at unpadded positions."""
     values = values_of(output).detach().cpu()
     mask = (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
     if values.dim() == 2:
         return values
     if "start_logits" in output:
-        # Padding is no choice; −∞ would give NaN where it is subtracted, and fp16 holds nothing that is far enough.
+        # −∞ would give NaN where it is subtracted, and no fp16 number is low enough.
         return values.float().transpose(1, 2).masked_fill(~mask[:, None], NO_CHOICE).flatten(0, 1)
     return values[mask]
 
@@ -58,8 +58,8 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 def add_outputs(
     walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
 ) -> list[Lane[Tensor]]:
-    """Add a lane to a walk for each compared batch; the results are ``Outputs``, by products of ``FastProducts``.
-    every: takes all outputs on ``smallest_batches``, in order. options: of ``Walk.add``."""
+    """Add a lane to a walk for each compared batch, whose result is its output by ``FastProducts``. every: receives all
+    stock outputs on ``smallest_batches``, in order. options: for ``Walk.add``."""
     shown = [] if every is None else smallest_batches(compared(batches))
     put = [] if every is None else every
     put.extend({} for _ in shown)
@@ -79,8 +79,8 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Add fp32 lanes whose results are the differences of their outputs, times ``scale``, from the ``expected``:
-    keeping the outputs of many runs would fill the memory."""
+    """Add fp32 lanes that compare their outputs, times ``scale``, with ``expected``. Their results are the differences
+    alone: outputs of many runs would fill the memory."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
         with FastProducts():
@@ -144,7 +144,7 @@ def difference(expected: Tensor, found: Tensor, *, probabilities: bool) -> Diffe
 
 def mean_divergence(differences: Sequence[Difference]) -> float:
     total = Difference()
-    # Of what is all but the same, the sum may be rounded to less than nothing.
+    # Rounding may make the sum of nearly equal outputs negative.
     total.divergence = max(0.0, sum(each.divergence for each in differences))
     total.scale = sum(each.scale for each in differences)
     return total.mean
@@ -152,8 +152,8 @@ def mean_divergence(differences: Sequence[Difference]) -> float:
 
 @torch.no_grad()
 def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabilities: bool) -> Fidelity:
-    """Return how far ``bf16`` and ``fp16`` are from ``reference``. probabilities: they are logits. Raises
-    ``ValueError`` without batches."""
+    """Return how far ``bf16`` and ``fp16`` are from ``reference``. probabilities: the outputs are logits. Raises
+    ValueError without batches."""
     from_bf16, from_fp16 = Difference(), Difference()
     for i, expected in enumerate(reference):
         for part, a, p in parts_of(expected, probabilities=probabilities):

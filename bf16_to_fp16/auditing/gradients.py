@@ -1,6 +1,6 @@
-"""Gradients under fp16 AMP: the loss scale that they allow, and what is lost at it. A dynamic scaler settles where the
-largest gradient just fits; what is under 2⁻²⁵ becomes 0. A signal times 2^r has gradients times 2^-r: a stream that
-shrinks further than needed costs the smallest gradients elsewhere."""
+"""Gradients under fp16 AMP: the loss scale that they allow, and the gradients lost at it. A dynamic scaler settles
+where the largest gradient just fits; gradients under 2⁻²⁵ become 0. A signal times 2^r has gradients times 2^-r, so a
+stream that shrinks further than needed costs the smallest gradients elsewhere."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..run.batch import IGNORED_LABEL, Batch, run_batch, values_of
 from ..run.interface import config_of, predicts_tokens
 
 FIRST_EXPONENT = 16
-"""Of two, the loss scale at which torch's dynamic scaler begins; it doubles after 2,000 steps without an overflow."""
+"""log2 of the loss scale at which torch's dynamic scaler begins; it doubles after 2,000 steps without an overflow."""
 
-LAST_EXPONENT = -10  # of the smallest loss scale that is tried; at less most gradients become 0
+LAST_EXPONENT = -10  # log2 of the smallest loss scale that is tried; under it most gradients become 0
 
 SHOWN = 20  # sites that a report lists
 
 
 def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]:
-    """Return a model's output and loss, None where there is no output; without labels the loss pulls outputs to
-    zero."""
+    """Return a model's output and loss, or None twice without an output. A model that predicts no tokens has the mean
+    square of its output as loss."""
     labelled = batch.head and predicts_tokens(config_of(model))
-    # A causal model has nothing to predict behind a token that stands alone.
+    # A causal model predicts nothing in rows of one token.
     labelled = labelled and bool((batch.labels() != IGNORED_LABEL).any())
     output = run_batch(model, batch, labels=labelled)
     if output is None:
@@ -50,7 +50,7 @@ def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int =
         tried = (fits + fails) // 2
     if not sites:
         past = [name for name, site in broken.items() if not math.isfinite(site.amax)]
-        # In the order of the backward pass.
+        # ``past`` is in the order of the backward pass.
         first = GradientSiteEntry(name=past[0], amax=math.inf, flushed=0.0) if past else None
         return GradientsEntry(loss_scale=None, flushed=0.0, largest=first, sites=[])
     return _range(2.0**fits, sites, _backward(model, inputs, 1.0, autocast=False, seed=seed))
@@ -70,7 +70,7 @@ class _Sum:
 def _backward(
     model: nn.Module, batches: Sequence[Batch], scale: float, *, autocast: bool, seed: int
 ) -> dict[str, _Sum]:
-    """Return all gradients by site, under autocast the fp16 ones; none where a loss is not finite."""
+    """Return the gradients by site, under autocast the fp16 ones alone; {} where a loss is not finite."""
     observer, place = SiteObserver(model), next(model.parameters()).device
     with observer, torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
         torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""A checkpoint run in the ways people run it in fp16, every operation measured.
+"""Run a checkpoint in the ways people run it in fp16, and measure every operation.
 
-``stock`` is what ``from_pretrained(dtype=float16)`` gives; T5's ``wo`` stays in fp32, and with it the residual. In
-``half`` every weight is in fp16, and so is what no file holds and stock code makes. ``amp`` has fp32 weights, and
+``stock`` is the model of ``from_pretrained(dtype=float16)``, in which T5's ``wo`` and the residual stay in fp32. In
+``half`` every weight is in fp16, with those that no file holds and stock code makes. ``amp`` has fp32 weights, and
 autocast runs the matrix products in fp16. Each runs with eager attention, whose scores can be measured, and with SDPA,
 whose kernels hide them. Finite logits prove nothing, since stock code clamps residuals: a regime is safe iff no
 operation's output is non-finite or saturated, other than by design.
@@ -45,26 +45,25 @@ from .gradients import LAST_EXPONENT, measure_gradients, output_and_loss
 REGIMES = ("stock", "amp", "half")
 
 DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
-"""In which dtype stock code loads a regime's weights; under ``half`` what stays in fp32 is then cast."""
+"""The dtype in which stock code loads a regime's weights; ``half`` then casts those that stay in fp32."""
 
-ATTENTIONS = ("eager", "sdpa")  # those that stock code runs
+ATTENTIONS = ("eager", "sdpa")
 
 LOSS_SCALE = 2.0**10
-"""Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so that
-the scale itself never breaks pure half. Where gradients under AMP need a lower one, it is that, as of a dynamic scaler,
-which starts at 2¹⁶ and settles where they fit."""
+"""Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so the
+scale alone never breaks pure half. It is lower where gradients under AMP need that, as with a dynamic scaler."""
 
 _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
 
-# Operations that put out a signal: linears and norms, embeddings, residual adds, gated products, what attention
-# gathers. Copies are the same signal again; scores, statistics and what happens inside an activation function may be
-# small by nature, or mean something by their absolute size.
+# Operations that put out a signal: linears and norms, embeddings, residual adds, gated products, attention's context.
+# Copies repeat a signal. Scores, statistics and values inside an activation may be small by nature, or their absolute
+# size has a meaning.
 _SIGNALS = ("", "context", "embedding", "add", "mul", "layer_norm")
 
 
 class RegimeResult(RegimeEntry):
-    """A regime's entry in the report, and what else it showed. ``norms``: norms' inputs, in ``half`` under the first
-    attention. ``vectors``: a sentence encoder's further modules ran."""
+    """A regime's entry in the report, with further results of its run. ``norms``: norms' inputs, in ``half`` under the
+    first attention. ``vectors``: a sentence encoder's further modules ran."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -87,10 +86,12 @@ def audit_folder(
     attention: Sequence[str] = ATTENTIONS,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
-    """Return what each regime shows on the checkpoint in ``folder``, on ``inputs`` or the built-in probe. ``half`` runs
-    on all inputs under the first attention; other runs get fewer, unless ``half`` breaks. Forwards walk over the files,
-    in a block's memory; ``train_mode`` loads the model and runs all. Attentions that the class lacks are left out.
-    Raises ``UserError`` for a folder that cannot be used."""
+    """Audit the checkpoint in ``folder`` in each regime, on ``inputs`` or the built-in probe.
+
+    ``half`` runs all inputs under the first attention; other runs get fewer, unless ``half`` breaks. Forwards walk over
+    the files, with one block's weights in memory; ``train_mode`` loads the model and runs all. Attentions that the
+    class lacks are left out. Raises UserError for a folder that cannot be used.
+    """
     check_names(regimes, attention)
     place = device or torch.device("cpu")
     config = load_config(folder)
@@ -138,7 +139,7 @@ def audit_each(
             scale, fits = min(scale, gradients.loss_scale or scale), gradients.loss_scale is not None
         options: dict[str, Any] = {"regime": regime, "attention": attention, "advance": step, "seed": seed}
         shown, least = audit_model(model, inputs, loss_scale=scale if train_mode else None, **options), scale
-        # Where the stream is in fp16 too, a scaler falls further than under autocast, where that finds a scale at all.
+        # An fp16 stream may need a lower scale than autocast; search for it only if autocast has one.
         while fits and least > 2.0**LAST_EXPONENT and _breaks_backwards_alone(shown):
             least = max(least / 16, 2.0**LAST_EXPONENT)
             shown = audit_model(model, inputs, loss_scale=least, **options)
@@ -152,7 +153,7 @@ def _breaks_backwards_alone(result: RegimeResult) -> bool:
 
 @dataclass(frozen=True)
 class Audited:
-    """Each regime, and the outputs of ``half`` under the first attention and, if asked for, in fp32."""
+    """Each regime's result, and outputs of ``half`` under the first attention and of fp32, the latter if asked for."""
 
     regimes: dict[str, RegimeResult]
     half: Outputs
@@ -170,8 +171,8 @@ def run_regimes(
     fp32: Sequence[Batch] = (),
     advance: Advance | None = None,
 ) -> Audited:
-    """Run a checkpoint in ``regimes`` in one walk over its files and return what they show, as ``audit_folder`` does.
-    ``stock`` is ``half`` where it leaves nothing in fp32. fp32: unmeasured inputs in fp32, for their outputs."""
+    """Run a checkpoint in ``regimes`` in one walk over its files, as ``audit_folder`` does without training. ``stock``
+    is ``half`` where it leaves nothing in fp32. fp32: inputs to run in fp32 too, unmeasured, for their outputs."""
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
     ran = [regime for regime in regimes if regime != "stock" or not alike]
@@ -189,7 +190,7 @@ def run_regimes(
     plain = add_outputs(walk, fp32, torch.float32, every)
     walk.run(advance)
     if "half" in ran and any(seen["half", name].broke() for name in attention):
-        # What half has shown to fit is no reason any more to run the others on less.
+        # Other runs get fewer inputs only because half shows that they fit.
         rest = Walk(checkpoint, device)
         for (_, name), shown in seen.items():
             ran_on = {id(batch) for batch in shown.inputs}
@@ -233,9 +234,9 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
 
 
 def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
-    """What a regime runs on under an attention: all, or the first batch, padded ones and those with a cache.
-    all_regimes: it stands for the others: stock's and amp's fp16 is fp16 in half too, and another attention differs in
-    one function."""
+    """Return the inputs that a regime runs under an attention: all, or the first batch, padded ones and those with a
+    cache. all_regimes: this regime stands for the others, since stock's and amp's fp16 is fp16 in half too. Another
+    attention differs in one function."""
 
     def own(batch: Batch) -> bool:
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
@@ -247,7 +248,7 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
 
 @dataclass(frozen=True)
 class _Ran:
-    """One run: the number of non-finite outputs, its sites, norms' inputs, and its output where that is compared."""
+    """One run: its number of non-finite outputs, its sites, its norms' inputs, and its output if it is compared."""
 
     nonfinite: int
     sites: Sequence[Site]
@@ -256,8 +257,8 @@ class _Ran:
 
 
 class _Seen:
-    """A regime's lanes under one attention. keeps: outputs to compare and norms' inputs. behind: a sentence encoder's
-    folder, whose further modules run in ``half`` alone."""
+    """A regime's lanes under one attention. keeps: whether norms' inputs and outputs are kept. behind: a sentence
+    encoder's folder, whose further modules run in ``half`` alone."""
 
     def __init__(self, regime: str, attention: str, *, keeps: bool = False, behind: Path | None = None) -> None:
         self.regime, self.attention, self.keeps = regime, attention, keeps
@@ -286,7 +287,7 @@ class _Seen:
         return _Ran(_nonfinite(output), sites, norms, output_on(batch, output) if compares else None)
 
     def _run_behind(self, batch: Batch, output: Any) -> Sequence[Site]:
-        """Run a sentence encoder's further modules on its last states, where it shows them; return their sites."""
+        """Run a sentence encoder's further modules on its last states and return their sites; () without states."""
         shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
         states = next((each for each in shown if each is not None), None)
         if self.behind is None or states is None:
@@ -324,8 +325,8 @@ def _beside_fp32(
 def beside_fp32(
     results: dict[str, RegimeResult], within: Collection[str], run: Callable[[], Mapping[str, float]]
 ) -> dict[str, RegimeResult]:
-    """Add what fp32 shows: how large the values that broke are, and which all-zero signals are not zero there. within:
-    from ``insides_of``. run: gives every site's largest fp32 |x|; called only where needed."""
+    """Add fp32's values of sites that broke, and the all-zero signals that fp32 has as other values. within: from
+    ``insides_of``. run: gives every site's largest fp32 |x|; called only where needed."""
     silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
     if not silent and verdict(results) == "safe":
         return results
@@ -352,8 +353,8 @@ def audit_model(
     advance: Advance | None = None,
     seed: int = 0,
 ) -> RegimeResult:
-    """Return what ``model`` shows on ``batches`` under each attention, in the dtypes of ``regime``; for ``amp`` it is
-    in fp32 under autocast. loss_scale: train, with seeded dropout and the loss's scaled backward. Mode, attention and
+    """Run ``model``, in the dtypes of ``regime``, on ``batches`` under each attention; for ``amp`` it is in fp32 and
+    runs under autocast. loss_scale: train, with seeded dropout and a backward of the scaled loss. Mode, attention and
     gradients are restored."""
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
@@ -433,7 +434,7 @@ def _check_autocast(model: nn.Module, observer: SiteObserver) -> None:
 
 
 def _merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> None:
-    """Add ``sites`` by name; one in fp16 once and fp32 once counts as fp16."""
+    """Add ``sites`` by name; a site in fp16 once and in fp32 once counts as fp16."""
     for site in sites:
         if not site.calls:
             continue
@@ -450,7 +451,7 @@ def _merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> N
             before, old = merged[site.name]
             shown = old if result.limit is None else result
             amax = max(r.amax for r in (old, result) if (r.limit is None) == (shown.limit is None))
-            # Where only one of the two broke, the order is that of its breaking.
+            # If only one of the two broke, its order counts.
             if bool(old.nonfinite) == bool(site.nonfinite):
                 order = min(order, before)
             elif old.nonfinite:
@@ -467,7 +468,7 @@ def _merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> N
 
 
 def insides_of(config: Any) -> frozenset[str]:
-    """Return the modules whose outputs are no signals of their own; none for an unknown family."""
+    """Return the names of modules whose outputs are not signals; none for an unknown family."""
     return roles_of(of_model_type(getattr(config, "model_type", None))).insides
 
 
@@ -507,14 +508,14 @@ def _result(
 
 
 def _finite(amax: float, bits: float | None, limit: float | None) -> dict[str, Any]:
-    """Return what a report says: an overflowed amax is 65536, endless headroom 40 bits, fp16's whole range."""
+    """Return a report's finite numbers: 65536 for an overflowed amax, at most 40 bits (fp16's range) of headroom."""
     if bits is not None:
         bits = math.log2((limit or FP16_MAX) / OVERFLOWED) if bits == -math.inf else min(bits, _FP16_RANGE_BITS)
     return {"amax": amax if math.isfinite(amax) else OVERFLOWED, "headroom_bits": bits}
 
 
 def _signals(sites: Iterable[SiteEntry], insides: Collection[str]) -> list[SiteEntry]:
-    """The sites of fp16 signals in the forward. insides: from ``insides_of``."""
+    """Return the sites of fp16 signals in the forward. insides: from ``insides_of``."""
     sites = list(sites)
     attentions = {s.name.rpartition(":")[0] for s in sites if s.name.endswith((":scores", ":context"))}
     signals = []

@@ -1,7 +1,7 @@
 """The soft side of edits: tokens at which an edited signal is small, so that an edit changes the function most.
 
-They are looked for in the weights, by ids that stand alone (``run.alone``): where the model's or a sublayer's output
-changes most, and where the weight of one key of two moves most. Stock code then judges what was found, beside bf16 and
+The weights give suspects, by ids that stand alone (``run.alone``): where the model's or a sublayer's output changes
+most, and where the attention weight between two keys moves most. Stock code then judges the suspects, beside bf16 and
 beside random pairs.
 """
 
@@ -35,7 +35,7 @@ from ..run.products import FastProducts
 from ..run.stock import vocabulary_of
 from .fidelity import Outputs, add_outputs, difference, output_on
 
-LENGTH, EVERY = 16, 4  # tokens of a row, and every so many of a text are replaced
+LENGTH, EVERY = 16, 4  # tokens of a row; one in four of a text is replaced
 LEAST_ROWS, MOST_ROWS = 64, 512  # rows that are run, fewer of a large vocabulary
 TOGETHER = 32  # rows of one batch
 IN_TEXT = 32  # ids that are put into text
@@ -43,9 +43,9 @@ RANKS = 8  # suspects of one site
 IN_PAIRS = 2048  # ids of which all pairs are looked at
 DRAWS = 8  # stochastic roundings whose mean stands for bf16
 TIMES, LEAST = 10.0, 0.01
-"""How often bf16's divergence makes an edit's one too many, and from what divergence on it counts."""
+"""An edit harms an input from TIMES bf16's divergence on, if its own is over LEAST."""
 
-HALF_STEP = 2.0**-9  # of bf16, relative
+HALF_STEP = 2.0**-9  # relative rounding error of bf16
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class SoftSide:
 def soft_side(
     source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, config: Any, text: Tensor | None
 ) -> SoftSide:
-    """Look for inputs that a plan's edits harm. written: is judged. text: int64 ids [rows, length] into which single
-    ids are put; None draws it."""
+    """Search for inputs that a plan's edits harm. written: the edited checkpoint, run to judge them. text: int64 ids
+    [rows, length] into which single ids are put; None draws it."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = vocabulary_of(config)
     order = torch.randperm(vocabulary, generator=generator)
@@ -100,7 +100,7 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 
 
 def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> Iterator[tuple[int, ...]]:
-    """Yield ids and sets of ids, by the edits' changes of lone tokens, the first of each site first."""
+    """Yield ids and sets of ids by how far edits change lone tokens, the first of each site first."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
@@ -132,7 +132,7 @@ def modules_of(sublayer: Sublayer) -> set[str]:
 
 
 def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
-    """Return each token's change of a feed-forward's output, in bf16's errors."""
+    """Return each token's change of a feed-forward's output, in units of bf16's error."""
     normed, output = step.outputs[0], step.outputs[-1]
     sublayer = step.sublayer
     assert isinstance(sublayer, FeedForward | Experts)
@@ -143,8 +143,8 @@ def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
 
 
 def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Tensor) -> Tensor:
-    """Return each token's divergence of logits, or relative squared error, by its last states before and after edits of
-    the whole model."""
+    """Return each token's divergence of logits, or relative squared error, from its last states before and after the
+    edits."""
     parts = []
     for states in zip(before.split(64), after.split(64), strict=True):
         a, b = (weights.given(each) for weights, each in zip((plain, edited), states, strict=True))
@@ -159,7 +159,7 @@ def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Ten
 def pairs_at(
     plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Yield for every edited head the sets of ids among which its weights move most."""
+    """Yield for every edited head the sets of ids between which its attention weights move most."""
     layout = plain.layout
     some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
     normed, query, key = (x[some] for x in step.outputs[:3])
@@ -200,7 +200,7 @@ def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool)
 
 
 def weight_of_two(scores: Tensor) -> Tensor:
-    """Return each query's weight of the other of two keys, one being its own."""
+    """Return each query's weight of another key, where its own is the only other."""
     return (scores - scores.diagonal()[:, None]).sigmoid()
 
 
@@ -215,7 +215,8 @@ def judged(
     inputs: Sequence[tuple[int, ...]],
     rows: Tensor,
 ) -> tuple[list[ExceptionEntry], Tensor]:
-    """Return which of ``inputs``, a row of ids each, the edits harm, and of each whether they are further than bf16."""
+    """Return the entries of ``inputs``, a row of ids each, that the edits harm, and for each input whether it is
+    further off than in bf16."""
     batches = [whole_rows(config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
     walk, other = Walk(source), Walk(written)
     expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))

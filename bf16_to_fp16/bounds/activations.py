@@ -1,4 +1,5 @@
-"""The activations that have bounds, and what has none whatever the weights are. Imports no torch."""
+"""The activations that have bounds, and the refusal of models that have none whatever their weights. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.
 
 
 def check_bounded(layout: Layout, folder: str = "") -> None:
-    """Refuse what has no bound whatever the weights are; folder: of its config.json, for messages."""
+    """Raise UserError for a layout without bounds whatever its weights: by its eps or an activation. folder: of its
+    config.json, for messages."""
     where = f"{folder}/config.json".removeprefix("/")
     if layout.eps < 2.0**-126:
         raise UserError(

@@ -1,7 +1,8 @@
-"""What fp16 arithmetic adds to a bound: the rounding of one number, of one sum, of one row of attention weights.
+"""The error that fp16 arithmetic adds to a bound, by rounding one number, one sum, or one row of attention weights.
 
-Floats x·(1 + u) + v with u the unit roundoff and v half the smallest subnormal (Higham, Accuracy and Stability of
-Numerical Algorithms, 2.1); everything else follows from how many roundings an operation makes.
+Rounding x gives x·(1 + δ) + η, |δ| at most the unit roundoff u and |η| at most v, half the smallest subnormal (Higham,
+Accuracy and Stability of Numerical Algorithms, 2.1). Everything else follows from the number of roundings in an
+operation.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ SPLITS = 8  # partial sums of one reduction that a kernel may round to fp16 and 
 LONGEST_SUM = 2**17  # terms of one sum where sums are made in fp16
 
 COMPUTED = 1 + 2.0**-18
-"""What the bounds are multiplied with for the rounding of their own computation in fp32 and fp64."""
+"""Factor on the bounds for the rounding of their own computation in fp32 and fp64."""
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute in the dtypes that are written down, whatever the caller has allowed, and restore that afterwards.
+    """Compute in the dtypes of the operands, whatever the caller has allowed, and restore the settings afterwards.
 
-    ``set_float32_matmul_precision`` and autocast make matrix products round their factors to bf16 or TF32, of which no
-    bound knows.
+    ``set_float32_matmul_precision`` and autocast make matrix products round their factors to bf16 or TF32, for which no
+    bound allows.
     """
     import torch  # slow to load, and options are checked without it
 
@@ -63,18 +64,18 @@ def full_precision() -> Iterator[None]:
 
 
 def growth(terms: int) -> float:
-    """Return how many times the sum of its terms' magnitudes a sum made in fp16 may reach, and any part of it.
+    """Return how many times the sum of its terms' magnitudes a sum made in fp16, or any part of it, may reach.
 
     It holds for every tree of additions: one after the other, in blocks, and in blocks of blocks of any sizes. The
     terms may be rounded products, and one more is added to them. ``docs/certificate.md`` has the proof: adding two fp16
-    numbers is off by at most a unit of the result, and by no more than the smaller of them, since the larger alone
-    would be nearer.
+    numbers is off by at most a unit of the result, and by at most the smaller of the two, since the larger alone would
+    be nearer.
     """
     return min(rounded(terms + 1), 2 * rounded(2 + terms / 1024))
 
 
 def rounded(times: float) -> float:
-    """Return what so many roundings to fp16 may multiply a value with, infinity where a double has no number for it."""
+    """Return the largest factor of ``times`` roundings to fp16 on a value; inf beyond the range of a double."""
     try:
         return (1 + UNIT) ** times
     except OverflowError:
@@ -83,18 +84,18 @@ def rounded(times: float) -> float:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a certificate holds for.
+    """The arithmetic and the inputs for which a certificate holds.
 
-    Every operation's output is rounded to fp16 at most once; matrix products accumulate in fp32 in any order, or in up
-    to ``splits`` partial sums that are rounded to fp16 and added in fp16; norms and softmax compute in fp32, LayerNorm
-    as ``norm_units`` says (not by E[x²] − E[x]²); sequences have at most ``max_length`` positions, of which each row of
-    attention sees at least one. ``train``: dropout at the config's rates multiplies by 1/(1−p); neither the loss nor
-    the backward pass is covered.
-    ``planned``: leaves subnormals out and takes each residual stream as multiplied by 2 to its power, 0 where it has
-    none, for weights that are still to be scaled by it. ``exact``: real arithmetic without any rounding.
+    Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, or in up
+    to ``splits`` partial sums that are rounded to fp16 and added in fp16. Norms and softmax compute in fp32, LayerNorm
+    as ``norm_units`` says (not by E[x²] − E[x]²). Sequences have at most ``max_length`` positions, of which each row of
+    attention sees at least one.
 
-    ``norms16``: norms square, sum and divide in fp16 instead, on streams whose mean square stays over ``NORM_FLOOR``.
-    ``sums16``: every sum is made in fp16 instead, term by term in any order, or in blocks.
+    ``train``: dropout at the config's rates multiplies by 1/(1−p); neither the loss nor the backward pass is covered.
+    ``planned``: for weights that are still to be scaled, leave subnormals out and multiply each residual stream by 2 to
+    its exponent here, 0 without one. ``exact``: real arithmetic without any rounding. ``norms16``: norms square, sum
+    and divide in fp16 instead, on streams whose mean square stays over ``NORM_FLOOR``. ``sums16``: every sum is made in
+    fp16 instead, term by term in any order, or in blocks.
     """
 
     max_length: int = MAX_LENGTH
@@ -122,8 +123,8 @@ class Arithmetic:
 
     @property
     def floor(self) -> float:
-        """Absolute error of a matrix product: each partial sum and the result may be subnormal; where sums are made in
-        fp16 each product, whose errors may grow as the sum does."""
+        """Absolute error of a matrix product: each partial sum and the result may be subnormal. Where sums are made in
+        fp16, each product may be, and its error grows as the sum does."""
         if not self.sums16 or not self.tiny:
             return (self.splits + 2) * self.tiny
         longest = max(LONGEST_SUM, self.max_length)
@@ -152,11 +153,11 @@ class Arithmetic:
         return (1 + UNIT) * (1 + (self.max_length + 8) * unit) + self.max_length * TINY
 
     def norm_factor(self, width: int) -> float:
-        """Return how much longer than √width an RMS norm's output may be: squares, their sum, mean and root in fp16.
+        """Return how many times √width an RMS norm's output may be long, with squares, sum, mean and root in fp16.
 
-        The sum of squares only grows, so that each addition loses at most a unit of it. Of a mean square of at least
-        2⁻¹⁷ the squares lose 2⁻²⁵ each where they are subnormal, and once more the mean itself; infinite where nothing
-        of it might be left.
+        The sum of squares only grows, so each addition loses at most a unit of it. If the mean square is at least 2⁻¹⁷,
+        the squares lose up to 2⁻²⁵ each where they are subnormal, and so does the mean. The factor is infinite where
+        nothing of the mean might be left.
         """
         if not self.norms16:
             return 1.0
@@ -173,29 +174,29 @@ class Arithmetic:
         return (length * (1 + self.unit) + self.tiny * math.sqrt(width)) * COMPUTED
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return a bound of a matrix product's result from that of the sum: at most two roundings, and the floor."""
+        """Return a bound of a matrix product from its sum's: at most two roundings, and the floor."""
         return values * (1 + self.unit) ** 2 + self.floor
 
 
 def norm_units(width: int) -> float:
     """Return by how many units of 2⁻²⁴·mean|x| a LayerNorm's mean and standard deviation may be off in fp32.
 
-    For kernels that sum the squares of the deviations that they divide, nothing has to be allowed: an error of the mean
-    is in both. Torch's merge groups' means m and sums of squares by Welford's and Chan's updates (``moments_utils.h``,
-    ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit, besides what is relative to a
-    deviation (``NORM_ERROR``):
+    Kernels that sum the squares of the same deviations that they divide need no allowance: an error of the mean is in
+    both. Torch's merge groups' means m and sums of squares by Welford's and Chan's updates (``moments_utils.h``,
+    ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit, besides errors relative to a deviation
+    (``NORM_ERROR``):
 
     - in a run of n values, or n groups of one size, the k-th rounding comes out with weight k/n: (n + 1)/2 units;
     - a merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
 
-    The sum of squares has, in exact arithmetic, as its root the length of a vector: of what the true means would
-    give and of their errors, those within the runs orthogonal to those between them. The errors of a run's means have
-    an rms of at most √((n² − 1)/12); the k-th term of a run is D²·(k − 1)/k − D·r, r the rounding, which takes off at
-    most √2 units more; an error of a group's mean counts once, as its merges compare it with others.
+    In exact arithmetic the root of the sum of squares is the length of a vector: a sum for the true means and for their
+    errors, of which those within runs are orthogonal to those between runs. The errors of a run's means have an rms of
+    at most √((n² − 1)/12). The k-th term of a run is D²·(k − 1)/k − D·r, r the rounding, which takes off at most √2
+    units more. An error of a group's mean counts once, as its merges compare it with others.
 
     On the CPU runs are 16 vectors of 4, 8 or 16 lanes, merged in a tree (twice its depth, once more for fp16's two
-    halves and for what fills no vector), then lane by lane. On CUDA each of 128 threads runs over its vectors of 4, and
-    7 merges follow.
+    halves and for lanes that fill no vector), then lane by lane. On CUDA each of 128 threads runs over its vectors of
+    4, and 7 merges follow.
     """
     cuda = 7 * (1 if width & (width - 1) == 0 else 4)
     kernels = [(4 * math.ceil(width / 512), cuda, 1)]
@@ -217,9 +218,10 @@ def norm_units(width: int) -> float:
 
 @dataclass(frozen=True)
 class Bound:
-    """One site's bound: no input makes the value larger than ``bound``, nor a partial sum of it than ``partial``.
+    """One site's bound: no input makes the value larger than ``bound``, nor a partial sum of it larger than
+    ``partial``.
 
-    ``name`` as the audit names the site; ``limit``: what both must stay under; ``kind``: what it holds.
+    ``name``: as in the audit. ``limit``: of both. ``kind``: the quantity at the site.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""The steps of a conversion, each from what the last one found: options, opened, decided, rewritten, measured."""
+"""The steps of a conversion, each from the last one's result: options, opening, planning, rewriting, measuring."""

@@ -1,5 +1,5 @@
-"""Chooses edits: the least exponents at a price where no exact one suffices. The source, run with them, must change
-little."""
+"""Choose edits: the least exponents that change the function, where no exact plan suffices. The source, run with them,
+must change little."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ from ..run.lanes import Change, Lane, Walk
 from ..run.tokenizer import has_tokenizer
 from ..wording import counted
 
-MOST_ON_TEXT = 1.5  # times bf16's divergence: the verdict is about what the conversion runs on
+MOST_ON_TEXT = 1.5  # times bf16's divergence; the verdict counts the conversion's own inputs only
 TEXT = Path(__file__).parents[1] / "demo_data" / "held_out.txt"
 
 LARGE_BIAS = 1024.0  # from here on fp16 holds no fractions of scores
 
-MANY = 4  # edits that are tried one by one on all that outputs are compared on; more are on little of it
-TOGETHER = 16  # edits that are tried in one walk, before it shows whether the others can be worth their price
+MANY = 4  # up to so many edits are each tried on all compared batches, more on the two smallest
+TOGETHER = 16  # edits tried in one walk; their costs may show that the others need not be tried
 
-DEAR = 0.1  # share of what edits may cost, from which on another edit is tried in its place
-PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence that edits may cost which nothing but a proof needs
+DEAR = 0.1  # an edit's share of the price above which a cut of columns is tried instead
+PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that only a proof needs
 
 
 @dataclass(frozen=True)
 class Needed:
-    """The exponents by which a signal would have to fall, for every input and for what was observed (None if that
-    fits)."""
+    """The exponents by which a signal would have to fall: for every input, and for observed ranges (None if these
+    fit)."""
 
     proven: OfChannels
     observed: OfChannels | None
@@ -67,7 +67,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Edits:
-    """Edits that were chosen, the divergence of each alone, by signal, and whether the head is separated for them."""
+    """The chosen edits, the divergence of each alone by signal, and whether the head is separated for them."""
 
     plan: Plan
     predicted: Mapping[str, float]
@@ -77,8 +77,8 @@ class Edits:
 def needed_edits(
     layout: Layout, bounds: Mapping[str, ModuleRange], ranges: Mapping[str, ModuleRange], margin_bits: float
 ) -> dict[str, Needed]:
-    """Return by signal what would bring it under its limit. margin_bits: kept by what was observed. Where a bound is
-    out of reach, what was observed is all."""
+    """Return by signal the exponents that bring it under its limit. margin_bits: kept by observed ranges, which alone
+    count where a bound is out of reach."""
     possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
     seen = excess_of_signals(layout, ranges, FP16_MAX * 2.0**-margin_bits)
     needed = {}
@@ -94,8 +94,8 @@ def needed_edits(
 
 
 def needlessly_shared(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the attentions whose scores pass their limits and whose keys may be centred; of those with position
-    biases, where these share a large part."""
+    """Return the attentions whose keys are to be centred: where scores pass their limits or, with position biases,
+    where these share a large part."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
     def needless(attention: Attention) -> bool:
@@ -108,8 +108,8 @@ def needlessly_shared(layout: Layout, weights: TensorReader, bounds: Mapping[str
 
 @dataclass(frozen=True)
 class Known:
-    """The source's fp32 outputs on some inputs, and its divergence in bf16 from them; a price counts in ``most`` times
-    that."""
+    """The source's fp32 outputs on some inputs, and the divergence of its bf16 outputs from them. ``most``: the price
+    in units of that divergence."""
 
     inputs: Sequence[Batch]
     fp32: Outputs
@@ -123,14 +123,14 @@ class Known:
 
     @property
     def price(self) -> float:
-        """The divergence that counts as one."""
+        """The divergence that counts as a share of 1."""
         return self.most * min(max(self.bf16, NOISE), RUINED)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The divergence of edits where the conversion runs, and the largest share of what they may cost, there or on
-    shipped text."""
+    """The divergence of edits on the conversion's inputs, and the largest share of their price, there or on shipped
+    text."""
 
     divergence: float
     share: float
@@ -138,8 +138,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Trial:
-    """fp32 runs of a source under edits, compared with its own outputs. known: those, the conversion's inputs first.
-    made: edits of every run."""
+    """fp32 runs of a source under edits, compared with its own outputs. ``known``: these outputs, on the conversion's
+    inputs first. ``made``: the edits of every run."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -148,7 +148,7 @@ class Trial:
     made: Plan
 
     def alone(self, chosen: Mapping[str, OfChannels], most: float) -> dict[str, Cost] | None:
-        """Return what each of several edits costs alone; None where their shares exceed ``most``."""
+        """Return the cost of each edit alone; None where the sum of their shares exceeds ``most``."""
         names, costs = list(chosen)[::-1], dict[str, Cost]()
         for some in (names[start : start + TOGETHER] for start in range(0, len(names), TOGETHER)):
             trials = [{name: chosen[name]} for name in some]
@@ -159,15 +159,15 @@ class Trial:
         return {name: costs[name] for name in chosen}
 
     def columns(self, rows: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-        """Return the cuts of columns that can replace edits of ``rows``, by signal."""
+        """Return the cuts of columns, by signal, that can replace edits of ``rows``."""
         read = centred(source_weights(self.checkpoint, self.layout), self.layout, self.made.centred_keys)
         return column_exponents(self.layout, read, rows)
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
-        """Return what each of several edits costs, all run in one walk, on fewer inputs where ``number``, that of all
-        edits compared, is large. what: is tried, in words."""
+        """Return the cost of each trial, all run in one walk. what: the trials, in words. number: of all edits that are
+        compared; if it is large, fewer inputs run."""
         plans = [dict(trial) for trial in trials]
-        # What a head without a cap makes of the last states is scaled after the run, as a head of its own would.
+        # Logits without a cap are scaled after the run, as a separated head scales them.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
         read = centred(source_weights(self.checkpoint, self.layout), self.layout, self.made.centred_keys)
         edits = [self.made.model_copy(update={"exponents": exponents}) for exponents in plans]
@@ -200,14 +200,14 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 
 
 def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None) -> Edits | None:
-    """Return the edits that bring all needed signals under their limits, as runs of the source show; None where too
-    dear. What was observed is worth any price. If it passes its limit too, a proof may cost nearly twice bf16's
-    divergence, or ``max_kl``; where only a proof asks for edits, 1/128 of it."""
+    """Return the edits that bring all needed signals under their limits, by runs of the source; None where they cost
+    too much. Edits that observed ranges need in full may cost anything. If these need only some, the price is 7/4 of
+    bf16's divergence, or ``max_kl``; if only a proof needs edits, 1/128."""
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
     allowed = math.inf if all(each.proven == each.observed for each in needed.values()) else PRICE_OF_A_PROOF
     if allowed < math.inf and any(observed):
-        # An eighth is left for what fp16 rounds.
+        # An eighth is left for fp16's rounding.
         allowed = max(MOST_FOR_A_PROOF * 7 / 8, (max_kl or 0.0) / trial.known[0].price)
     chosen, predicted = cheaper(trial, {name: each.proven for name, each in needed.items()}, allowed)
     if predicted is None:
@@ -222,8 +222,8 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
 def cheaper(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits with columns cut instead of rows wherever that costs less, and each one's cost alone; None above
-    ``allowed``."""
+    """Return the edits, with columns cut instead of rows wherever that costs less, and the cost of each alone; None for
+    costs above ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs
@@ -247,9 +247,9 @@ def cheaper(
 
 
 def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str, Needed], bool]:
-    """Return what is needed with the exponents of logits as the head can carry them, one for all choices or one each,
-    whichever costs less, and whether it must be separated: not where one costs less than a proof may. One keeps the
-    order of choices; it flattens them for nothing where the loud ones are never chosen."""
+    """Return ``needed`` with exponents of logits that the head can carry, and whether it must be separated. One
+    exponent for all choices keeps their order; one for each is taken where it costs less, since large logits may never
+    be chosen. A tied head also keeps the one where it costs less than a proof may."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False
@@ -274,8 +274,8 @@ def scaled_by(logits: Tensor, exponents: OfChannels) -> Tensor:
 
 
 def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress: Progress) -> list[Known]:
-    """Return what the source gives on the shipped text; nothing without a usable tokenizer: random ids tell little of a
-    user's text."""
+    """Return the source's outputs on the shipped text; [] without a usable tokenizer, since random ids tell little of
+    text."""
     if not has_tokenizer(checkpoint.folder):
         return []
     try:
@@ -291,7 +291,7 @@ def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress:
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the change that edits make of the stored weights. read: gives these, keys centred, shared by many
+    """Return the change of the stored weights by edits. read: gives weights with keys centred, shared by many
     changes."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)

@@ -1,4 +1,4 @@
-"""The certificate, audit and fidelity of what was written, all from the files."""
+"""The certificate, audit and fidelity of a written checkpoint, measured from its files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from .planning import Opened, drifted_outputs
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
     device, written = opened.device, open_checkpoint(work)
     layout, arithmetic = agreed_layout(written), Arithmetic(options.max_length)
-    # Eigenvalues of the source's products are taken over as far as the written weights are proved to be near enough.
+    # The source's eigenvalues serve where the written weights are proved to be near enough.
     spectra = opened.spectra.for_others()
     certificate, tiers = bounded(
         written, layout, decided.target, arithmetic, device, progress, " of the output", spectra
@@ -136,8 +136,8 @@ def searched(
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
-    """Return the fp32 inputs of a written checkpoint: all for a drift or edits, else the batch with the fewest ids that
-    shows the function."""
+    """Return the inputs that a written checkpoint also runs in fp32: all for a drift or edits, else the smallest
+    batches."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
     return smallest_batches(compared(inputs))
@@ -171,8 +171,8 @@ def compare(
     inputs: Sequence[Batch],
     in_fp32: Sequence[Batch],
 ) -> tuple[Fidelity, Plan]:
-    """Return how far a written checkpoint is from its source, and its plan with the drift's predicted and measured
-    cost. inputs, in_fp32: what it ran on in fp16 and in fp32."""
+    """Return a written checkpoint's fidelity to its source, and its plan with the drift's predicted and measured cost.
+    inputs, in_fp32: the batches that it ran in fp16 and in fp32."""
 
     def distance(expected: Outputs, outputs: Outputs, bf16: Outputs | None = None) -> Fidelity:
         return fidelity(expected, bf16, outputs, probabilities=layout.gives_probabilities)

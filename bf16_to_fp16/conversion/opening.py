@@ -40,8 +40,8 @@ def say_where_saved_again(checkpoint: Checkpoint, progress: Progress) -> None:
 
 
 def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
-    """Return each tensor's role. Note which ones the config's class does not read, and a ``max_length`` below the
-    config's; raise UserError where none can be proven."""
+    """Return the checkpoint's layout. Print notes on tensors that the config's class does not read and, with
+    ``max_length``, on the limits of the proof. Raises UserError where nothing can be proven."""
     layout = agreed_layout(checkpoint)
     if max_length is not None:
         check_bounded(layout, checkpoint.source)

@@ -1,5 +1,5 @@
-"""The options of a conversion, its place and its origin. Nothing here imports torch, so that the command line refuses
-at once."""
+"""The options of a conversion, its destination and its provenance. Nothing here imports torch, so that the command line
+refuses at once."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from ..report.schema import Lineage, Report
 
 MOST_EXPONENT = 24  # of the residual stream
-MOST_MARGIN = 12  # bits of margin that leave a signal any room: 65504·2⁻¹² is 16
+MOST_MARGIN = 12  # bits; a signal then has room up to 65504·2⁻¹² = 16
 
-OF_CONFIG, FIXED = EPS = ("config", "fixed")  # where whoever reads the output has the norms' eps from
+OF_CONFIG, FIXED = EPS = ("config", "fixed")  # the norms' eps in the tool that reads the output
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A field of ``Options`` on the command line. ``click``: further arguments of ``click.option``. ``path``: the type
-    of a path that is checked at parsing. ``read``: makes the field's value. ``written``: writes the value in a
+    """The command-line flag of a field of ``Options``. ``click``: further arguments of ``click.option``. ``path``: the
+    type of a path that is checked at parsing. ``read``: makes the field's value. ``written``: writes it in a
     command."""
 
     name: str
@@ -83,7 +83,7 @@ def parse_size(text: str) -> int:
 def checked_device(name: str) -> str:
     from ..devices import checked_name, find_device
 
-    if checked_name(name) not in ("auto", "cpu"):  # of which torch need not be asked
+    if checked_name(name) not in ("auto", "cpu"):  # these need no torch
         find_device(name)
     return name
 
@@ -100,9 +100,9 @@ def check_data(data: object, *, run_model: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a conversion is done; a field's flag has its ``help``, a field without one is for Python alone. run_model:
-    False is ``--no-audit``. prove: hold every signal for every input where an exponent does it, whatever precision that
-    costs. variant: name the weights as variant fp16 too, as where the source has them."""
+    """How a conversion is done. A field's flag has its ``help``; fields without one are for Python alone.
+    ``run_model``: False is ``--no-audit``. ``prove``: hold every signal for every input where an exponent does it, at
+    any cost of precision. ``variant``: name the weights as variant fp16 too, as in the source."""
 
     target: str = option(
         AUTO,
@@ -222,7 +222,7 @@ class Options:
             raise UserError(f"max_kl {self.max_kl!r} is no distance to accept; give a number over 0, such as 0.01")
         if self.layout != FOLDER_LAYOUT and self.max_shard_size is not None:
             raise UserError("--layout writes one file; leave out either it or --max-shard-size")
-        Arithmetic(self.max_length)  # of which it is one
+        Arithmetic(self.max_length)  # raises for an unusable length
         check_data(self.data, run_model=self.run_model)
         if self.sweep and not self.run_model:
             raise UserError("nothing is run to sweep; leave out either --sweep or --no-audit")
@@ -253,10 +253,10 @@ class Options:
                     f" {feed_forward.activation}; choose --layout single"
                 )
         for name in layout.tensors:
-            chosen.naming.from_stock(name)  # which refuses what has none
+            chosen.naming.from_stock(name)  # raises for a tensor without a name there
 
     def held_eps(self, layout: Layout) -> float | None:
-        """Return the eps of the output's reader where that ignores the config; else None."""
+        """Return the eps of a reader that ignores the config's; None for one that follows it."""
         if layout.family.eps_key is None:
             return None
         own = LAYOUTS[self.layout].eps if self.layout in LAYOUTS else None
@@ -276,7 +276,7 @@ FLAGS: Mapping[str, Flag] = {each.name: each.metadata["flag"] for each in fields
 """The flag of each field that has one."""
 
 PUBLISHED = tuple(name for name in FLAGS if name != "device")
-"""The fields that a report's command line has: those that change the output."""
+"""The fields that a report's command line has: all that change the output."""
 
 
 @dataclass(frozen=True)
@@ -292,8 +292,8 @@ class Destination:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a report says of a trained checkpoint: its command, lineage and original, compared besides its source.
-    search: for inputs that break the named sites, which the certificate does not prove."""
+    """A trained checkpoint's command, lineage and original, which is compared as well as the source. ``search``: finds
+    inputs that break the named sites, which the certificate does not prove."""
 
     command: str
     lineage: Lineage

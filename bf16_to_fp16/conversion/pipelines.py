@@ -1,6 +1,6 @@
-"""How each text encoder of a diffusion pipeline is converted, so that what the pipeline reads stays the source's.
-Conversion keeps last states and scales inner ones. Many pipelines read inner states, so the stream is held but for
-encoder-decoder families and pipelines known to read the last states alone."""
+"""How each text encoder of a diffusion pipeline is converted, so that the pipeline reads the source's values.
+Conversion keeps last states and scales inner ones, which many pipelines read. So the stream is held, except in
+encoder-decoder families and in pipelines known to read the last states alone."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def class_that_loads(pipeline: Pipeline, name: str, config: Mapping[str, Any]) -
 
 
 def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
-    """Return an encoder's options: the class that loads it, its stream held where the pipeline may read inner states.
-    Raises UserError for a class that does not fit its config, or one with a decoder, whose inner states change."""
+    """Return an encoder's options: the class that loads it, and its stream held where the pipeline may read inner
+    states. Raises UserError for a class that does not fit its config, or one with a decoder, whose inner states
+    change."""
     config = config_of(pipeline.folder, name) or {}
     kind = class_that_loads(pipeline, name, config)
     stock = class_named(kind)

@@ -64,15 +64,15 @@ from .opening import classified, opened_with_notes, say_where_saved_again
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause for a proof
-FURTHEST_FOR_TRAINING = -6  # of a stream's exponent, for which the source's learning rates may still do
+FURTHEST_FOR_TRAINING = -6  # the least stream exponent at which the source's learning rates may still do
 MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
-"""Bytes of loss tables that are kept from one plan to the next: where eps stays, of five plans, else of one or two."""
+"""Bytes of loss tables kept for the next plan: five plans may be made with LayerNorm's fixed eps, else one or two."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A source to convert. inputs: empty where the certificate alone decides. edits: changes of its weights. before:
-    the source without them."""
+    """A source to convert. ``inputs``: empty where the certificate alone decides. ``edits``: changes of its weights.
+    ``before``: the source without these."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -85,7 +85,7 @@ class Opened:
         return edited_weights(self.checkpoint, layout, self.edits)
 
     def under(self, decided: Decided) -> Opened:
-        """Return the source with the decided edits; itself without them, or with them made."""
+        """Return the source with the decided edits; ``self`` without any."""
         edits = edits_of(decided.layout, decided.plan)
         if not edits.exponents and not edits.centred_keys:
             return self
@@ -127,8 +127,8 @@ def open_source(
 
 
 def as_it_is_loaded(checkpoint: Checkpoint, name: str | None, progress: Progress) -> Checkpoint:
-    """Return a source as the class ``name`` reads it, or a sentence encoder's own loader; say so where its config names
-    another."""
+    """Return a source as the class ``name`` reads it, or a sentence encoder's own loader. Print a note where its config
+    names another class."""
     own = architectures(checkpoint.config)[:1]
     if name is None and (checkpoint.folder / MODULES).is_file():
         name = headless(checkpoint.config)
@@ -168,7 +168,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
 
 
 def price_of_moving(decided: Decided) -> Iterator[str]:
-    """Yield notes for those who train the output: how far a proof, or a stricter target, moved it."""
+    """Yield notes for users who train the output: how far a proof, or a stricter target, moves the stream."""
     planned, exponents = decided.planned, stream_exponents(decided.layout, decided.plan)
     least = min(exponents.values())
     if decided.target in SQUARING and least < FURTHEST_FOR_TRAINING:
@@ -186,7 +186,7 @@ def price_of_moving(decided: Decided) -> Iterator[str]:
 
 
 def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Mapping[str, float]]:
-    """Return the choice of a plan where no exact one is enough, its plan, and each edit's cost by signal; keys are
+    """Return the search and its plan with edits where no exact plan is enough, and each edit's cost by signal. Keys are
     centred first, at no cost."""
     source, opened, exponents = search, search.opened, bounds_of(decided).exponents
     shared = needlessly_shared(opened.layout, opened.weights(opened.layout), bounds_of(decided).ranges)
@@ -202,7 +202,7 @@ def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Ma
     known += known_on_text(opened.checkpoint, opened.layout, load_config(opened.checkpoint.folder), search.progress)
     trial = Trial(opened.checkpoint, opened.layout, known, search.progress, made)
     of_observed = {n: Needed(e.observed, e.observed) for n, e in needed.items() if e.observed is not None}
-    # Where no proof comes of it all the same, only what was observed is worth a price.
+    # If edits prove nothing, only those for observed ranges are worth a price.
     for wanted in (needed, of_observed):
         if wanted and (edits := least_edits(trial, wanted, search.options.max_kl)) is not None:
             after = edited_search(source, edits, exponents)
@@ -223,8 +223,8 @@ def proves(decided: Decided) -> bool:
 
 @dataclass(frozen=True)
 class Search:
-    """Chooses plans for one source, edits included. ranges, reference: None where nothing runs. start: stream exponents
-    of the plain source's bounds, for an edited one. tables: weights kept between plans."""
+    """Chooses plans for one source, edits included. ``ranges``, ``reference``: None where nothing runs. ``start``: for
+    an edited source, the stream exponents under which the plain one was bounded. ``tables``: kept between plans."""
 
     opened: Opened
     options: Options
@@ -251,7 +251,7 @@ class Search:
         return of(layout, exponents)
 
     def drift(self, layout: Layout, plan: Plan) -> Fidelity:
-        """Return how far a plan's fixed eps takes the source's outputs, where they are known."""
+        """Return the fidelity of the source's outputs under a plan's fixed eps."""
         assert self.reference is not None
         opened, reference = self.opened, self.reference
         tried = powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
@@ -261,8 +261,8 @@ class Search:
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return the plan, for training without the further margin where rounded gains would take it further from the
-        source than bf16 is."""
+        """Return the plan. For training it does without the further margin where rounded gains would take it further
+        from the source than bf16 is."""
         if decided.target != "train" or self.reference is None or decided.plan.drift is None:
             return decided
         found = self.drift(decided.layout, decided.plan)
@@ -320,8 +320,8 @@ def bound_source(
     spectra: Spectra | None = None,
     named: Callable[[Layout], str] = lambda _: "source",
 ) -> Bounds:
-    """Return a function that bounds the unscaled source, in arithmetic without subnormals. spectra: keeps the
-    eigenvalues. named: the source's name in progress lines."""
+    """Return a function that bounds the source before any exponent, in arithmetic without subnormals. spectra: keeps
+    the eigenvalues. named: gives the source's name in progress lines."""
 
     def of(layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
         again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {powers(exponents)}"
@@ -341,8 +341,8 @@ def bound_source(
 def observe_source(
     checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device, change: Change | None = None
 ) -> tuple[Mapping[str, ModuleRange], Reference]:
-    """Run the source in one walk, in fp32 and, where outputs are compared, in bf16; return the modules' fp32 ranges and
-    both outputs. change: edits; then it runs in fp32 alone."""
+    """Run the source in one walk, in fp32 and, where outputs are compared, in bf16. Return the modules' fp32 ranges and
+    both outputs. change: by edits; then it runs in fp32 alone."""
 
     def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
         walk = Walk(checkpoint, place)
@@ -391,8 +391,8 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def best_plan(search: Search) -> tuple[Layout, Planned, SourceBounds]:
-    """Return the best plan and its bounds: the head as it is, or separated where the tied head's limit blocks the plan
-    or a requested proof."""
+    """Return the best plan with its layout and bounds. A tied head is separated where that breaks fewer limits, or
+    proves more if a proof is requested."""
 
     def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
         fallbacks = len(planned.fallbacks) if search.options.prove else 0
@@ -409,9 +409,9 @@ def best_plan(search: Search) -> tuple[Layout, Planned, SourceBounds]:
 
 
 def plan_for(layout: Layout, search: Search) -> tuple[Planned, SourceBounds]:
-    """Return the plan for a layout, and its bounds. LayerNorm's eps does not scale with the stream, so bounds hold for
-    their exponents and smaller ones. Each round starts from the last plan until that covers itself: bounds only grow
-    with exponents."""
+    """Return a layout's plan and its bounds. LayerNorm's eps does not scale with the stream, so bounds hold for their
+    stream exponents and smaller ones. Each round bounds with the last plan's exponents, until these bounds cover the
+    new plan's."""
     start = search.start if layout.family.centred_norm else {}
     exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
     planned, bounds = planned_within(exponents, "", layout, search)
@@ -422,7 +422,7 @@ def plan_for(layout: Layout, search: Search) -> tuple[Planned, SourceBounds]:
         exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
         planned, bounds = planned_within(exponents, f", with {powers(exponents)} at most", layout, search)
     if search.reference is not None and planned.plan.gain_correction:
-        # The mean that a correction takes out is that of all tokens, and the outputs may depend on few.
+        # A correction takes out the mean over all tokens, and outputs may depend on few.
         planned = min((uncorrected(planned), planned), key=lambda each: search.drift(layout, each.plan).kl_fp16)
     return planned, bounds
 
@@ -438,8 +438,8 @@ def uncorrected(planned: Planned) -> Planned:
 def planned_within(
     exponents: Mapping[str, int], again: str, layout: Layout, search: Search
 ) -> tuple[Planned, SourceBounds]:
-    """Bound a layout under stream exponents, and plan by these bounds; again: ends the step's line. A stream is held
-    where proving it drifts and a run shows that acceptable."""
+    """Bound a layout under stream exponents, and plan by these bounds. A stream gets the exponent that proves it where
+    a run shows that its drift is acceptable. again: ends the progress line."""
     options, bounds = search.options, search.bounds(layout, exponents)
     head = ", with a head apart from the embedding" if layout.tied is False and search.opened.layout.tied else ""
     place = f" for use {WHERE[options.target]}" if options.target in WHERE else ""
@@ -462,7 +462,7 @@ def planned_once(
 ) -> Planned:
     weights, options, ranges = search.opened.weights(layout), search.options, search.ranges
     how: dict[str, Any] = {"target": options.target, "known": search.tables, "advance": advance}
-    # Bounds do not tell how small a norm's input is, and so what an eps that stays would change.
+    # Bounds do not show how small a norm's input is, and so how much a fixed eps would change.
     how |= {"drift_free": options.exact or ranges is None, "held": held}
     if held is None and options.stream is not None:
         how["held"] = dict.fromkeys(layout.streams, options.stream)
@@ -477,16 +477,16 @@ def planned_once(
 
 
 def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
-    """Return whether a drift's divergence stays under a share of bf16's, by default half of fp16's own."""
+    """Return whether a drift's divergence is at most a share of bf16's, by default half of fp16's own."""
     return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share
 
 
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the fp32 source's outputs under eps·4^-r, the same function as rescaled weights with a fixed eps.
-    Corrected gains are rounded to fp16; where some are stored less an offset, so is every weight: what both lose is of
-    one size."""
+    """Return the fp32 source's outputs under eps·4^-r, which is the function of rescaled weights with a fixed eps.
+    Corrected gains are rounded to fp16. Where some weights are stored minus an offset, all are rounded: both losses are
+    of one size."""
     rounds = any(tensor.offset for tensor in layout.tensors.values())
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 

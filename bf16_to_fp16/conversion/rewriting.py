@@ -1,4 +1,4 @@
-"""The step of ``convert`` that writes: weights in a stream of pieces, config, and the files beside them."""
+"""The writing step of ``convert``: weights in a stream of pieces, config, and the files beside them."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""What every operation of a running model puts out; the only place that reads values by hooks. Observer, tap and meter
-give sites the same names."""
+"""Read the output of every operation of a running model by hooks. Observer, tap and meter name sites alike."""

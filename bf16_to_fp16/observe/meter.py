@@ -1,4 +1,4 @@
-"""Ranges of every linear, embedding, norm and attention in fp32, channel by channel; of norms in any format."""
+"""Ranges of a model's linears, embeddings, norms and attentions in fp32, by channel; of norms' inputs in any format."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ class RangeObserver:
         self._hooks.close()
 
     def take(self, others: Sequence[RangeObserver]) -> None:
-        """Take over what observers of the model's copies have metered: each would keep as much as one, in small
-        pieces."""
+        """Move the metered values of observers of the model's copies into this one, to save memory."""
         for other in others:
             for path, meter in other.meters.items():
                 if meter.output.rows:
@@ -65,7 +64,7 @@ class RangeObserver:
 
 
 NormMeters = Mapping[str, "NormMeter"]
-"""What entered norms in one run, by path."""
+"""Meters of the norms' inputs in one run, by path."""
 
 
 @contextmanager
@@ -78,7 +77,8 @@ def metering_norms(model: nn.Module) -> Iterator[NormMeters]:
 
 
 def norms_seen(runs: Sequence[NormMeters]) -> dict[str, NormRange]:
-    """Return what norms saw in runs by copies of one model; the first run's meters take the others over."""
+    """Return the ranges of norms' inputs over runs by copies of one model; the first run's meters take the others
+    over."""
     first, *rest = runs or [{}]
     for path, meter in first.items():
         for other in rest:
@@ -115,7 +115,7 @@ class _Total:
 
 
 class Scratch:
-    """Reused memory for products: fresh memory would cost more than the arithmetic."""
+    """Reused memory for products: fresh memory would cost more time than the arithmetic."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0)
@@ -129,7 +129,7 @@ class Scratch:
 
 
 class _Totals:
-    """Adds up tensors [..., channels], each once though several modules read it."""
+    """Totals of tensors [..., channels]. Each is computed once though several modules read the tensor."""
 
     NAME = "_bf16_to_fp16_total"
 
@@ -140,7 +140,7 @@ class _Totals:
         total: _Total | None = getattr(x, self.NAME, None)
         if total is None or total.version != x._version:
             flat = x.reshape(-1, x.shape[-1]).float()
-            # Of a row shorter than a block of LongT5's there is no sum.
+            # A row shorter than LongT5's block has an empty tensor here.
             amax = torch.maximum(flat.amax(0), -flat.amin(0)) if len(flat) else flat.new_zeros(flat.shape[1])
             total = _Total(amax, self.scratch.sum_of_squares(flat), len(flat), x._version)
             setattr(x, self.NAME, total)
@@ -153,7 +153,7 @@ class _Channels:
         self.amax = self.squares = torch.zeros(0)
 
     def add(self, other: _Total | _Channels) -> None:
-        if not self.rows:  # those of one tensor are many modules' and in memory once
+        if not self.rows:  # the tensors of a total are shared by its modules
             self.amax, self.squares = other.amax, other.squares
         elif other.rows:
             self.amax = torch.maximum(other.amax, self.amax)
@@ -173,7 +173,7 @@ class NormMeter:
         self.binades: Counter[int] = Counter()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # No operation of the model's: the observer, which is active, need not look.
+        # These are no operations of the model: the active observer need not see them.
         with torch._C._DisableTorchDispatch():
             self.add(_first(args, kwargs))
 
@@ -215,7 +215,7 @@ class _Meter:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         x = _first(args, kwargs)
         y = output[0] if isinstance(output, tuple) else output
-        # No operation of the model's: the observer, which is active, need not look.
+        # These are no operations of the model: the active observer need not see them.
         with torch._C._DisableTorchDispatch():
             # An embedding of positions may be given embeddings, of which it takes the shape alone.
             if isinstance(x, Tensor) and x.is_floating_point() and not isinstance(module, nn.Embedding):

@@ -1,6 +1,5 @@
-"""What every operation of a model puts out, seen by a dispatch mode. It sits below autograd and autocast, so it sees
-what module hooks miss, such as a residual add that the next line clamps. Elements are counted only where ``aminmax`` is
-large."""
+"""Measure the output of every operation of a model by a dispatch mode. Below autograd and autocast, it sees what module
+hooks miss, such as a residual add that the next line clamps. Elements are counted only where ``aminmax`` is large."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Call, Site, is_lin
 _FRIENDLY = dict.fromkeys(("bmm", "mm", "addmm", "baddbmm"), "matmul")
 _FRIENDLY |= {"_softmax": "softmax", "_safe_softmax": "softmax", "_to_copy": "to", "native_layer_norm": "layer_norm"}
 
-_CUBED = {"pow", "mul", "add", "tanh"}  # operations of which a cube and its way to a tanh consist
+_CUBED = {"pow", "mul", "add", "tanh"}  # the operations from gelu_new's cube to its tanh
 
 
 @dataclass(slots=True)
@@ -43,9 +42,9 @@ class _Operator:
 class _Frame(Call):
     sites: dict[tuple[str, int, torch.dtype], Site] = field(default_factory=dict)
     measured: bool = True
-    unseen: bool = False  # whether a row of its weights sees no position and is NaN
+    unseen: bool = False  # whether a row of its attention weights is fully masked, and NaN
     pending: list[tuple[Site, int, int]] = field(default_factory=list)
-    """Sites with so many NaN of such rows, and at which output."""
+    """NaN of such rows: the site, their number and the output's number."""
 
     def site(self, name: str, count: int, dtype: torch.dtype, order: int) -> Site:
         site = self.sites.get((name, count, dtype))
@@ -56,11 +55,13 @@ class _Frame(Call):
 
 
 class SiteObserver(TorchDispatchMode):
-    """Context manager that measures every floating-point output of ``model``'s forward and backward. Sites: ``<path>``
-    of a linear, else ``<path>:add``, ``<path>:add#2`` for a call's second, ``:scores`` and ``:context`` of an
-    attention, ``:masked`` for what its mask must add at least, ``<site>:grad`` of the backward. Entered again, sites
-    accumulate. A blind attention row is NaN under a −inf mask, which counts unless cut off before the module ends.
-    only: measure the modules at these paths."""
+    """Context manager that measures every floating-point output of ``model``'s forward and backward.
+
+    Sites are named ``<path>`` for a linear, else ``<path>:add``, and ``<path>:add#2`` for a call's second. An attention
+    has ``:scores``, ``:context`` and, for the least that its mask must add, ``:masked``. The backward has
+    ``<site>:grad``. Entered again, sites accumulate. A fully masked attention row is NaN under a −inf mask; this counts
+    unless it is cut off before the module ends. only: measure the modules at these paths.
+    """
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class SiteObserver(TorchDispatchMode):
         return [site for sites in self._sites.values() for site in sites.values()]
 
     def from_scores_on(self) -> dict[str, dict[str, float]]:
-        """Return the largest |x|, by path and operation, of attentions from their scores on."""
+        """Return the largest |x| of each attention's operations from the scores on, by path and operation."""
         by_path: dict[str, dict[str, float]] = {}
         for path, sites in self._sites.items():
             amax: dict[str, float] = {}
@@ -167,7 +168,7 @@ class SiteObserver(TorchDispatchMode):
             elif out.is_floating_point():
                 self._see(operator, args, kwargs, out, 0)
         elif isinstance(out, (tuple, list)):
-            # What CUDA's fused attention keeps for its backward beside its output is filled up with inf.
+            # CUDA's fused attention also returns values for its backward, padded with inf.
             for i, item in enumerate(out[:1] if operator.padded else out):
                 if isinstance(item, Tensor) and item.is_floating_point() and not operator.view:
                     self._see(operator, args, kwargs, item, i)
@@ -189,7 +190,7 @@ class SiteObserver(TorchDispatchMode):
             self._remember(self._frame.path)
 
     def _remember(self, name: str) -> None:
-        """Note which site's backward the newest autograd node is."""
+        """Note that the newest autograd node is the backward of site ``name``."""
         number = torch.autograd._get_sequence_nr() - 1
         if number > self._sequence:
             self._sequence = number
@@ -221,7 +222,7 @@ class SiteObserver(TorchDispatchMode):
         low, high = _extremes(out)
         cube = operator.cubed and not constant and node is None and self._cube(operator.name, args, out, site)
         masked = None
-        # A NaN among them makes ``low`` one.
+        # ``low`` is NaN where any element is.
         if operator.masking is not None and not constant and (not low > origins.MASK_FROM or frame.before_softmax):
             masked = origins.masked_positions(operator.masking, args, kwargs)
             if masked is not None and not bool(masked.any()):
@@ -263,7 +264,7 @@ class SiteObserver(TorchDispatchMode):
         return self._node_frame
 
     def _see_masked(self, frame: _Frame, args: tuple[Any, ...], dtype: torch.dtype, masked: Tensor) -> None:
-        """Measure what a mask must add at least to scores of this dtype."""
+        """Measure the least that a mask must add to scores of this dtype."""
         scores = origins.scores_of_mask(args)
         if scores is None:
             return
@@ -272,7 +273,7 @@ class SiteObserver(TorchDispatchMode):
         site.amax = max(site.amax, float(origins.masked_span(scores, masked).amax()))
 
     def _cube(self, name: str, args: tuple[Any, ...], out: Tensor, site: Site) -> bool:
-        """Follow x**3 to the tanh that makes its infinities benign; true while on the way."""
+        """Follow x³ to the tanh that makes its infinities benign; return whether the output lies between the two."""
         if name == "pow":
             if args[1] != 3:
                 return False
@@ -295,7 +296,7 @@ class SiteObserver(TorchDispatchMode):
         return False
 
     def _see_cubed(self, operand: Tensor, cube: Site) -> None:
-        """In training the derivative of x³ overflows first: hold x itself to that limit."""
+        """Measure x against its own limit: in training the derivative of x³ overflows first."""
         if operand.dtype != torch.float16 or self._frame is None:
             return
         site = self._frame.site("cubed", 1, operand.dtype, cube.order)
@@ -369,12 +370,12 @@ def _note(site: Site, out: Tensor, low: float, high: float, pending: bool = Fals
 
 
 def _count(chosen: Tensor) -> int:
-    """The number of true elements; ``sum`` makes int64 of each first."""
+    """Count true elements; ``sum`` would make int64 of each first."""
     return int(torch.count_nonzero(chosen))
 
 
 def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None:
-    """Count masked positions with a weight all the same, in rows that see others."""
+    """Count masked positions that have a weight all the same, in rows that are not fully masked."""
     site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
     origin = origins.origin_of(args[0])
     if site is not None and origin is not None and origin.masked is not None:
@@ -396,7 +397,7 @@ def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
 
 
 def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
-    """Count non-finite values behind a softmax with blind rows; their NaN waits for the module's end."""
+    """Count non-finite values behind a softmax with fully masked rows, whose NaN wait for the module's end."""
     nans = out.isnan()
     kept = out.masked_fill(nans, 0.0)
     _note(site, kept, *_extremes(kept))
@@ -405,7 +406,7 @@ def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
 
 
 def _settle(frame: _Frame, output: Any) -> None:
-    """Judge blind rows' NaN at their module's end: by design where none is left."""
+    """Count the NaN of fully masked rows at their module's end: they are benign if its output has none."""
     if not frame.pending:
         return
     first = output[0] if isinstance(output, (tuple, list)) and output else output

@@ -1,5 +1,5 @@
-"""Where a tensor comes from, and so what in it is infinite by design: masks are made of constants, ``gelu_new``'s cube
-ends in a tanh. Observer and tap share these rules."""
+"""The origin of tensors, which tells infinities by design from overflows: masks are made of constants, ``gelu_new``'s
+cube ends in a tanh. Observer and tap share these rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sites import Site
 MASK_FROM = -FP16_MAX / 2  # a constant at or below this is a mask, not a number: half of fp16's lowest value (-32752)
 
 MASKED_REACH = -math.log(FP16_STEP)
-"""How far below the largest score of its row a masked one must lie, so that its weight is at most 2⁻²⁴ (16.6)."""
+"""How far a masked score must lie below the largest of its row, so that its weight is at most 2⁻²⁴ (16.6)."""
 
 FACTORIES = {
     "full_like",
@@ -33,20 +33,20 @@ FACTORIES = {
 """Operations that make a constant."""
 
 UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"}
-"""Operations whose output holds nothing yet."""
+"""Operations whose output has no values yet."""
 
 MASKING = dict.fromkeys(("add", "sub", "mul", "minimum"), "pointwise")
 MASKING |= {"clone": "copy", "_to_copy": "copy", "constant_pad_nd": "pad", "pad": "pad"}
 MASKING |= {kind: kind for kind in ("where", "masked_fill", "cat")}
-"""Operations through which a mask goes, and in which way."""
+"""Operations that pass a mask on, by the way in which they do."""
 
 _ORIGIN = "_bf16_to_fp16_origin"
 
 
 @dataclass(slots=True)
 class Origin:
-    """A tensor's origin, an attribute of it. ``constant``: no activation or parameter entered it. ``masked``: positions
-    of a mask. ``cube``: the sites from x³ to it. ``least``: of a constant, the least number in it, known without a
+    """The origin of a tensor, kept as its attribute. ``constant``: no activation or parameter entered it. ``masked``:
+    its masked positions. ``cube``: the sites from x³ to it. ``least``: a constant's least number, known without a
     sync."""
 
     constant: bool = False
@@ -94,14 +94,14 @@ def _least(operands: Iterable[Any]) -> float:
 
 
 def forget_origin(out: Tensor) -> None:
-    """Forget the origin of a tensor that was written into, and of the memory that it shows."""
+    """Forget the origin of a tensor that was written into, and of the tensor that it is a view of."""
     for tensor in (out, out._base):
         if tensor is not None and origin_of(tensor) is not None:
             set_origin(tensor, None)
 
 
 def _positions(operand: Any) -> Tensor | bool:
-    """Where an operand is a mask: bool of its shape, or one bool for all of it."""
+    """Return where an operand is a mask: bool of its shape, or one bool for all of it."""
     if isinstance(operand, (int, float)):
         return operand <= MASK_FROM
     origin = origin_of(operand)
@@ -113,7 +113,7 @@ def _positions(operand: Any) -> Tensor | bool:
 
 
 def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor | None:
-    """Return an output's masked positions, broadcastable to it, or None; kind: of ``MASKING``."""
+    """Return an output's masked positions, broadcastable to it, or None. kind: a value of ``MASKING``."""
     masked: Tensor | bool
     if kind == "cat":
         parts = [_positions(part) for part in args[0]]
@@ -125,7 +125,7 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
     elif kind in ("copy", "pad"):
         masked = _positions(args[0])
         if kind == "pad" and isinstance(masked, Tensor):
-            # CUDA's fused attention fills up a mask whose rows are no multiple of 16 bytes, and then leaves that out.
+            # CUDA's fused attention pads a mask's rows to 16 bytes, and ignores the padding.
             masked = constant_pad_nd(masked.expand(args[0].shape), args[1], False)
     elif kind == "pointwise":
         masked = _either(_positions(args[0]), _positions(args[1]) if len(args) > 1 else False)
@@ -138,8 +138,8 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
-    """Return what a mask of its dtype's least finite number, as transformers makes it, is added to; else None: any
-    other is −inf in fp16 and hides every score."""
+    """Return the scores to which a mask is added, if its least number is its dtype's finite one, as in transformers.
+    Return None for any other mask: it is −inf in fp16 and hides every score."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):
@@ -160,18 +160,19 @@ def sees_nothing(scores: Tensor) -> bool:
 
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
-    """Return what a mask must add at least for masked positions to have no weight, fp32 [..., queries]; 0 where nothing
-    or everything is masked, or a score is NaN. scores: [..., queries, keys], before the mask. masked: bool."""
+    """Return by how much a mask must lower masked scores at least for them to have no weight, fp32 [..., queries]. It
+    is 0 where nothing or everything is masked, or a score is NaN. scores: [..., queries, keys], before the mask.
+    masked: bool."""
     cap = ceiling(masked, -math.inf, scores.dtype)
     hidden, seen = (torch.minimum(scores, most).amax(-1).float() for most in (-cap, cap))
     return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)
 
 
 def ceiling(masked: Tensor, most: float, dtype: torch.dtype) -> Tensor:
-    """Return ``most`` at masked positions, inf at others, in this dtype. On a CPU ``minimum`` with it is 15 times as
-    fast as ``masked_fill``."""
+    """Return ``most`` at masked positions and inf at others. On a CPU ``minimum`` with it is 15 times as fast as
+    ``masked_fill``."""
     for axis, (size, stride) in enumerate(zip(masked.shape, masked.stride(), strict=True)):
-        if stride == 0 and size > 1:  # expanded: the same over again
+        if stride == 0 and size > 1:  # expanded
             masked = masked.narrow(axis, 0, 1)
     return torch.full(masked.shape, math.inf, dtype=dtype, device=masked.device).masked_fill_(masked, most)
 

@@ -1,5 +1,5 @@
-"""The differentiable sites of a layout that can overflow: what the attack climbs. It needs only these, hundreds of
-times, so it hooks the layout's modules instead of every operation."""
+"""The differentiable sites of a layout that can overflow, for the attack. It runs the model hundreds of times, so it
+hooks the layout's modules instead of every operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .tap import Tap
 
 @dataclass(frozen=True)
 class _Point:
-    """A feed-forward's site: the module that it enters or leaves, and a linear with one output per channel."""
+    """A feed-forward's site: the values that enter or leave ``module``. ``width`` is a linear with one output per
+    channel."""
 
     name: str
     module: str
@@ -39,17 +40,17 @@ def points_of(sublayer: FeedForward) -> list[_Point]:
 
 @contextmanager
 def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary that each forward fills with the values of sites that can overflow, by audit names. Scores are
-    recomputed from queries and keys, [rows, heads, queries, keys], where every query meets every key, else taken as
-    they are, [rows, ..., keys]. All else has the channels last."""
-    values: dict[str, Tensor] = {}  # without what a sequence too short for any sum leaves empty
+    """Yield a dictionary that each forward fills with the values of sites that can overflow, by audit names, with
+    channels last. Scores are computed again from queries and keys, [rows, heads, queries, keys]; local attention's are
+    taken as they are, [rows, ..., keys]."""
+    values: dict[str, Tensor] = {}  # without empty tensors, which short sequences give
     taken: dict[str, Tensor] = {}
     local = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention) and sublayer.radius]
     near = {f"{at}:{what}" for at in local for what in ("scores", "context")}
     hooks = ExitStack()
 
     def note(name: str, value: Tensor) -> None:
-        """Note a site's values; an expert's at the places of its tokens, else 0."""
+        """Note a site's values; an expert's at the places of its tokens, with 0 elsewhere."""
         if name in taken:
             values[name] = values[name].masked_scatter(taken[name], value)
         elif value.numel():
@@ -89,7 +90,7 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
                 leaving(sublayer.value)
                 leaving(sublayer.key)
             leaving(sublayer.output)
-            if not sublayer.radius:  # of local attention the tap sees both products, with what fills up the last block
+            if not sublayer.radius:  # the tap sees local attention's products, with the last block's padding
                 entering(sublayer.output, f"{sublayer.at}:context")
                 after(sublayer.at, _scores(values, layout, sublayer))
         elif isinstance(sublayer, Experts):
@@ -108,8 +109,8 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Return queries or keys [rows, heads, positions, channels] turned by angles [rows, positions, channels]: channel i
-    with i + channels/2 or, ``interleaved``, 2i with 2i + 1; channels beyond the angles stay."""
+    """Return queries or keys [rows, heads, positions, channels] rotated by angles [rows, positions, channels]. Channel
+    i pairs with i + channels/2 or, ``interleaved``, 2i with 2i + 1; channels beyond the angles stay."""
     size = cos.shape[-1]
     turning, rest = x[..., :size], x[..., size:]
     if interleaved:
@@ -148,8 +149,8 @@ def _scores(values: dict[str, Tensor], layout: Layout, sublayer: Attention) -> A
 
 
 def _handed_out(values: dict[str, Tensor], layout: Layout, sublayer: Experts, taken: dict[str, Tensor]) -> Any:
-    """A router's hook that makes room, [rows, positions, channels], for every expert's values, 0 where it takes no
-    token; taken: where it does, by site."""
+    """Return a router's hook that gives every expert's sites zeros, [rows, positions, channels], to fill where the
+    expert takes a token. taken: gets those places by site."""
 
     def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
         chosen, weights = output[0].bool(), output[1]
@@ -162,7 +163,7 @@ def _handed_out(values: dict[str, Tensor], layout: Layout, sublayer: Experts, ta
         for number, expert in enumerate(sublayer.experts):
             takes = chosen[..., number]
             for point in points_of(expert):
-                # Of the graph, so that a goal that nothing reaches has a gradient too, 0.
+                # Part of the graph, so that a goal that no token reaches has a gradient too, 0.
                 width = layout.tensors[f"{point.width}.weight"].shape[0]
                 room = of_graph.expand(*takes.shape, width)
                 values[point.name], taken[point.name] = room, takes[..., None].expand_as(room)

@@ -1,4 +1,4 @@
-"""A site, the outputs of one operation of one module over every call, and its name."""
+"""A site: the outputs of one operation of one module over all calls."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 
 @dataclass(slots=True)
 class Site:
-    """``amax``: the largest |x| (inf for an overflow or NaN) without masked positions. ``nonfinite``, ``saturated``
-    (finite, from 64504, fp16 only): elements other than ``benign`` ones; NaN is never benign. ``order``: the number of
-    the first output that broke, else of the first. ``limit``: None where fp16's range does not bind: other dtypes,
-    constants, ``gelu_new``'s cube. ``elements``, ``zeros``: of gradients alone."""
+    """The measurements of a site.
+
+    ``amax``: the largest |x| without masked positions, inf for an overflow or NaN. ``nonfinite`` and ``saturated``
+    (finite, from 64504, fp16 only) count elements, without the ``benign`` ones. ``order``: the number of the first
+    output that broke, else of the first. ``limit``: None where fp16's range does not bind, as in other dtypes,
+    constants and ``gelu_new``'s cube. ``elements`` and ``zeros`` are counted for gradients alone.
+    """
 
     name: str
     dtype: torch.dtype
@@ -38,7 +41,7 @@ class Site:
     pending_saturated: int = 0
 
     def take(self, later: Site, after: int) -> None:
-        """Add what a run saw that began ``after`` so many outputs."""
+        """Add the measurements of a later run. after: the number of outputs before that run."""
         if later.nonfinite and not self.nonfinite:
             self.order = later.order + after
         self.amax = max(self.amax, later.amax)
@@ -59,7 +62,7 @@ _OUTPUTS_OF_A_RUN = 1 << 40  # more than any run has
 
 
 def sites_of_all(runs: Iterable[Iterable[Site]]) -> list[Site]:
-    """Return the sites of runs by copies of one model, merged in the order of the runs as one observer would."""
+    """Return the sites of runs by copies of one model, merged as if one observer had seen the runs in order."""
     sites: dict[tuple[str, torch.dtype], Site] = {}
     for number, run in enumerate(runs):
         after = number * _OUTPUTS_OF_A_RUN
@@ -95,7 +98,7 @@ class Call:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module's output is the site of its path; a router that holds its weight counts."""
+    """Whether a module's output is the site named by its path: a linear, or a router with a weight of its own."""
     own = getattr(module, "weight", None)
     return isinstance(module, nn.Linear) or (hasattr(module, "top_k") and isinstance(own, nn.Parameter))
 

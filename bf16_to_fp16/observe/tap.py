@@ -1,4 +1,4 @@
-"""The observer's sites above autograd and autocast, differentiable: what the penalty reads."""
+"""The observer's sites as differentiable tensors, taken above autograd and autocast, for the penalty."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MOVING = (
     | _KEEPING_SHAPE
     | origins.UNINITIALISED
 )
-"""Functions that show or copy what is there: no sites of their own."""
+"""Functions that view or copy values: they have no sites."""
 
-# What the dispatcher calls a function, where it is not the function's own name.
+# The dispatcher's name of a function, where it differs.
 _BELOW = {
     "__rdiv__": "mul",
     "__rpow__": "pow",
@@ -66,7 +66,7 @@ class _Call(Call):
     tapped: bool
     names: dict[tuple[str, int], str | None]
     hidden: Tensor | None = None
-    """What a mask hides of the scores that is −inf in fp16, so that a row that sees nothing is NaN."""
+    """Positions hidden by a mask that is −inf in fp16, under which a fully masked row is NaN."""
 
 
 class _TapMode(TorchFunctionMode):
@@ -89,17 +89,20 @@ class _TapMode(TorchFunctionMode):
 
 class Tap:
     """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
-    forwards, differentiable, under ``SiteObserver``'s names with eager attention, and ``<path>:masked`` by row of
+    forwards, differentiable. Names are ``SiteObserver``'s with eager attention; ``<path>:masked`` comes by row of
     attention.
 
     Masked positions are zero. Use a tensor at once: an in-place operation may change it. What ``on_site`` computes is
-    not tapped; what it saves survives gradient checkpointing. A module rerun inside a backward is not tapped again, a
-    forward without gradients not at all. only: whether a site is wanted, asked once a name. glance: called first with
-    the detached tensor; false skips ``on_site`` and its graph nodes. Wrappers (DDP, FSDP, checkpointing) add nothing to
-    names. Left out are copies (``to``, ``clone``, ``cat``), constants, what runs without gradients, the statistics of
-    ``layer_norm``, dropout's noise, and the inside of fused functions but SDPA's context. A linear is one site with its
-    bias; a cube's input (``:cubed``) is handed over in every dtype. Raises ``UserError`` for a compiled model, and in
-    the forward for reentrant gradient checkpointing.
+    not tapped; what it saves survives gradient checkpointing. A module rerun inside a backward is not tapped again, and
+    a forward without gradients not at all. Wrappers (DDP, FSDP, checkpointing) add nothing to names.
+
+    only: whether a site is wanted, asked once a name. glance: called first with the detached tensor; false skips
+    ``on_site`` and its graph nodes.
+
+    Left out are copies (``to``, ``clone``, ``cat``), constants, operations without gradients, the statistics of
+    ``layer_norm``, dropout's noise, and the inside of fused functions but SDPA's context. A linear with its bias is one
+    site. A cube's input (``:cubed``) is handed over in every dtype. Raises UserError for a compiled model, and in the
+    forward for reentrant gradient checkpointing.
     """
 
     def __init__(
@@ -115,8 +118,8 @@ class Tap:
         self.only = only
         self.glance = glance
         self.without_gradients = False
-        """Whether a forward without gradients is tapped as well; what it runs under a ``no_grad`` of its own is not, so
-        that sites have the same names as in one with gradients."""
+        """Whether a forward without gradients is tapped as well. Its own ``no_grad`` blocks are not, so that sites are
+        named as in a forward with gradients."""
         self._inner_no_grads = 0
         self._mode = _TapMode(self)
         self._names: dict[str, dict[tuple[str, int], str | None]] = {}
@@ -176,7 +179,7 @@ class Tap:
             self._call = call if tapped else None
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            # It is called too where this tap was entered, or a hook before ``enter`` failed, inside the module.
+            # ``enter`` was not called where this tap was entered inside the module, or an earlier hook failed.
             if not stack or stack[-1].module is not module:
                 return
             call = stack[-1]
@@ -204,11 +207,11 @@ class Tap:
         self._call = None
 
     def _hides_gradients(self) -> bool:
-        """Whether what runs now has no gradients in the forward that is tapped, or stands for one without."""
+        """Whether the operation that runs has no gradients, or would have none in a forward with gradients."""
         return not torch.is_grad_enabled() and (not self.without_gradients or self._inner_no_grads > 0)
 
     def _follow_no_grad(self) -> None:
-        """Count ``no_grad`` blocks in a forward already without gradients: their flag tells nothing."""
+        """Count open ``no_grad`` blocks of a forward without gradients, where torch's flag does not show them."""
         if not self.without_gradients:
             return
         if _is_called_by("no_grad.__enter__"):
@@ -256,11 +259,11 @@ class Tap:
             if call.after_softmax and call.hidden is not None:
                 shown = partial(_seen, hidden=call.hidden)
             if function.name == "einsum":
-                # Stock code adds to such scores in place, after which nothing that was saved of them would be theirs.
+                # Stock code adds to these scores in place, which would change saved tensors.
                 shown = torch.clone if shown is _itself else shown
             self._hand_over(full, out, shown)
         if name == "pow" and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 3:
-            # Its derivative overflows before it does.
+            # The derivative of x³ overflows before x³.
             full = self._wanted(call, "cubed", 1)
             if full is not None:
                 self._hand_over(full, args[0], _itself)
@@ -336,7 +339,7 @@ def _unmasked(out: Tensor, masked: Tensor) -> Tensor:
 
 
 def _seen(out: Tensor, hidden: Tensor) -> Tensor:
-    # Asking whether a row sees nothing would make a device wait.
+    # A branch on this would make the device wait.
     return out.masked_fill(out.isnan() & hidden.all(-1).any().to(out.device), 0.0)
 
 
@@ -345,7 +348,7 @@ def _itself(x: Tensor) -> Tensor:
 
 
 def paths(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every module with its path, without wrappers' additions; the root is "model"."""
+    """Return every module with its path, without the names that wrappers add; the root is "model"."""
     prefix, inner = "", model
     # A wrapper that has nothing but a ``module``: DDP, DeepSpeed.
     while [name for name, _ in inner.named_children()] == ["module"]:
@@ -363,7 +366,7 @@ def _check_not_compiled(module: nn.Module) -> None:
 
 
 def _is_called_by(function: str) -> bool:
-    """Whether a function of this qualified name, or with this end, is running."""
+    """Whether a function whose qualified name ends with ``function`` is running."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_qualname.endswith(function):

@@ -56,9 +56,9 @@ _Tensors = tuple[Tensor, ...]
 
 
 def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> None:
-    """Step some elements in place, eagerly or inside torch.compile; key: as ``rounding`` takes it.
+    """Step some elements in place, eagerly or inside torch.compile. key: as ``rounding`` takes it.
 
-    What changes is in tensors: for a number a kernel is compiled anew.
+    Numbers that change come in tensors: for a new Python number torch.compile would compile again.
     """
     parameter, grad, exp_avg, exp_avg_sq = tensors
     unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay = coefficients.unbind()
@@ -66,7 +66,7 @@ def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> N
     g = grad.to(torch.float32) * unscale
     m = exp_avg.to(torch.float32).mul_(beta1).add_(g * one_minus_beta1)
     v = exp_avg_sq.to(torch.float32).mul_(beta2).add_((g * g).mul_(one_minus_beta2))
-    # rsqrt of neither 0 nor inf, of which the product would be NaN; of inf it is inf, so that the step is 0.
+    # rsqrt of 0 or inf would make the product NaN. An infinite v has an infinite root, and so a step of 0.
     square = v.clamp(min=torch.finfo(torch.float32).tiny)
     root = square.clamp(max=torch.finfo(torch.float32).max).rsqrt_().mul_(square)
     value = value.mul_(decay).addcdiv_(m * minus_rate, root.add_(eps))
@@ -88,7 +88,7 @@ def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> N
 
 @functools.cache
 def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[..., None] | str:
-    """Return ``_update`` compiled for one combination of dtypes and options, or in a line why it cannot be.
+    """Return ``_update`` compiled for one combination of dtypes, device and rounding, or the error's first line.
 
     torch.compile counts recompilations by code object and gives up after eight; each variant has a copy of its own,
     which is compiled once for all lengths.
@@ -101,13 +101,13 @@ def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[
     key, numbers = torch.zeros(3, dtype=torch.int32, device=device), torch.ones(8, device=device)
     try:
         update(tuple(tensors), key, numbers, how)
-    except Exception as error:  # no compiler, one that fails, a full disk: what it raises is not said
+    except Exception as error:  # no compiler, a failing one, a full disk: its exceptions are not documented
         return first_line(error)
     return update
 
 
 def first_index(parameter: Tensor) -> int:
-    """Return the index, in the whole parameter, of the first element that this rank has of it."""
+    """Return the index, in the whole parameter, of this rank's first element."""
     if not isinstance(parameter, DTensor):
         return 0
     # Not documented, but torch's own distributed checkpoints are cut by it.
@@ -136,8 +136,8 @@ class AdamW(Optimizer):
     changes nothing. ``GradScaler.unscale_`` refuses fp16 gradients, so clip before the step at max_norm · scale.
 
     state_dict() and load_state_dict() keep every bit, the step and the seed, so a resumed run equals an uninterrupted
-    one; the state of torch.optim.AdamW loads too. Raises UserError for bad options and parameters, and when a step is
-    asked for at a loss scale of 0.
+    one; the state of torch.optim.AdamW loads too. Raises UserError for bad options and parameters, and for a step at a
+    loss scale that is 0 or not finite.
     """
 
     # GradScaler then sets grad_scale and found_inf as attributes before step(), as for torch's fused optimizers.
@@ -156,7 +156,7 @@ class AdamW(Optimizer):
         seed: int = 0,
         compile: bool | None = None,
     ) -> None:
-        # As many parameters as torch.optim.AdamW has, so that only its name changes, and this one's own as keywords.
+        # As many parameters as torch.optim.AdamW has, so that only the name changes; this class's own are keywords.
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"rounding": rounding, "moments": moments, "seed": seed, "compile": compile}
         try:
@@ -176,9 +176,9 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, and return the closure's result.
 
-        Where GradScaler has set the attributes ``grad_scale`` and ``found_inf``, gradients are divided by the first,
-        and nothing is changed if the second is not 0. Reading them waits for the device, as GradScaler does itself
-        for any other optimizer.
+        GradScaler sets the attributes ``grad_scale`` and ``found_inf``: gradients are divided by the first, and nothing
+        changes if the second is not 0. Reading them waits for the device, as GradScaler itself does for other
+        optimizers.
         """
         loss = None
         if closure is not None:
@@ -212,7 +212,7 @@ class AdamW(Optimizer):
         coefficients: Callable[[int, torch.device], Tensor],
         compiles: bool,
     ) -> None:
-        """Step the local elements of a parameter, in pieces of consecutive ones."""
+        """Step the local elements of a parameter, in pieces of consecutive elements."""
         state, local = self.state[parameter], _local(parameter)
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
@@ -243,7 +243,7 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what state_dict() returned, in the dtypes in which it was saved.
 
-        Options but ``compile`` are taken from the saved groups where they have them.
+        Options are taken from the saved groups where these have them, except ``compile``.
         """
         before = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)

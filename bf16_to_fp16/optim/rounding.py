@@ -36,7 +36,7 @@ _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _LARGEST = {torch.bfloat16: 0x7F7F0000, torch.float16: 0x477FE000}  # fp32 patterns of the last finite values
 _CUT = {torch.bfloat16: 16, torch.float16: 13}  # bits of fp32's significand that the format lacks
-_FP16_NORMAL = 0x38800000  # fp32 pattern of the smallest normal one
+_FP16_NORMAL = 0x38800000  # fp32 pattern of fp16's smallest normal value
 _STRIDE = 0x9E3779B1 - (1 << 32)  # 2³² over the golden ratio, odd
 _MULTIPLIERS = (0x21F0AAAD, 0xD35A2D97 - (1 << 32), 0x85EBCA6B - (1 << 32))
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
@@ -48,8 +48,8 @@ NARROW_DTYPES = (torch.bfloat16, torch.float16)
 def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 0) -> tuple[int, int, int]:
     """Return the three int32 words from which the random bits of one parameter in one step are drawn.
 
-    Any four integers of 64 bits; different ones give unrelated words (BLAKE2b). ``block`` is index >> BLOCK_BITS.
-    With ``first`` the counters 0, 1, 2, … stand for the indices first, first + 1, … of the block.
+    The arguments are any integers of 64 bits; different ones give unrelated words (BLAKE2b). ``block`` is index >>
+    BLOCK_BITS. With ``first`` the counters 0, 1, 2, … stand for the indices first, first + 1, … of the block.
     """
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, parameter, block), digest_size=12).digest()
     start, second, third = struct.unpack("<3i", digest)
@@ -63,11 +63,11 @@ def counters(length: int, device: torch.device | None = None) -> Tensor:
 
 
 def random_bits(counter: Tensor, key: Key) -> Tensor:
-    """Return 31 random bits for each counter in an int32 tensor; its top bit is 0.
+    """Return 31 random bits for each counter in an int32 tensor; the top bit is 0.
 
     Two rounds of xor-shift and multiplication with the key between them (shifts and multipliers from Wellons' hash
-    prospector). The masks make the first two shifts logical, which torch has not: with arithmetic ones two elements
-    whose states are complements would share all later bits.
+    prospector). The masks make the first two shifts logical, which torch lacks: with arithmetic ones, two elements with
+    complementary states would share all later bits.
     """
     x = counter + key[0]
     x = x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MULTIPLIERS[0]).add_(key[1])
@@ -76,7 +76,7 @@ def random_bits(counter: Tensor, key: Key) -> Tensor:
 
 
 def more_bits(bits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
-    """Return two further sets of 16 random bits in the low halves of two int32 tensors, from ``random_bits``' result.
+    """Return two further sets of 16 random bits, from ``random_bits``' result, in the low halves of two int32 tensors.
 
     The high halves are not random. One more round; each set is uniform and unrelated to ``bits``.
     """
@@ -91,9 +91,9 @@ def more_bits(bits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
 def stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     """Round x up with probability (x − down)/(up − down), else down; the result is fp32 with values of ``dtype``.
 
-    x: fp32; its NaNs must be quiet, as those that arithmetic makes are. dtype: bf16, fp16, or fp32 (x is returned).
-    bits: int32 of x's shape, whose low 16 bits (bf16) or low 31 bits (fp16) are random. The probability is exact for
-    every bf16 rounding and for |x| ≥ 2⁻³¹ in fp16; below, it is cut to a multiple of 2⁻³¹.
+    x: fp32 with quiet NaNs only, as arithmetic makes them. dtype: bf16, fp16, or fp32 (x is returned). bits: int32 of
+    x's shape, whose low 16 bits (bf16) or low 31 bits (fp16) are random. The probability is exact for every bf16
+    rounding and for |x| ≥ 2⁻³¹ in fp16; below, it is cut to a multiple of 2⁻³¹.
     """
     return x if dtype == torch.float32 else _round(x, dtype, bits)
 
@@ -101,7 +101,7 @@ def stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x to the nearest value of ``dtype``, ties to even, finite values never to inf; the result is fp32.
 
-    x: fp32; its NaNs must be quiet. Written with integers because a compiler may drop a cast to 16 bits and back.
+    x: fp32 with quiet NaNs only. Written with integers because a compiler may drop a cast to 16 bits and back.
     """
     return x if dtype == torch.float32 else _round(x, dtype, None)
 

@@ -1,1 +1,1 @@
-"""The plan of exponents: what each power of two would cost, which are chosen, and their application to weights."""
+"""The plan of exponents: the cost of each power of two, their choice, and their application to weights."""

@@ -1,4 +1,4 @@
-"""LoRA adapters on rescaled weights: the plan of a checkpoint applied to what an adapter adds to it.
+"""LoRA adapters on rescaled weights: a checkpoint's plan applied to an adapter's tensors.
 
 W' = 2^E W has the exponents of its rows and columns, so the update B·A becomes B' = 2^rows B and A' = A 2^columns, and
 fp32 outputs keep every bit. Whole tensors (``modules_to_save``, biases, rows of an embedding) are scaled as the
@@ -21,7 +21,7 @@ from .exponents import axis_exponents, check_plan_fits, correction_of, exponents
 from .plan import Plan
 
 UNMOVED, PROMPT = ".ia3_l", "prompt_embeddings"
-"""IA3's factors of channels, which no power of two there changes, and rows that stand in the place of embeddings."""
+"""IA3's factors of channels, which no plan changes, and the rows of prompt tuning, which replace embeddings."""
 
 
 PREFIX = "base_model.model."  # what PEFT puts before the name of every module
@@ -29,9 +29,9 @@ PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 
 @dataclass(frozen=True)
 class Part:
-    """What an adapter's tensor is to the checkpoint's: the axis there of each of its own axes, None for the rank.
-    ``made``: it makes the output, so a factor on the tensor scales it too. ``magnitude``: the length of a row or of an
-    embedding's column."""
+    """One kind of tensor in an adapter. ``axes``: for each of its axes the checkpoint tensor's axis, None for the rank.
+    ``made``: it makes the output, so that a factor on the tensor scales it too. ``magnitude``: it holds the lengths of
+    rows or of an embedding's columns."""
 
     suffix: str
     axes: tuple[int | None, ...]
@@ -51,11 +51,11 @@ PARTS = (
     Part(".base_layer.weight", (0, 1)),
     Part(".base_layer.bias", (0,)),
 )
-"""The parts of a LoRA adapter by the end of their names; any other name is that of a whole tensor."""
+"""The tensors of a LoRA adapter by the end of their names; any other name is that of a whole tensor."""
 
 
 def part_of(name: str) -> tuple[str, Part | None]:
-    """Return the checkpoint's tensor name, and which part an adapter's tensor is; None for the tensor itself."""
+    """Return the name of the checkpoint's tensor and the adapter tensor's part, None where it is the whole tensor."""
     plain = name.removeprefix(PREFIX)
     for part in PARTS:
         if plain.endswith(part.suffix):
@@ -83,7 +83,8 @@ def tensors_by_module(layout: Layout) -> dict[str, ResolvedTensor]:
 
 
 def target_of(name: str, target: str, layout: Layout, named: Mapping[str, ResolvedTensor]) -> str:
-    """Return the layout's name of an adapter's ``target``, which older transformers call as files do."""
+    """Return the layout's name of ``target``, which older transformers name as files do. Raises UserError for an
+    unknown one."""
     known = in_modules(target, named)
     if known not in named:
         raise UserError(
@@ -94,7 +95,8 @@ def target_of(name: str, target: str, layout: Layout, named: Mapping[str, Resolv
 
 @dataclass(frozen=True)
 class Scaled:
-    """``exact``: holds every bit. ``widened``: to fp32, which holds them. ``overflows``: some values are over 65504."""
+    """An adapter's tensor after scaling. ``exact``: no bit is lost. ``widened``: stored in fp32 to keep its bits.
+    ``overflows``: some values are over 65504."""
 
     values: Tensor
     exact: bool
@@ -106,8 +108,8 @@ def scaled_adapter(
     tensors: Mapping[str, Tensor], layout: Layout, plan: Plan, head_gain: float = 1.0
 ) -> dict[str, Scaled]:
     """Return an adapter's tensors for the checkpoint that ``plan`` makes. layout: of the converted checkpoint, also for
-    the way back with the inverse plan. head_gain: of a separated head. Raises UserError for a tensor that cannot follow
-    the plan."""
+    the way back with the inverse plan. head_gain: the gain of a separated head. Raises UserError for a tensor that
+    cannot follow the plan."""
     check_plan_fits(layout, plan)
     named = tensors_by_module(layout)
     embeddings = {part_of(name)[0] for name in tensors if name.endswith(".lora_embedding_A")}
@@ -124,7 +126,7 @@ def scaled_adapter(
             continue
         target, part = part_of(name)
         if part is not None and part.magnitude and target in embeddings:
-            part = replace(part, axes=(1,))  # PEFT turns an embedding's weight over
+            part = replace(part, axes=(1,))  # PEFT transposes an embedding's weight
         target = target_of(name, target, layout, named)
         factor = 1.0 if layout.tied or target != layout.family.head else head_gain
         scaled[name] = on_tensor(name, values, named[target], part, plan, factor)
@@ -143,7 +145,7 @@ def on_tensor(
             total = total + along(exponents[axis], position, values.dim())
     if part.magnitude:
         total = total + uniform(name, tensor.name, exponents[0 if part.axes == (1,) else 1])
-    # A whole tensor has the offset in it, what is added to one has not.
+    # A whole tensor includes the offset; an update of one does not.
     offset = tensor.offset if not part.suffix else 0.0
     return multiplied(name, values, total, factor * correction_of(tensor, plan) if part.made else 1.0, offset)
 
@@ -155,7 +157,8 @@ def along(exponent: int | Tensor, position: int, axes: int) -> int | Tensor:
 
 
 def uniform(name: str, target: str, exponent: int | Tensor) -> int:
-    """Return the one exponent of the axis that a DoRA magnitude is taken over; raise UserError where it has several."""
+    """Return the one exponent of the axis that a DoRA magnitude is taken over. Raises UserError where it has
+    several."""
     if isinstance(exponent, int):
         return exponent
     first = int(exponent[0])
@@ -171,7 +174,7 @@ def multiplied(name: str, values: Tensor, exponents: Tensor, factor: float, offs
     """Return (``values`` + ``offset``) · 2^exponents · ``factor``; in fp32 where their dtype loses a bit."""
     double = values.double()
     wanted = torch.ldexp(double + offset if offset else double, exponents.double()) * factor
-    wanted = wanted - offset if offset else wanted  # taking off 0 would turn a -0
+    wanted = wanted - offset if offset else wanted  # subtracting 0 would change the sign of -0
     stored = wanted.to(values.dtype)
     same = bool((stored.double() == wanted).all())
     widened = not same and values.dtype != torch.float32

@@ -1,4 +1,4 @@
-"""The plan applied to the writer's tensors, a model in memory, and the config. Nothing else multiplies weights by a
+"""Apply a plan to the writer's tensors, a model in memory, and the config. Nothing else multiplies weights by a
 plan."""
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
 
 
 def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module:
-    """Rescale ``model`` in place by ``plan`` and return it. In fp32 its outputs keep every bit, but where keys are
-    centred sums round otherwise. Names and tied head are as in ``layout``. Norms' eps are multiplied by 4^r, also where
-    no config could say so."""
+    """Rescale ``model`` in place by ``plan`` and return it. Its fp32 outputs keep every bit, except that centred keys
+    round sums otherwise. Names and tied head are as in ``layout``. Norms' eps are multiplied by 4^r, also where no
+    config key could say so."""
     check_plan_fits(layout, plan)
     stored: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     stored |= dict(model.named_buffers(remove_duplicate=False))
     done: set[int] = set()
     with torch.no_grad():
-        # Of weights that are not scaled yet.
+        # Computed from weights that are not scaled yet.
         replaced = centred_tensors(layout, plan.centred_keys).items()
         centred = {name: centred_tensor(stored.__getitem__, layout, name, part) for name, part in replaced}
         for name, values in centred.items():
@@ -75,21 +75,22 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
 
 
 def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> None:
-    """Multiply (tensor + ``offset``) in place by ``gain`` and 2^exponents; the sum may round once."""
+    """Set ``tensor`` to (tensor + ``offset``) · ``gain`` · 2^exponents − ``offset``, in place; with an offset it may
+    round once."""
     if offset:
         if gain != 1.0 or bool((exponents != 0).any()):
             tensor.copy_(torch.ldexp((tensor.double() + offset) * gain, exponents.double()) - offset)
         return
     if gain != 1.0:
         tensor.mul_(gain)
-    # Two factors, each a normal fp32 number, so that no intermediate is lost.
+    # Two factors, each a normal fp32 number, so that no intermediate loses bits.
     half = torch.div(exponents, 2, rounding_mode="floor")
     for part in (half, exponents - half):
         tensor.mul_(torch.ldexp(torch.ones_like(part, dtype=torch.float32), part).to(tensor.dtype))
 
 
 def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> torch.Tensor:
-    """Return an fp32 weight times ``gain`` as fp16 files give it back: in float64, by runs of rows."""
+    """Return an fp32 weight times ``gain`` as read back from fp16 files, computed in float64 by runs of rows."""
     result = torch.empty(weight.shape)
     matrices = (x.reshape(len(weight), -1) for x in (weight, exponents.expand(weight.shape), result))
     for part, here, place in zip(*map(chunks, matrices), strict=True):
@@ -124,11 +125,12 @@ def edited_config(layout: Layout, plan: Plan, *, moved: bool = False) -> dict[st
     return with_older_keys(layout.family, config)
 
 
-DTYPE_KEYS = ("dtype", "torch_dtype")  # config keys of the dtype: of transformers 5, and of earlier versions
+DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of earlier versions
 
 
 def set_dtype(config: dict[str, object], dtype: str) -> None:
-    """Set the dtype under each key the config uses; without one under ``torch_dtype``, which every version reads."""
+    """Set the dtype under each key that the config uses; without one under ``torch_dtype``, which every version
+    reads."""
     keys = [key for key in DTYPE_KEYS if key in config] or ["torch_dtype"]
     for key in keys:
         config[key] = dtype

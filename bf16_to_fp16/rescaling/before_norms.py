@@ -1,6 +1,6 @@
-"""Exponents of what norms alone read: as large as in the source where the stream is smaller. A signal times 2^r has a
-gradient times 2^-r, so a smaller stream needs a smaller loss scale. A norm takes any factor out again, but for its eps.
-"""
+"""Exponents of signals that only norms read: as large as in the source, where the stream is smaller. A signal times 2^r
+has a gradient times 2^-r, so a smaller stream needs a smaller loss scale. A norm cancels any factor of its input, but
+for its eps."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Limits:
     bounds: Mapping[str, ModuleRange]
 
     def largest_exponent(self, signal: ResolvedSignal, stream: int) -> int:
-        """Return the largest exponent at which what a norm reads, and the weights that give it, stay under their
-        limits; stream: the exponent that these weights have from the stream."""
+        """Return the largest exponent at which a norm's input, and the weights that make it, stay under their limits.
+        stream: the exponent that these weights have from the stream."""
         limits = [*self.of_signal(signal), *self.of_weights(signal, stream)]
         return min((whole_log2(limit / largest) for largest, limit in limits if largest > 0), default=0)
 
@@ -54,9 +54,9 @@ def with_smaller_gradients(
     ranges: Mapping[str, ModuleRange],
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return a plan with exponents in front of norms that undo the stream's, within limits. No eps may change a norm's
-    output by more than one fp16 rounding. weights: unscaled. ranges: observed on the source; bounds would not tell how
-    small a norm's input is. bounds: what is possible."""
+    """Return a plan with exponents before norms that undo the stream's, within limits. No eps may change a norm's
+    output by more than one fp16 rounding. weights: before any exponent. ranges: observed on the source, which show how
+    small a norm's input is. bounds: of every possible input."""
     if layout.fixed_eps is not None:
         return plan
     limits = Limits(plan, layout, weights, ranges, bounds or {})

@@ -1,8 +1,8 @@
-"""Scores without what all keys of a row share, where that is free.
+"""Centred keys: scores without the part that all keys of a row share, where that is free.
 
-A softmax ignores what is added to every score of a row. Where nothing stands between a key and its score (no rotation,
-no norm, no soft cap), q·b is the same for every key, so the key bias b may be any vector. Behind a LayerNorm of gain g
-and bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n): no shared part, so smaller keys and scores.
+A softmax ignores a number that is added to every score of a row. Where nothing stands between a key and its score (no
+rotation, no norm, no soft cap), q·b is the same for every key, so the key bias b may be any vector. Behind a LayerNorm
+of gain g and bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n): no shared part, so smaller keys and scores.
 
 A table of position biases may lose one number for each head, the same in every layer that reads it: the mean of the
 head's largest and least bias, which leaves the smallest magnitudes.
@@ -21,7 +21,8 @@ from ..families.types import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:
-    """Return the attentions with a free key bias that read a norm with a bias, or with a table of position biases."""
+    """Return the attentions with a free key bias behind a norm with a bias, and those with a table of position
+    biases."""
 
     def free(here: Attention) -> bool:
         between = here.rotary, here.query_norm, here.key_norm, here.cap, here.radius, here.fused
@@ -45,22 +46,22 @@ def centred_tensors(layout: Layout, attentions: Collection[str]) -> dict[str, At
 
 
 def centred_tensor(weights: TensorReader, layout: Layout, name: str, attention: Attention) -> Tensor:
-    """Return what replaces an attention's key bias or table of this name, in fp64; weights: unscaled."""
+    """Return the new key bias or table of this name, fp64. weights: before any exponent."""
     if tables := tables_of(attention):
         return weights(name).double() - shared_biases(list(map(weights, tables)))
     return centred_bias(weights, layout, attention)
 
 
 def shared_biases(tables: Sequence[Tensor]) -> Tensor:
-    """Return what one softmax's tables lose: the mean of each head's largest and least bias, fp64 [heads]. Rounded to
-    bf16, so that fp32 holds the differences that bf16 held."""
+    """Return the number that each head's biases lose, fp64 [heads]: the mean of the largest and the least, over all
+    tables of one softmax. It is rounded to bf16, so that fp32 holds the differences of bf16 biases."""
     every = torch.cat([table.double() for table in tables])
     return ((every.amax(0) + every.amin(0)) / 2).to(torch.bfloat16).double()
 
 
 def centred_bias(weights: TensorReader, layout: Layout, attention: Attention) -> Tensor:
-    """Return −Wβ in fp64, which takes out of keys what they share; weights: unscaled. Its bits are the same everywhere:
-    products are exact up to fp32 weights, and sums are of halves, in one order."""
+    """Return −Wβ in fp64. weights: before any exponent. Its bits are the same on every machine: products of fp32
+    weights are exact, and sums are of halves, in one order."""
     beta = weights(f"{norm_of_keys(layout, attention)}.bias").double()
     terms = weights(f"{attention.key}.weight").double() * -beta
     while (width := terms.shape[1]) > 1:

@@ -1,4 +1,4 @@
-"""What is known of a signal's channels, and the arithmetic of their exponents."""
+"""The known ranges of a signal's channels, and arithmetic of exponents."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def as_shares(values: torch.Tensor) -> torch.Tensor:
 
 
 def whole_log2(x: float) -> int:
-    """Return ⌊log2 x⌋; for inf the largest residual exponent, for 0 and NaN the least."""
+    """Return ⌊log2 x⌋; the largest residual exponent for inf, the least for 0 and NaN."""
     if x == math.inf:
         return RESIDUAL_RANGE
     return math.floor(math.log2(x)) if x > 0 else -RESIDUAL_RANGE
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """None stands for all zeros."""
+    """Whether two vectors are equal; None stands for all zeros."""
     if one is None or other is None:
         given = one if one is not None else other
         return given is None or not bool((given != 0).any())

@@ -1,4 +1,4 @@
-"""Cuts of columns: powers of two on what gates or queries take from few channels of their input. Inputs that lack those
+"""Cuts of columns: powers of two on what gates or queries take from few channels of their input. Inputs without those
 channels keep their function; a cut of whole rows would flatten all inputs."""
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from ..families.layout import Layout, TensorReader
 from ..families.types import Attention, Kind, carried_by, made_by
 from .exponents import OfChannels
 
-MOST_CHANNELS, MOST_BITS = 4, 24  # that are cut, and by how much
-CLOSE = 2.0**-10  # bits that a row may keep over its aim, which is a whole number of them
+MOST_CHANNELS, MOST_BITS = 4, 24  # most channels that are cut, and by how many bits
+CLOSE = 2.0**-10  # bits by which a row may stay over its aim
 
 Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""By factors of columns: each row's or head's bits over its aim [rows], and columns' shares [rows, columns]."""
+"""Maps columns' factors to the bits by which each row or head is over its aim, [rows], and columns' shares, [rows,
+columns]."""
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return by signal the column exponents that replace ``needed`` ones, where few channels are enough."""
+    """Return the column exponents, by signal, that replace ``needed`` row exponents where a cut of few channels is
+    enough."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if signal := signal_at(layout, each.gate, needed):
@@ -46,7 +48,7 @@ def signal_at(layout: Layout, linear: str, needed: Mapping[str, OfChannels]) -> 
 
 
 def read_by(layout: Layout, weights: TensorReader, linear: str, norm: str) -> Tensor:
-    """Return the weight times the gain of the norm that it reads, fp64."""
+    """Return the linear's weight, times the gain of the norm before it, fp64."""
     weight = weights(f"{linear}.weight").double()
     if not norm:
         return weight
@@ -69,7 +71,7 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
-    """q, k: [heads, channels of a head, columns]; a head's largest score goes with the spectral norm of its qᵀk."""
+    """q, k: [heads, channels of a head, columns]. A head's largest score goes with the spectral norm of its qᵀk."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
     root = torch.linalg.cholesky_ex(regular).L
@@ -91,7 +93,8 @@ def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
 
 
 def cut(reach: Reach, columns: int) -> list[int] | None:
-    """Return the exponents by which columns fall, one bit at a time where it counts most, until nothing is over."""
+    """Return exponents that lower columns until every row is at its aim, one bit at a time where it counts most; None
+    if too many channels or bits are needed."""
     exponents = torch.zeros(columns, dtype=torch.float64)
     for step in range(MOST_CHANNELS * MOST_BITS):
         over, share = reach(2.0**exponents)
@@ -99,7 +102,7 @@ def cut(reach: Reach, columns: int) -> list[int] | None:
             return [int(e) for e in exponents]
         largest = share.topk(min(MOST_CHANNELS, columns)).values.sum(1)
         if step == 0 and bool((largest < 1 - 4.0 ** -over.clamp(min=0)).any()):
-            return None  # even without these channels too much would be left
+            return None  # a row stays over its aim even without these channels
         exponents[share[over.argmax()].argmax()] -= 1
         if int((exponents < 0).sum()) > MOST_CHANNELS or float(exponents.min()) < -MOST_BITS:
             return None

@@ -1,7 +1,6 @@
-"""Edits: powers of two on signals that a nonlinearity reads, which change the function little where its input is far
-out.
+"""Edits: powers of two on a nonlinearity's input, which change the function little where that input is large.
 
-There GELU and SiLU are ReLU, which lets a factor through: |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A
+There GELU and SiLU are ReLU, which commutes with a factor: |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A
 softmax is one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is ±1. docs/edits.md has
 the proofs. A plan with edits is an exact plan of the edited source; the signals' kinds tell its two parts apart.
 """
@@ -25,14 +24,14 @@ from .plan import Plan
 from .weights import source_weights
 
 MOST_FOR_A_PROOF = 2.0
-"""Times bf16's own divergence that edits may cost where the output is proven by them: nothing else proves it."""
+"""How many times bf16's own divergence edits may cost where the output is proven only with them."""
 
 RUINED = 1.0
-"""Divergence (nats, or relative squared error) from which on bf16 is no measure of what edits may cost."""
+"""Divergence (nats, or relative squared error) from which on bf16 is no measure for the cost of edits."""
 
 
 def edits_of(layout: Layout, plan: Plan) -> Plan:
-    """Return the part of a plan that is no exact rescaling: exponents with a price, and centred keys."""
+    """Return the inexact part of a plan: exponents of signals with a price, and centred keys."""
     priced = {name: e for name, e in plan.exponents.items() if layout.signals[name].kind.has_price}
     return Plan(family=plan.family, exponents=priced, centred_keys=plan.centred_keys)
 
@@ -45,7 +44,7 @@ def without_edits(layout: Layout, plan: Plan) -> Plan:
 
 
 def with_edits(plan: Plan, edits: Plan) -> Plan:
-    """Return an exact plan of an edited source as one of the source itself."""
+    """Return an exact plan of the edited source, together with its edits, as a plan of the source."""
     exponents, centred = plan.exponents | edits.exponents, sorted({*plan.centred_keys, *edits.centred_keys})
     return plan.model_copy(update={"exponents": exponents, "centred_keys": centred})
 
@@ -71,7 +70,8 @@ def least(exponents: OfChannels) -> int:
 
 
 def sites_of(layout: Layout) -> dict[str, str]:
-    """Return by signal with a price the site that tells whether it has to fall, as the audit names it."""
+    """Return for each signal with a price the audit's name of the site whose range decides whether the signal has to
+    fall."""
     attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
     scores = {f"{path}.scores": f"{path}:scores" for path in attentions}
     priced = {name: signal for name, signal in layout.signals.items() if signal.kind.has_price}
@@ -80,7 +80,7 @@ def sites_of(layout: Layout) -> dict[str, str]:
 
 
 def edited(tensor: ResolvedTensor, weight: Tensor, edits: Plan, offset: float = 0.0) -> Tensor:
-    """Return a weight under edits, itself where they leave it; offset: what stock code adds to it."""
+    """Return a weight under edits, or itself where they leave it. offset: the number that stock code adds to it."""
     exponents = exponents_of(tensor, edits).full(tensor.shape)
     if not bool((exponents != 0).any()):
         return weight
@@ -104,7 +104,7 @@ def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> 
 
 
 def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
-    """Return the bits by which channels of priced signals pass ``limit``: fp64 [channels], [] for observed scores."""
+    """Return the bits by which signals with a price exceed ``limit``: fp64 [channels], [] for observed scores."""
     excess = {}
     for signal in layout.signals.values():
         if not signal.kind.has_price:
@@ -114,14 +114,14 @@ def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: 
             excess[signal.name] = torch.stack([b for b in seen_at if len(b) == len(seen_at[0])]).amax(0)
     for sublayer in layout.topology:
         if isinstance(sublayer, Experts) and (routing := f"{sublayer.classifier}.routing") in excess:
-            excess[routing] = excess[routing].amax()  # so that each token goes to the expert that it goes to
+            excess[routing] = excess[routing].amax()  # one exponent for all experts keeps the routing
     for attention in (each for each in layout.topology if isinstance(each, Attention) and each.at in ranges):
         if (seen := ranges[attention.at].scores) is None:
             continue
         if seen.excess_bits is None:
             bits = excess_bits(torch.tensor(seen.largest, dtype=torch.float64), limit)
         elif attention.query_norm and not attention.norms_whole:
-            bits = seen.excess_bits.amax()  # a norm's gains are the same for all heads
+            bits = seen.excess_bits.amax()  # all heads share a norm's gains
         else:
             bits = seen.excess_bits.repeat_interleave(layout.head_size(attention))
         excess[f"{attention.at}.scores"] = bits

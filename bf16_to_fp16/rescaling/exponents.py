@@ -1,4 +1,4 @@
-"""The powers of two that a plan gives to the axes of one checkpoint's tensors, and whether it fits that checkpoint."""
+"""The powers of two that a plan gives to the axes of a checkpoint's tensors, and whether it fits that checkpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OfChannels = int | list[int]  # exponents of a signal: one for all its channels,
 
 @dataclass(frozen=True)
 class Exponents:
-    """The power of two for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]`` (vectors have rows
-    only); of its sum with ``offset``, where stock code adds one."""
+    """The power of two for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]``; vectors have rows only.
+    It multiplies the element plus ``offset``, which stock code adds."""
 
     scalar: int
     rows: torch.Tensor | None
@@ -27,7 +27,7 @@ class Exponents:
     offset: float = 0.0
 
     def full(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return int32 exponents that broadcast to ``shape``; rows and columns must be there."""
+        """Return the elements' int32 exponents, in a shape that broadcasts to ``shape``."""
         total = torch.full((1,) * len(shape), self.scalar, dtype=torch.int32, device=device)
         if self.rows is not None:
             total = total + self.rows.view(-1, *([1] * (len(shape) - 1)))
@@ -41,7 +41,8 @@ class Exponents:
 
 
 def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tensor]:
-    """Return for each axis of a tensor the exponents that it carries: one number, or an int32 number per channel."""
+    """Return each axis's exponents: one number, or int32 numbers by channel. Raises UserError for a list of another
+    length."""
 
     def carried(axis: Axis, size: int) -> int | torch.Tensor:
         exponent = plan.exponent(axis.signal)
@@ -61,7 +62,7 @@ def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tenso
 
 
 def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
-    """Return the exponents of one tensor: over its axes, the sum of ±the exponents of the signals that they carry."""
+    """Return the exponents of a tensor: for each axis, the sum of ±the exponents of the signals that it carries."""
     exponents = axis_exponents(tensor, plan)
     scalar = sum(exponent for exponent in exponents if isinstance(exponent, int))
     per_axis = [exponent if isinstance(exponent, torch.Tensor) else None for exponent in exponents]
@@ -78,7 +79,7 @@ def correction_of(tensor: ResolvedTensor, plan: Plan) -> float:
 
 
 def check_plan_fits(layout: Layout, plan: Plan) -> None:
-    """Raise UserError unless plan and layout agree on family, signals, channels and keys that may be centred."""
+    """Raise UserError unless plan and layout agree on family, signals, channels and the keys that may be centred."""
     if plan.family != layout.family.name:
         raise UserError(
             f"the plan is for {plan.family}, the checkpoint is {layout.family.name}; use the plan of this checkpoint"

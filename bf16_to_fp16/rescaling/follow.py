@@ -1,6 +1,6 @@
-"""An optimizer that steps in the source's units although the weights in memory are rescaled. Rescaling multiplies a
-weight by 2^e and its gradient by 2^-e. Around each step both are taken to the source's scale and back, exactly, so that
-any optimizer sees and remembers the source's numbers."""
+"""Make an optimizer step in the source's units while the weights in memory are rescaled. Rescaling multiplies a weight
+by 2^e and its gradient by 2^-e. Around each step both are brought to the source's scale and back, exactly, so that any
+optimizer sees and remembers the source's numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def exponents_by_parameter(model: torch.nn.Module, layout: Layout, plan: Plan) -
 
 def follow(optimizer: torch.optim.Optimizer, exponents: Mapping[torch.nn.Parameter, Exponents]) -> None:
     """Make ``optimizer`` step in the source's units. Raises UserError from a step with a closure, whose gradients come
-    too late, or on a sharded parameter (FSDP, ZeRO-3)."""
+    too late, or with a sharded parameter (FSDP, ZeRO-3)."""
     shapes = {parameter: parameter.shape for parameter in exponents}
     placed: dict[tuple[torch.nn.Parameter, torch.device], Exponents] = {}
 
@@ -54,6 +54,6 @@ def follow(optimizer: torch.optim.Optimizer, exponents: Mapping[torch.nn.Paramet
             )
         move(-1, gradients=True)
 
-    # Gradients are scaled once: after the step they are thrown away.
+    # Gradients are not scaled back: after the step they are thrown away.
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(lambda *_: move(1, gradients=False))

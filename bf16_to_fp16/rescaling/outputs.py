@@ -1,5 +1,5 @@
-"""By which power of two each output of a stock class differs from the source's under a plan. Logits keep every bit;
-states between layers are the stream itself; last states carry what the last norm does."""
+"""The power of two on each output of a stock class under a plan. Logits keep every bit; states between layers have the
+stream's exponent, last states that of the last norm."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .exponents import OfChannels, exponents_of
 from .plan import Plan
 
 LAST = "last_hidden_state"
-"""What the class without a head gives, and the last of ``hidden_states``; of a decoder where there are two stacks."""
+"""The output of the class without a head, and the last of ``hidden_states``; the decoder's where there are two
+stacks."""
 
 
 def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
-    """Return the log2 of the factor on each output: one number, or one for each channel or choice. ``hidden_states``,
-    behind the stack's name where there are two, are all but the last."""
-    # What a soft cap has brought to its ends is the same after an edit.
+    """Return the log2 of the factor on each output: one number, or one for each channel or choice. ``hidden_states``
+    are all but the last, with the stack's name before it where there are two."""
+    # At the ends of a soft cap a logit is the same after an edit.
     capped = layout.head is not None and layout.cap(layout.head) is not None
     factors: dict[str, OfChannels] = dict.fromkeys(layout.stock.gives, 0 if capped else plan.exponent(LOGITS))
     stacks = layout.stacks()
@@ -37,14 +38,14 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
 
 
 def input_factor(layout: Layout, plan: Plan) -> OfChannels:
-    """Return the log2 of the factor by which embeddings that are given in place of ids must be larger than before."""
+    """Return the log2 of the factor that ``inputs_embeds`` need under the plan."""
     table = layout.tensors[layout.table(layout.stacks()[0].ends)]
     return in_short(exponents_of(table, plan).full(table.shape)[0])
 
 
 def on_request(name: str, outputs: Iterable[str]) -> bool:
-    """Return whether a class gives an output only where it is asked for: inner states, attentions, and the last states
-    where ``outputs`` has what a head gives."""
+    """Return whether a class gives an output only on request: inner states, attentions, and the last states of a class
+    with logits among its ``outputs``."""
     inner = name.endswith(("hidden_states", "attentions")) and not name.startswith("image_")
     return inner or (name == LAST and any(each.endswith("logits") for each in outputs))
 

@@ -2,7 +2,7 @@
 
 A pre-norm transformer computes the same function when signals between its weights are multiplied by powers of two and
 the weights at both ends make up for it: the logits keep every bit. ``apply`` is the only module that changes weights by
-a plan, and reads the exponents of a tensor from ``exponents_of``.
+a plan.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..families.types import RESIDUAL, before
 from ..numerics import LARGEST_EXPONENT
 
 Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
-"""An exponent of a plan; an element carries three at most, which the writer then can apply."""
+"""An exponent of a plan. An element of a weight carries three at most, whose sum the writer can apply."""
 
 
 class Drift(BaseModel):
-    """What a norm eps that cannot be scaled, or gains that fp16 rounds less their offset, do to the output: predicted,
-    and measured on what was written.
+    """The change of the output by a norm eps that cannot be scaled, or by gains that are rounded after an offset was
+    subtracted: predicted, and measured on what was written.
 
-    ``relative_error``: predicted root mean square over the norms of the relative change of their outputs.
-    ``predicted_kl`` and ``predicted_max_logit_error``: from running the source with eps·4^-r and the gains, where they
-    are less an offset all weights, as they are rounded, which is the same function.
+    ``relative_error``: predicted, the root mean square over the norms of their outputs' relative change.
+    ``predicted_kl`` and ``predicted_max_logit_error``: from running the source with the plan's eps, in the source's
+    units, and its rounded gains.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -42,13 +42,12 @@ class Drift(BaseModel):
 class Plan(BaseModel):
     """Powers of two for every signal of a layout.
 
-    ``residual_exponent``: of the residual stream, of the encoder's where stacks have one each. ``exponents``: per other
-    signal one integer for all channels or a list with one per channel; those of channels at 0 are left out.
-    ``gain_correction``: factor on a norm's weight, not a power of two, that takes out the mean of the eps drift.
-    ``eps``: what the config must say, None where it cannot. ``eps_held``: whether that goes with no exponent, since
-    whoever is to read the output has this eps whatever the config says. ``centred_keys``: paths of the attentions whose
-    key bias is replaced by the one that centres keys, or whose table of position biases by a centred one, see
-    ``centred``.
+    ``residual_exponent``: of the residual stream, the encoder's where stacks have one each. ``exponents``: for every
+    other signal that moves, one integer for all channels or a list with one per channel. ``gain_correction``: factors
+    on norms' weights, not powers of two, that take out the mean of the eps drift. ``eps``: the config's eps, None where
+    it cannot be scaled. ``eps_held``: the reader of the output uses this eps whatever the config says.
+    ``centred_keys``: paths of attentions whose key bias, or table of position biases, is centred (see
+    ``rescaling.centred``).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,13 +74,13 @@ class Plan(BaseModel):
 
     @property
     def moves(self) -> bool:
-        """Whether it changes the scale of any weight."""
+        """Whether the plan changes any weight's scale."""
         moved = (any(e) if isinstance(e, list) else e for e in self.exponents.values())
         return bool(self.residual_exponent or self.gain_correction) or any(moved)
 
     @property
     def moves_streams_alone(self) -> bool:
-        """Whether each tensor has one power of two, so that an optimizer's rate per tensor makes up for it."""
+        """Whether each tensor has one power of two, for which a learning rate per tensor can make up."""
         return not self.gain_correction and not any(isinstance(e, list) and any(e) for e in self.exponents.values())
 
     def exponent(self, signal: str) -> int | list[int]:
@@ -90,19 +89,19 @@ class Plan(BaseModel):
 
     @property
     def residual_exponents(self) -> list[int]:
-        """The exponents of all residual streams, those of later stacks with one of their own behind the first."""
+        """The exponents of all residual streams, the first stack's first."""
         others = (e for name, e in self.exponents.items() if name.endswith(f".{RESIDUAL}") and isinstance(e, int))
         return [self.residual_exponent, *others]
 
     def stream_exponent(self, signal: str) -> int:
-        """Return the exponent of a residual signal, or another that has one number."""
+        """Return the exponent of a residual stream, or of another signal with one number."""
         exponent = self.exponent(signal)
         assert isinstance(exponent, int)
         return exponent
 
 
 def inverse(plan: Plan) -> Plan:
-    """Return the plan that takes the weights back; centred keys stay, as no weight holds their old biases."""
+    """Return the plan that undoes ``plan``; centred keys stay, as no weight holds their old biases."""
     return Plan(
         family=plan.family,
         residual_exponent=-plan.residual_exponent,
@@ -112,7 +111,7 @@ def inverse(plan: Plan) -> Plan:
 
 
 def composed(first: Plan, second: Plan) -> Plan:
-    """Return the plan that does what ``first`` and then ``second`` do to the weights; eps and head are the second's."""
+    """Return the plan that applies ``first`` and then ``second``; eps is the second's."""
 
     def total(signal: str) -> int | list[int]:
         one, other = (plan.exponents.get(signal, 0) for plan in (first, second))
@@ -136,7 +135,7 @@ def composed(first: Plan, second: Plan) -> Plan:
 
 
 def describe_plan(plan: Plan) -> Mapping[str, object]:
-    """Return the plan as JSON data, with lists of one repeated number folded into it."""
+    """Return the plan as JSON data; a list of one repeated number becomes that number."""
     data = plan.model_dump(exclude={name for name in ("centred_keys", "eps_held") if not getattr(plan, name)})
     data["exponents"] = {
         k: v[0] if isinstance(v, list) and len(set(v)) == 1 else v for k, v in data["exponents"].items()

@@ -1,11 +1,12 @@
 """Choosing the exponents: hard limits first, then the least predicted error.
 
 A signal too large overflows; a weight or signal too small loses bits to fp16's fixed spacing below 2⁻¹⁴. So limits must
-hold, and what is left is a relative squared error: of weights, of signals, of an eps that cannot be scaled. (To
-maximise the smallest margin is degenerate: one weight of 1e-9 would decide.) Given the stream's exponent every channel
-is an integer problem of its own: enumerate that one, look the channels up, and move gains only where a loss is left.
+hold, and the cost to minimise is a relative squared error: of weights, of signals, of an eps that cannot be scaled.
+(Maximising the smallest margin would be degenerate: one weight of 1e-9 would decide.) For a given exponent of the
+stream, every channel is an integer problem of its own. So enumerate the stream's, look the channels up, and move gains
+only where a loss is left.
 
-What was observed must fit with a margin, always; what is possible, by a certificate, where that costs no more than
+Observed ranges must fit with a margin, always. A certificate's bounds must fit where that costs no more than
 ``PROOF_WORTH``, signal by signal. Where limits cannot all hold, the excess is minimised and reported.
 """
 
@@ -39,39 +40,39 @@ from .rounding_loss import (
 )
 
 TRAIN_MARGIN_BITS = 2.0
-"""Further bits that the target ``train`` keeps: for weights that move, and gradients that flow back."""
+"""Further bits that the target ``train`` keeps, because weights move and gradients flow back."""
 
 CHANNEL_RANGE = 24  # channel exponents are searched from −24 to 24
 
 EXCESS = 1e6  # cost of one bit over a hard limit: more than any precision, so that limits come first
 
 UNWRITABLE = 1e12
-"""Cost of a bit by which a weight passes 65504: above any signal's, since such a plan cannot be written."""
+"""Cost of each bit by which a weight passes 65504: above any signal's, since such a plan cannot be written."""
 
 RESTRAINT = ROUNDING * 2.0**-10
-"""What an exponent must gain for each step away from 0, so that nothing moves without a reason."""
+"""Cost of each step of an exponent away from 0, so that nothing moves without a reason."""
 
 RESTRAINT_OF_CHANNELS = ROUNDING
-"""The same for a signal's channels under a decided stream: one moves for 0.2% of its weights that become exact.
-Quantisers share scales among channels (docs/runtimes.md)."""
+"""The same for channels under a decided stream: one moves if 0.2% of its weights become exact. Quantisers share scales
+among channels (docs/runtimes.md)."""
 
 RESTRAINT_OF_STATES = 2.0**-10
-"""The same of last states, which users read: they move for a limit or a head's visible loss."""
+"""The same for last states, which users read: they move only for a limit or a head's visible loss."""
 
 PROOF_WORTH = ROUNDING / 4
 """Predicted error that a proof of one site may cost; with four sites for each norm, as much as one rounding there."""
 
-PROOF_FIRST = 1.0  # the same where a proof is what was asked for: all that there is to lose
+PROOF_FIRST = 1.0  # the same where a proof was asked for: the whole output
 
 LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 """A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
 
 INDIFFERENCE = ROUNDING / 4
-"""Where norms square in fp16, stream exponents whose costs differ by less are equal; the one nearest 0 is taken."""
+"""Where norms square in fp16, stream exponents whose costs differ by less count as equal; the nearest to 0 is taken."""
 
 NEARNESS = ROUNDING / 4
-"""Predicted error for each norm that the least stream exponent may cost beyond the best, and each signal's unmoved
-channels: fp16 rounds four times and more between two norms, so this adds some percent to its error."""
+"""Predicted error for each norm that the stream exponent nearest 0 may cost beyond the best; half of it is what each
+signal's unmoved channels may cost. fp16 rounds four times and more between two norms: this adds some percent."""
 
 OF_STREAM = (Kind.VALUE, Kind.NEURON)  # signals whose channels are solved for each exponent of the stream
 SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each channel wherever that costs less
@@ -87,8 +88,8 @@ class Violation:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A signal not held under its limit for every input, with the predicted errors. ``impossible``: no exponent holds
-    it. ``exponent``: of the stream, the one that would."""
+    """A signal that is not held under its limit for every input, with the predicted errors of both choices.
+    ``impossible``: no exponent would hold it. ``exponent``: the stream's that would."""
 
     signal: str
     cost_certified: float
@@ -99,13 +100,13 @@ class Fallback:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with the limits that it cannot hold, its predicted relative squared error, and that error by residual
+    """A plan, the limits that it cannot hold, its predicted relative squared error, and that error by residual
     exponent.
 
-    ``fallbacks``: the signals planned from their observed ranges alone. ``cost_of_proof``: how much of ``cost`` comes
-    from holding the others for every input. ``for_proof``: the streams that a proof moves further than what was
-    observed, with the exponent that this would have. ``corrected``: the mean squared relative error of drift that
-    corrections of gains take out.
+    ``fallbacks``: the signals planned from their observed ranges alone. ``cost_of_proof``: the part of ``cost`` by
+    which the other signals are held for every input. ``for_proof``: the streams that a proof moves further, with the
+    exponent that their observed ranges ask for. ``corrected``: the mean squared relative drift that gain corrections
+    take out.
     """
 
     plan: Plan
@@ -134,16 +135,14 @@ def make_plan(
 ) -> Planned:
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
 
-    weights: unscaled. ranges: what each module's input and output reach on the source, from observation or, where
+    weights: before any exponent. ranges: of each module's input and output on the source, from observation or, where
     nothing is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` and ``fp16-accumulate``
     (also ‖h‖₂² of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and
-    gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: what they can reach on
-    any input, held under the limits as well where that costs no more than ``proof_worth`` for each place.
-    held: exponents of residual streams that have been decided. drift_free: moves nothing beside a stream, where an eps
-    would stay behind. known: tables of these weights that an earlier plan has
-    made, and where those of this one are kept. advance: called with the axes of tensors that have been
-    looked at, which takes most of the time, and their number. So many parameters, since a plan depends on what each
-    step before it found.
+    gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: ranges for any input; a
+    signal is planned by them too where that costs no more than ``proof_worth`` for each site. held: decided exponents
+    of residual streams. drift_free: move nothing beside a stream, where an eps would stay behind. known: tables of
+    these weights from earlier plans; gets new ones. advance: called with the number of tensors' axes whose losses are
+    computed, and of all. So many parameters, because a plan depends on the result of every earlier step.
     """
     search = _PlanSearch(layout, weights, ranges, target, margin_bits, bounds, proof_worth, drift_free, known)
     search.advance = advance
@@ -152,7 +151,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Solution:
-    """Costs with and without bounds, and at exponent 0; each channel's place among −24…24; a proof given up."""
+    """Costs with and without bounds, and at exponent 0; each channel's index among −24…24; a proof given up."""
 
     cost: float
     free: float
@@ -163,7 +162,8 @@ class Solution:
 
 @dataclass(frozen=True)
 class Total:
-    """A stream exponent's costs, whether it holds the stream for every input, and how many proofs are given up."""
+    """Costs of one exponent of a stream, whether it holds the stream for every input, and the number of proofs given
+    up."""
 
     cost: float
     free: float
@@ -172,7 +172,7 @@ class Total:
 
 
 class _Costs:
-    """What exponents cost, given those that are decided: limits that they break, precision that they lose."""
+    """Costs of exponents, given the decided ones: limits that they break, and precision that they lose."""
 
     def __init__(
         self,
@@ -224,7 +224,8 @@ class _Costs:
         return [c for c, kind in kinds if not kind.has_price and kind is not Kind.BEFORE_NORM]
 
     def branches_of_streams(self) -> dict[tuple[str, str], tuple[ResolvedSignal, str]]:
-        """Return by place what a linear gives to a norm alone; none where eps or range is unknown."""
+        """Return by place the signals that a linear gives to a norm alone; {} where an eps is fixed, no range for an
+        unobserved norm."""
         signals = {norm: self.layout.signals.get(before(norm)) for norm in self.layout.streams_read}
         observed = (norm for norm in signals if norm in self.ranges and self.ranges[norm].norm is not None)
         eps_stays = self.layout.fixed_eps is not None or self.layout.held_eps is not None
@@ -274,7 +275,7 @@ class _Costs:
         return torch.stack(shifts).sum(0, dtype=torch.int32) if shifts else None
 
     def release(self, signal: ResolvedSignal) -> None:
-        """Free the tables of a signal's weights: they take far more memory than the costs."""
+        """Drop the tables of a signal's weights, which take far more memory than the costs."""
         for tensor, axis, carried in self.touched[signal.name]:
             self.tables.pop((tensor.name, axis, carried), None)
 
@@ -289,14 +290,15 @@ class _Costs:
         return sum(c.sign * self.scalar(c.signal, r) for c in others)
 
     def scalar(self, signal: str, r: int) -> int:
-        """Return the exponent of a signal that has one number, with the stream at r: 0 for signals with channels."""
+        """Return the exponent of a signal with one number, the stream being at r; 0 for signals with channels."""
         kind = self.layout.signals[signal].kind
         if kind is Kind.BEFORE_NORM:
             return self.before_norm(signal, r)
         return r if kind is Kind.RESIDUAL else 0
 
     def before_norm(self, name: str, r: int) -> int:
-        """Return the exponent up to 0, beside r, that limits ask for, while the norm's eps does not show in fp16."""
+        """Return the exponent, at most 0 and added to r, that limits need, as far as the norm's eps does not show in
+        fp16."""
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
@@ -314,7 +316,8 @@ class _Costs:
         return exponent
 
     def branch_drift(self, norm: str, exponent: int) -> float:
-        """Return the mean squared relative change of a norm's output where what it reads moves beside the stream."""
+        """Return the mean squared relative change of a norm's output if its input moves by ``exponent`` beside the
+        stream."""
         seen = self.ranges[norm].norm
         return 0.0 if seen is None or exponent == 0 else seen.drift(self.layout.eps, exponent) ** 2
 
@@ -323,7 +326,7 @@ class _Costs:
         return point.sign * r + (0 if branch is None else self.before_norm(branch[0].name, r))
 
     def stream_of(self, signal: ResolvedSignal) -> str:
-        """The first residual stream where none scales the signal's weights."""
+        """Return the stream whose exponent the signal's weights carry, the first stream where none does."""
         carried = {c.signal for tensor, *_ in self.touched[signal.name] for c in tensor.carries}
         return next((stream for stream in self.layout.streams if stream in carried), self.layout.streams[0])
 
@@ -364,7 +367,7 @@ class _Costs:
             every = torch.arange(least, max(offsets) + CHANNEL_RANGE + 1)
             cost = self.weight_cost(table, every, share)
             cost = cost + UNWRITABLE * excess_bits(table.amax[:, None] * 2.0 ** every.double(), FP16_MAX)
-            # Ordered as the signal's exponents are: of a weight that moves the other way from the largest on.
+            # In the order of the signal's exponents; a weight that moves the other way begins with the largest.
             if carried.sign < 0:
                 weights.append((cost.flip(1), [int(every[-1]) - CHANNEL_RANGE - offset for offset in offsets]))
             else:
@@ -377,7 +380,8 @@ class _Costs:
             yield sum((cost[:, at[number] : at[number] + len(exponents)] for cost, at in weights), own)
 
     def proof_costs(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return what the bounds add to ``channel_costs``: float64 [channels, 49], zeros without a certificate."""
+        """Return the costs that bounds add to ``channel_costs``: float64 [channels, 49], zeros without a
+        certificate."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         cost = torch.zeros(signal.size, exponents.numel(), dtype=torch.float64)
         for point, possible in self.possible(signal):
@@ -396,7 +400,7 @@ class _Costs:
         return known[r]
 
     def solution(self, signal: ResolvedSignal, costs: torch.Tensor, proof: torch.Tensor | None) -> Solution:
-        """Return the best exponents; bounds count unless they cost too much. Streams take the least costs."""
+        """Return the best exponents. Bounds count unless they cost too much."""
         free, unmoved = float(costs.amin(1).sum()), float(costs[:, CHANNEL_RANGE].sum())
         if proof is None:
             return Solution(free, free, unmoved, self.restrained(costs))
@@ -410,7 +414,8 @@ class _Costs:
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return each channel's place: nearer to 0 within ``RESTRAINT_OF_CHANNELS``, at 0 within ``NEARNESS``."""
+        """Return each channel's index: nearer to 0 within ``RESTRAINT_OF_CHANNELS``, at 0 while the sum is within
+        ``spare``."""
         steps = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1).abs().double()
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * steps).argmin(1)
         if self.moves_least:
@@ -429,7 +434,7 @@ class _Costs:
         return cost + EXCESS * excess_bits(amax, self.limit)
 
     def residual_cost(self, r: int) -> float:
-        """Return what depends on r alone: the stream's limits, noise, weights that only it scales, drift."""
+        """Return the costs that depend on r alone: the stream's limits, noise, weights that only it scales, drift."""
         signal = self.layout.signals[self.stream]
         cost = RESTRAINT * abs(r)
         for point, observed in self.seen(signal):
@@ -449,7 +454,8 @@ class _Costs:
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
-        """Return the bits past 65504 that the stream alone gives weights; own: and those with channels, at 0."""
+        """Return the bits past 65504 that the stream alone gives to weights. own: include weights with channel
+        exponents, at 0."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
                 (max(abs(float(end)) for end in torch.aminmax(self.weights(tensor.name))), carried.sign, has_own)
@@ -495,7 +501,7 @@ class _Costs:
         return Total(cost + self.proof_worth * sites, free, False, unproven + sites)
 
     def norm_limit(self, margin_bits: float) -> torch.Tensor:
-        """Return the limit on ‖h‖₂ of the stream, infinite unless norms square it in fp16."""
+        """Return the limit on ‖h‖₂ of the stream; inf unless norms square it in fp16."""
         squared = FP16_MAX / growth(self.layout.signals[RESIDUAL].size)
         return torch.tensor(math.sqrt(squared) * 2.0**-margin_bits if self.target in SQUARING else math.inf)
 
@@ -504,11 +510,11 @@ class _Costs:
         return torch.tensor(norm.norm_max if norm is not None else 0.0, dtype=torch.float64)
 
     def drift(self, r: int, corrected: bool = True) -> float:
-        """Return the sum over the stream's norms of the mean squared relative change that a fixed eps makes, 0 where
-        the config says the scaled one.
+        """Return the sum over the stream's norms of the mean squared relative change by a fixed eps; 0 where the config
+        has the scaled eps.
 
-        A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1, whose mean a gain correction takes out,
-        for one more rounding.
+        A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction takes out the mean, at
+        the cost of one more rounding.
         """
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         total = self.drift_beside(r)
@@ -521,17 +527,18 @@ class _Costs:
         return total
 
     def drift_beside(self, r: int) -> float:
-        """Return the mean squared drift of norms with the shared eps that read another model's outputs."""
+        """Return the mean squared drift of projector norms that share this model's eps and read another model's
+        outputs."""
         shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
         kept = [norm.kept(self.layout.eps, -r) for norm in shared if norm is not None and self.stream == RESIDUAL]
         return sum(float((shares * (change - 1).square()).sum()) for change, shares in kept)
 
     def drifts(self, r: int) -> bool:
-        """Return whether norms meet another eps than the source's, in its units, at a stream's exponent."""
+        """Return whether a fixed eps differs, in the source's units, from the source's eps."""
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
     def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
-        """Return the squared relative rounding error of stored gains that this signal alone moves."""
+        """Return the squared relative rounding error of stored gains with an offset that this signal moves."""
         total, every = 0.0, torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         for tensor, axis, carried in self.touched[signal] if bool((exponents != 0).any()) else ():
             if tensor.offset:
@@ -551,7 +558,8 @@ class _Costs:
         return norm.kept(self.layout.eps, r, self.layout.fixed_eps)
 
     def gain_correction(self, path: str, r: int) -> float:
-        """Return the gain factor of least mean squared change in fp16; 1 where the change is under one rounding."""
+        """Return the gain factor with the least mean squared change in fp16; 1 where the change is under one
+        rounding."""
         kept, shares = self.kept(path, r)
         factor = float((shares * kept).sum() / (shares * kept.square()).sum())
         if abs(factor - 1) <= math.sqrt(ROUNDING):
@@ -580,11 +588,11 @@ class _Costs:
 
 class _PlanSearch(_Costs):
     def run(self, held: Mapping[str, int]) -> Planned:
-        """Decide each stream with its channels, move gains where needed, and collect what cannot be held."""
+        """Decide each stream with its channels, move gains where needed, and collect the limits that cannot be held."""
         streams, drift, without = self.layout.streams, 0.0, 0.0
         if self.moves_least and not held and self.holds_unmoved():
             held, self.spare = dict.fromkeys(streams, 0), math.inf
-            self.solved.clear()  # whose channels were chosen with less to spare
+            self.solved.clear()  # these were solved with a smaller ``spare``
         by_exponent: dict[int, float] = {}
         others = least_free = 0.0
         for self.stream in streams:
@@ -648,7 +656,8 @@ class _PlanSearch(_Costs):
         )
 
     def holds_unmoved(self) -> bool:
-        """Return whether unmoved weights keep all limits and proofs, at no more than a rounding for each norm."""
+        """Return whether unmoved weights keep all limits and proofs, and cost at most one rounding for each norm more
+        than the best."""
         spare = ROUNDING * len(self.layout.norms)
         for stream in self.layout.streams:
             self.stream = stream
@@ -666,9 +675,9 @@ class _PlanSearch(_Costs):
         return True
 
     def decide_stream(self, candidates: list[int]) -> dict[int, Total]:
-        """Enumerate the stream's exponent, choose it and its channels'; return the cost of each.
+        """Choose the stream's exponent and its channels'; return the cost of each candidate.
 
-        The exponent nearest 0 is taken that gives up no more proofs than the cheapest and costs little more.
+        The choice is the exponent nearest 0 that gives up no more proofs than the cheapest and costs little more.
         """
         self.tried = candidates
         totals = {r: self.total_cost(r) for r in self.tried}
@@ -734,13 +743,14 @@ class _PlanSearch(_Costs):
                 self.forget(tensor, 1 - axis)
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
-        """Return whether gain 0 breaks a limit or loses what shows; with fp16 squares, rounds a reader's weight."""
+        """Return whether gain exponents of 0 break a limit or lose visibly; where norms square in fp16, a reader's
+        rounding counts."""
         if self.moves_least:
             return bool((self.best(signal, r).index != CHANNEL_RANGE).any())
         return self.best(signal, r).unmoved > self.lossy_price / 2
 
     def resettle_writers(self, norm: ResolvedSignal) -> None:
-        """Solve again what a moved norm's readers write: their tables have changed."""
+        """Solve again the signals that a moved norm's readers write, since their tables have changed."""
         for tensor, *_ in list(self.touched[norm.name]):
             for written in carried_by(tensor.axes[0]) if len(tensor.axes) == 2 else ():
                 if written.signal in self.chosen:

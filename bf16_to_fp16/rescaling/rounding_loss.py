@@ -1,6 +1,6 @@
-"""What a power of two costs: weights below fp16's normal range, and signals in its last step. Below 2⁻¹⁴ fp16's spacing
-stays at 2⁻²⁴, so weights round there, and vanish under 2⁻²⁵. Left out is rounding that no exponent avoids, as of fp32
-weights."""
+"""The cost of a power of two: weights below fp16's normal range, and signals in its last step. Below 2⁻¹⁴ fp16's
+spacing stays at 2⁻²⁴, so weights round there, and vanish under 2⁻²⁵. Rounding that no exponent avoids, as of fp32
+weights, is left out."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _UNIT = FP16_SIGNIFICANT_BITS - 1
 """Significands are counted in 2⁻¹⁰ of their binade, so that fp16's and bf16's are whole numbers below 2¹¹."""
 
 _SQUARES, _PACKED, _PACKABLE = 34, 52, 1 << 18
-"""An int64 adds up what fewer than 2¹⁸ bf16 numbers are: in its lower 34 bits their squared significands of 8 bits, in
-the next 18 their number; above these stands one's place in the histogram, whose sum is of no use and flows over."""
+"""An int64 sums the codes of fewer than 2¹⁸ bf16 numbers. Its lower 34 bits sum their squared significands of 8 bits,
+the next 18 count them. The bits above hold a code's place in the histogram; their sum overflows and is not used."""
 
 _CHANNELS, _CHUNK = 1 << 10, 1 << 18
-"""How many channels and how many elements are looked at together, so that histograms stay in the cache."""
+"""Channels and elements that are counted together, so that histograms stay in the cache."""
 
 
 @dataclass(frozen=True)
 class LossTable:
     """Losses of a weight by channel and exponent.
 
-    ``counts``, ``errors``: float32 [channels, columns]; elements that scaling by 2^e makes inexact, and the squared
-    error divided by 4^e, so that it compares with ``energy``; the first column is of the exponent ``first`` and all
-    below, the last of its own and all above. ``energy``, ``amax``: float64 [channels], of the unscaled weight.
-    ``count``: elements in all.
+    ``counts``: the number of elements that scaling by 2^e makes inexact. ``errors``: their squared error divided by
+    4^e, which makes it comparable with ``energy``. Both are float32 [channels, columns]; the first column is for the
+    exponent ``first`` and all below, the last for its own and all above. ``energy``, ``amax``: float64 [channels], of
+    the unscaled weight. ``count``: all elements.
     """
 
     first: int
@@ -46,7 +46,7 @@ class LossTable:
     count: int
 
     def at(self, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``counts``, ``errors`` at consecutive exponents: float32 [channels, exponents]."""
+        """Return ``counts`` and ``errors`` at consecutive exponents, float32 [channels, exponents]."""
         start, count = int(exponents[0]) - self.first, len(exponents)
         return columns(self.counts, start, count), columns(self.errors, start, count)
 
@@ -56,7 +56,7 @@ class LossTable:
 
     @property
     def lossy(self) -> torch.Tensor:
-        """The inexact elements at −GRID…GRID."""
+        """The number of inexact elements at −GRID…GRID."""
         return self.at(torch.arange(-GRID, GRID + 1))[0]
 
     @property
@@ -78,7 +78,7 @@ class LossTable:
 
 @dataclass
 class Tables:
-    """Loss tables that the next plan may reuse; behind ``most`` bytes they are made anew."""
+    """Loss tables that the next plan may reuse; beyond ``most`` bytes no more are kept."""
 
     most: int = 1 << 29
     kept: dict[tuple[str, Hashable], LossTable] = field(default_factory=dict)
@@ -94,14 +94,14 @@ class Tables:
         return table
 
     def without(self, changed: Collection[str]) -> Tables:
-        """Return the tables of a source in which the weights of these names are others."""
+        """Return the tables without those of the named weights, which have changed."""
         kept = {key: table for key, table in self.kept.items() if key[0] not in changed}
         return replace(self, kept=kept, nbytes=sum(table.nbytes for table in kept.values()))
 
 
 def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = None) -> LossTable:
-    """Return what each exponent costs each channel of a 1-D or 2-D ``weight`` along ``axis``. other: int32 exponents of
-    the other axis, applied first; ``energy`` and ``amax`` are of that."""
+    """Return the losses at each exponent of each channel of a 1-D or 2-D ``weight`` along ``axis``. other: int32
+    exponents of the other axis, applied first, also to ``energy`` and ``amax``."""
     matrix = weight.detach()
     matrix = matrix.view(-1, 1) if matrix.dim() == 1 else matrix
     matrix = matrix if matrix.dtype in _BITS else matrix.float()
@@ -117,8 +117,8 @@ def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = Non
 
 
 def offset_loss_table(values: torch.Tensor, offset: float) -> LossTable:
-    """Return what each exponent costs 1-D values that are stored less an offset, each its own channel. Every exponent
-    rounds them anew, by an absolute error that the offset decides."""
+    """Return the losses of 1-D values that are stored minus ``offset``, each its own channel. Every exponent rounds
+    them anew, by an absolute error that the offset decides."""
     wide = values.detach().double()
     exponents = torch.arange(-GRID, GRID + 1)
     scales = 2.0 ** exponents.double()
@@ -138,8 +138,8 @@ def of_channels(table: LossTable, spread: Spread) -> LossTable:
 
 @dataclass(frozen=True)
 class _Span:
-    """The binades from ``low`` to ``high`` that the elements of a weight are in once the other axis is scaled, one in
-    which they are before, and whether bf16 holds them all."""
+    """The binades ``low`` to ``high`` of a weight's elements after the other axis is scaled. ``zero``: one of their
+    binades before. ``narrow``: whether bf16 holds all elements."""
 
     low: int
     high: int
@@ -148,12 +148,12 @@ class _Span:
 
     @property
     def first(self) -> int:
-        """The exponent, on the grid, at which everything has vanished."""
+        """The exponent, on the grid, at which all elements have vanished."""
         return min(max(-26 - self.high, -GRID), GRID)
 
     @property
     def last(self) -> int:
-        """The exponent, on the grid, at which nothing is lost."""
+        """The exponent, on the grid, at which no element loses a bit."""
         return min(max(-24 - self.low + _UNIT, -GRID), GRID)
 
 
@@ -205,7 +205,7 @@ def _losses(part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Sp
     vanishing = sums_below(count.sum(2).double(), -25 - exponents - span.low)
     vanished = sums_below(energy_by_binade, -25 - exponents - span.low)
     error = vanished + (lossy - vanishing).clamp(min=0) * STEP_NOISE * 0.25 ** exponents.double()
-    # The bits of inf and NaN would pass for a number's.
+    # The histograms leave out inf and NaN.
     energy = torch.where(amax.isfinite(), energy_by_binade.sum(1), amax)
     return lossy.float(), error.float(), energy, amax
 
@@ -213,8 +213,9 @@ def _losses(part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Sp
 def _histograms(
     part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Span
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return for some channels the number of elements and the sum of their squared significands, both by binade and by
-    how many bits below it the last bit is, and the largest weight: [channels, binades, reaches] twice, [channels]."""
+    """Return for some channels the number of elements and the sum of their squared significands, both by binade and
+    reach (the bits from the leading to the last), and the largest weight: [channels, binades, reaches] twice,
+    [channels]."""
     channels, length = part.shape[axis], part.shape[1 - axis]
     packed = span.narrow and length < _PACKABLE
     reaches = 8 if packed else FP16_SIGNIFICANT_BITS
@@ -244,7 +245,7 @@ def _histograms(
 
 
 def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Tensor:
-    if shift is None:  # the bits of magnitudes are in their order
+    if shift is None:  # magnitudes are ordered as their bits
         integer = _BITS[part.dtype]
         return (part.view(integer) & torch.iinfo(integer).max).amax(1 - axis).view(part.dtype).double()
     factor = 2.0 ** shift.double()
@@ -252,13 +253,13 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
 
 
 def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return each element's place in a histogram by binade and reach, and what it adds there: 1 and its squared
-    significand, in one number where ``packed``. What is 0, inf or NaN adds nothing, at ``zero``."""
+    """Return each element's place in a histogram by binade and reach, and its summands there: 1 and its squared
+    significand, in one number where ``packed``. 0, inf and NaN add nothing, at ``zero``."""
     if not packed:
         binade, reach, number, squared = _parts(part)
         key = binade.mul_(FP16_SIGNIFICANT_BITS).add_(reach)
         return torch.where(number == 0, zero, key), number, squared
-    # Two bytes have few values: looking one up is many times cheaper than working it out.
+    # Two bytes have few values: a lookup is many times cheaper than computing the code.
     pattern = part.bfloat16().view(torch.int16).bitwise_and(0x7FFF).to(torch.int32).view(-1)
     codes = _codes()
     codes = torch.where(codes == 0, zero << _PACKED, codes)
@@ -267,8 +268,8 @@ def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, t
 
 
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return for each element its binade, how many bits below it the last bit is, at most 10, 1 or for 0, inf and NaN
-    0, and its squared significand: int64, the last float64."""
+    """Return each element's binade, its reach (the bits from the leading to the last, at most 10), 1 or for 0, inf and
+    NaN 0, and its squared significand: int64, the last float64."""
     x = x.float().nan_to_num(0.0, 0.0, 0.0)
     mantissa, exponent = torch.frexp(x)
     binade = exponent.sub_(1)
@@ -283,14 +284,14 @@ def _codes() -> torch.Tensor:
 
 
 def sums_below(histogram: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
-    """Return each channel's sums over its first bins; ``bins`` falls by one: [channels, sums]."""
+    """Return each channel's sums over its first bins, [channels, sums]. bins: their numbers, falling by one."""
     padded = torch.nn.functional.pad(histogram.cumsum(1), (1, 0))
     return columns(padded, int(bins[-1]), len(bins)).flip(1)
 
 
 def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Return ``count`` columns from ``start``, the outermost in place of those beyond. Slices are nine times faster
-    than looking columns up by number."""
+    """Return ``count`` columns from ``start``; beyond the ends the outermost column repeats. Slices are nine times as
+    fast as looking columns up by number."""
     width = values.shape[1]
     before, after = min(count, max(0, -start)), min(count, max(0, start + count - width))
     inner = values[:, max(0, start) : max(0, start + count)]
@@ -300,7 +301,7 @@ def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def signal_noise(mean_square: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return what fp16's last step adds relative to a signal's energy: 2⁻⁴⁸/12 over its scaled mean square, [channels,
-    exponents]. 0 for a channel of zeros."""
+    """Return the error by fp16's last step, relative to a signal's energy: 2⁻⁴⁸/12 over its scaled mean square,
+    [channels, exponents]. 0 for a channel of zeros."""
     scaled = mean_square.double()[:, None] * 4.0 ** exponents.double()
     return torch.where(scaled > 0, STEP_NOISE / scaled.clamp(min=1e-300), torch.zeros_like(scaled))

@@ -1,4 +1,4 @@
-"""A layout's unscaled weights by name, from a checkpoint or from a model in memory."""
+"""A layout's weights by name before any exponent, from a checkpoint or from a model in memory."""
 
 from __future__ import annotations
 

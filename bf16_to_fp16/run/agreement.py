@@ -1,6 +1,6 @@
-"""Whether stock code builds the model that the layout describes. It is built on the meta device by its own loader,
-which says what tensors are missing or unexpected. Each config key that stock code reads must be one of the layout, one
-no bound depends on, or have the value that follows from the others."""
+"""Check that stock code builds the model that the layout describes. The loader of stock code builds it on the meta
+device and lists missing and unexpected tensors. A config attribute that stock code reads is refused unless no bound
+depends on it or its value follows from the layout's keys."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ FREE_KEYS = frozenset(
     output_hidden_states pad_token_id return_dict tie_word_embeddings transformers_version use_cache
     """.split()
 )
-"""Attributes of any stock config that stock code reads and no bound depends on; what comes of tying, the loader
-says."""
+"""Attributes that any stock config may have and no bound depends on. The loader's list of missing tensors covers
+ties."""
 
 LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
-"""Attributes that say what a classifier's outputs mean; how many there are, the loader compares with the weights."""
+"""Attributes that name a classifier's outputs; ``check_weights`` compares their number with the weights."""
 
-MOST_POSITIONS = 2.0**31  # what a frequency of rotary positions is multiplied with at most
+MOST_POSITIONS = 2.0**31  # the most by which a rotary frequency is multiplied
 _ABSENT = object()
 
 
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
-    """Return the layout. Raises UserError as ``resolve`` does, and where stock code or sentence-transformers would
-    compute another model."""
+    """Return the checkpoint's layout. Raises UserError as ``resolve`` does, and where stock code or
+    sentence-transformers would compute another model."""
     layout = resolve(checkpoint)
     check_sentence_encoder(checkpoint.folder)
     check_agreement(checkpoint, layout)
@@ -66,7 +66,7 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
             try:
                 transformers.GenerationConfig.from_model_config(config)
             except Exception:
-                asked.update(refused)  # it is made of all that the config holds, so that any may be why it fails
+                asked.update(refused)  # it copies the whole config: any refused attribute may be the cause
                 raise
         model, info = without_values(checkpoint, noting(deepcopy(config), asked), torch.float32, any_shape=True)
     check_weights(checkpoint, layout, info)
@@ -83,7 +83,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 
 @contextmanager
 def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]) -> Iterator[None]:
-    """Raise UserError where stock code asks for a refused attribute, or fails."""
+    """Raise UserError where stock code, run inside, reads a refused attribute or fails. refused: messages by
+    attribute."""
     failed: Exception | None = None
     try:
         yield
@@ -99,7 +100,7 @@ def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]
 
 
 def noting(config: Any, asked: set[str], within: str = "") -> Any:
-    """Have a config, and those inside it, note in ``asked`` every attribute asked for; return it."""
+    """Make a config, and the configs inside it, add each attribute that is read to ``asked``; return it."""
     kind: Any = type(config)
 
     def attribute(config: Any, name: str) -> Any:
@@ -123,7 +124,7 @@ def attributes(config: Any) -> dict[str, Any]:
     inside = configs_inside(config)
     values = {name: value for name, value in vars(config).items() if name not in inside}
     for name, inner in inside.items():
-        # Its type is its class's, whether it is spelt out or not.
+        # The class fixes model_type, even where the file leaves it out.
         own = attributes(inner) | {"model_type": type(inner).model_type}
         values |= {f"{name}.{key}": value for key, value in own.items()}
     return values
@@ -208,7 +209,7 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
 
 
 def functions(module: nn.Module) -> dict[str, object]:
-    """Return what a module without weights holds; a partial function in parts, since two are never equal."""
+    """Return an activation's attributes for comparison, partial functions in parts, since two are never equal."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
 
@@ -218,9 +219,9 @@ def rotary_scales(module: nn.Module) -> list[str]:
 
 
 def check_rotary(layout: Layout, model: Any, where: str) -> None:
-    """Raise UserError for rotary positions whose angles stock code cannot make, at the first position or a late one."""
+    """Raise UserError where stock code cannot compute rotary angles at the first or the last possible position."""
     for path in sorted({part.rotary.at for part in layout.topology if isinstance(part, Attention) and part.rotary}):
-        # Made again, since the model has no values; no file holds them.
+        # Built again off the meta device: no file holds the frequencies.
         module = model.get_submodule(path)
         check_dynamic(module.config.rope_parameters, where)
         again = type(module)(module.config)
@@ -244,10 +245,13 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
 
 
 def check_dynamic(parameters: Any, where: str) -> None:
-    """Raise UserError for "dynamic" rotary positions whose frequencies may be no numbers at some length. For n
-    positions, m of them the config's, they are the powers −2i/d of θ·(f·n/m − f + 1)^(d/(d − 2)), where n ≥ m and d >
-    2. With a factor f ≥ 1 the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n: every frequency lies between those at
-    the first and the last position. With f < 0 the bracket passes 0, and a negative number has no such power."""
+    """Raise UserError for "dynamic" rotary positions whose frequencies may be NaN at some length.
+
+    Of n ≥ m positions, with m the config's maximum, factor f and head size d > 2, the frequencies are the powers −2i/d
+    of θ·(f·n/m − f + 1)^(d/(d − 2)). With f ≥ 1 the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n, so that every
+    frequency lies between its values at the first and the last position. With f < 0 the bracket passes 0, and a
+    negative number has no such power.
+    """
     if not isinstance(parameters, Mapping):
         return
     for each in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):
@@ -270,7 +274,7 @@ def check_older(layout: Layout, where: str) -> None:
 
 
 class _Agreeing(TorchDispatchMode):
-    """Answers True where stock code tests a meta tensor's values, as BigBird-Pegasus does a mask's."""
+    """Answers True where stock code branches on a meta tensor's value, as BigBird-Pegasus does on a mask's."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -279,17 +283,16 @@ class _Agreeing(TorchDispatchMode):
 
 
 def run_short(model: Any, layout: Layout) -> bool:
-    """Run a meta model's first layers on two tokens; return whether it scales the last norm's output before the
-    head."""
+    """Run a meta model's first layers on two tokens; return whether it scales the decoder's output before the head."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     seen: dict[str, Tensor] = {}
     with ExitStack() as stack, torch.no_grad(), _Agreeing():
         for part in layout.stacks():
-            # Who takes a token is a matter of values, so that no token comes past experts without them.
+            # Routing needs values, which meta tensors lack: a first layer with experts is left out.
             sparse = next((i for i, w in enumerate(part.sublayers) if not isinstance(w, Attention)), 0)
             number = int(not isinstance(part.sublayers[sparse], Experts)) if part.sublayers else 1
             module = model.get_submodule(part.ends.at)
-            # Layers of another kind have rotary positions of their own.
+            # One layer of each kind, since each kind has its own rotary positions.
             kinds = list(getattr(module.config, "layer_types", None) or ())
             number = max(number, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else number
             name, layers = next((n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList))
@@ -303,19 +306,18 @@ def run_short(model: Any, layout: Layout) -> bool:
         decoder = {"decoder_input_ids": ids} if layout.stock.takes_decoder_ids else {}
         caches = (layout.stock.decodes or layout.stock.is_language_model) and not layout.family.encoder_refuses_cache
         run_everywhere(model, layout, input_ids=ids, **decoder, **({"use_cache": True} if caches else {}))
-    # Stock code may choose positions: what it then reads is a view.
+    # The head may read some positions only, which are a view of the output.
     return layout.head is not None and not any(x is seen["out"] for x in (seen["head"], seen["head"]._base))
 
 
 def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the config attributes that neither follow from the layout's keys nor are harmless, each with its
-    refusal."""
+    """Return a message for each config attribute that neither follows from the layout's keys nor is harmless."""
     family = layout.family
     free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
     free |= {known.initialisation.factor for known in FAMILIES}
     beginnings = tuple(key.removesuffix("*") for key in free if key.endswith("*"))
     if not layout.stock.decodes:
-        free.add("is_encoder_decoder")  # published encoders have either
+        free.add("is_encoder_decoder")  # true or false in published encoders
     nested: dict[str, object] = {}
     for name, value in understood(family, layout.config).items():
         nested = with_value(nested, name, value)
@@ -335,7 +337,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
                 f"{where}: {spelt!r} {says}, which stock code goes by, where the other keys ask for"
                 f" it {follows}; {mend} it, or take the file from the original checkpoint"
             )
-    if written.get(attention) not in (None, "eager", "sdpa"):  # those that the bounds are about
+    if written.get(attention) not in (None, "eager", "sdpa"):  # the bounds hold for these two
         refused[attention] = (
             f"{where}: asks for the attention implementation {shown(written[attention])}, about which nothing is known;"
             " remove the key"
@@ -349,8 +351,8 @@ def following(kind: Any, keys: str) -> Mapping[str, object]:
 
 
 def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Return the config values that a layout is made from, stock defaults included. A quotient of two others counts
-    only if present: without ``head_dim`` in the config Llama's class makes one, Qwen2's does not."""
+    """Return the config values that a layout is made from, with stock defaults. A default that is a quotient of other
+    values counts only if the config states it: without ``head_dim`` Llama's class computes one, Qwen2's does not."""
     keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
     keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}
     keys -= LABELS

@@ -1,5 +1,5 @@
-"""A token alone in its row, computed in fp32 from the weights, one sublayer's at a time. Attention then returns the
-token's own values. It decides what the probe runs; no figure comes from here."""
+"""A token alone in its row, carried in fp32 through every sublayer, whose weights are read one after another. Attention
+then returns the token's own value. The probe chooses ids by it, and ``soft_side`` its starting points."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ..families.types import Attention, Experts, FeedForward, Sublayer
 
 
 class Weights:
-    """A layout's fp32 weights, unscaled or from ``reader``. ``vocabulary``, ``width``: of the embedding."""
+    """A layout's weights in fp32: from ``reader``, else the checkpoint's before any exponent. ``vocabulary`` and
+    ``width`` are the embedding's."""
 
     def __init__(self, source: TensorSource, layout: Layout, reader: TensorReader | None = None) -> None:
         self.source, self.layout = source, layout
@@ -81,7 +82,8 @@ class Weights:
         return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
     def handed_out(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return a router's logits, what ``fed`` gives inside each token's first expert, and the experts' sum."""
+        """Return a router's logits, the outputs inside each token's first expert as ``fed`` gives them, and the
+        experts' sum."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
         outputs: list[Tensor] = []
@@ -97,8 +99,8 @@ class Weights:
         return [logits, *outputs]
 
     def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts of each token and their weights, [tokens, experts per token], the largest first. Expert
-        groups are unknown here."""
+        """Return each token's experts and their weights, [tokens, experts per token], the largest first. Expert groups
+        are ignored."""
         number, weight, _ = self.layout.experts_together(sublayer)
         scores = logits.sigmoid() if sublayer.sigmoid else logits.softmax(-1)
         correction = self.read(sublayer.correction) if sublayer.correction else None
@@ -116,7 +118,7 @@ class Weights:
         return activated
 
     def given(self, states: Tensor) -> Tensor:
-        """Return what the head makes of the last states; themselves without one."""
+        """Return the head's output for the last states, or the states where there is no head."""
         head = self.layout.head
         if head is None:
             return states
@@ -130,9 +132,12 @@ class Weights:
 
 @dataclass
 class Step:
-    """What a norm and its sublayer make of lone tokens, [tokens, channels]. ``norm``, ``sublayer``: "" and None where
-    absent. ``stream``: the norm's input. ``outputs``: the norm's, router logits, then the linears' (of a token's first
-    expert; last the sum), the neurons before the last."""
+    """The outputs of a norm and its sublayer for lone tokens, [tokens, channels].
+
+    ``norm`` is "" and ``sublayer`` None where absent. ``stream`` is the norm's input. ``outputs`` holds the norm's
+    output, a router's logits and the linears' outputs, with the neurons before the last. With experts they are those of
+    each token's first expert, and the last is the experts' sum.
+    """
 
     stack: ResolvedStack
     norm: str

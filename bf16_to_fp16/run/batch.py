@@ -1,4 +1,4 @@
-"""A batch: the record of one input, what a report says of several, and a stock model run on one."""
+"""One batch of token ids, the report's entry about all batches, and a stock model's run on one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ LOGIT_BUDGET = 2**27  # most logits of one batch (half a gigabyte in fp32): larg
 GENERATED_TOKENS = 4  # tokens that a generation makes
 RANDOM, LONG, REPEATED, PADDED, SHORT = "random ids", "long", "repeated", "padded", "short"
 CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image", "generate", "data"
-"""What a batch is there for, its kind; the report lists the batches by it."""
+"""The kinds of batches, by which the report counts them."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """One input: int64 ids and 0/1 masks, [rows, length].
 
-    ``head`` false leaves the logits out. ``generate``: beam search from ``input_ids``. ``kind``: "given" for a batch
-    made elsewhere. ``chosen``: ids by reason, at the first batch of them. ``blind``: padding may see nothing.
-    ``image``: stock arguments of an image in each row.
+    ``head``: whether logits are computed. ``generate``: beam search from ``input_ids``. ``kind``: "given" for a batch
+    made elsewhere. ``chosen``: the chosen ids by reason, on their first batch. ``blind``: some padding attends to
+    nothing. ``image``: stock arguments of an image in each row.
     """
 
     description: str
@@ -73,7 +73,7 @@ class Batch:
         return replace(self, **kept)
 
     def labels(self) -> Tensor:
-        """Return the next id for each position, of the decoder where there is one; -100 for padding."""
+        """Return the id after each position, of the decoder where there is one; -100 for padding."""
         ids, mask = self.decoder_input_ids, self.decoder_attention_mask
         if ids is None or mask is None:
             ids, mask = self.input_ids, self.attention_mask
@@ -83,7 +83,7 @@ class Batch:
 
 
 def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
-    """Return ids and 0/1 mask, int64 [rows, longest], padded on the right."""
+    """Return int64 ids and 0/1 mask, [rows, longest], padded on the right."""
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), padding, dtype=torch.int64)
     mask = torch.zeros((len(rows), longest), dtype=torch.int64)
@@ -94,7 +94,7 @@ def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
 
 
 def ended(batch: Batch, end: int) -> Batch:
-    """Return the batch with one end token in each row, at its last position that is no padding."""
+    """Return the batch with one end token in each row, at its last position that is not padding."""
     ids = batch.input_ids.clone()
     ids[ids == end] = end - 1 if end else 1
     places = torch.arange(ids.shape[1]) * batch.attention_mask
@@ -103,8 +103,8 @@ def ended(batch: Batch, end: int) -> Batch:
 
 
 def seen_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
-    """Return the batches that a claim in fp16 covers: eager attention leaves out blind rows, whose padding may be
-    NaN."""
+    """Return the batches that a claim about fp16 covers. Eager attention may give NaN in padding that attends to
+    nothing: padded rows of blind batches are left out."""
     if attention != "eager":
         return list(inputs)
     whole = [(batch, batch.unpadded) for batch in inputs]
@@ -118,9 +118,9 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
-    """Return the report's ``inputs``, by which the same can be run again. ``batches``: by kind, the numbers of batches
-    and rows and the longest rows. ``data``: base name or Hub id, and rows drawn. ``chosen``: ids by reason, empty where
-    every id is run. ``sha256``: of all ids and masks."""
+    """Return the report's ``inputs``, from which the same batches can be made again. ``batches``: for each kind the
+    number of batches and rows, and the longest rows. ``data``: base name or Hub id, and rows drawn. ``chosen``: ids by
+    reason, empty where every id is run. ``sha256``: of all ids and masks."""
     digest = hashlib.sha256()
     for batch in inputs:
         for tensor in batch.tensors.values():
@@ -148,8 +148,8 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
 
 
 def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False, **shown: bool) -> Any:
-    """Run ``model`` on ``batch``, moved to its device, and return the stock output (None if it generates or has no
-    head). labels: the output carries the stock loss. shown: further outputs asked for. Raises UserError where stock
+    """Run ``model`` on ``batch``, moved to its device. Return the stock output, None for a generation or without the
+    head. labels: the output has the stock loss. shown: stock options for further outputs. Raises UserError where stock
     code fails, as for impossible settings."""
     try:
         return _run(model, batch, labels, shown)
@@ -189,7 +189,7 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
         if not batch.head:
             stock.base_model(**given)
             return None
-        # Stock code compares what a position gives with the label of the next.
+        # Stock code shifts a causal model's labels itself.
         return stock(**given, **({"labels": batch.labels().roll(1, dims=1).to(device)} if labels else {}))
     decoder_ids, decoder_mask = batch.decoder_input_ids.to(device), batch.decoder_attention_mask.to(device)
     told = {} if bool(decoder_mask.all()) else {"attention_mask": decoder_mask}
@@ -202,14 +202,14 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
 
 
 def _cacheable(config: Any) -> bool:
-    """Whether stock code can generate with a cache: it makes one with as many layers as the encoder has."""
+    """Whether stock code can generate with a cache, of which it makes as many layers as the encoder has."""
     family = of_model_type(config.model_type)
     decoder = setting(config, family.decoder.layers) if family and family.decoder else None
     return decoder is None or int(decoder) <= int(config.num_hidden_layers)
 
 
 def values_of(output: Any) -> Tensor:
-    """Return the logits, a span's start and end as [rows, positions, 2], or the first output."""
+    """Return an output's logits, a span's start and end as [rows, positions, 2], or the first output."""
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
     values: Tensor = output["logits"] if "logits" in output else output[0]

@@ -1,5 +1,5 @@
-"""Which ids of a large vocabulary the probe runs: of the embedding's longest, shortest and outlier rows and some random
-ones, those that reach farthest when carried alone through every sublayer."""
+"""Choose the ids of a large vocabulary that the probe runs: special ids, the embedding's longest, shortest and outlier
+rows, and ids with the largest values when carried alone through every sublayer. Random ids fill up the rest."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ALONE, ENCODER, DECODER = "largest alone", "largest alone in the encoder", "larg
 
 _CHANNELS = 24  # channels whose largest and smallest entry is taken
 _MOST = {LONGEST: 16, SHORTEST: 16, CHANNELS: 2 * _CHANNELS}  # how many ids each reason brings in
-_CANDIDATES = 768  # tokens that are carried through the layers, and more where that takes next to nothing
-_CARRIED, _TOGETHER = 1 << 38, 1 << 22  # products that this may take, a few seconds, and outputs of one linear
+_CANDIDATES = 768  # tokens carried through the layers; a small model carries more
+_CARRIED, _TOGETHER = 1 << 38, 1 << 22  # most multiplications of the search, a few seconds; most outputs of one linear
 _RANKS = 4  # how many candidates a site can bring in
 
 _ELEMENTS = 1 << 22  # entries of the table in memory at a time
@@ -34,7 +34,7 @@ def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -
 def chosen(
     source: TensorSource, layout: Layout, special: Iterable[int], generator: torch.Generator
 ) -> dict[str, list[int]]:
-    """Return ``CHOSEN`` different ids by reason, each under its first."""
+    """Return ``CHOSEN`` different ids, each under the first reason that chose it."""
     weights = Weights(source, layout)
     carried = max(_CANDIDATES, affordable(layout))
     others = torch.randperm(weights.vocabulary, generator=generator)[:carried].tolist()
@@ -70,7 +70,7 @@ def chosen(
 
 
 def affordable(layout: Layout) -> int:
-    """Return how many tokens ``_CARRIED`` products, and little memory, carry through the layers."""
+    """Return how many tokens ``_CARRIED`` multiplications and ``_TOGETHER`` outputs of the widest linear allow."""
     run = (
         tensor for name, tensor in layout.tensors.items() if name not in (layout.family.embedding, layout.family.head)
     )

@@ -1,5 +1,5 @@
-"""Experts as modules again, under the names of the files: transformers 5 joins a layer's experts in two tensors. So
-every weight has its name and every operation its site. The operations are stock code's, but gate and neurons are two
+"""Split experts, which transformers 5 joins in two tensors, into modules under the names in the files. Every weight
+then has its name and every operation its site. The operations are stock code's, but gate and neurons are two
 products."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ExpertsApart(nn.ModuleList):
         """Return the experts' output for x [tokens, width]; chosen, weights: [tokens, experts per token]."""
         joined = torch.zeros_like(x)
         for number, expert in enumerate(self):
-            if chosen.is_meta:  # who takes a token is a matter of values
+            if chosen.is_meta:  # routing needs values
                 tokens, places = torch.arange(len(x), device=x.device), torch.zeros_like(chosen[:, 0])
             else:
                 tokens, places = torch.where(chosen == number)
@@ -55,7 +55,7 @@ def linear_of(weight: Tensor) -> nn.Linear:
 
 
 def experts_apart(model: Any, family: Family | None) -> Any:
-    """Take a stock model's experts apart in place, where its family's files hold each by itself."""
+    """Split a stock model's experts into modules in place, where its family's files store each by itself."""
     stored = None if family is None else family.stored_experts
     if stored is None:
         return model

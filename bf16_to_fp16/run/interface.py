@@ -1,5 +1,5 @@
-"""What a stock model takes and gives, read from its config. A family's declaration goes before how the class describes
-itself, and this before the config's flags."""
+"""The inputs and outputs of a stock model, read from its config. A family's declaration goes before the class's
+signature, and that before the config's flags."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def class_in(config: Any) -> StockClass | None:
 
 
 def config_of(model: Any) -> Any:
-    """Return the config of a model in memory with the name of its class, which may never have been saved."""
+    """Return a copy of a model's config that names its class; one that was never saved does not."""
     config = copy(model.config)
     config.architectures = [type(model).__name__]
     return config
 
 
 def takes_decoder_ids(config: Any) -> bool:
-    """Return whether a model needs ids for a decoder; ``is_encoder_decoder`` is often true of encoders."""
+    """Return whether a model needs decoder ids; ``is_encoder_decoder`` is often true of encoders too."""
     stock = class_in(config)
     return bool(config.is_encoder_decoder) if stock is None else stock.takes_decoder_ids
 
@@ -55,7 +55,7 @@ def longest_sequence(config: Any) -> int:
 
 
 def decoder_start(config: Any) -> int:
-    """Return the token with which ``generate`` begins; T5's is the padding's."""
+    """Return the token with which ``generate`` begins; T5's is the padding token."""
     names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
     return next((token for name in names for token in _named(config, name)), 0)
 
@@ -66,7 +66,7 @@ def pad_id(config: Any) -> int:
 
 
 def special_ids(config: Any) -> list[int]:
-    """Return the config's special ids and the last id, T5's first sentinel, in order."""
+    """Return the config's special ids and the vocabulary's last id, sorted."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "decoder_start_token_id")
     return sorted({vocabulary_of(config) - 1, *(i for name in names for i in _named(config, name))})
 
@@ -77,7 +77,7 @@ def end_ids(config: Any) -> list[int]:
 
 
 def first_ids(config: Any) -> list[int]:
-    """Return the start token of a causal model's texts as a list of one; [] otherwise."""
+    """Return a causal model's start token as a list of one; [] for other models."""
     return _named(config, "bos_token_id")[:1] if is_causal(config) else []
 
 

@@ -1,7 +1,7 @@
-"""Many runs of a stock model in one walk over its files, in the memory of one block. A lane is one stock run in its own
-thread. Its model has no weights: it waits at a block, final norm or head. The walk loads the weights of the first place
-where any lane waits, lets those lanes through and drops them. No number differs from a whole model's on as many
-threads. A generation comes back for each token, and the weights are read again."""
+"""Run a stock model many times in one walk over its files, with one block's weights in memory. A lane is one stock run
+in its own thread. Its model starts without weights and waits at each place: a block, final norm or head. The walk loads
+the weights of the first place where a lane waits, lets those lanes through and drops the weights. Every number is that
+of a whole model on as many threads. A generation passes all places for each token, and the weights are read again."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from .stock import ALONE, set_attention, structure
 T = TypeVar("T")
 
 Change = Callable[[str, Tensor], Tensor]
-"""Gives the weight that a run is to have in place of the stored one: of its name and values, in the run's dtype."""
+"""Gives the values that a run uses in place of a stored weight, from its name and values in the run's dtype."""
 
-_AT_ONCE = 4  # lanes that run at once at most: python code, a fifth of a small model's time, runs in one at a time
-_TOGETHER = 600 << 20  # bytes of a place's weights, in several precisions, that are in memory at once at most
+_AT_ONCE = 4  # most lanes that run at once: Python code, a fifth of a small model's time, runs in one at a time
+_TOGETHER = 600 << 20  # most bytes of a place's weights, in several precisions, in memory at once
 _STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited
 _COLLECTIONS = (dict, OrderedDict, set)
 
@@ -40,7 +40,8 @@ class _Ended(BaseException):
 
 
 class _Model:
-    """The parameters that lanes of one precision share, by place; empty where no lane is."""
+    """A model of one precision, whose parameters its lanes share. They have values only while lanes pass their
+    place."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)
@@ -64,7 +65,7 @@ class _Model:
 
 
 def _onto(model: nn.Module, device: torch.device, stored: Collection[str]) -> dict[nn.Parameter, str]:
-    """Move a model to a device, with placeholders for meta tensors; return the stored names of its parameters."""
+    """Move a model to a device, with placeholders for meta tensors; return the stored name of each parameter."""
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
@@ -88,7 +89,7 @@ def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """The modules before which a run waits for weights, in order: blocks, and what has parameters outside them."""
+    """Yield the modules where a run waits for weights, in order: blocks, and other modules with parameters."""
     for name, child in module.named_children():
         below = f"{path}.{name}".removeprefix(".")
         if isinstance(module, nn.ModuleList) or next(child.parameters(recurse=False), None) is not None:
@@ -99,8 +100,7 @@ def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 @dataclass(eq=False)
 class Lane(Generic[T]):
-    """One run in a walk. ``result``: what ``run`` returned. ``casts``: it runs under autocast. ``threads``: of
-    torch's."""
+    """One run in a walk. ``casts``: it runs under autocast. ``threads``: torch threads that it may use."""
 
     run: Callable[[Any], T]
     model: Any
@@ -129,7 +129,7 @@ class Walk:
         self._read: dict[str, Tensor] = {}
         self._threads = 1
         self._back: SimpleQueue[Lane[Any]] = SimpleQueue()  # lanes that have come to a place or to their end
-        self._own = threading.local()  # of a lane's thread: the lane
+        self._own = threading.local()  # holds each thread's lane
         self._ending = False
 
     def add(
@@ -142,9 +142,8 @@ class Walk:
         change: Change | None = None,
         casts: bool = False,
     ) -> Lane[T]:
-        """Add a run of the model as ``run.stock.load`` gives it. run: called with the model, in its own thread; must
-        not change weights. change: applied to each weight; returns those that it leaves. casts: under autocast, whose
-        cast of a weight only the casting lane sees: such lanes go one after another. Raises ``UserError`` as ``load``
+        """Add a run of the model that ``stock.load`` would give. run: called with the model in its own thread; must not
+        change weights. casts: ``run`` uses autocast; such lanes run one after another. Raises UserError as ``load``
         does."""
         weights = self._weights(dtype, half)
         lane = Lane(run, self._hooked(weights, attention), weights, change, casts=casts)
@@ -173,7 +172,8 @@ class Walk:
         return first == second
 
     def run(self, advance: Advance | None = None) -> None:
-        """Run all lanes to their ends; raise what the first that fails raises. advance: called after every place."""
+        """Run all lanes to their ends; raise the error of the first lane that fails. advance: called after every
+        place."""
         with ALONE:
             self._threads = torch.get_num_threads()
             steps = [0, max((len(lane.weights.places) for lane in self.lanes), default=0)]
@@ -217,7 +217,7 @@ class Walk:
 
     @staticmethod
     def _together(place: str, lanes: Iterable[Lane[Any]]) -> list[list[_Model]]:
-        """Return the models of lanes that wait at a place, grouped by whose weights are in memory together."""
+        """Return the models of lanes that wait at a place, in groups whose weights are in memory together."""
         models = list(dict.fromkeys(lane.weights for lane in lanes))
         small = sum(p.numel() * p.element_size() for each in models for _, p in each.stored[place]) <= _TOGETHER
         return [models] if small else [[each] for each in models]
@@ -225,7 +225,7 @@ class Walk:
     def _load(
         self, weights: _Model, place: str, change: Change | None, plain: dict[str, Tensor], widened: Widened
     ) -> None:
-        """Give a place its weights; plain: the unchanged ones, once they have been read."""
+        """Give a place its weights. plain: caches the unchanged ones by name."""
         for name, parameter in weights.stored[place]:
             if name not in plain:
                 if name not in self._read:
@@ -234,7 +234,7 @@ class Walk:
             parameter.data = plain[name] if change is None else change(name, plain[name])
             if parameter.dtype == torch.float32:
                 widened.offer(parameter.data)
-        torch.clear_autocast_cache()  # of the same parameters under another change
+        torch.clear_autocast_cache()  # it may hold the same parameters under another change
 
     def _drop(self, weights: _Model, place: str) -> None:
         for _, parameter in weights.stored[place]:
@@ -242,10 +242,10 @@ class Walk:
         torch.clear_autocast_cache()
 
     def _resume(self, lanes: Sequence[Lane[Any]]) -> None:
-        """Let lanes run to their next place or end; raise what the first failing one raises."""
+        """Let lanes run to their next place or end; raise the error of the first lane that fails."""
         apart = {(lane.casts, None if lane.casts else id(lane)) for lane in lanes}
         most = min(self._threads, _AT_ONCE) if self.device.type == "cpu" else 1
-        # Told from the lanes alone, so that each has as many threads in every run.
+        # Decided by the lanes alone, so that each has as many threads in every run.
         at_once = max(1, min(len(apart), most))
         waiting, running = [*lanes], list[Lane[Any]]()
         while waiting or running:
@@ -308,8 +308,8 @@ class Walk:
         self._models.clear()
 
     def _hook_own(self, place: nn.Module) -> None:
-        """Give a lane its own parameters at a place: Switch's routers cast theirs in place, and so all lanes'. Autocast
-        casts each parameter once, so there it keeps the shared ones."""
+        """Give a lane its own parameters at a place, since Switch's routers cast theirs in place. Under autocast it
+        keeps the shared ones, so that each is cast once."""
         slots = [(m, n, p) for m in place.modules() for n, p in m._parameters.items() if p is not None]
 
         def before(module: nn.Module, args: Any) -> None:
@@ -327,25 +327,25 @@ class Walk:
     def _hook_lookup(self, module: nn.Embedding, name: str) -> None:
         def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
             shared: Any = module._parameters["weight"]
-            # No operation of the model's: what measures those need not look.
+            # These are no operations of the model: observers need not see them.
             with torch._C._DisableTorchDispatch():
                 rows, places = self._rows(name, args[0], shared.dtype)
                 padding: Any = module.padding_idx
-                if padding is not None and len(rows) <= padding:  # it must be a row, and is one of none
+                if padding is not None and len(rows) <= padding:  # torch wants a row for it
                     rows = torch.cat([rows, rows.new_zeros(padding + 1 - len(rows), rows.shape[1])])
             module._parameters["weight"] = nn.Parameter(rows)
             vars(module)["_shared"] = shared
             return (places,)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            # Where nothing could be looked up, it still has that.
+            # Without a lookup the weight is still the shared one.
             module._parameters["weight"] = vars(module).pop("_shared", module._parameters["weight"])
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
 
     def _rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the embedding rows for a lane's ids, and where each id's row is among them."""
+        """Return the embedding rows for a lane's ids, and each id's place among the rows."""
         lane: Lane[Any] = self._own.lane
         wanted, places = ids.unique(return_inverse=True)
         rows = self.checkpoint.read_some_rows(name, wanted.tolist()).to(self.device, dtype)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 @cache
 def onednn_linear() -> Any:
-    """oneDNN's linear in fp32; None where torch has none, or it is set to round factors."""
-    with torch._C._DisableTorchDispatch():  # whoever looks at a model's operations need not see these
+    """Return oneDNN's linear in fp32; None where torch has none, or is set to round factors."""
+    with torch._C._DisableTorchDispatch():  # observers of a model's operations need not see these
         x = torch.full((2, 64), 1 + 2.0**-12)
         try:
             linear = torch.ops.mkldnn._linear_pointwise.default

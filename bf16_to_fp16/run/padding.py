@@ -1,5 +1,5 @@
-"""Padding: rows of mixed lengths as one batch, with as much of it as stock code bears in fp16. A family says how much a
-row needs (``spare_padding``), and whether padding may see nothing (``blind_padding``)."""
+"""Rows of mixed lengths as one batch, padded as far as stock code allows in fp16. A family says how much padding a row
+needs (``spare_padding``), and whether padding may attend to nothing (``blind_padding``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .interface import decoder_start, pad_id, takes_decoder_ids
 from .stock import setting
 
 CAUSAL = "attends_causally"
-"""What an audit of a class of no known family adds to its config."""
+"""A config attribute that the audit of an unknown family sets."""
 
 
 def padded(
@@ -28,7 +28,7 @@ def padded(
     description: str = "padded, mixed lengths",
     kind: str = PADDED,
 ) -> Batch:
-    """Return rows as one batch, padded on the right. The decoder's get a start token and lose their last id; a model
+    """Return rows as one batch, padded on the right. Decoder rows get a start token and lose their last id; a model
     without a decoder ignores them."""
     ids, mask = stack(encoder, pad_id(config))
     if not takes_decoder_ids(config):
@@ -46,8 +46,8 @@ def padded_left(config: Any, right: Batch) -> Batch:
 
 
 def bearable(config: Any, batch: Batch) -> list[Batch]:
-    """Return the batch as stock code bears it in fp16: with the padding it asks for, or one batch per length. A batch
-    padded on the left gives none: its rows are another's."""
+    """Return the batch as stock code can run it in fp16: with the padding that it needs, or as one unpadded batch per
+    length. A batch padded on the left gives none: its rows are another's."""
     if _is_borne(config, batch):
         return [batch]
     if not bool(batch.attention_mask[:, 0].all()):  # on the left: the same rows again
@@ -64,7 +64,7 @@ def bearable(config: Any, batch: Batch) -> list[Batch]:
 
 
 def spared(config: Any, batch: Batch) -> Batch:
-    """Return the batch with the padding that stock code asks for in fp16: a backward needs it in every batch."""
+    """Return the batch with the padding that stock code needs in fp16; a backward needs it in every batch."""
     spare = spare_padding(config.to_dict())
     if not 0 < spare < math.inf:
         return batch
@@ -73,8 +73,8 @@ def spared(config: Any, batch: Batch) -> Batch:
 
 
 def bearable_as_one(config: Any, batch: Batch) -> Batch:
-    """Return the batch with the padding that stock code asks for in fp16, or, where it bears none, rows repeated in its
-    place."""
+    """Return one batch that stock code can run in fp16: with the padding that it needs or, where it can run none, with
+    rows repeated to the full length."""
     if _is_borne(config, batch):
         return batch
     if spare_padding(config.to_dict()) < math.inf:
@@ -89,8 +89,8 @@ def _is_borne(config: Any, batch: Batch) -> bool:
 
 
 def is_blind(config: Any, batch: Batch) -> bool:
-    """Return whether some padding may see no position: left of a row under a causal mask, or outside its window. For an
-    unknown family its attention module says whether it is causal (``CAUSAL``)."""
+    """Return whether some padding attends to no position: left of a row under a causal mask, or outside a window. For
+    an unknown family ``CAUSAL`` says whether the mask is causal."""
     family = of_model_type(config.model_type)
     if family is not None and not family.blind_padding:
         return False

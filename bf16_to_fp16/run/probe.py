@@ -1,6 +1,6 @@
-"""The token batches on which a model is observed; seeded. Without data a built-in probe needs no tokenizer: random,
-long, repeated, padded and short rows, ids that ``choice`` finds in the weights, a generation, an image. A causal
-model's rows begin with its start token and are padded on the left as well."""
+"""The seeded token batches on which a model is observed. The built-in probe needs no tokenizer: it has random, long,
+repeated, padded and short rows, ids chosen by the weights, a generation and an image. A causal model's rows begin with
+its start token and are padded on the left as well."""
 
 from __future__ import annotations
 
@@ -29,15 +29,13 @@ from .stock import load_config, setting, vocabulary_of
 from .tokenizer import tokenised
 
 _PROBE_LOGITS = 2**25
-"""Most logits of the probe, random ids and short rows apart: those of about a thousand positions at a vocabulary of
-32,128."""
+"""Most logits of the probe, random and short rows apart: about a thousand positions at a vocabulary of 32,128."""
 
 _SHORT, _SHORT_DECODER = 8, 4
-"""Tokens of the longest of the short rows, and in the decoder, where each costs the vocabulary's logits."""
+"""Most tokens of a short row, and of its decoder row, where each costs the vocabulary's logits."""
 
 _BEYOND_WINDOW, _LONGEST_WINDOW = 16, 2048
-"""Tokens by which a row is longer than a sliding window, so that its first ones are no longer seen, and the longest
-window for which there is such a row: scores cost its square."""
+"""Tokens by which a row exceeds a sliding window; the longest window with such a row, since scores cost its square."""
 
 
 def batches(
@@ -51,9 +49,9 @@ def batches(
     sweep: bool = False,
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
-    """Return the batches of ``data``, by the tokenizer in ``source``, or the built-in probe without data. data: as
-    ``texts`` takes it. examples, length: caps, in examples and tokens. sweep: run every id. chosen: the ids by reason
-    that the probe runs, by default random ones. Raises ``UserError`` for unusable data or tokenizer."""
+    """Return the batches of ``data``, by the tokenizer in ``source``, or without data the built-in probe. data: see
+    ``texts``. examples, length: caps, in examples and tokens. sweep: run every id. chosen: the probe's ids by reason,
+    by default random. Raises UserError for unusable data or tokenizer."""
     length = min(length, interface.longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, sweep, chosen)
@@ -78,7 +76,7 @@ def audit_batches(
     opened: tuple[TensorSource, Layout] | None = None,
 ) -> list[Batch]:
     """Return the built-in probe, its ids by default chosen by the weights in ``folder``, and ``data``'s batches.
-    opened: the checkpoint in ``folder`` and its layout. Other arguments and errors: as ``batches``."""
+    opened: the checkpoint in ``folder`` and its layout. Other arguments and errors are those of ``batches``."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
@@ -91,7 +89,6 @@ def audit_batches(
 
 
 def _rows(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows without padding, for the encoder and the decoder; of one stack twice the same."""
     decoder, decoder_mask = batch.decoder_input_ids, batch.decoder_attention_mask
     if decoder is None or decoder_mask is None:
         decoder, decoder_mask = batch.input_ids, batch.attention_mask
@@ -104,8 +101,7 @@ def is_small(config: Any) -> bool:
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
-    """Return the ids of a large vocabulary that the probe runs, by reason; None for a small one, of which it runs
-    all."""
+    """Return the ids of a large vocabulary that the probe runs, by reason; None for a small one, which is run whole."""
     if is_small(config):
         return None
     with FastProducts():
@@ -113,14 +109,14 @@ def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int =
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
-    """Return a report's listed ids where this vocabulary has them, else None."""
+    """Return a report's chosen ids where this vocabulary has them all, else None."""
     ids = [i for chosen in by_reason.values() for i in chosen]
     fits = 0 < len(ids) <= choice.CHOSEN and max(ids) < vocabulary_of(config)
     return by_reason if fits else None
 
 
 def _readable(config: Any, batch: Batch) -> Batch:
-    """The batch with one end token in every row, where the head reads that."""
+    """Give every row one end token where the head reads it. Raises UserError where the config has none."""
     stock = interface.class_in(config)
     if stock is None or not stock.reads_end_token:
         return batch
@@ -183,7 +179,7 @@ def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder
 
 
 def _past_window(config: Any, length: int) -> int | None:
-    """How long a row must be to pass a sliding window; None where ``length`` does or nothing can."""
+    """Return the length of a row that exceeds the sliding window; None where ``length`` does or no row can."""
     window = setting(config, "sliding_window")
     if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or interface.takes_decoder_ids(config):
         return None
@@ -191,8 +187,8 @@ def _past_window(config: Any, length: int) -> int | None:
 
 
 def images(config: Any) -> list[Batch]:
-    """Return a row about an image of noise, as bright as prepared images; none for a model without vision. Its own
-    generator leaves the other rows as a text model's; no id of the text is an image's."""
+    """Return a row about an image of uniform noise in [−1, 1]; none for a model without vision. Its own generator keeps
+    the other rows a text model's; no text id is the image token."""
     family = of_model_type(config.model_type)
     projector = None if family is None else family.projector
     if projector is None:
@@ -221,7 +217,7 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """The batches with logits as far as the budget goes; random ids and the first short rows always."""
+    """Leave out logits beyond ``_PROBE_LOGITS``, but never those of the first random and the first short batch."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}
@@ -235,8 +231,8 @@ def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
 
 
 def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
-    """Return 16 rows of random ids, lengths log-uniform from 1 to 64, in the decoder to 16. Half are framed as texts,
-    one in four has a special token. left: the encoder's are padded on the left."""
+    """Return 16 rows of random ids of log-uniform lengths, 1 to 64, in the decoder to 16. Half are framed as texts, one
+    in four has a special token. left: pad the encoder's rows on the left."""
     generator, vocabulary = seeded(seed), vocabulary_of(config)
     most, special = interface.longest_sequence(config), interface.special_ids(config)
 
@@ -258,8 +254,8 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
 
 
 def few_rows(config: Any) -> Batch:
-    """Return eight unpadded rows of eight random ids, in the decoder four, to compare checkpoints; 32 for models with
-    one answer a row."""
+    """Return eight unpadded rows of eight random ids, in the decoder four, to compare checkpoints; 32 rows for models
+    with one answer a row."""
     generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
     most = interface.longest_sequence(config)
 
@@ -282,13 +278,14 @@ def whole_rows(config: Any, ids: Tensor, description: str) -> Batch:
 
 
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
-    """Ids behind the start token, else before the end token; ``most`` from that edge on."""
+    """Put the start token before ids, or else the end token behind; keep ``most`` tokens with that one."""
     first = interface.first_ids(config)
     return [*first, *ids][:most] if first else [*ids, *interface.end_ids(config)][-most:]
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
-    """Return given ids as one batch, padded on the right; the decoder's include the start token."""
+    """Return pairs of encoder and decoder rows as one batch, padded on the right; decoder rows include the start
+    token."""
     ids, mask = stack([torch.tensor(row) for row, _ in rows], interface.pad_id(config))
     if not interface.takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch(description, ids, mask)))
@@ -297,8 +294,8 @@ def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], de
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
-    """Rows of 1 to ``longest`` tokens, and every special token alone, bare and framed; padded on the right, then on the
-    left. The decoder's are shorter, and padded on the right."""
+    """Return rows of 1 to ``longest`` tokens and every special token alone, bare and framed; padded on the right, then
+    on the left. Decoder rows are shorter and padded on the right."""
     vocabulary = vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []
@@ -311,7 +308,7 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
 
 
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
-    """The chosen ids in long rows, in pairs and alone; the decoder's rows are reversed."""
+    """Return the chosen ids in long rows, in pairs and alone; decoder rows are reversed."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
     inputs: list[Batch] = []
     for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
@@ -327,7 +324,7 @@ def _in_rows(ids: Tensor, columns: int) -> list[Tensor]:
 
 
 def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
-    """Every id once in the encoder and, reversed, in the decoder, in chunks of eight sequences."""
+    """Return every id once in the encoder and, reversed, in the decoder, at most eight rows a batch."""
     rows = max(1, min(8, LOGIT_BUDGET // (length * vocabulary)))
     inputs = []
     for ids in torch.arange(vocabulary).split(rows * length):
@@ -338,7 +335,7 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
 
 
 def generation(config: Any, batch: Batch) -> Batch:
-    """Return two rows of a batch for beam search; a causal model's are padded on the left, and leave room."""
+    """Return two rows of a batch for beam search; a causal model's are padded on the left, with room for new tokens."""
     if interface.is_causal(config):
         kept = slice(-max(1, interface.longest_sequence(config) - GENERATED_TOKENS), None)
         batch = padded_left(config, batch)

@@ -1,5 +1,6 @@
-"""Matrix products on a CPU in fp32, rounded once. A CPU accumulates 16-bit products in fp32 too, but up to 100 times
-slower. fp32 linears go to oneDNN: MKL takes twice as long on AMD's processors."""
+"""16- and 32-bit matrix products on a CPU, computed in fp32 and rounded once. The CPU's own 16-bit products accumulate
+in fp32 too, but take up to 100 times as long. fp32 linears go to oneDNN: MKL takes twice as long on AMD's
+processors."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that
 
 
 class FastProducts(TorchDispatchMode):
-    """Under it, 16- and 32-bit matrix products on the CPU are fp32 products rounded once, in the backward as well,
-    which must run inside. Exact sums come out identical; else under 1% of 16-bit elements differ, by one rounding.
-    Other devices, dtypes, convolutions and fused SDPA are left alone."""
+    """Under it, 16- and 32-bit matrix products on the CPU are fp32 products rounded once. A backward must run under it
+    as well. Exact sums come out identical; else under 1% of 16-bit elements differ, by one rounding. Other devices and
+    dtypes, convolutions and fused SDPA are left alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class Widened:
         with self._making:
             if key not in self._copies:
                 known = next((x.t() for x in self._offered if _has_values_of(weight.t(), x)), None)
-                # With the weight itself, so that nothing else comes to lie where it does.
+                # The weight is kept too, so that no other tensor gets its address.
                 self._copies[key] = (weight, weight.float() if known is None else known)
             return self._copies[key][1]
 
@@ -103,7 +104,7 @@ class Widened:
 
 
 def _has_values_of(narrow: Tensor, wide: Tensor) -> bool:
-    """Whether two contiguous weights are equal, by parts: a second wide one is not made."""
+    """Whether two contiguous weights are equal, compared in parts to save memory."""
     parts = (weight.flatten().split(_ELEMENTS_AT_A_TIME) for weight in (narrow, wide))
     return narrow.shape == wide.shape and all(torch.equal(x.float(), y) for x, y in zip(*parts, strict=True))
 

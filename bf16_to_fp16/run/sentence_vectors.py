@@ -1,4 +1,4 @@
-"""The modules behind an encoder in a sentence-transformers folder, run by that package where it is installed."""
+"""The modules behind a sentence-transformers encoder, run by that package where it is installed."""
 
 from __future__ import annotations
 

@@ -24,17 +24,17 @@ from ..progress import Progress
 from .experts import experts_apart
 
 ALONE = threading.RLock()
-"""Held while stock code loads a model, and by a walk: both set what all threads of a process share, such as torch's
-default dtype and the number of its threads."""
+"""Held while stock code loads a model and during a walk: both change settings of the whole process, such as torch's
+default dtype and number of threads."""
 
-# Of an encoder-decoder such a class takes the decoder's last state at the end token of a row.
+# An encoder-decoder's class of this name reads the decoder's last state at a row's end token.
 _OF_ROWS = "ForSequenceClassification"
 
 
 @cache
 def described(name: str) -> StockClass | None:
-    """Return a transformers class as it describes itself; None for an unknown name. It is a language model if it can
-    generate; its output fields stay unknown."""
+    """Return a transformers class by its signature, None for an unknown name. A class that can generate counts as a
+    language model; its output fields stay unknown."""
     import transformers
 
     kind: Any = getattr(transformers, name, None)
@@ -71,20 +71,20 @@ def any_config(folder: Path) -> Any:
 
 
 def setting(config: Any, name: str) -> Any:
-    """Return a stock config's value, else its text model's; None for neither."""
+    """Return a stock config's value, or else its text model's; None without either."""
     value = getattr(config, name, None)
     return getattr(getattr(config, "text_config", None), name, None) if value is None else value
 
 
 def vocabulary_of(config: Any) -> int:
-    inside = getattr(getattr(config, "text_config", None), "vocab_size", None)  # of a stray mapping nothing
+    inside = getattr(getattr(config, "text_config", None), "vocab_size", None)  # None if it is a plain mapping
     return int(config.vocab_size if inside is None else inside)
 
 
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
-    """Return a folder's stock model as ``from_pretrained(dtype=dtype)`` does, in eval mode on the CPU. half: every
-    weight is cast to fp16. Nothing is fetched, no remote code runs. Raises ``UserError`` for unreadable files or a
-    missing tensor, which stock fills at random."""
+    """Return a folder's stock model as ``from_pretrained(dtype=dtype)`` does, in eval mode on the CPU. half: cast every
+    weight to fp16. Nothing is fetched, no remote code runs. Raises UserError for unreadable files or a missing tensor,
+    which stock code fills at random."""
     config = load_config(folder).to_dict()
     model, missing = from_files(folder, stock_class(config), dtype, attention)
     check_complete(folder, config, missing)
@@ -93,7 +93,7 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
 
 def all_half(model: Any) -> Any:
     """Cast parameters and stored buffers to fp16 in place, T5's ``wo`` too. ``.half()`` would also cast rotary
-    frequencies, which makes another function."""
+    frequencies, which changes the function."""
     kept = [(m, {name: m._buffers[name] for name in m._non_persistent_buffers_set}) for m in model.modules()]
     model.half()
     for module, buffers in kept:
@@ -120,9 +120,9 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
 
 
 def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False) -> Any:
-    """Return a checkpoint's stock model with eager attention on the meta device, with buffers and tensors that no file
-    holds. Tensors that stock ties for being equal stay two where the checkpoint has both. Raises ``UserError`` as
-    ``load`` does."""
+    """Return a checkpoint's stock model with eager attention on the meta device; only buffers, and tensors that no file
+    holds, have values. Two equal tensors, which stock code ties, stay two where the checkpoint has both. Raises
+    UserError as ``load`` does."""
     folder = checkpoint.folder
     config = load_config(folder)
     try:
@@ -150,7 +150,7 @@ def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = 
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Make a stock model and its stacks run an attention; raises what stock raises for one it lacks. Some transformers
+    """Set the attention of a stock model and its stacks; raises stock code's error for one it lacks. Some transformers
     5 leave a stack's own config as it is (5.17)."""
     model.set_attn_implementation(implementation)
     for module in model.modules():
@@ -160,6 +160,7 @@ def set_attention(model: Any, implementation: str) -> None:
 
 
 NOTHING_REMOTE: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+"""Arguments with which stock code reads generation settings from the folder alone."""
 NOTHING_REMOTE |= {"force_download": False, "subfolder": "", "trust_remote_code": False}
 """What stock code is told when it looks for the settings of a generation."""
 
@@ -167,8 +168,8 @@ NOTHING_REMOTE |= {"force_download": False, "subfolder": "", "trust_remote_code"
 def without_values(
     checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, any_shape: bool = False
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Return a checkpoint's stock model on the meta device, and what its loader says of the weights. any_shape: note
-    other shapes instead of raising."""
+    """Return a checkpoint's stock model on the meta device, and its loader's report about the weights. any_shape:
+    report other shapes instead of raising."""
     import transformers
 
     weights = {
@@ -191,7 +192,7 @@ def without_values(
 
 
 def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
-    """Run a stock model, its end-token head at every position: no row needs an end token."""
+    """Run a stock model. A head that reads the end token runs at every position, so that no row needs one."""
     stock, head = layout.stock, layout.head
     if not stock.reads_end_token or head is None:
         model(**inputs)
@@ -202,7 +203,7 @@ def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
 
 
 def fill_in(model: Any, checkpoint: Checkpoint) -> None:
-    """Give a meta model its buffers, and stock's initial values for parameters that no file holds."""
+    """Give a meta model its buffers, and stock code's initial values for parameters that no file holds."""
     stored = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in checkpoint.tensors}
     drawn = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -1,6 +1,6 @@
 """Rows of text from JSONL, CSV, Parquet, text files and Hub datasets. ``texts`` reads once; ``open_texts`` makes a
-table of ``datasets`` for training. ``datasets``' own readers change texts (2020-01-01 becomes a time, NA nothing) and
-place errors poorly."""
+table of ``datasets`` for training. The readers of ``datasets`` change texts (2020-01-01 becomes a time, NA nothing) and
+do not say in which line an error is."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may b
 
 
 def texts(data: str) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target (or None) of every row. data: as ``local_files`` takes it, else a Hub dataset, of which the
-    first 4096 rows are read. Raises UserError for what cannot be read."""
+    """Yield text and target (or None) of every row. data: files as in ``local_files``, else a Hub dataset, of which the
+    first 4096 rows are read. Raises UserError for unreadable data."""
     files = local_files(data)
     yield from text_pairs(data, hub_rows(data) if files is None else chain.from_iterable(map(file_rows, files)))
 
@@ -33,8 +33,8 @@ def texts(data: str) -> Iterator[tuple[str, str | None]]:
 def choose_columns(
     strings: Iterable[str], input_column: str | None = None, target_column: str | None = None
 ) -> tuple[str | None, str | None]:
-    """Return the text's and the target's column: the named ones, else ``input``, ``text`` or the first that is not the
-    target, and ``target``; None where there is none."""
+    """Return the text's and the target's column: the named ones, else ``input``, ``text`` or the first other column,
+    and ``target``. None for a text without a column."""
     target = target_column or (TARGET_COLUMN if input_column != TARGET_COLUMN else None)
     others = [name for name in strings if name != target]
     return input_column or next((name for name in (*TEXT_COLUMNS, *others) if name in others), None), target
@@ -43,7 +43,7 @@ def choose_columns(
 def text_pairs(
     data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target of ``rows``; the first decides on columns that are not named. data: its name in errors.
+    """Yield text and target of ``rows``; the first row decides on columns that are not named. data: its name in errors.
     Raises UserError where a column is missing or holds no strings."""
     column: str | None = None
     target: str | None = None
@@ -130,14 +130,14 @@ READERS: Mapping[str, Callable[[Path, Iterable[str]], Iterator[dict[str, Any]]]]
     ".csv": csv_rows,
     ".txt": text_rows,
 }
-"""Readers of the lines of a file that is text, by its ending; the path is how errors name it."""
+"""Readers of a text file's lines by its ending; the path is for errors."""
 
 KINDS = (*READERS, ".parquet")  # endings of the files that can be read
 
 
 def local_files(path: str) -> list[Path] | None:
-    """Return the files, all of one kind, of a path, ``*`` pattern or folder; None for a Hub dataset. Raises UserError
-    for none, several kinds, or a kind that cannot be read."""
+    """Return the files of a path, ``*`` pattern or folder; None for a Hub dataset. Raises UserError for no file,
+    several kinds, or an unreadable kind."""
     place = local_path(path)
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if _ending(file) in KINDS)
@@ -227,9 +227,8 @@ def open_texts(
     input_column: str | None = None,
     target_column: str | None = None,
 ) -> tuple[Any, tuple[str, str | None]]:
-    """Return a ``datasets`` table and its columns of texts and, where there is one, of targets. path: as
-    ``local_files`` takes it, else a Hub dataset with ``subset`` and ``split``. Raises UserError for what cannot be
-    read."""
+    """Return a ``datasets`` table and the names of its text and target columns. path: files as in ``local_files``, else
+    a Hub dataset with ``subset`` and ``split``. Raises UserError for unreadable data."""
     named = (input_column, target_column)
     files = local_files(path)
     wanted: dict[str, Any] = {}
@@ -265,7 +264,7 @@ def open_texts(
 def _local_rows(
     path: str, files: tuple[str, ...], columns: tuple[str | None, str | None], stamps: Any
 ) -> Iterator[dict[str, Any]]:
-    """The rows as {"text", "target"}; ``stamps`` only tell ``datasets`` when a file has changed."""
+    """Yield the rows as {"text", "target"}; ``stamps`` only tell ``datasets`` when a file has changed."""
     for name in files:
         for text, target in text_pairs(path, file_rows(Path(name)), *columns):
             yield {"text": text, "target": target}

@@ -1,4 +1,4 @@
-"""Batches of texts by a checkpoint's tokenizer. A causal model gets text and target as one row, another's decoder the
+"""Batches of texts by a checkpoint's tokenizer. A causal model gets text and target as one row; other decoders get the
 target."""
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .texts import texts
 
 
 def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int, length: int) -> list[Batch]:
-    """Return rows of ``data`` as ids by the tokenizer in ``source``, the shortest first. data: as ``texts`` takes it.
-    seed: of the rows, and of decoder ids without a target. examples, length: caps. Raises UserError for unusable data
-    or tokenizer, or an id past the vocabulary."""
+    """Return rows of ``data`` as ids by the tokenizer in ``source``, the shortest first. data: see ``texts``. seed: for
+    the choice of rows, and decoder ids where there is no target. examples, length: caps. Raises UserError for unusable
+    data or tokenizer, or an id past the vocabulary."""
     chosen = _sample(texts(data), examples, random.Random(seed))
     if not chosen:
         raise UserError(f"{data}: no examples in it; give a file with at least one")
@@ -91,7 +91,7 @@ def load_tokenizer(folder: Path) -> Any:
     check_tokenizer(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        tokenizer("a")  # what its config says is first read where a text is
+        tokenizer("a")  # some faults of its config show only here
         return tokenizer
     except Exception as error:  # transformers raises many kinds, from OSError to TypeError
         raise UserError(
