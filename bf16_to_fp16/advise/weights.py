@@ -1,9 +1,8 @@
-"""The weights that are advised on, streamed through the checkpoint's reader a few megabytes at a time."""
+"""The weights that are advised on, read through the checkpoint's reader a tensor at a time."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from ..progress import Progress, shown_by
 if TYPE_CHECKING:
     from torch import Tensor
 
-PIECE = 1 << 20  # elements that are looked at together
+PIECE = 1 << 20  # elements that are widened together
 
 
 def open_weights(source: str | Path, subfolder: str | None = None) -> Checkpoint:
@@ -41,12 +40,6 @@ def floating_names(checkpoint: Checkpoint, progress: Progress | bool | None) -> 
             advance(place + 1, len(names))
 
 
-def tensor_pieces(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
-    """Yield a tensor in its own dtype, flat, at most about ``PIECE`` elements (or one row) at a time."""
-    shape = checkpoint.tensors[name].shape
-    if not shape:
-        yield checkpoint.read(name).reshape(-1)
-        return
-    rows = max(1, PIECE // max(1, math.prod(shape[1:])))
-    for start in range(0, shape[0], rows):
-        yield checkpoint.read_rows(name, start, min(start + rows, shape[0])).reshape(-1)
+def tensor_pieces(checkpoint: Checkpoint, name: str) -> Sequence[Tensor]:
+    """Return a tensor in its own dtype, flat, ``PIECE`` elements at a time."""
+    return checkpoint.read(name).flatten().split(PIECE)

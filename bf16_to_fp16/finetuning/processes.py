@@ -81,9 +81,6 @@ class Processes:
         del model.get_input_embeddings, model.get_output_embeddings
         return prepared, optimizer
 
-    def wait(self) -> None:
-        self.accelerator.wait_for_everyone()
-
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def sum(self, values: Tensor) -> Tensor:
@@ -140,9 +137,6 @@ class Processes:
         return float("inf") if self._skipped > skipped else float(norm) if norm is not None else 0.0
 
     # ---- a state -------------------------------------------------------------------------------------------------
-
-    def save(self, folder: Path) -> None:
-        self.accelerator.save_state(str(folder))
 
     def load(self, folder: Path) -> None:
         self.accelerator.load_state(str(folder))

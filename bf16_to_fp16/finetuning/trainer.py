@@ -407,7 +407,7 @@ class Trainer:
     def _save(self) -> None:
         processes = self.processes
         place = self.states.of(self.position.step)
-        with self.states.writing(place, main=processes.main, wait=processes.wait) as work:
+        with self.states.writing(place, main=processes.main, wait=processes.accelerator.wait_for_everyone) as work:
             state: dict[str, Any] = {
                 "progress": vars(self.position),
                 "stream": self.training_batches.state_dict(),
@@ -419,7 +419,7 @@ class Trainer:
             }
             if processes.sharded:
                 state["untouched"] = not processes.engine and not self.optimizer.state
-                processes.save(work / "accelerate")
+                processes.accelerator.save_state(str(work / "accelerate"))
                 if state["untouched"]:  # for a sharded state torch takes a step of its own
                     self.optimizer.state.clear()
             elif processes.main:
