@@ -1,6 +1,6 @@
 """Entry point of ``python -m bf16_to_fp16`` and ``bf16-to-fp16``. Slow imports stand inside ``main``, so that Ctrl-C
-gives status 130 without a traceback even there. An uncaught exception is a bug: status 70, since 1 would say "unsafe",
-and the traceback in a file."""
+gives status 130 without a traceback. An uncaught exception is a bug: status 70 (1 would say "unsafe"), traceback in a
+file."""
 
 import codecs
 import gc
@@ -51,8 +51,7 @@ def main() -> int:
 
 
 class _Data:
-    """Standard output. A failed write is the user's to mend, such as a full disk: without this output the work is
-    lost."""
+    """Standard output. Without it the work is lost, so a failed write, such as on a full disk, is a UserError."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -90,8 +89,8 @@ class _Talk(_Data):
 
 
 def open_closed_streams() -> bool:
-    """Open closed standard streams on os.devnull, since the next opened files would take their descriptors. Return
-    whether standard output was closed."""
+    """Open closed standard streams on os.devnull, or the next opened files would take their descriptors; return whether
+    standard output was closed."""
     closed = sys.stdout is None
     for number in (0, 1, 2):
         try:

@@ -1,5 +1,4 @@
-"""NVIDIA cards as the driver lists them. torch cannot be asked: a build without CUDA sees no card, and
-``is_bf16_supported`` counts emulation."""
+"""NVIDIA cards, from the driver: a torch without CUDA sees no card, and its ``is_bf16_supported`` counts emulation."""
 
 from __future__ import annotations
 

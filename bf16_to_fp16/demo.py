@@ -1,5 +1,5 @@
-"""The demonstration: three small shipped checkpoints, trained in bf16, that break in fp16 until converted. How they
-were trained and enlarged is in ``recipes/``."""
+"""The demonstration: three small shipped checkpoints, trained in bf16, that break in fp16 until converted. ``recipes/``
+has their training and enlargement."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Devices by name. A part of the work that runs out of device memory continues on the CPU. torch is imported late, so
-that a wrong name is refused without it."""
+"""Devices by name; work that runs out of device memory continues on the CPU. torch is imported late, to refuse names
+fast."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def checked_name(name: str) -> str:
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """Return the device of a name: auto (CUDA, else the CPU), cpu, cuda, cuda:N or mps. Raises UserError for another
-    name or a missing device."""
+    """Return the device of a name: auto (CUDA, else the CPU), cpu, cuda, cuda:N or mps. Raises UserError where it is
+    missing."""
     import torch
 
     if isinstance(name, torch.device) and name.type not in ("cuda", "mps"):
@@ -75,8 +75,7 @@ def without_kernels(device: torch.device) -> str:
 
 
 def check_all_is_used(name: str) -> None:
-    """Raise UserError where ``auto`` would choose the CPU although there is a card: for work of hours the CPU must be
-    named."""
+    """Raise UserError where ``auto`` would choose the CPU beside a card: for hours of work the CPU must be named."""
     import torch
 
     if name != "auto":
@@ -106,8 +105,8 @@ class Device:
         self.used: dict[str, list[str]] = {}
 
     def run(self, part: str, work: Callable[[torch.device], T], *, wide: bool = False) -> T:
-        """Return ``work(device)``, or where the device's memory is full, say so and return ``work(cpu)``. wide: the
-        work needs fp64, which MPS lacks."""
+        """Return ``work(device)``, or say that its memory is full and return ``work(cpu)``. wide: needs fp64, which MPS
+        lacks."""
         import torch
 
         on_cpu, place = torch.device("cpu"), self.asked
@@ -155,8 +154,7 @@ def products_on(device: Device, part: str) -> Iterator[None]:
 
 
 def on_device(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a function of CPU tensors run on the device of ``products_on``. Out of memory, only the failed call is
-    repeated on the CPU."""
+    """Run a function of CPU tensors on the device of ``products_on``; out of memory, repeat that call on the CPU."""
 
     @wraps(product)
     def placed(*tensors: Tensor) -> Tensor:

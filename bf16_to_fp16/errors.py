@@ -1,11 +1,10 @@
-"""The one exception a user is meant to see: ``UserError``, one line that names the file or tensor and the remedy. The
-command line prints it as ``error: …`` with status 2; any other exception is a bug: status 70."""
+"""Errors that a user is meant to see, as ``error: …`` with status 2. Any other exception is a bug: status 70."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Input that cannot be used; the message names what is wrong and how to mend it, in one line."""
+    """Unusable input. The message is one line that names the file or tensor and how to mend it."""
 
 
 INTERRUPTED = 130  # exit status after Ctrl-C

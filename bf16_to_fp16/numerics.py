@@ -19,11 +19,9 @@ FP16_SIGNIFICANT_BITS = 11
 
 BF16_SIGNIFICANT_BITS = 8
 
-SATURATED_FROM = 64504.0
-"""Values from here to 65504 count as saturated: stock T5 and Pegasus code clamps to 64504 (65504 − 1000)."""
+SATURATED_FROM = 64504.0  # values from here on are saturated: stock T5 and Pegasus code clamps to it (65504 − 1000)
 
-PROOF_MARGIN_BITS = 1 / 32
-"""Headroom that a bound of the unscaled weights keeps to its limit, for their later rounding to fp16."""
+PROOF_MARGIN_BITS = 1 / 32  # headroom that a bound of unscaled weights keeps, for their rounding to fp16
 
 PROOF_LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS  # the limit of a bound after scaling
 

@@ -1,5 +1,4 @@
-"""Progress on standard error: a bar on a terminal or in a notebook, else one line per step. rich respects ``NO_COLOR``
-and dumb terminals."""
+"""Progress on standard error: a bar on a terminal (by rich, which heeds ``NO_COLOR``) or in a notebook, else lines."""
 
 from __future__ import annotations
 

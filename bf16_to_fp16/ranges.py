@@ -20,9 +20,8 @@ class ChannelRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """A norm's input: the largest ‖x‖₂ of a token, and the distribution of the tokens' variances. ``variances``: fp64
-    [k, 2], a variance and the share of tokens within a sixteenth of a binade of it. The variance is the mean square in
-    an RMS norm, centred in ``nn.LayerNorm``."""
+    """A norm's input: the largest ‖x‖₂ of a token, and the tokens' variances as fp64 [k, 2], each with the share of
+    tokens within a sixteenth of a binade. The variance is an RMS norm's mean square, for ``nn.LayerNorm`` centred."""
 
     norm_max: float
     variances: Tensor
@@ -44,8 +43,8 @@ class NormRange:
 @dataclass(frozen=True)
 class ScoreRange:
     """An attention's largest |score|. ``product``: of the bare QKᵀ. ``biased``: of any value up to the softmax (scaled,
-    with position bias, before the mask). ``excess_bits``: the bits by which each head's queries must fall to keep the
-    bound, fp64 [heads]; None where observed."""
+    with position bias, before the mask). ``excess_bits``: bits that each head's queries must fall for a bound, fp64
+    [heads]."""
 
     product: float
     biased: float
@@ -58,8 +57,8 @@ class ScoreRange:
 
 @dataclass(frozen=True)
 class ModuleRange:
-    """A module's input and output ranges; an embedding's input has no channels (shape [0]). ``norm``: norms only.
-    ``scores``: eager attentions only."""
+    """``norm``: of norms only. ``scores``: of eager attentions only. An embedding's input has no channels (shape
+    [0])."""
 
     input: ChannelRange
     output: ChannelRange

@@ -1,5 +1,4 @@
-"""Targets of a checkpoint and the tiers of arithmetic they stand for. Nothing here imports torch, so that the command
-line lists them fast."""
+"""Targets of a checkpoint and their tiers of arithmetic. Imports no torch, so that the command line lists them fast."""
 
 from __future__ import annotations
 
@@ -66,5 +65,4 @@ TARGETS = tuple(target.name for target in RECORDS)
 
 WHERE = {target.name: target.where for target in RECORDS}  # for each target, words for the arithmetic of its bounds
 
-SQUARING = tuple(target.name for target in RECORDS if target.squares)
-"""Targets for which norms square the residual stream in fp16."""
+SQUARING = tuple(target.name for target in RECORDS if target.squares)  # their norms square the stream in fp16

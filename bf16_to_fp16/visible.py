@@ -1,6 +1,5 @@
-"""Escape hidden characters in printed text, since a name from a file could steer a terminal or hide text. They are
-Unicode's control and format characters (but newline and tab), line separators, and surrogates, which no stream
-takes."""
+"""Escape hidden characters in printed text, since names from files could steer a terminal or hide text: Unicode's
+control and format characters (but newline and tab), line separators, and surrogates, which no stream takes."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ PRECISION_NOISE = 1e-6  # rounding noise in a computed number of significant bit
 
 
 def infinite(value: float) -> bool:
-    """Return whether a number stands for infinity, also as reports (± the largest double) and pages (±1e308) write
-    it."""
+    """Return whether a number stands for infinity, as in reports (± the largest double) and pages (±1e308)."""
     return abs(value) >= 1e308
 
 
@@ -66,8 +65,7 @@ def below_limit(value: float | None) -> str:
 
 
 def reached(value: float | None) -> str:
-    """Return the largest |x| at an fp16 site. Past fp16's range it is fp32's value, or "overflow" where that is not
-    known."""
+    """Return the largest |x| of an fp16 site; past fp16's range fp32's value, or "overflow" where that is not known."""
     if value is None or not value <= FP16_MAX:
         return "overflow" if value is None or not OVERFLOWED < value < 1e308 else magnitude(value)
     return magnitude(value)

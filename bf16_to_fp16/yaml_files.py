@@ -1,5 +1,4 @@
-"""YAML with version 1.2's scalars (``1e-4`` is a number, ``off`` a word), no duplicate keys, and errors in one line
-with the place."""
+"""YAML with version 1.2's scalars (``1e-4`` is a number, ``off`` a word), no duplicate keys, and one-line errors."""
 
 from __future__ import annotations
 

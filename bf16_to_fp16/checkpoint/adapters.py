@@ -12,8 +12,7 @@ from .recorded import recorded
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 NOTE = "fp16_adapter.json"  # in a converted adapter's folder, the checkpoint that it is for; PEFT ignores the file
 
-INITIAL = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` that change no weight of the checkpoint."""
+INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # values of ``init_lora_weights`` that change no weights
 
 OTHER_FORMS = (  # config keys of adapters that add something else than B·A to a named weight
     *("arrow_config", "kasa_config", "layer_replication", "megatron_config", "monteclora_config"),

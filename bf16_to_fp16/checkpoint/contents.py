@@ -101,7 +101,6 @@ WITHOUT_FILES = ("Normalize",)  # sentence encoders' modules that have no files,
 
 
 def listed_modules(source: Path) -> list[Mapping[str, Any]]:
-    """Return the entries of a sentence encoder's ``modules.json``, none without one."""
     listing = source / MODULES
     if not listing.is_file():
         return []

@@ -25,7 +25,6 @@ def check_free_space(
     of: str = "the cache",
     otherwise: str = "set HF_HOME to a folder on another",
 ) -> None:
-    """Raise UserError where the disk of a folder has less than ``nbytes`` free."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

@@ -1,5 +1,4 @@
-"""The files of a checkpoint's folder other than its weights. Weights in other formats hold the old values and are left
-out."""
+"""A checkpoint's files besides its weights. Weights in other formats hold the old values and are left out."""
 
 from __future__ import annotations
 

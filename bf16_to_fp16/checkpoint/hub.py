@@ -1,5 +1,4 @@
-"""Requests to the Hub: repeated where it is busy. The client's errors become one line with a remedy, without the
-token."""
+"""Requests to the Hub, repeated where it is busy. The client's errors become one line with a remedy and no token."""
 
 from __future__ import annotations
 

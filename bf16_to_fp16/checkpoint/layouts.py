@@ -1,5 +1,4 @@
-"""The layouts that ``convert`` writes: a folder, or one file. Wan's code computes norms in fp32 with an eps that no
-file can change."""
+"""The layouts that ``convert`` writes: a folder, or one file. Wan's code has an eps in fp32 that no file can change."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ FOLDER_LAYOUT = "hf"  # a folder with stock names; every other layout is one fil
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A layout of one file. ``model_type``, ``eps``, ``activation``: fixed in the reader's code, None for stock
-    code."""
+    """A one-file layout. ``model_type``, ``eps``, ``activation``: fixed in its reader, None for stock code."""
 
     name: str
     readers: str

@@ -10,8 +10,7 @@ from typing import Any
 
 from ..json_text import loads
 
-RECORDS = ("fp16_report.json", "fp16_pipeline.json", "fp16_adapter.json")
-"""Records of this program in a checkpoint, a pipeline and an adapter."""
+RECORDS = ("fp16_report.json", "fp16_pipeline.json", "fp16_adapter.json")  # of a checkpoint, a pipeline, an adapter
 
 BELONGING = ("config.json", "model_index.json", "adapter_config.json")
 """Every checkpoint, pipeline or adapter has one of these files."""
@@ -55,8 +54,7 @@ def is_made_from(folder: Path, other: Path) -> bool:
 
 
 def is_report(file: Path) -> bool:
-    """Whether an earlier run wrote this file as a report. A report in a checkpoint's folder does not count, since
-    ``undo`` needs it."""
+    """Whether an earlier run wrote a report here. In a checkpoint's folder none counts, since ``undo`` needs it."""
     if any((file.parent / name).exists() for name in BELONGING) or file.stat().st_size > LARGEST_REPORT:
         return False
     data = file.read_bytes()

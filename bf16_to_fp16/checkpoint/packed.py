@@ -15,8 +15,7 @@ from .layouts import LAYOUTS
 SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
 """Metadata keys: a summary as JSON, and ``undo``'s data as JSON, compressed and in base64."""
 
-TENSORS = "bf16_to_fp16.tensors_sha256"
-"""Metadata key: SHA-256 over each tensor's ``described`` and bytes, in the file's order."""
+TENSORS = "bf16_to_fp16.tensors_sha256"  # SHA-256 over each tensor's ``described`` and bytes, in order
 
 LONGEST_WAY_BACK = 64_000_000  # bytes of ``undo``'s data; an XXL encoder's have less than 3 MB
 

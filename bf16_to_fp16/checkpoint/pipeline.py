@@ -26,9 +26,8 @@ LINKED_FROM = 1 << 20  # bytes; a smaller file is copied
 
 @dataclass(frozen=True)
 class Pipeline:
-    """``loaded``: library and class of each component. ``same``: sub-folders that are links to an encoder's, by the
-    encoder's name. ``variants``: encoders with a variant fp16. ``others``: files to link or copy; ``left_out``: the
-    other files."""
+    """``loaded``: library and class of each component. ``same``: the encoder that a sub-folder links to. ``variants``:
+    encoders with a variant fp16. ``others``: files to link or copy; ``left_out``: the other files."""
 
     folder: Path
     source: str
@@ -128,8 +127,7 @@ def files_below(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def used(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
-    """Return the files that ``from_pretrained`` uses: safetensors rather than .bin, and no variant where there is a
-    default."""
+    """Return the files that ``from_pretrained`` uses: safetensors rather than .bin, a default rather than a variant."""
     kept: list[str] = []
     by_folder: dict[str, list[str]] = {name: [] for name in parts}
     for path in sorted(sizes):

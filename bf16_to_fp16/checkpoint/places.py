@@ -16,8 +16,7 @@ HUB_PAGE = re.compile(
 RESTORE = "fetch the file again from the original checkpoint"
 CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 
-SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")
-"""Endings of files that are sources by themselves."""
+SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")  # endings of lone source files
 
 SHIPPED = "shipped:"  # prefix for this package's own data: ``shipped:t5-gated-bytes``
 

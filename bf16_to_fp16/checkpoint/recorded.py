@@ -13,8 +13,7 @@ from .files import nested_value, read_json
 from .places import contained
 
 REPORT = "fp16_report.json"
-CONVERTED_KEY = "bf16_to_fp16"
-"""The conversion's key in config.json; unlike the report, it survives ``save_pretrained``."""
+CONVERTED_KEY = "bf16_to_fp16"  # a key of config.json, which unlike the report survives ``save_pretrained``
 
 LONGEST_REPORT = 64_000_000  # bytes; with an exponent for each channel of an 11B model it has some 12 MB
 
@@ -30,8 +29,7 @@ NO_PLAN = f"holds no plan of this program; give an {REPORT} that convert wrote"
 
 
 def report_data(path: Path, needed: Mapping[str, str], version: int | None = None) -> dict[str, Any]:
-    """Return a report's JSON. needed: dotted keys that it must have, each with the words of the error. version: the
-    schema that it must have."""
+    """Return a report's JSON. needed: errors by dotted key that it must have. version: the schema that it must have."""
     data = read_json(path, "report", LONGEST_REPORT)
     if version is not None and data.get("schema") != version:
         raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")

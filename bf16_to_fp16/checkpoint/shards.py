@@ -19,9 +19,9 @@ from .reader import Checkpoint
 
 @dataclass(frozen=True)
 class Write:
-    """One tensor to write: (``source`` or ``data`` + ``offset``)·``gain``·2^E − ``offset``. E is ``exponent`` +
-    ``row_exponents[i]`` + ``column_exponents[j]``. ``gain`` is applied in fp64 and rounded to fp32; ``offset`` is added
-    and taken off in fp64."""
+    """One tensor to write: (``source`` or ``data`` + ``offset``)·``gain``·2^E − ``offset``, E = ``exponent`` +
+    ``row_exponents[i]`` + ``column_exponents[j]``. ``gain`` is applied in fp64 and rounded to fp32, ``offset`` in
+    fp64."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,8 +63,8 @@ def reach_of(write: Write) -> int:
 
 
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
-    """Group tensors by file: as in the source, or in order of names up to ``max_shard_size`` bytes each. A larger
-    tensor has its own file."""
+    """Group tensors by file: as in the source, or by name up to ``max_shard_size`` bytes. A larger tensor stands
+    alone."""
     ordered = sorted(writes, key=lambda write: write.name)
     if max_shard_size is None:
         groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
@@ -85,8 +85,7 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int 
 
 
 def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str, str]) -> list[OutFile]:
-    """Return the files, with an index where there are several. Wider dtypes come first, so that every tensor is
-    aligned."""
+    """Return the files, and an index of several. Wider dtypes come first, so that every tensor is aligned."""
     files = []
     for number, group in enumerate(groups, 1):
         name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

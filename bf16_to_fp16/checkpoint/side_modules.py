@@ -23,8 +23,7 @@ ENCODER_CONFIGS = tuple(  # configs of how the encoder is loaded; the first that
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 
-PASSED_ON = ("config_args", "config_kwargs", "model_args", "model_kwargs")
-"""Keys in them that change the encoder's config or loading."""
+PASSED_ON = ("config_args", "config_kwargs", "model_args", "model_kwargs")  # keys for the encoder's config or loading
 
 HARMLESS = ("trust_remote_code", "use_cache")  # keyword arguments that change neither weights nor results
 
@@ -37,8 +36,7 @@ READ = {  # keys that choose the method and the output read, with the values tha
 
 
 def check_sentence_encoder(folder: Path) -> None:
-    """Raise UserError unless the encoder runs as its config.json says and all other modules read only its last
-    states."""
+    """Raise UserError unless the encoder runs as config.json says and other modules read its last states only."""
     entries = listed_modules(folder)
     if not (folder / MODULES).is_file():
         return

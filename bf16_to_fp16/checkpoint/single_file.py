@@ -1,5 +1,4 @@
-"""One file of weights as a source, as ComfyUI, Forge and Wan's tools keep text encoders. Its config and tokenizer are
-written to a scratch folder."""
+"""One file of weights as a source, as ComfyUI, Forge and Wan's tools keep text encoders, opened as a scratch folder."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process
 
 @dataclass(frozen=True)
 class SingleFile:
-    """``folder``: scratch folder with config and tokenizer. ``tensors``: by stock names. ``notes``: the assumptions
-    made."""
+    """``folder``: scratch, with config and tokenizer. ``tensors``: by stock names. ``notes``: the assumptions made."""
 
     file: Path
     folder: Path
@@ -41,8 +39,7 @@ class SingleFile:
 
 
 def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str, Any] | None) -> SingleFile:
-    """Open one file of weights. prefix: of the encoder's tensors, where the file has several encoders. config: replaces
-    the inferred one."""
+    """Open one file of weights. prefix: of one encoder's tensors among several. config: replaces the inferred one."""
     state = formats.state_of(file)
     every = read_any(file)
     inside = way_back_of(file) if config is None else None
@@ -132,11 +129,9 @@ CLASSES = {  # stock classes by model type: an encoder alone, and a whole model
 
 TITLES = {"t5": "T5", "mt5": "mT5", "umt5": "UMT5"}
 
-VOCABULARIES = {32_128: "t5", 384: "t5", 250_112: "mt5", 256_384: "umt5"}
-"""Model types of the published models by vocabulary size."""
+VOCABULARIES = {32_128: "t5", 384: "t5", 250_112: "mt5", 256_384: "umt5"}  # by size in published models
 
-SILU = {(4096, 16_384)}
-"""Widths of stream and feed-forward in the published models with a SiLU gate (UL2); others have GELU."""
+SILU = {(4096, 16_384)}  # widths of stream and feed-forward in published models with SiLU gates (UL2)
 
 ATTENTION, FEED_FORWARD = "encoder.block.0.layer.0.SelfAttention", "encoder.block.0.layer.1.DenseReluDense"
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")

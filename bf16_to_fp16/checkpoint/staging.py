@@ -1,4 +1,4 @@
-"""Make the output folder in a temporary folder beside its place and rename it, so that it appears whole or not at
+"""The output folder: made in a temporary folder beside its place, and renamed, so that it appears whole or not at
 all."""
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
 
 
 def check_apart(out: Path, source: str | Path | None) -> None:
-    """Raise UserError where ``out`` overlaps a local source, holds a target of its links, or is what it was made
-    from."""
+    """Raise UserError where ``out`` overlaps a source, holds a target of its links, or is what it was made from."""
     source = None if source is None else Path(source).expanduser()
     if source is None or not source.exists():
         return
@@ -174,8 +173,7 @@ def sweep(out: Path) -> None:
 
 @contextmanager
 def staged(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield an empty folder beside ``out``. It replaces ``out`` when the block succeeds, and is removed when it
-    fails."""
+    """Yield an empty folder that replaces ``out`` when the block succeeds, and is removed when it fails."""
     out = out.absolute()
     with scratch(out) as work:
         try:

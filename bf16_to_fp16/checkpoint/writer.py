@@ -32,8 +32,8 @@ FLUSHED = 1 << 26  # bytes between two calls of fsync, so that the disk works at
 MOST_WAITING = 8  # jobs in the queue of the hashing thread
 
 FP32_REACH = 100
-"""Largest sum of exponents for which fp32 is wide enough: a value lost below its 2⁻¹²⁶ or above its 2¹²⁸ at any step
-ends below 2⁻²⁶ or above 2²⁸, outside fp16."""
+"""Largest sum of exponents for which fp32 is wide enough: a value beyond its 2⁻¹²⁶ or 2¹²⁸ at any step ends below 2⁻²⁶
+or above 2²⁸, outside fp16."""
 
 Array = np.ndarray[Any, Any]
 Chunk = tuple[Callable[[], object], memoryview]
@@ -41,8 +41,8 @@ Chunk = tuple[Callable[[], object], memoryview]
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Counts of a tensor's elements as written. ``lossless``: equal to the scaled value and finite. ``normal``: not
-    subnormal. ``flushed_to_zero``: zero, but not in the source. ``amax``: NaN where there is a NaN. ``nonzero``: in the
+    """Counts of a tensor's written elements. ``lossless``: equal to the scaled value and finite. ``normal``: not
+    subnormal. ``flushed_to_zero``: zero, but not in the source. ``amax``: NaN if one is NaN. ``nonzero``: in the
     source."""
 
     elements: int
@@ -79,8 +79,8 @@ def write_fp16(
     advance: Callable[[int, int], None] | None = None,
 ) -> Written:
     """Write tensors as safetensors into ``folder``, in the files of ``lay_out``. Nothing is clamped: a value beyond
-    fp16 becomes inf and is counted. advance: called with the bytes done and in all. Where writing fails, the new files
-    are removed."""
+    fp16 becomes inf and is counted. advance: called with bytes done and in all. If writing fails, the new files are
+    removed."""
     files = lay_out(shards(checkpoint, writes, max_shard_size), folder, checkpoint.stored_names)
     stats = {write.name: NOTHING for write in writes}
     records: list[FileRecord] = []
@@ -132,8 +132,7 @@ def converted(
     hashes: Mapping[Path, RunningHash],
     stats: dict[str, TensorStats],
 ) -> Iterator[Chunk]:
-    """Yield a tensor's bytes in chunks, each with the call that feeds the source's bytes to its file's hash; add to
-    ``stats``."""
+    """Yield a tensor's chunks, each with the call that hashes the source's bytes; add to ``stats``."""
     if write.data is None:
         info = checkpoint.tensors[str(write.source)]
     dtype = SAFETENSORS_DTYPES[info.dtype] if write.data is None else write.data.dtype
@@ -166,8 +165,7 @@ def chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> tuple[torch.Tensor, Array]:
-    """Return a chunk's values, scaled in place, and the mask of those that are zero: before the scaling, or with an
-    offset after it."""
+    """Return a chunk's values, scaled in place, and which are zero: before scaling, or with an offset after it."""
     zero = np.equal(values.numpy(), 0)
     if write.offset:  # adding 0 would turn -0 into 0
         values += write.offset

@@ -38,8 +38,7 @@ def finetune_command(
 ) -> int:
     """Train by RECIPE (YAML) until the checkpoint fits fp16, then convert it.
 
-    Continues a run that was interrupted. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune
-    RECIPE.
+    Continues an interrupted run. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune RECIPE.
     """
     from ..finetuning.recipe import read_recipe
 

@@ -31,8 +31,8 @@ from .undo import config_before
 
 @dataclass(frozen=True)
 class ConvertedAdapter:
-    """The written folder, the checkpoint that its adapter is for, the adapter's tensors, and whether the conversion was
-    finetuned or edited."""
+    """The written folder, the checkpoint that it is for, its tensors, and whether the conversion was trained or
+    edited."""
 
     out: Path
     base: str
@@ -79,9 +79,9 @@ def convert_adapter(
     """Write a LoRA adapter, trained on the source of the conversion ``base``, for ``base``, and return the result.
 
     base: a folder that ``convert`` wrote. back: from ``base`` to its source. With an exact plan both sides compute the
-    same function. Raises UserError for another kind of adapter, a pickle, an adapter that is on that side already, or a
-    tensor that cannot be rescaled; ``out`` then does not exist. No certificate covers it: merge it into the source and
-    convert that.
+    same function. Raises UserError for another kind of adapter, a pickle, one on that side already, or a tensor that
+    cannot be rescaled; ``out`` then does not exist. No certificate covers it: merge it into the source and convert
+    that.
     """
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)

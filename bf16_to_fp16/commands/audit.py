@@ -129,8 +129,7 @@ def proof(
     device: Device,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Return the report's keys ``certificate`` and ``uncertified``; with ``attack_steps`` also ``attack``, and for a
-    ``converted`` folder ``tiers``."""
+    """Return the report's ``certificate`` and ``uncertified``, and ``attack`` and ``tiers`` where they apply."""
     proven, adversary = dict[str, Any](), None
     certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:

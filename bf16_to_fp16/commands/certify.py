@@ -42,8 +42,7 @@ def certify(
     Nothing is run: stock code builds the model on the meta device, to show that it is the one bounded. max_length:
     positions for which the bounds hold. target: ``half``, ``norm-safe`` (norms square the stream in fp16),
     ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout and the derivative of GELU's cube). device: for large
-    products. config: the config.json of one file of weights, else inferred. Raises UserError for input that cannot be
-    used.
+    products. config: the config.json of one file of weights, else inferred. Raises UserError for unusable input.
     """
     progress = shown_by(progress)
     arithmetic = Arithmetic(max_length)  # refuses an impossible length

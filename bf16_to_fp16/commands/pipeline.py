@@ -37,8 +37,7 @@ from .convert import Conversion, convert_by, next_of
 
 @dataclass(frozen=True)
 class PipelineConversion:
-    """The result of ``convert_pipeline``. The report is the whole pipeline's; after a dry run it is empty and ``out``
-    None."""
+    """The result of ``convert_pipeline``. After a dry run the report is empty and ``out`` None."""
 
     report: Mapping[str, Any]
     out: Path | None

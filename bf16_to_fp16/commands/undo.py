@@ -113,8 +113,7 @@ def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
-    """Return the plan from the original to trained weights. ``start``: the plan that rescaled the original before
-    training."""
+    """Return the plan from the original to trained weights; ``start`` had rescaled the original before the training."""
     if start is None:
         return plan
     say_what_stays(layout, start, progress)
@@ -122,8 +121,8 @@ def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progres
 
 
 def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
-    """Return a checkpoint under the names of its source's class, where it was converted for another class and no tensor
-    was dropped."""
+    """Return a checkpoint under the names of its source's class, unless its conversion dropped tensors of that
+    class."""
     before = class_before(origin)
     if before is None or checkpoint.stored_names:  # with images, names in files do not depend on the class
         return checkpoint

@@ -354,8 +354,7 @@ def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> It
 
 
 def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
-    """Yield carried-over files that differ from the original's. A file on one side only counts where stock code reads
-    it."""
+    """Yield carried files that differ from the original's. One on one side only counts where stock code reads it."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
         for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):
@@ -481,8 +480,8 @@ def check_fidelity(
 def check_exceptions(
     original: Checkpoint, before: Layout, checkpoint: Checkpoint, report: schema.Report, progress: Progress
 ) -> Iterator[tuple[str, str]]:
-    """Yield found ids that edits harm more than twice as much as any listed. Single ids, which decide the verdict, are
-    compared apart from mixtures."""
+    """Yield found ids that edits harm over twice as much as any listed, single ids, which decide, apart from
+    mixtures."""
     rare = searched(original, checkpoint, before, plan_of(report), progress)
     if rare is None:
         return

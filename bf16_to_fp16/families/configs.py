@@ -88,8 +88,7 @@ def whole_number(key: str, number: object, what: str, *, least: int = 1) -> int:
 
 
 def positive(key: str, value: object, what: str, *, zero: bool = False) -> float:
-    """Return a finite number over 0, or 0 with ``zero``; raise UserError otherwise. what: the noun of the expected
-    value."""
+    """Return a finite number over 0, or 0 with ``zero``; raise UserError otherwise. what: the expected noun."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value or zero)
     if number and 0 <= float(str(value)) < math.inf:
         return float(str(value))

@@ -41,8 +41,8 @@ def in_folder(folder: str | Path) -> Iterator[None]:
 
 
 def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[Layout, list[Part]]:
-    """Return a config's layout, without tensors and signals, and its parts except the head. tensors: number of the
-    checkpoint's tensors; None leaves out the layers after the first ``EARLY``. Raises UserError for an unusable
+    """Return a config's layout, without tensors and signals, and its parts except the head. tensors: their number in
+    the checkpoint; None leaves out the layers after the first ``EARLY``. Raises UserError for an unusable
     config.json."""
     stock, family = class_of(config), placed_family(config)
     for key, (only, why) in family.alone.items():

@@ -15,8 +15,7 @@ from .llama import classes, heads, layers, shared_values, wired_attention, wired
 from .parts import attention, feed_forward
 from .types import Part
 
-ACTIVATIONS = {"gelu": "gelu_pytorch_tanh"}
-"""Activations by config name: the first releases say gelu and mean its approximation by tanh."""
+ACTIVATIONS = {"gelu": "gelu_pytorch_tanh"}  # the first releases say gelu and mean its approximation by tanh
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:

@@ -85,8 +85,7 @@ REFUSED: Mapping[str, str] = {
         " attention in fp32 or bf16"
     ),
 }
-"""Model types that are not converted, most because no rescaling of their files helps, with the reason and an
-alternative."""
+"""Model types that are not converted, most because no rescaling helps, each with the reason and an alternative."""
 
 
 def names_of(family: Family) -> tuple[str, ...]:
@@ -165,8 +164,7 @@ def placed_family(config: Mapping[str, object]) -> Family:
 
 def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
     """Return the family's class that the tensors' names belong to; None where it is the config's own, or none. A class
-    with a head holds its stacks in a module. Stock code reads either's names, or fills missing tensors with random
-    numbers."""
+    with a head holds its stacks in a module. Stock code reads either's names, and draws missing tensors at random."""
     plain, own = family_of(config), class_of(config)
     for stock in plain.classes:
         family = family_inside(plain, stock.body)

@@ -71,9 +71,8 @@ TensorReader = Callable[[str], "torch.Tensor"]  # returns a layout's tensor by n
 
 @dataclass(frozen=True)
 class ResolvedTensor:
-    """A tensor of one checkpoint. ``source``: the stored tensor that it is made from, None where generated. ``gain``: a
-    factor besides the exponents, not 1 only for a separated head with its d^-1/2. ``offset``, ``ahead``, ``in_fp32``:
-    as in ``Tensor``."""
+    """A tensor of one checkpoint. ``source``: the stored tensor, None where generated. ``gain``: a factor besides the
+    exponents, not 1 only for a separated head with its d^-1/2. ``offset``, ``ahead``, ``in_fp32``: as in ``Tensor``."""
 
     name: str
     source: str | None
@@ -126,10 +125,8 @@ class Layout:
     topology: tuple[Topology, ...] = ()
     """The encoder's ends and then its sublayers in order, the same for the decoder, and the head."""
     eps_in_memory: Mapping[str, float] = field(default_factory=dict)
-    """Eps by norm, for norms of a model in memory whose eps differs from stock code's in a way that no config can
-    say."""
-    held_eps: float | None = None
-    """The eps of a tool that reads the output without its config, None where the config counts."""
+    """Eps by norm, of a model in memory, where it differs from stock code's in a way that no config can say."""
+    held_eps: float | None = None  # of a tool that reads the output without its config, None where that counts
 
     @property
     def outside(self) -> dict[str, str]:
@@ -206,8 +203,7 @@ class Layout:
         return number_of(self.family, self.config, attention.block, "a number of positions")
 
     def experts_together(self, experts: Experts) -> tuple[int, float, float]:
-        """Return the number of experts that take a token, the largest weight of one, and the largest sum of their
-        weights."""
+        """Return the number of experts of a token, the largest weight of one, and the largest sum of their weights."""
         if not experts.chosen:
             return 1, 1.0, 1.0
         number = min(number_of(self.family, self.config, experts.chosen, "a number of experts"), len(experts.experts))

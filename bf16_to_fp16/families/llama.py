@@ -45,8 +45,7 @@ INSIDE = f"{BODY}.{STACK}"  # and in one with a head
 
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
-    """Refuse a sliding window in which a position does not see itself. With ``use_bidirectional_attention`` a config's
-    n means n/2 + 1, so that 0 is one position."""
+    """Refuse a window in which a position does not see itself; where both sides are seen, 0 is the position alone."""
     window = looked_up(config, key)
     least = 0 if looked_up(config, "use_bidirectional_attention") else 1
     if window is not None and not (isinstance(window, int) and window >= least):
@@ -195,8 +194,8 @@ def head_norms(at: str) -> dict[str, str]:
 def block(
     config: Mapping[str, object], i: int, *, biases: Biases, normed: bool = False, dropped: bool = False
 ) -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: queries and keys are normalised by head. dropped: a sublayer drops its
-    own output."""
+    """Return the parts of layer ``i``. normed: queries and keys are normalised by head. dropped: with output
+    dropout."""
     check_window(config)
     style = Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"

@@ -85,8 +85,7 @@ PLAIN = Style()
 
 
 def to_norm(norm: str) -> Axis:
-    """Return the axis of a weight that writes the stream or, with a ``norm``, its input, which carries the stream's
-    factor."""
+    """Return the axis of a weight that writes the stream or, with a ``norm``, its input, which has the same factor."""
     stream = multiplied_by(RESIDUAL)
     return stream.beside(multiplied_by(before(norm))) if norm else stream
 
@@ -106,8 +105,7 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return the spread of one linear's rows in a fused matrix. number: the linear's place. spread: of its own rows
-    alone."""
+    """Return the spread of one linear's rows in a fused matrix. number: its place. spread: of its rows alone."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])
@@ -199,8 +197,8 @@ def with_columns(own: Axis | None, signal: str) -> Axis:
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
-    """Return the records of a feed-forward. ReLU and a gate's linear branch pass a factor through; GELU and SiLU do so
-    for large values alone."""
+    """Return the records of a feed-forward. ReLU and a gate's linear branch pass factors on; GELU and SiLU far out
+    only."""
     neuron, gate = f"{wiring.at}.neuron", f"{wiring.at}.gate"
     normed, gains = style.normalised(wiring.norm)
     moves = bool(wiring.gate) or wiring.activation == "relu"

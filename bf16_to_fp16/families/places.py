@@ -1,5 +1,4 @@
-"""The place of a site in a model: its stack, block and role. Without a known family the names tell as much as they
-can."""
+"""The place of a site in a model: its stack, block and role; without a known family, as far as its name tells."""
 
 from __future__ import annotations
 

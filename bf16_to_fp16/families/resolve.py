@@ -255,8 +255,7 @@ def merge_signals(
 
 
 def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
-    """Return a tensor before any exponent, in the file's dtype; in fp32 where a gain is folded in or it is
-    generated."""
+    """Return a tensor before any exponent, in the file's dtype, or in fp32 if generated or with a gain folded in."""
     if tensor.source is None:
         assert tensor.generate is not None
         return tensor.generate(tensor.shape[0], tensor.shape[1])

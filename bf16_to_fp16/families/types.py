@@ -22,14 +22,11 @@ class Kind(StrEnum):
     """The kind of a signal, which decides how its exponent may be chosen."""
 
     RESIDUAL = "residual"
-    """A residual stream: one exponent for the whole model where its stacks share an embedding or the config's one eps,
-    else one for each stack."""
+    """A residual stream: one exponent for all stacks that share an embedding or the config's eps, else one for each."""
     NORM = "norm"  # output of one norm, per channel
-    VALUE = "value"
-    """Values of one attention, per channel; convex weights carry them unchanged to the output projection."""
+    VALUE = "value"  # values of one attention, per channel; convex weights carry them on unchanged
     QUERY_KEY = "query_key"  # queries (+) and keys (−) of one attention, per channel
-    NEURON = "neuron"
-    """Feed-forward neurons behind a homogeneous function (ReLU, or the linear branch of a gate), per channel."""
+    NEURON = "neuron"  # neurons behind a homogeneous function (ReLU, a gate's linear branch), per channel
     ASYMPTOTIC = "asymptotic"
     """Input of a function that is homogeneous or constant for large |x|, per channel: pre-activations of a gate,
     queries. A power of two there costs little where all inputs are large, and much elsewhere."""
@@ -156,8 +153,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter: its name, the named sizes of its axes, and for each axis the signal whose exponent it carries, or
-    None.
+    """One parameter: its name, the named sizes of its axes, and the signal whose exponent each axis carries, or None.
 
     ``absent``: why it may be missing from a file, or "" where it must be there. ``generate``: makes its unscaled values
     from its shape where stock code would. ``offset``: added to it by stock code, in fp32, before anything else;
@@ -215,20 +211,15 @@ class Attention:
     post_norm: str = ""  # the norm between the output projection and the stream
     query_norm: str = ""  # the norm of each head of queries, as wide as a head
     key_norm: str = ""
-    norms_by_position: bool = False
-    """Whether these norms read positions before heads, [rows, positions, heads, channels]."""
+    norms_by_position: bool = False  # whether these norms read [rows, positions, heads, channels]
     norms_whole: bool = False  # whether these norms are over all heads together, as wide as the projection
     rotary: Rotary | None = None
     kv_heads: str = ""  # config key of the number of heads of keys and values, "" where it is ``heads``
-    scale: str = ""
-    """Config key of the number whose power of -1/2 multiplies scores that are ``scaled``, "" for head_dim."""
-    cap: str = ""
-    """Config key of the c of a soft cap, null for none: c·tanh(x/c) of the scaled scores, before the mask joins
-    them."""
+    scale: str = ""  # config key of a number whose power of -1/2 multiplies ``scaled`` scores, "" for head_dim
+    cap: str = ""  # config key of the c of a soft cap c·tanh(x/c) on scaled scores, before the mask; null for none
     radius: str = ""
     """Config key of how far a position sees, "" for no limit. With one, sequences are cut into blocks of radius + 1
-    positions, each of which sees itself and its two neighbours. The stock class then masks with −1e10, which is −inf in
-    fp16."""
+    positions that see themselves and their two neighbours. The stock class masks with −1e10, which is −inf in fp16."""
     block: str = ""
     """Config key of the number of positions in each sum that makes further keys and values, "" for no sums. A remainder
     at the end joins the last sum."""
@@ -237,8 +228,7 @@ class Attention:
     divides: bool = False  # whether scores are divided by √head_dim instead, by a module without SDPA
     weights_dropout: str = ""  # the dropout module of the attention weights, "" for a function
     attributes: StockAttributes | None = None  # of its module, where they are not the family's
-    fused: tuple[int, ...] = ()
-    """Numbers of rows of queries, keys and values, in this order, where one module computes all three."""
+    fused: tuple[int, ...] = ()  # numbers of rows of queries, keys and values in the matrix of one module
 
     @property
     def entrance(self) -> str:
@@ -256,8 +246,7 @@ class Attention:
 
     @property
     def capping(self) -> str:
-        """The site at which eager attention multiplies the output of a soft cap's tanh by c, after scaling the
-        scores."""
+        """The site at which eager attention multiplies a soft cap's tanh by c, after scaling the scores."""
         return self.scaling[1]
 
     @property
@@ -571,8 +560,8 @@ class Initialisation:
 
 
 DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
-"""The target of a dropout: the residual stream with every sublayer's output, such an output alone, attention weights,
-neurons, a classifier's input."""
+"""Where a dropout acts: the residual stream and its summands, or these alone, attention weights, neurons, or a
+classifier's input."""
 
 
 @dataclass(frozen=True)
@@ -633,10 +622,8 @@ class Family:
     title: str
     model_type: str
     classes: tuple[StockClass, ...]  # the classes of transformers that are supported
-    sizes: Mapping[str, tuple[str | int, ...]]
-    """Named sizes, each the product of these config keys and numbers, 1 for none; a table counts as its length."""
-    defaults: Mapping[str, object]
-    """Defaults of the stock config class: a value, ``SameAs`` another key, or a ``Quotient`` of two."""
+    sizes: Mapping[str, tuple[str | int, ...]]  # products of config keys and numbers; a table counts as its length
+    defaults: Mapping[str, object]  # of the stock config class: a value, ``SameAs`` or ``Quotient``
     encoder: Stack  # the first stack, or a decoder-only model's stack
     decoder: Stack | None = None  # the stack that reads the first one's output, None for a family of one stack
     encoder_ends: Part  # an encoder's beginning and end, without its final norm's output
@@ -651,11 +638,8 @@ class Family:
     logits_bias: str = ""  # tensor that the stock class adds to the logits, "" for none
     output_scale: OutputScale = OutputScale.NEVER
     output_scale_key: str = ""  # config key that switches the scale before the head, "" where there is none
-    kept_in_fp32: tuple[str, ...] = ()
-    """Modules that stay in fp32 when stock code loads a model in fp16, as in ``_keep_in_fp32_modules``."""
-    eps_key: str | None = None
-    """Config key of the norms' eps, None where stock code fixes it. In any config key of a family, dots lead into
-    nested configs."""
+    kept_in_fp32: tuple[str, ...] = ()  # modules in stock code's ``_keep_in_fp32_modules``
+    eps_key: str | None = None  # of the norms' eps, None where fixed; dots in any key lead into nested configs
     eps: float  # the eps that stock code uses where the config does not say
     centred_norm: bool = False  # true for LayerNorm (mean subtracted), False for RMSNorm
     norm_site: str = "mul#2"  # the operation that gives a norm's output, as the audit names it in fp16
@@ -669,16 +653,13 @@ class Family:
     attributes: StockAttributes
     initialisation: Initialisation
     untie: Literal["", "copy", "scaled"]
-    """How an embedding used as head can be separated: "copy", "scaled" (with the d^-1/2 before the head folded in), or
-    "" (never)."""
+    """How a tied head can be separated: "copy", "scaled" (with the d^-1/2 before the head folded in), or "" (never)."""
     variants: tuple[Mapping[str, object], ...] = ()  # config values with other parts in a block than the defaults
     ties_all_or_nothing: bool = False
-    """Whether stock code whose head is not the embedding also ties no other copy of the embedding, so that a file must
-    hold each."""
+    """Whether stock code that does not tie the head ties no other copy either, so that a file must hold each."""
     encoder_refuses_cache: bool = False  # whether stock code raises when a call with ``use_cache`` runs the encoder too
     norm_rounds_once: bool = False  # whether an RMSNorm is rounded only after its gain, and not before it too
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Config keys that transformers 4.57 reads, each with its name in transformers 5."""
+    aliases: Mapping[str, str] = field(default_factory=dict)  # config keys of transformers 4.57, with names in 5
     alone: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     """Config keys with only one supported value: that value, and the message for any other."""
     nullable: tuple[str, ...] = ()  # config keys whose null leaves a part out, and does not mean the default
@@ -691,21 +672,17 @@ class Family:
     position, with all its scores under −16, is NaN under eager attention."""
 
     older_rotary: Mapping[str, tuple[str, str]] = field(default_factory=lambda: OLDER_ROTARY)
-    """By kind of layer, "" for all: the config keys of base and scaling ("" for none) that transformers 4.57 reads in
-    place of ``rope_parameters``."""
-    older_scales_tied: bool = False
-    """Whether transformers 4.57 multiplies the decoder's output by d^-1/2 where the tie flag is true and only there."""
+    """By kind of layer, "" for all: config keys of base and scaling, "" for none, that 4.57 reads for rotary
+    positions."""
+    older_scales_tied: bool = False  # whether transformers 4.57 multiplies by d^-1/2 just where tied
     older_notes: Mapping[str, str] = field(default_factory=dict)
     """Config keys that transformers 4.57 ignores unless null, each with a sentence that says so."""
     eps_copies: tuple[str, ...] = ()  # further config keys that must say the same eps
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)  # config keys that tie the head, one for each version
-    stored_experts: StoredExperts | None = None
-    """Names of experts in files that stock code gathers in two tensors, None where it does not gather."""
-    flat: Family | None = None
-    """The same family for configs with the text model's keys outside, not nested; None without such configs."""
+    stored_experts: StoredExperts | None = None  # names in files of experts that stock code gathers
+    flat: Family | None = None  # the same family for configs with the text model's keys outside
     brings: Callable[[Mapping[str, object]], Sequence[Part]] | None = None
-    """Returns the parts that bring another model's outputs into the first stack, by the config; None for no such
-    model."""
+    """Returns, by the config, the parts that bring another model's outputs into the first stack; None for no such."""
 
     @property
     def projector(self) -> Projector | None:
@@ -749,8 +726,8 @@ def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
 
 
 def inside(part: Part, body: str) -> Part:
-    """Return a part with its modules inside the module at ``body``, "" for the model itself; sites of that module begin
-    with a colon."""
+    """Return a part with its modules inside the one at ``body``, whose own sites begin with a colon; "" for the
+    model."""
 
     def path(name: str) -> str:
         if name.startswith(":"):
@@ -787,8 +764,8 @@ def inside(part: Part, body: str) -> Part:
 
 
 def keys_inside(family: Family, part: str) -> Family:
-    """Return a family of one stack with its config nested under the key ``part``. Parts that are not yet set, such as
-    ``brings``, keep their own keys."""
+    """Return a family of one stack with its config nested under ``part``; keys that are set afterwards stay
+    unnested."""
 
     def key(name: str) -> str:
         return f"{part}.{name}" if name else name

@@ -1,5 +1,5 @@
-"""One walk along the residual stream, used by bounds, hooks and searches. Its readers in the order of running pass
-every signal of a model."""
+"""One walk along the residual stream, for bounds, hooks and searches. Its readers in order pass every signal of a
+model."""
 
 from __future__ import annotations
 

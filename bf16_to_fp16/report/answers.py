@@ -22,10 +22,9 @@ class Claim(ReportObject):
 
 
 class Verification(Versioned):
-    """The result of ``verify``. ``files``: number of files that the report lists. ``certificate``: without its sites;
-    None where the files failed, with ``tiers`` empty. ``as_reported``: the report is true, and says that the checkpoint
-    is unsafe or short of what was asked. ``notes``: limits of the claim. ``edits``: number of sites that the plan
-    edits."""
+    """The result of ``verify``. ``files``: number of files in the report. ``certificate``: without its sites; None
+    where the files failed, with ``tiers`` empty. ``as_reported``: the report truly says that the checkpoint is unsafe
+    or short of what was asked. ``notes``: limits of the claim. ``edits``: number of sites that the plan edits."""
 
     verdict: Literal["safe", "unsafe"]
     verified: Flag
@@ -55,10 +54,10 @@ class PipelineEntry(ReportObject):
 
 
 class PipelineReport(Versioned):
-    """The conversion of a whole pipeline. ``pipeline``: the class in ``model_index.json``. ``linked``, ``copied``:
-    numbers of files besides the encoders, ``nbytes``: their size. ``dtype``: of the largest of them, in torch's
-    spelling. ``left_out``: files of the source that are not in the output. ``output``: all files but this report; links
-    have no SHA-256."""
+    """The conversion of a whole pipeline. ``pipeline``: the class in ``model_index.json``. ``linked``, ``copied``,
+    ``nbytes``: number and size of files besides the encoders. ``dtype``: of the largest of these, in torch's spelling.
+    ``left_out``: files of the source that are not in the output. ``output``: all files but this report; links have no
+    SHA-256."""
 
     verdict: Literal["safe", "unsafe"]
     source: Source

@@ -116,9 +116,8 @@ def build(
     others: Sequence[Mapping[str, Any]] = (),
     max_kl: float | None = None,
 ) -> schema.Report:
-    """Return the report of a conversion. command: repeats the conversion. inputs: from ``run.batch.describe_batches``.
-    others: records of the output's files besides weights. max_kl: the accepted distance from the source, where larger
-    than bf16's."""
+    """Return the report of a conversion. command: repeats it. inputs: from ``run.batch.describe_batches``. others:
+    records of the output's files besides weights. max_kl: the accepted distance from the source, if over bf16's."""
     layout, planned, ranges, written = decided.layout, decided.planned, decided.of_source, rewritten.written
     plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
     over, close = passed_limits(planned, regimes, plan, certificate)
@@ -310,8 +309,8 @@ def is_exact(
     source: schema.Source,
     edits: Sequence[InexactEntry] = (),
 ) -> bool:
-    """Return whether no weight was rounded, made, replaced or edited and no eps drifts: the function is the source's to
-    the bit."""
+    """Return whether no weight was rounded, made, replaced or edited and no eps drifts, so that the function is
+    equal."""
     if (
         edits
         or plan is None

@@ -19,10 +19,8 @@ from .schema import Report
 from .text import changes_text, environment, notice, origin, results_text
 
 TAGS = ("fp16", "bf16-to-fp16")
-NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}
-"""Beginning of the card's text by ``facts.standing``."""
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-"""A processor, which prepares a model's images and text, has one of these files."""
+NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}  # beginnings of the text by standing
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # a processor of images has one
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n.*?\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
 OTHER_FORMATS = frozenset(
     ("bf16", "bfloat16", "fp32", "gguf", "jax", "onnx", "openvino", "pytorch", "rust", "tf", "tflite")
@@ -35,8 +33,7 @@ def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
 
 
 def render_card(report: Report, config: Mapping[str, Any]) -> str:
-    """Return the model card, front matter and Markdown. config: names the model's class. An unsafe verdict is the first
-    line."""
+    """Return the card, front matter and Markdown; an unsafe verdict stands first. config: names the model's class."""
     inherited: dict[str, Any] = dict(report.source.card)
     architecture = next(iter(architectures(config)), "")
     data = ModelCardData(
@@ -58,8 +55,7 @@ def warned(card: str, report: Report) -> str:
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """Return licence, languages, tags and task of a source's card. A pipeline's card lies beside ``model_index.json``,
-    one folder up."""
+    """Return licence, languages, tags and task of a source's card, which for a pipeline lies one folder up."""
     card = folder / "README.md"
     if not card.is_file() and (folder / "SOURCE_README.md").is_file():
         card = folder / "SOURCE_README.md"

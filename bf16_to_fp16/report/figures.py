@@ -1,5 +1,5 @@
-"""The pictures of a report: one for each stack, values on a log2 axis against fp16's limit. Colours are placeholders
-for the page's CSS variables."""
+"""The pictures of a report: one for each stack, log2 |x| against fp16's limit. Colours stand for the page's
+variables."""
 
 from __future__ import annotations
 
@@ -257,8 +257,7 @@ def bracket_in_words(shown: Sequence[Bracket], stack: str, sites: Sequence[Bound
 
 
 def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, ends: tuple[int, int], words: str) -> None:
-    """Draw a marker at each worst value found, a bar at its bound, and a line between them. A cross is an overflow that
-    the bound allows."""
+    """Draw each worst value found, its bound as a bar, and a line between. A cross is an overflow within its bound."""
     end, (low, high) = 1 + max((b.block for b in shown if b.block is not None), default=-1), ends
     wide = end > WIDE_FROM
     size = min(6.0, max(2.4, (500 if wide else 230) / ((end + 1) * len(BRACKETS))))

@@ -187,8 +187,7 @@ def unsafe_sites(
 
 
 def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
-    """Return the sites that a search drove past their limits, the worst first, without sites that only follow another's
-    overflow."""
+    """Return the sites that a search drove past their limits, worst first, without those that only follow another's."""
     past = [site for site in attack.sites if site.headroom_bits < 0]
     first = [site for site in past if site.fp32 > site.limit]
     steps = counted(attack.steps, "gradient step")
@@ -264,8 +263,7 @@ def going_on_from(
 def finetuning_of(
     source: str, out: str, clean: Sequence[str] = (), *, certify: bool = False, **others: str | None
 ) -> str:
-    """Return the command that finetunes with the shortest recipe after an unsafe conversion. clean: regimes in which
-    nothing broke."""
+    """Return the command of a finetune with the shortest recipe. clean: regimes in which nothing broke."""
     recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
     recipe |= {key: value for key, value in others.items() if value is not None}
     if certify:

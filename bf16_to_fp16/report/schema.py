@@ -81,8 +81,7 @@ class Source(ReportObject):
         return cls(**cls.place_of(checkpoint), sha256=hashes)
 
     def class_in(self, side: Literal["before", "after"]) -> str | None:
-        """Return the class in the config before or after a conversion for another class; None where it was not
-        changed."""
+        """Return the class in the config before or after a conversion to another class; None without such a change."""
         sides = self.config_changes.get("architectures", {})
         return next(iter(architectures({"architectures": sides.get(side)})), None)
 
@@ -225,9 +224,8 @@ class FinetuneEntry(ReportObject):
     """The record of a finetune. ``kept``: the step whose weights it returned. ``devices``: in order. ``skipped``: steps
     with a gradient that was not finite. ``evaluations``: by step, held-out losses, distances from the original and
     headroom. ``fidelity``: of the output to the original. ``next``: the next step where it missed the recipe's goals.
-    ``recipe``: as written, with defaults. ``settled``: values chosen for keys left open, by dotted name. ``start``: the
-    plan applied before the training. ``start_outputs``: log2 of the factor of each output over the original's at the
-    start."""
+    ``recipe``: as written, with defaults. ``settled``: values chosen for keys left open. ``start``: the plan applied
+    before the training. ``start_outputs``: log2 of each output's factor over the original's at the start."""
 
     start: Plan | None = None
     start_outputs: dict[str, int | list[int]] = {}

@@ -88,8 +88,8 @@ def read_origin(path: Path) -> Source:
 
 
 def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Tensor]:
-    """Return the source's tensors that a plan replaced, by name. Raises UserError where ``source`` does not hold
-    exactly these."""
+    """Return the source's tensors that a plan replaced, by name; raise UserError unless ``source`` has exactly
+    these."""
     check_centred(layout, plan)
     names, tensors = centred_tensors(layout, plan.centred_keys), {}
     for name in sorted({*names, *source.replaced}):

@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """``of``: the row's attribute, index or function that gives the value. ``write``: formats it. ``css``: "site" for
-    dotted names, "n" for numbers."""
+    """``of``: attribute, index or function for a row's value. ``write``: formats it. ``css``: "site" or "n"
+    (number)."""
 
     title: str
     of: str | int | Callable[[Any], Any]

@@ -37,8 +37,7 @@ def present_files(folder: Path) -> list[str]:
 def check_hashes(
     folder: Path, report: Report, *, extra: Sequence[str] = (), advance: Any = None
 ) -> Iterator[tuple[str, ...]]:
-    """Yield (name, reason) of listed files that are missing or changed, and of unlisted files. extra: unlisted files of
-    the repository."""
+    """Yield (name, reason) of listed files that are missing or changed, and of unlisted files, ``extra`` among them."""
     listed = {entry.name: entry for entry in report.output.files}
     if not any(name.endswith(".safetensors") for name in listed) or "config.json" not in listed:
         yield REPORT, "lists no weights or no config.json"
@@ -120,8 +119,8 @@ def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed
 
 
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
-    """Yield tensors of one file that ``convert --layout`` does not write: of other names, such as loaders' scales, or
-    other dtypes."""
+    """Yield one file's tensors that ``convert --layout`` does not write: other names, such as loaders' scales, or
+    dtypes."""
     naming = LAYOUTS[inside.layout].naming
     ours = {naming.from_stock(name) for name in checkpoint.tensors}
     recorded = recorded_sha256(file)
