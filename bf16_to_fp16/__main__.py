@@ -89,8 +89,8 @@ class _Talk(_Data):
 
 
 def open_closed_streams() -> bool:
-    """Open closed standard streams on os.devnull, or the next opened files would take their descriptors; return whether
-    standard output was closed."""
+    """Open closed standard streams on os.devnull, so that no file takes their place; return whether stdout was
+    closed."""
     closed = sys.stdout is None
     for number in (0, 1, 2):
         try:

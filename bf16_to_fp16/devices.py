@@ -1,5 +1,4 @@
-"""Devices by name; work that runs out of device memory continues on the CPU. torch is imported late, to refuse names
-fast."""
+"""Devices by name. Work that runs out of device memory continues on the CPU. torch is slow, so imported late."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def checked_name(name: str) -> str:
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """Return the device of a name: auto (CUDA, else the CPU), cpu, cuda, cuda:N or mps. Raises UserError where it is
-    missing."""
+    """Return a device by name: auto (CUDA, else CPU), cpu, cuda, cuda:N, mps. Raises UserError if it is missing."""
     import torch
 
     if isinstance(name, torch.device) and name.type not in ("cuda", "mps"):
@@ -105,8 +103,7 @@ class Device:
         self.used: dict[str, list[str]] = {}
 
     def run(self, part: str, work: Callable[[torch.device], T], *, wide: bool = False) -> T:
-        """Return ``work(device)``, or say that its memory is full and return ``work(cpu)``. wide: needs fp64, which MPS
-        lacks."""
+        """Return ``work(device)``, or if its memory is full, say so and return ``work(cpu)``. wide: MPS lacks fp64."""
         import torch
 
         on_cpu, place = torch.device("cpu"), self.asked

@@ -13,8 +13,7 @@ PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy", "ma
 
 
 def environment(device: str, used: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return versions, devices and dtype. device: as asked for. used: the devices of each part of the work, in
-    order."""
+    """Return versions, devices and dtype. device: as asked for. used: the devices of each part of the work."""
     return {
         "versions": {name: installed(name) for name in PACKAGES},
         "python": platform.python_version(),

@@ -43,8 +43,8 @@ class NormRange:
 @dataclass(frozen=True)
 class ScoreRange:
     """An attention's largest |score|. ``product``: of the bare QKᵀ. ``biased``: of any value up to the softmax (scaled,
-    with position bias, before the mask). ``excess_bits``: bits that each head's queries must fall for a bound, fp64
-    [heads]."""
+    with position bias, before the mask). ``excess_bits``: bits by which each head's queries must fall for a bound to
+    hold, fp64 [heads]; None where observed."""
 
     product: float
     biased: float
@@ -57,8 +57,7 @@ class ScoreRange:
 
 @dataclass(frozen=True)
 class ModuleRange:
-    """``norm``: of norms only. ``scores``: of eager attentions only. An embedding's input has no channels (shape
-    [0])."""
+    """``norm``: of norms only. ``scores``: of eager attentions only. An embedding's input has the shape [0]."""
 
     input: ChannelRange
     output: ChannelRange

@@ -286,6 +286,5 @@ class OutputEntry(ReportObject):
         return (self.error or 0.0) / max(BF16_NOISE, self.error_bf16 or 0.0)
 
     def fits(self, *, drifts: bool) -> bool:
-        """Return whether the error is within 4 times bf16's and, unless an edit or a drift of eps may explain it
-        (``drifts``), at most 1/8."""
+        """Return whether the error is at most 4 times bf16's and, without ``drifts`` (edits, eps), at most 1/8."""
         return self.ratio <= MAX_ERROR_RATIO and (drifts or (self.error or 0.0) <= MAX_ERROR_WITHOUT_DRIFT)

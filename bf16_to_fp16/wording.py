@@ -36,8 +36,7 @@ def rounded_up(value: float, digits: int) -> float:
 
 
 def headroom(value: float | None) -> str:
-    """Return headroom rounded down: "3.2 × (1.7 bits)"; "none" past the limit, "all" for more than fp16 has, "no limit"
-    for None."""
+    """Return "3.2 × (1.7 bits)", rounded down; "none" past the limit, "all" past fp16, "no limit" for None."""
     if value is None or math.isnan(value):
         return "no limit"
     if value < 0:

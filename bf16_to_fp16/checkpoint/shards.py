@@ -63,8 +63,7 @@ def reach_of(write: Write) -> int:
 
 
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
-    """Group tensors by file: as in the source, or by name up to ``max_shard_size`` bytes. A larger tensor stands
-    alone."""
+    """Group tensors by file: as in the source, or by name up to ``max_shard_size`` bytes, or one larger tensor."""
     ordered = sorted(writes, key=lambda write: write.name)
     if max_shard_size is None:
         groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]

@@ -1,5 +1,4 @@
-"""The output folder: made in a temporary folder beside its place, and renamed, so that it appears whole or not at
-all."""
+"""The output folder, made in a temporary folder beside its place and renamed: it appears whole or not at all."""
 
 from __future__ import annotations
 

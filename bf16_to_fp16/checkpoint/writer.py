@@ -41,9 +41,8 @@ Chunk = tuple[Callable[[], object], memoryview]
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Counts of a tensor's written elements. ``lossless``: equal to the scaled value and finite. ``normal``: not
-    subnormal. ``flushed_to_zero``: zero, but not in the source. ``amax``: NaN if one is NaN. ``nonzero``: in the
-    source."""
+    """Counts of written elements. ``lossless``: equal to the scaled value and finite. ``normal``: not subnormal.
+    ``flushed_to_zero``: zero, but not in the source. ``amax``: NaN if one is NaN. ``nonzero``: in the source."""
 
     elements: int
     lossless: int

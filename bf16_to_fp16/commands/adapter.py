@@ -31,8 +31,7 @@ from .undo import config_before
 
 @dataclass(frozen=True)
 class ConvertedAdapter:
-    """The written folder, the checkpoint that it is for, its tensors, and whether the conversion was trained or
-    edited."""
+    """The written folder, the checkpoint that it is for, its tensors, and whether that was finetuned or edited."""
 
     out: Path
     base: str

@@ -311,8 +311,7 @@ def warn_of_embeddings(advice: str, module: nn.Module, args: Any, named: Mapping
 
 
 def converted_folder(model: Any) -> Path | None:
-    """Return the converted folder that a model was loaded from, or None; raise UserError where its report is
-    missing."""
+    """Return the converted folder that a model came from, or None; raise UserError where its report is missing."""
     mark = getattr(model.config, CONVERTED_KEY, None)
     if mark is None:
         return None

@@ -63,8 +63,8 @@ def prepare(
     folder: str | Path, *, allow_unsafe: bool = False, audited: bool = False, progress: Progress | bool | None = None
 ) -> Upload:
     """Check a converted folder as ``verify`` does and return it ready to upload. audited: check only hashes. An edited
-    card is kept, with its hash in the report. Raises UserError for an unsafe one unless ``allow_unsafe``; all files
-    then say so."""
+    card is kept, with its hash in the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``;
+    report, page and card then say so."""
     progress, folder = shown_by(progress), written_folder(folder)
     check_no_pipeline(folder)
     report, found = read_recorded(folder), Verified()

@@ -96,8 +96,7 @@ def observed_plan(
     margin_bits: float,
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return the best plan for observed ranges and, with ``bounds``, for any input; eps are scaled, so nothing
-    drifts."""
+    """Return the best plan for observed ranges and, with ``bounds``, any input; eps are scaled, so nothing drifts."""
     weights = source_weights(source, layout)
     plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=bounds).plan
     if target == "train":

@@ -46,12 +46,12 @@ def undo(
 ) -> Path:
     """Write the source's weights back from a converted folder by the inverse of its plan, and return ``out``.
 
-    plan: the converted folder, or its report, from which ``folder`` was trained and saved by any script. ``folder`` is
-    then written in fp32 unless it is bf16; edits and centred biases stay, and a message names them. A ``--layout`` file
-    becomes a file with the same names, or a folder. The weights are the source's bit for bit where the conversion was
-    lossless, but for the sign of a 0 in a moved gain stored less 1; a sentence encoder's linears come back rounded to
-    fp16. Tensors that the conversion made are left out, replaced ones come from the report, dropped ones are not
-    restored. Raises UserError where the folder has no plan.
+    plan: the converted folder, or its report, from which ``folder`` was trained and saved by any script. Weights are
+    then written in fp32, or in bf16 where that is exact; edits and centred biases stay, and a message names them. A
+    ``--layout`` file becomes a file with the same names, or a folder. The weights are the source's bit for bit where
+    the conversion was lossless, but for the sign of a 0 in a moved gain stored less 1; a sentence encoder's linears
+    come back rounded to fp16. Tensors that the conversion made are left out, replaced ones come from the report,
+    dropped ones are not restored. Raises UserError where the folder has no plan.
     """
     progress = shown_by(progress)
     if plan is not None:
@@ -121,8 +121,7 @@ def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progres
 
 
 def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
-    """Return a checkpoint under the names of its source's class, unless its conversion dropped tensors of that
-    class."""
+    """Return a checkpoint under the names of its source's class, where no tensor was dropped for another one."""
     before = class_before(origin)
     if before is None or checkpoint.stored_names:  # with images, names in files do not depend on the class
         return checkpoint

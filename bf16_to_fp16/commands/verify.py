@@ -480,8 +480,7 @@ def check_fidelity(
 def check_exceptions(
     original: Checkpoint, before: Layout, checkpoint: Checkpoint, report: schema.Report, progress: Progress
 ) -> Iterator[tuple[str, str]]:
-    """Yield found ids that edits harm over twice as much as any listed, single ids, which decide, apart from
-    mixtures."""
+    """Yield ids that edits harm over twice as much as any listed, separately for single ids and for mixtures."""
     rare = searched(original, checkpoint, before, plan_of(report), progress)
     if rare is None:
         return

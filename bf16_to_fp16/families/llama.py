@@ -194,8 +194,7 @@ def head_norms(at: str) -> dict[str, str]:
 def block(
     config: Mapping[str, object], i: int, *, biases: Biases, normed: bool = False, dropped: bool = False
 ) -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: queries and keys are normalised by head. dropped: with output
-    dropout."""
+    """Return the parts of layer ``i``. normed: norms queries and keys by head. dropped: drops a sublayer's output."""
     check_window(config)
     style = Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"

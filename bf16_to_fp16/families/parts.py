@@ -197,8 +197,7 @@ def with_columns(own: Axis | None, signal: str) -> Axis:
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
-    """Return the records of a feed-forward. ReLU and a gate's linear branch pass factors on; GELU and SiLU far out
-    only."""
+    """Return a feed-forward's records. ReLU and a gate's linear branch pass factors on; GELU and SiLU only far out."""
     neuron, gate = f"{wiring.at}.neuron", f"{wiring.at}.gate"
     normed, gains = style.normalised(wiring.norm)
     moves = bool(wiring.gate) or wiring.activation == "relu"

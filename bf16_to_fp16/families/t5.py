@@ -42,8 +42,7 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return an attention's records. memory: it reads the encoder's output. shared: the attention with its position
-    bias."""
+    """Return an attention's records. memory: it reads the encoder. shared: the attention with its position bias."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,

@@ -560,8 +560,7 @@ class Initialisation:
 
 
 DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
-"""Where a dropout acts: the residual stream and its summands, or these alone, attention weights, neurons, or a
-classifier's input."""
+"""Where a dropout acts: the stream and its summands, these alone, attention weights, neurons, a classifier's input."""
 
 
 @dataclass(frozen=True)
@@ -672,8 +671,7 @@ class Family:
     position, with all its scores under −16, is NaN under eager attention."""
 
     older_rotary: Mapping[str, tuple[str, str]] = field(default_factory=lambda: OLDER_ROTARY)
-    """By kind of layer, "" for all: config keys of base and scaling, "" for none, that 4.57 reads for rotary
-    positions."""
+    """By kind of layer, "" for all: keys of base and scaling ("" for none) by which 4.57 makes rotary positions."""
     older_scales_tied: bool = False  # whether transformers 4.57 multiplies by d^-1/2 just where tied
     older_notes: Mapping[str, str] = field(default_factory=dict)
     """Config keys that transformers 4.57 ignores unless null, each with a sentence that says so."""
@@ -726,8 +724,7 @@ def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
 
 
 def inside(part: Part, body: str) -> Part:
-    """Return a part with its modules inside the one at ``body``, whose own sites begin with a colon; "" for the
-    model."""
+    """Return a part with its modules inside the one at ``body``, whose own sites begin with a colon; "" for none."""
 
     def path(name: str) -> str:
         if name.startswith(":"):
@@ -764,8 +761,7 @@ def inside(part: Part, body: str) -> Part:
 
 
 def keys_inside(family: Family, part: str) -> Family:
-    """Return a family of one stack with its config nested under ``part``; keys that are set afterwards stay
-    unnested."""
+    """Return a family of one stack with its config nested under ``part``; keys set afterwards stay unnested."""
 
     def key(name: str) -> str:
         return f"{part}.{name}" if name else name

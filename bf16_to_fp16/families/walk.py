@@ -1,5 +1,4 @@
-"""One walk along the residual stream, for bounds, hooks and searches. Its readers in order pass every signal of a
-model."""
+"""One walk along the residual stream, for bounds, hooks and searches, whose readers pass every signal of a model."""
 
 from __future__ import annotations
 

@@ -309,8 +309,7 @@ def is_exact(
     source: schema.Source,
     edits: Sequence[InexactEntry] = (),
 ) -> bool:
-    """Return whether no weight was rounded, made, replaced or edited and no eps drifts, so that the function is
-    equal."""
+    """Return whether no weight was rounded, made, replaced or edited and no eps drifts: the function is equal."""
     if (
         edits
         or plan is None

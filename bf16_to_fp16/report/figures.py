@@ -1,5 +1,4 @@
-"""The pictures of a report: one for each stack, log2 |x| against fp16's limit. Colours stand for the page's
-variables."""
+"""The pictures of a report, one for each stack: log2 |x| against fp16's limit. Colours become the page's variables."""
 
 from __future__ import annotations
 

@@ -58,8 +58,7 @@ class Screen(Output):
             super().print(self.fitted(each) if isinstance(each, Table) else each, **options)
 
     def fitted(self, table: Table) -> Table:
-        """Return a table without empty columns, numbers at full width; if too wide, with each row's cells one below
-        another."""
+        """Return a table without empty columns, numbers whole; if too wide, the cells of a row one below another."""
         drop_empty_columns(table)
         for column in table.columns:
             number = column.justify == "right"

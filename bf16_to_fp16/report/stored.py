@@ -45,8 +45,7 @@ def read_start(path: Path) -> Plan | None:
 
 
 def read_mark(path: Path) -> object:
-    """Return the mark that what was converted had, since a finetune may start from a converted folder; None without
-    one."""
+    """Return the conversion's mark in the source's config, where the source was itself converted; else None."""
     file, data = recorded_plan(path, None)
     origin = typed({"source": data["source"]} if "source" in data else {}, file, {}, NO_PLAN).source
     return origin.config_changes.get(CONVERTED_KEY, {}).get("before")
@@ -88,8 +87,7 @@ def read_origin(path: Path) -> Source:
 
 
 def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Tensor]:
-    """Return the source's tensors that a plan replaced, by name; raise UserError unless ``source`` has exactly
-    these."""
+    """Return the source's tensors that a plan replaced, by name; raise UserError where ``source`` has others."""
     check_centred(layout, plan)
     names, tensors = centred_tensors(layout, plan.centred_keys), {}
     for name in sorted({*names, *source.replaced}):

@@ -9,8 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """``of``: attribute, index or function for a row's value. ``write``: formats it. ``css``: "site" or "n"
-    (number)."""
+    """``of``: attribute, index or function for a value. ``write``: formats it. ``css``: "site" or "n" (number)."""
 
     title: str
     of: str | int | Callable[[Any], Any]

@@ -119,8 +119,7 @@ def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed
 
 
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
-    """Yield one file's tensors that ``convert --layout`` does not write: other names, such as loaders' scales, or
-    dtypes."""
+    """Yield one file's tensors with names, such as loaders' scales, or dtypes that ``convert`` does not write."""
     naming = LAYOUTS[inside.layout].naming
     ours = {naming.from_stock(name) for name in checkpoint.tensors}
     recorded = recorded_sha256(file)
