@@ -1,4 +1,4 @@
-"""Bounds of an attention: the scores, what the weights gather of the values, and the output projection.
+"""Bounds of an attention: its scores, its context and its output projection.
 
 A head's scores are at most d times the spectral norm of AqᵀAk, with A the weight times the gain of the norm; where
 positions are rotary, of AqᵀRAk for the worst of all rotations R. Attention weights are convex, so row i of the output
@@ -31,14 +31,14 @@ from .linear import (
 from .spectral import largest_eigenvalue
 
 MASK_ROUNDING = 2 * 16.0
-"""What two roundings add to a masked score at most: the spacing of fp16 below 2¹⁶ is 32, and stock code adds the mask
-to the score, or to the position bias first."""
+"""The most that two roundings add to a masked score: fp16's spacing below 2¹⁶ is 32, and stock code adds the mask to
+the score, or to the position bias first."""
 
 
 @dataclass(frozen=True)
 class ScoreBounds:
     """Bounds of every head's scores, fp64 [heads] each: of a product of a query and a key, of its partial sums, and of
-    how far two scaled products of one query lie apart."""
+    the distance between two scaled products of one query."""
 
     product: Tensor
     partial: Tensor
@@ -48,8 +48,8 @@ class ScoreBounds:
 def score_bounds(
     query: LinearBound, key: LinearBound, heads: int, arithmetic: Arithmetic, scale: float = 1.0
 ) -> ScoreBounds:
-    """Return bounds of every head's products of a query and a key, as fp16 computes them; several heads of queries may
-    share one of keys. scale: that they are multiplied with afterwards."""
+    """Return bounds of every head's products of a query and a key, as fp16 computes them. Several heads of queries may
+    share one of keys. scale: multiplies the products afterwards."""
     a = arithmetic
     size = query.norms.numel() // heads
     group = query.norms.numel() // key.norms.numel()
@@ -85,9 +85,9 @@ def summed_scores(
 ) -> ScoreBounds:
     """Return the bounds of products of a query and a key with the rounding of their sums.
 
-    exact, error: of the product and of what its factors are off by; partial: of its partial sums; apart: of two exact
-    products of one query; fp64 [heads] each. terms: what each channel of query and key add up to at most, fp64 [heads,
-    channels]. scale: that products are multiplied with afterwards.
+    exact, error: of the exact product, and of the error that its factors bring; partial: of its partial sums; apart: of
+    the distance between two exact products of one query; fp64 [heads] each. terms: each channel's bounds of query and
+    key added up, fp64 [heads, channels]. scale: multiplies the products afterwards.
     """
     a = arithmetic
     partial = partial * COMPUTED
@@ -102,16 +102,16 @@ def summed_scores(
     return ScoreBounds(torch.minimum(largest, partial), partial, apart * COMPUTED * scale + 2 * off)
 
 
-ANGLES = 2.0**-20  # how far cos² + sin² of one angle may be from 1, and each of them from its own value, in fp32
+ANGLES = 2.0**-20  # how far cos² + sin² may be from 1 in fp32, and cos and sin from their exact values
 
 
 @dataclass(frozen=True)
 class Turned:
-    """Queries or keys after their norm and a rotation of pairs of channels, i with i + size/2.
+    """Queries or keys after their norm and the rotation of pairs of channels.
 
-    The length of pair p of a head is at most ``gain``_p·|n_p| + ``absolute``_p, with n_p the normalised values that it
-    is made of, ‖n‖₂ ≤ ``radius``: fp64 [heads, pairs], of one head where a norm is of each head alike. ``bound``: of
-    each channel, fp64 [heads, channels].
+    The length of pair p of a head is at most ``gain``_p·|n_p| + ``absolute``_p, with n_p its two normalised values and
+    ‖n‖₂ ≤ ``radius``: fp64 [heads, pairs], with one head where a norm is of each head alike. ``bound``: of each
+    channel, fp64 [heads, channels].
     """
 
     gain: Tensor
@@ -121,8 +121,8 @@ class Turned:
 
 
 def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
-    """Return how far a channel that was turned may be from a rotation's: relative to the length of its pair, and
-    besides; both channels of a pair together by √2 of it.
+    """Return how far a rotated channel may be from its exact value: relative to the length of its pair, and absolutely.
+    Both channels of a pair together are off by √2 of that.
 
     In fp16 it is off by at most the roundings of cosine, sine, two products and their sum, relative to |x_i·cos| +
     |x_j·sin| ≤ √(x_i² + x_j²).
@@ -137,11 +137,8 @@ def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
 
 
 def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotary) -> Turned:
-    """Return what an attention's rotation makes of a norm's output; it keeps the length of a pair, but for
-    ``rotation_error`` and the factor on cosines and sines.
-
-    heads: that the norm is of.
-    """
+    """Return a norm's output after a rotation, which keeps the length of a pair, except for ``rotation_error`` and the
+    factor on cosines and sines. heads: of the norm."""
     factor, order = rotary.factor, pair_order(len(source.gain) // heads, rotary).to(source.gain.device)
 
     def largest_of_pairs(values: Tensor) -> Tensor:
@@ -158,10 +155,10 @@ def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotar
 
 
 def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of every head's products of a query and a key that were normalised and turned by whatever angles,
-    several heads of queries sharing one of keys.
+    """Return bounds of every head's products of a normalised query and key, rotated by any angles. Several heads of
+    queries may share one of keys.
 
-    Pair by pair a product and its parts are at most the product of the lengths (Cauchy-Schwarz), and so all of it at
+    Pair by pair a product and its parts are at most the product of the lengths (Cauchy-Schwarz), so their sum is at
     most the largest product of two gains times ‖n‖‖m‖.
     """
 
@@ -181,13 +178,14 @@ def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arit
 
 @dataclass(frozen=True)
 class Rotated:
-    """Queries or keys of every head, made by a linear without a norm behind it, after a rotation of pairs of channels.
+    """Queries or keys of every head, made by a linear without a norm behind it, after the rotation of pairs of
+    channels.
 
-    A pair is a map of n, ‖n‖₂ ≤ 1, plus what does not depend on it. ``grams``: of the maps of each head, fp64
-    [channels, channels], the first channels of all pairs before the second ones; ``shifts``: of what does not depend on
-    n, fp64 [heads, channels] in the same order. ``peaks``, ``centres``, ``errors``: length of each pair at most from
-    the map, from shift and bias, from what arithmetic is off by, fp64 [heads, pairs] each. ``bound``: of each channel,
-    in the order of the linear's rows, fp64 [heads·channels].
+    A pair is a linear map of n, ‖n‖₂ ≤ 1, plus a shift. ``grams``: Gram matrices of each head's maps, fp64 [channels,
+    channels], the first channels of all pairs before the second ones. ``shifts``: fp64 [heads, channels] in the same
+    order. ``peaks``, ``centres``, ``errors``: the largest length of each pair by its map, by shift and bias, and by
+    rounding, fp64 [heads, pairs] each. ``bound``: of each channel, in the order of the linear's rows, fp64
+    [heads·channels].
     """
 
     grams: tuple[Tensor, ...]
@@ -199,7 +197,7 @@ class Rotated:
 
 
 def pair_order(size: int, rotary: Rotary) -> Tensor:
-    """Return the channels of a head, the first of each pair that an attention turns and then the second: [size]."""
+    """Return a head's channels, [size]: the first of each pair that a rotation turns, then the second of each."""
     channels = torch.arange(size)
     if rotary.interleaved:
         return channels.view(-1, 2).t().flatten()
@@ -207,10 +205,9 @@ def pair_order(size: int, rotary: Rotary) -> Tensor:
 
 
 def rotated(made: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0) -> Rotated:
-    """Return what an attention's rotation by any angles makes of a linear's outputs, multiplied with what grows to
-    ``factor`` at most.
+    """Return a linear's outputs after a rotation by any angles and a multiplication with up to ``factor``.
 
-    A rotation keeps the length of a pair, but for ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
+    A rotation keeps the length of a pair, except for ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
     c), (c, b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²).
     """
     size = made.norms.numel() // heads
@@ -242,7 +239,7 @@ def rotated(made: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmeti
 
 
 def grown(rotary: Rotary, length: int) -> float:
-    """Return what an attention multiplies queries with at most, of sequences of up to ``length`` positions."""
+    """Return the largest number by which an attention multiplies queries, for up to ``length`` positions."""
     if rotary.growth is None:
         return 1.0
     growth, positions = rotary.growth
@@ -250,12 +247,12 @@ def grown(rotary: Rotary, length: int) -> float:
 
 
 def rotated_score_bounds(query: Rotated, key: Rotated, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of every head's products of a query and a key that were turned by whatever angles, several heads
-    of queries sharing one of keys.
+    """Return bounds of every head's products of a query and a key, rotated by any angles. Several heads of queries may
+    share one of keys.
 
     Pair by pair a product and its parts are at most the product of the lengths (Cauchy-Schwarz), ‖q_p‖·‖k_p‖. The sum
-    over pairs is at most ‖D·q‖·‖D⁻¹·k‖ for every D with one entry for each pair (``longest_of``); or that of what the
-    maps make, and pair by pair what shifts and biases add.
+    over pairs is at most ‖D·q‖·‖D⁻¹·k‖ for every D with one entry for each pair (``longest_of``). It is also at most
+    the maps' part plus, pair by pair, the terms of shifts and biases.
     """
     heads, group = len(query.peaks), len(query.peaks) // len(key.peaks)
     exact, error = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
@@ -274,7 +271,7 @@ def rotated_score_bounds(query: Rotated, key: Rotated, arithmetic: Arithmetic, s
         error[h] += min(float((peaks_k + fixed_k) @ off_q), long_k * float((off_q * balance).norm()))
         error[h] += off_q @ off_k
     terms = query.bound.view(heads, -1) + key.bound.view(heads // group, -1).repeat_interleave(group, 0)
-    # Two keys are turned by different angles, so that nothing that they share cancels.
+    # Two keys are rotated by different angles, so their common centre does not cancel.
     return summed_scores(exact, error, exact + error, 2 * exact, terms, scale, arithmetic)
 
 
@@ -282,8 +279,8 @@ def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, flo
     """Return the largest ‖D·A·n‖ and ‖D·(A·n + c)‖ over ‖n‖ ≤ 1, with A·Aᵀ = ``gram``, c = ``shift``, D =
     diag(``factors``).
 
-    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(1 + s²), for every s; this s makes it at most the
-    sum of the parts' lengths, and less where they point different ways.
+    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(1 + s²), for every s. This s makes the result at
+    most the sum of the parts' lengths, and less where they point in different directions.
     """
     scaled, fixed = outer_scaled(gram, factors), shift * factors
     long, added = math.sqrt(largest_eigenvalue(scaled)), float(fixed.norm())
@@ -296,8 +293,8 @@ def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class Capped:
-    """Bounds of the steps of a soft cap c·tanh(x/c), shaped as x is: of the quotient, of its tanh, and of the result;
-    and ``off``, how far rounding takes the result from c·tanh(x/c)."""
+    """Bounds of the steps of a soft cap c·tanh(x/c), in x's shape: the quotient, its tanh, the result. ``off``: of the
+    result's rounding error."""
 
     quotient: Tensor
     tanh: Tensor
@@ -306,11 +303,11 @@ class Capped:
 
 
 def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
-    """Return the bounds of what a soft cap makes of x up to ``values``.
+    """Return bounds of the steps of a soft cap for |x| up to ``values``.
 
-    tanh grows with x and is at most 1, which fp16 holds, so each step's bound is that of the step before put through
-    it and rounded once. Rounding the quotient moves the result by as much as it moves x, since the slope of c·tanh(x/c)
-    is at most 1; rounding tanh and product moves it by a unit of c·tanh each.
+    tanh grows with x and is at most 1, which fp16 holds, so each step's bound is the last step's, put through it and
+    rounded once. Rounding the quotient moves the result by as much as it moves x, since the slope of c·tanh(x/c) is at
+    most 1; rounding tanh and product moves it by a unit of c·tanh each.
     """
     a = arithmetic
     quotient = a.rounded(values / cap) * COMPUTED
@@ -321,19 +318,19 @@ def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
 
 
 def capped_span(span: Tensor, capped: Capped) -> Tensor:
-    """Return how far two scores of one query lie apart behind a soft cap; span: before it.
+    """Return a bound of the distance between two scores of one query after a soft cap. span: before it.
 
-    The slope of a cap is at most 1, and whatever it gives lies within the cap on either side of 0.
+    The slope of a cap is at most 1, and its result lies within the cap on either side of 0.
     """
     return torch.minimum(span + 2 * capped.off, 2 * capped.result)
 
 
 def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Return what a mask must add at least for masked positions to have no weight, by head: fp64 [heads].
+    """Return by how much a mask must lower masked positions at least for them to have no weight, fp64 [heads].
 
     span: of the scores of one query. scores: their bound. bias: position biases [buckets, heads], None without. The
     largest masked score plus the mask must stay so far under every other score that the weights of all masked positions
-    sum to less than 2⁻²⁵, and each is 0 in fp16. A row that sees no position is not covered.
+    sum to less than 2⁻²⁵, and each is 0 in fp16. A fully masked row is not covered.
     """
     a = arithmetic
     reach = (26 + math.log2(a.max_length)) * math.log(2)
@@ -347,10 +344,10 @@ def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: A
 
 @dataclass(frozen=True)
 class Context:
-    """What attention gathers of its values: a sum over positions, with weights that are convex up to ``total``.
+    """An attention's context: the sum of values over positions, with weights that are convex up to ``total``.
 
     ``total``: largest sum of a row of weights, their rounding and dropout included. ``gamma``: error of the sum over
-    positions relative to that of the absolute values. ``bound``: fp64 [inner].
+    positions relative to the sum of absolute values. ``bound``: fp64 [inner].
     """
 
     values: LinearBound
@@ -360,7 +357,7 @@ class Context:
 
 
 def gathered(values: LinearBound, keep: float, arithmetic: Arithmetic) -> Context:
-    """Return what attention gathers of ``values``; keep: a lower bound of 1 over the factor of dropout on weights."""
+    """Return the context of ``values``. keep: a lower bound of 1 over dropout's factor on weights."""
     a = arithmetic
     total = a.attention_sum
     if keep != 1.0:
@@ -397,7 +394,7 @@ def attention_output(
         lengths += row_norms(o / balance) * longest
         longest_all += total * values.radius * math.sqrt(largest_eigenvalue(moved.t() @ moved))
         longest_all += total * float((o @ values.centre[part]).norm())
-    # What each context value is off by: the value's own error, then the sum over positions and its rounding.
+    # Each context value's error: the value's own, then the sum over positions and its rounding.
     rounding = (1 + gamma) * (1 + a.unit) ** 2 - 1
     off = total * values.error + total * rounding * values.bound + a.floor
     each = spread_out(torch.stack([context.bound, off], 1), (len(off) // size, group, size))

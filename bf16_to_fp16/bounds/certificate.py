@@ -1,9 +1,9 @@
-"""The bounds of one model: a walk along its residual stream, from which every site gets its bound.
+"""The bounds of one model: a walk along its residual stream, which bounds every site.
 
-A norm makes a vector of known length out of whatever enters it: n with ‖n‖₂ ≤ √d, times the gain. So every sublayer
-has a bounded input, and the stream is the embedding plus what every sublayer can add to it. Each rounding of fp16 is
-allowed for as an additive term: a sum of large products that cancel can be off by more than any multiple of the sum.
-``Arithmetic`` says what is covered; ``linear``, ``attention`` and ``feed_forward`` bound the parts of a sublayer.
+A norm turns any input into a vector of known length: n with ‖n‖₂ ≤ √d, times the gain. So every sublayer has a bounded
+input, and the stream is the embedding plus the most that every sublayer can add. Each rounding of fp16 is an additive
+term: a sum of large products that cancel can be off by more than any multiple of the sum. ``Arithmetic`` says what is
+covered; ``linear``, ``attention`` and ``feed_forward`` bound the parts of a sublayer.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ class _Walk(Findings):
         self.stream_square = torch.zeros(0)
         self.stream_norm = 0.0
         self.stream_axes = torch.zeros(0)
-        """Squared axes of an ellipsoid that the stream lies in, where sublayers read it without a norm."""
+        """Squared axes of an ellipsoid that holds the stream, for sublayers that read it without a norm."""
         self.until_one_fails = False
         self.memory: tuple[NormOutput, Tensor] | None = None
-        """What a decoder reads of the encoder: its final norm's output, and the mean square of each component."""
+        """The encoder's last norm's output, which a decoder reads, and the mean square of each component."""
 
     def run(self, advance: Callable[[int, int], None] | None = None) -> Certificate:
         done, total = 0, sum(len(stack.sublayers) for stack in self.layout.stacks())
@@ -142,7 +142,8 @@ class _Walk(Findings):
     # -- a stack ----------------------------------------------------------------------------------------------------
 
     def begin(self, ends: StackEnds) -> None:
-        """Start the residual stream from the embedding's largest entries by channel, or from its norm's output."""
+        """Start the residual stream from the embedding's largest entries by channel, or from the first norm's
+        output."""
         a = self.arithmetic
         amax, square, length = self.table(self.layout.table(ends))
         self.note(f"{ends.embedding}:embedding", SiteKind.EMBEDDING, amax)
@@ -182,10 +183,8 @@ class _Walk(Findings):
         self.stream_axes = enclosing_axes(amax, length)
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
-        """Return the bounds of what another model's outputs bring into the stream, and its mean squares.
-
-        Nothing is known of those but that fp16 holds them, which is all that a norm in fp32 needs.
-        """
+        """Return bounds and mean squares of a projector's output, by which another model's outputs join the stream.
+        fp16 holds those outputs: a norm in fp32 needs no more."""
         gain = self.tensor(f"{w.norm}.weight")
         assert gain is not None
         width = gain.numel()
@@ -224,7 +223,8 @@ class _Walk(Findings):
             self.head(self.layout.head, final, square)
 
     def add(self, sublayer: Sublayer, made: Projection, square: Tensor, axes: Tensor | None) -> None:
-        """Add a sublayer's output, of mean square ``square``, to the stream; axes: squared, of its ellipsoid."""
+        """Add a sublayer's output to the stream. square: its mean squares. axes: squared axes of an ellipsoid around
+        it."""
         keep, branch = min(self.kept("stream"), self.kept("branch")), made.bound
         width = branch.numel()
         length = min(made.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
@@ -245,7 +245,7 @@ class _Walk(Findings):
         self.note(sublayer.add, SiteKind.RESIDUAL, self.stream)
 
     def norm(self, path: str) -> tuple[NormOutput, Tensor]:
-        """Return a norm's output and its components' mean square; without a norm those of the stream."""
+        """Return a norm's output and its components' mean squares; the stream and its own without a norm."""
         if not path:
             return stream_itself(self.stream_axes, self.stream), self.stream_square
         length = min(float(self.stream.norm()), self.stream_norm)
@@ -254,8 +254,8 @@ class _Walk(Findings):
     def normalised(
         self, path: str, entering: Tensor, variances: Tensor, length: float, *, eps: float | None = None
     ) -> tuple[NormOutput, Tensor]:
-        """Return a norm's output and its components' mean square; entering, variances, length: bounds, mean squares and
-        largest ‖·‖₂ of what it reads. eps: of a LayerNorm among RMSNorms."""
+        """Return a norm's output and its components' mean squares. entering, variances, length: bounds, mean squares
+        and largest ‖·‖₂ of its input. eps: of a LayerNorm among RMSNorms."""
         gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
         assert gain is not None
         width, a = gain.numel(), self.arithmetic
@@ -264,7 +264,7 @@ class _Walk(Findings):
         centred = self.layout.family.centred_norm or eps is not None
         if centred:
             # A stream that does not fit fails at its own site; here it would only make the bounds grow past fp32.
-            # What the norm of an embedding reads is scaled with no stream.
+            # An embedding's norm reads no stream, so no exponent scales its input.
             factor = 2.0 ** planned.get(self.layout.streams_read.get(path, ""), 0)
             mean = min(float(entering.mean()) * factor, FP16_MAX if eps is None else MOST_MEAN)
             eps = eps or self.layout.eps_of(path)
@@ -290,7 +290,7 @@ class _Walk(Findings):
         return made, square
 
     def linear(self, path: str, kind: SiteKind, source: NormOutput, square: Tensor) -> tuple[LinearBound, Tensor]:
-        """Bound a linear on a norm's output; return it and the expected mean square of each of its outputs."""
+        """Bound a linear on a norm's output; return it and the expected mean square of each output."""
         weight, bias = self.weight(path)
         made = bound_linear(source, weight, bias, self.arithmetic, f"{path}.weight")
         expected = (made.norms / made.radius).square() + made.centre.square()
@@ -303,7 +303,7 @@ class _Walk(Findings):
     def linears(
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, tuple[NormOutput, Tensor]]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
-        """Yield ``linear`` of each; fused: rows of each in one matrix, none where each has its own."""
+        """Yield ``linear`` of each read. fused: the rows of each in one common matrix, () where each has its own."""
         if not fused:
             for path, kind, source in reads:
                 yield self.linear(path, kind, *source)
@@ -319,7 +319,7 @@ class _Walk(Findings):
         return expected
 
     def join(self, sublayer: Sublayer, made: Projection, expected: Tensor) -> None:
-        """Add a projection's output, through the norm behind it, to the stream; expected: its mean squares."""
+        """Add a projection's output, through the norm behind it, to the stream. expected: its mean squares."""
         axes = None
         if sublayer.post_norm:
             length = min(made.length, float(made.bound.norm()))
@@ -375,7 +375,8 @@ class _Walk(Findings):
     def head_norm(
         self, sublayer: Attention, path: str, made: LinearBound, square: Tensor, heads: int
     ) -> tuple[NormOutput, int]:
-        """Bound the norm of queries or keys; return it and its number of heads; square: mean squares that it reads."""
+        """Bound the norm of queries or keys; return its output and number of heads. square: mean squares of its
+        input."""
         together = heads if sublayer.norms_whole else 1
         bound, square = (x.view(heads // together, -1) for x in (made.bound, square))
         return self.normalised(path, bound.amax(0), square.mean(0), float(bound.norm(dim=1).max()))[0], together
@@ -388,7 +389,8 @@ class _Walk(Findings):
         query: tuple[NormOutput, int],
         key: tuple[NormOutput, int],
     ) -> None:
-        """Bound the rotation of normalised queries and keys, and their scores; each with its norm's number of heads."""
+        """Bound the rotation of normalised queries and keys, and their scores. query, key: a norm's output and number
+        of heads."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
         one, other = (turned(source, a, together, rotary) for source, together in (query, key))
         self.turn({sublayer.query_norm: one.bound.flatten(), sublayer.key_norm: other.bound.flatten()})
@@ -398,7 +400,8 @@ class _Walk(Findings):
     def rotated_score(
         self, sublayer: Attention, rotary: Rotary, query: tuple[LinearBound, int], key: tuple[LinearBound, int]
     ) -> None:
-        """Bound the rotation of queries and keys without norms, and their scores; each with its number of heads."""
+        """Bound the rotation of queries and keys without norms, and their scores. query, key: a linear and its number
+        of heads."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
         one, other = rotated(*query, rotary, a, grown(rotary, a.max_length)), rotated(*key, rotary, a)
         if rotary.growth is not None:
@@ -413,7 +416,7 @@ class _Walk(Findings):
         self.scored(sublayer, rotated_score_bounds(one, other, a, scale), scale, factors)
 
     def turn(self, turned_rows: Mapping[str, Tensor]) -> None:
-        """Note a rotation's outputs as those of modules: what moves their channels moves the turned ones."""
+        """Raise modules' recorded outputs to their rotated values, which the same exponents move."""
         for path, most in turned_rows.items():
             bound, square = self.outputs[path]
             self.outputs[path] = (torch.maximum(bound, most), square)
@@ -427,9 +430,10 @@ class _Walk(Findings):
         return most
 
     def summed(self, sublayer: Attention, source: NormOutput, square: Tensor) -> tuple[NormOutput, Tensor]:
-        """Bound sums over blocks of positions and their norm; return what keys and values read, and its mean square."""
+        """Bound sums over blocks of positions and their norm; return the input of keys and values, and its mean
+        squares."""
         size, length = self.layout.summed(sublayer), self.arithmetic.max_length
-        # Where padding is on the right, the last sum is of a block and of what is less than another.
+        # With padding on the right, the last sum is of a block and part of another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.arithmetic)
         self.note(f"{sublayer.at}:sum", SiteKind.BLOCK_SUM, sums)
         made, made_square = self.normalised(sublayer.block_norm, sums, square * size, longest)
@@ -441,7 +445,7 @@ class _Walk(Findings):
         self.scored(sublayer, made, scale, max(largest(query.bound), largest(key.bound)))
 
     def scored(self, sublayer: Attention, made: ScoreBounds, scale: float, factors: float) -> None:
-        """Record the steps of every head's scores, and their span; factors: bound of queries and keys."""
+        """Record the steps of every head's scores. factors: bound of queries and keys."""
         heads = len(made.product)
         self.note(f"{sublayer.at}:scores", SiteKind.SCORES, made.product, made.partial)
         scaled = self.rounded(made.product * scale) if sublayer.scaled else made.product
@@ -468,9 +472,9 @@ class _Walk(Findings):
         self.note(sublayer.joining, SiteKind.SCORES, biased)
         product = torch.maximum(made.product, made.partial)
         excess = excess_bits(torch.maximum(product, steps))
-        if cap is None:  # whose scores no factor on queries moves
+        if cap is None:  # no factor on queries moves capped scores
             excess = torch.maximum(excess, excess_bits(scaled, offset))
-        if not sublayer.radius:  # whose mask is −inf
+        if not sublayer.radius:  # local attention's mask is −inf
             table = None if bias is None else bias.double()
             whole, still = (masked_span(x * span, x * scaled, table, self.arithmetic) for x in (1.0, 0.0))
             self.note(f"{sublayer.at}:masked", SiteKind.MASKED_SCORES, whole)
@@ -483,7 +487,7 @@ class _Walk(Findings):
         self.join(sublayer, *self.neurons(sublayer, *self.norm(sublayer.norm)))
 
     def experts(self, sublayer: Experts) -> None:
-        """Bound a router and its experts, and add what those of one token give to the stream."""
+        """Bound a router and its experts, and add the output of one token's experts to the stream."""
         source, square = self.norm(sublayer.norm)
         if self.arithmetic.train and sublayer.noise:
             # Where the norm's output is in fp32 already, stock code multiplies what the experts read as well.
@@ -497,8 +501,8 @@ class _Walk(Findings):
         product, mean_square = bound, torch.stack(expected).amax(0) * together**2
         if sublayer.chosen:
             # Weights and their sum are off by the roundings of softmax, sum, quotient and product, in fp32, and by one
-            # to fp16; each product is rounded, and so is each of its additions to what the others gave, in any order:
-            # what they add up to is at most the sum of magnitudes. Without rounding this is the convex hull's bound.
+            # to fp16. Each product is rounded, and so is each addition, in any order; partial sums are at most the sum
+            # of magnitudes. Without rounding this is the convex hull's bound.
             a = self.arithmetic
             once = (1 + a.unit) * (1 + (len(made) + 8) * UNIT32)
             product = self.rounded(bound * weight * once)
@@ -534,7 +538,7 @@ class _Walk(Findings):
             self.inner[f"{sublayer.router}:sum"] = summed
 
     def neurons(self, sublayer: FeedForward, source: NormOutput, square: Tensor) -> tuple[Projection, Tensor]:
-        """Bound a feed-forward on a norm's output; return what its output projection gives, with its mean squares."""
+        """Bound a feed-forward on a norm's output; return its output projection and the mean squares."""
         linears = filter(None, (sublayer.gate, sublayer.linear, sublayer.output))
         names = frozenset(f"{linear}.{part}" for linear in linears for part in WEIGHTS)
         of = (self.arithmetic, self.kept("neurons"), replace(self.spectra, about=names))
@@ -600,7 +604,7 @@ class _Walk(Findings):
                 bound = self.rounded(bound / keep)
                 self.note(f"{head.dropout}:mul#2", SiteKind.ACTIVATION, bound)
             bound, expected = self.linear_behind(following, bound, expected)
-        # The model itself chooses positions of what the head reads, and takes what it gives apart.
+        # The model itself selects positions of the head's input, and splits its output.
         self.inner["model:head"] = max(entering, largest(bound))
         if layout.stock.is_language_model and layout.family.logits_bias:
             offset = self.tensor(layout.family.logits_bias)
@@ -615,7 +619,7 @@ class _Walk(Findings):
             self.note("model:mul", SiteKind.LOGITS, capped.result)
 
     def head_linear(self, linear: HeadLinear, final: NormOutput, square: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a head linear's bounds and expected mean squares, made some rows at a time."""
+        """Return a head linear's bounds and expected mean squares, computed some rows at a time."""
         table, bias = self.checked(linear.weight, self.read(linear.weight)), self.tensor(linear.bias)
         bounds, partials, expected, start = [], [], [], 0
         for rows in chunks(table):
@@ -647,14 +651,15 @@ class _Walk(Findings):
 
 
 def excess_bits(values: Tensor, still: Tensor | float = 0.0) -> Tensor:
-    """Return the bits by which bounds must fall to fit fp16 beside ``still``, inf where that does not fit."""
+    """Return the bits by which ``values`` must fall for their sum with ``still`` to fit fp16; inf where ``still`` does
+    not."""
     room = (PROOF_LIMIT - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
     return (values / room).nan_to_num(nan=1.0, posinf=math.inf).clamp(min=1).log2()
 
 
 def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, float]:
-    """Return the bounds of gelu_new's operations before its tanh, for an input up to ``x``, by the audit's names. From
-    |x| = 40.3 on they are inf in fp16 and tanh makes ±1 of that, so none has a limit of its own."""
+    """Return bounds of gelu_new's operations before its tanh, for an input up to ``x``, by the audit's names. From |x|
+    = 40.3 on they are inf in fp16, which tanh maps to ±1, so none has a limit of its own."""
 
     def computed(value: float) -> float:
         rounded = value * (1 + arithmetic.unit) * COMPUTED + arithmetic.tiny
@@ -668,7 +673,7 @@ def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, flo
 
 
 def output_dropout(sublayer: Sublayer) -> str:
-    """Return the dropout's module, "" where it is a function."""
+    """Return the path of the dropout on a sublayer's output, "" where it is a function."""
     if isinstance(sublayer, Attention):
         return sublayer.dropout
     return sublayer.dropouts[-1] if sublayer.dropouts else ""
@@ -689,11 +694,11 @@ def bound(
     """Return the certificate of a layout's model with the given weights, read sublayer by sublayer.
 
     weights: gives a tensor by name with the values to bound for. target: ``norm-safe`` adds the squares of the stream,
-    for norms in fp16; ``fp16-accumulate`` makes every sum in fp16 as well; ``train`` holds gate pre-activations
-    under 147.8, where the derivative of gelu_new's cube overflows. refine: rows of each feed-forward output that
-    may get an eigenvalue of their own. spectra: eigenvalues that have been computed of weights that are nearly the
-    same. advance: called with sublayers done and their number. until_one_fails: end at the first site that does
-    not hold. Raises UserError for an activation without a bound.
+    for norms in fp16; ``fp16-accumulate`` makes every sum in fp16 as well; ``train`` holds gate pre-activations under
+    147.8, where the derivative of gelu_new's cube overflows. refine: rows of each feed-forward output that may get an
+    eigenvalue of their own. spectra: known eigenvalues of weights that are nearly the same. advance: called with
+    sublayers done and their number. until_one_fails: end at the first site that does not hold. Raises UserError for an
+    activation without a bound.
     """
     arithmetic = arithmetic or Arithmetic()
     check_bounded(layout)
@@ -718,7 +723,8 @@ def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, 
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
-    """Return a reader of a checkpoint's values in fp16, as stock code computes with them: fp32 with an offset."""
+    """Return a reader of a checkpoint's weights in fp16, as stock code computes with them; with an offset they are in
+    fp32."""
 
     def read(name: str) -> Tensor:
         tensor = layout.tensors[name]

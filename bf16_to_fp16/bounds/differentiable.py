@@ -1,8 +1,8 @@
-"""The bounds of what no rescaling moves, as functions of live weights that have a gradient.
+"""Bounds that no rescaling moves, as functions of live weights that have a gradient.
 
-The formulas are the certificate's, in fp32 on the weights' own device, those without eigenvalues its very functions.
-Two things differ: all heads at once have spectral norms of a power iteration, whose vectors are held fixed, which at
-convergence has the norm's value and gradient and proves nothing; and what fp16 rounds of a linear is one factor.
+The formulas are the certificate's, in fp32 on the weights' own device; those without eigenvalues are its very
+functions. Two things differ. Spectral norms of all heads at once come from a power iteration with fixed vectors, which
+at convergence has the norm's value and gradient, and proves nothing. And a linear's rounding in fp16 is one factor.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ from .linear import (
     summed_axes,
 )
 
-SQUARINGS = 10  # times that a Gram matrix of a head is squared: as 1024 steps of power iteration
+SQUARINGS = 10  # times that a head's Gram matrix is squared, which is 1024 steps of power iteration
 STEPS = 32  # steps of power iteration on the rows of a feed-forward, whose Gram matrix is not made
 ROWS_AT_A_TIME = 1 << 14  # rows of a head that are measured at a time
-SMALL = 1e-30  # what lengths are kept from being divided by
+SMALL = 1e-30  # least divisor
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a linear makes of it. ``matrix``: weight times gain, [m, d]; [m]: ``norms`` radius·‖row‖, ``centre`` what
-    does not depend on the input, ``partial`` the bound of the result and of its partial sums."""
+    """The rows of a linear on a norm's output. ``matrix``: weight times gain, [m, d]. Of each row, [m]: ``norms`` is
+    radius·‖row‖, ``centre`` the part that does not depend on the input, ``partial`` the bound of the result and its
+    partial sums."""
 
     matrix: Tensor
     radius: float | Tensor
@@ -77,13 +78,13 @@ class _Rows:
     partial: Tensor
 
     def split(self, rows: Sequence[int]) -> list[_Rows]:
-        """Return the linears that stand in one matrix, which have so many rows each."""
+        """Return the linears of one common matrix; rows: of each."""
         parts = zip(*(x.split(rows) for x in (self.matrix, self.norms, self.centre, self.partial)), strict=True)
         return [_Rows(matrix, self.radius, *others) for matrix, *others in parts]
 
 
 Owner = tuple[str, Callable[[Tensor], Tensor]]
-"""A tensor that a site's bounds depend on, by its name in the layout, and its view with a row for each of them."""
+"""A tensor on which a site's bounds depend: its name in the layout, and a view with one row for each bound."""
 
 
 class DifferentiableBounds:
@@ -98,13 +99,14 @@ class DifferentiableBounds:
 
     @full_precision()
     def measure(self, *, again: bool = False) -> dict[str, Tensor]:
-        """Return all bounds without a graph, fp32 by row, head or channel. again: weights have hardly changed, so what
-        LayerNorms read is taken from the last time."""
+        """Return all bounds without a graph, fp32 by row, head or channel. again: weights have hardly changed, so means
+        of LayerNorms' inputs are the last ones."""
         with torch.no_grad():
             return _Walk(self, None, again=again).run()
 
     def owners(self) -> dict[str, list[Owner]]:
-        """Return by site the tensors that are its own to bring down; of norms' gains only the encoder's last."""
+        """Return by site the tensors that training may change to bring it down; of norms' gains only the encoder's
+        last."""
         layout, found = self.layout, dict[str, list[Owner]]()
 
         def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:
@@ -147,12 +149,14 @@ class DifferentiableBounds:
 
     @full_precision()
     def at(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return some sites' bounds at indices, with a graph; LayerNorms' inputs are of the last ``measure``."""
+        """Return bounds of some sites at indices, with a graph; means of LayerNorms' inputs are those of the last
+        ``measure``."""
         return _Walk(self, wanted).run()
 
 
 class _Walk:
-    """One pass over a layout; ``wanted``: indices of what to bound by site, None for all, which also finds means."""
+    """One pass over a layout. ``wanted``: indices of the bounds to compute by site; None for all, with means of norms'
+    inputs."""
 
     def __init__(
         self, whole: DifferentiableBounds, wanted: Mapping[str, Tensor] | None, *, again: bool = False
@@ -164,7 +168,7 @@ class _Walk:
         self.finds_means = wanted is None and not again
         self.found: dict[str, Tensor] = {}
         self.stream: Tensor | None = None
-        self.axes = torch.empty(0)  # squared ones of an ellipsoid that the stream lies in, as the certificate's
+        self.axes = torch.empty(0)  # squared axes of an ellipsoid that holds the stream, as the certificate's
         self.memory: NormOutput | None = None
 
     def run(self) -> dict[str, Tensor]:
@@ -191,7 +195,7 @@ class _Walk:
         return self.found
 
     def end(self, stack: ResolvedStack, source: NormOutput) -> None:
-        """Note a final norm's output where nothing may move it, and the head's."""
+        """Note a final norm's output where no exponent may move it, and the head's."""
         norm = stack.ends.norm
         if stack.is_encoder:
             self.memory = source
@@ -218,7 +222,7 @@ class _Walk:
         return weight, self.weight(f"{path}.bias")
 
     def linear_error(self, width: int) -> float:
-        """Relative error of a linear of a norm's output, both of which are rounded."""
+        """Relative error of a linear on a norm's output, with the rounding of both."""
         return 4 * self.a.unit + self.a.gamma(width)
 
     # -- the stream ---------------------------------------------------------------------------------------------------
@@ -234,7 +238,7 @@ class _Walk:
         return self.normalised(ends.first_norm, amax).exact if ends.first_norm else amax
 
     def projected(self, w: Projector) -> Tensor:
-        """What another model's outputs bring into the stream, by channel; nothing is known of those."""
+        """Bounds by channel of a projector's output, by which another model's outputs join the stream."""
         gain, shift = self.pair(w.norm)
         if w.layer_norm_eps is None:
             source = rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
@@ -251,13 +255,14 @@ class _Walk:
         return rows_of(weight.mT, None, source).partial
 
     def first_axes(self, ends: StackEnds) -> Tensor:
-        """Squared axes of an ellipsoid that holds what the stream begins with."""
+        """Squared axes of an ellipsoid that holds the stream's start."""
         table = self.weight(self.layout.table(ends))
         assert table is not None and self.stream is not None
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Bounds of output projections by path, and of their joint output; zeros behind an unwanted norm."""
+        """Bounds of output projections by path, and of their joint output; zeros where a norm behind makes them
+        unneeded."""
         if sublayer.post_norm and not self.stream_counts and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
@@ -266,7 +271,7 @@ class _Walk:
         found = {each.output: self.feed_forward_output(each, source) for each in feed_forwards_of(sublayer)}
         if not isinstance(sublayer, Experts):
             return found, found[sublayer.output]
-        # A token has its experts' outputs times weights, whose sum has a bound; and each of them is rounded.
+        # A token's experts have weights whose sum is bounded; each product and sum is rounded.
         number, _, together = self.layout.experts_together(sublayer)
         made = torch.stack([found[each.output] for each in sublayer.experts]).amax(0) * together
         made = made * (1 + self.a.unit) ** (number + 2) if sublayer.chosen else made
@@ -297,7 +302,8 @@ class _Walk:
         return self.normalised(path, self.stream)
 
     def normalised(self, path: str, amax: Tensor | None) -> NormOutput:
-        """What a norm gives; amax: of the components that it reads, needed where the means of LayerNorms are found."""
+        """Return a norm's output. amax: of its input's components, needed where means of LayerNorms' inputs are
+        computed."""
         gain, shift = self.pair(path)
         if not self.centred:
             return rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
@@ -309,25 +315,25 @@ class _Walk:
     # -- linears, scores, logits --------------------------------------------------------------------------------------
 
     def linear(self, path: str, source: NormOutput, at: Tensor | None = None) -> _Rows:
-        """What a linear makes of a norm's output, of some rows only where indices are given."""
+        """Return the rows of a linear on a norm's output, all or those at the indices ``at``."""
         weight, bias = self.pair(path)
         if at is not None:
             weight, bias = weight[at], None if bias is None else bias[at]
         return rows_of(weight, bias, source)
 
     def linears(self, fused: Sequence[int], *reads: tuple[str, NormOutput]) -> list[_Rows]:
-        """Return each linear of its source; ``fused`` ones have so many rows of one matrix."""
+        """Return the rows of each linear on its source. fused: the rows of each in one common matrix."""
         if fused:
             return self.linear(*reads[0]).split(fused)
         return [self.linear(path, source) for path, source in reads]
 
     def linear_site(self, path: str, source: NormOutput) -> None:
-        """Note a linear whose output no exponent moves, with the neurons that stand in one matrix with their gates."""
+        """Note a linear whose output no exponent moves, with all rows of a matrix that gate and neurons share."""
         at = None if self.wanted is None else self.wanted[path]
         self.found[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
     def head(self, head: Head, final: NormOutput) -> None:
-        """Note what a head's linears make of the last norm's output, a language model's with and without its bias."""
+        """Note the bounds of a head's linears, a language model's with and without its bias."""
         layout, (first, *others) = self.layout, head.linears
         offset = None
         if layout.stock.is_language_model and layout.family.logits_bias:
@@ -339,7 +345,7 @@ class _Walk:
         if added is not None:
             self.head_rows(first, "model:add", final, error, added)
         for linear in others:
-            # What a tanh gives is at most 1.
+            # A tanh is at most 1.
             if not self.wants(linear.at):
                 continue
             weight, bias = self.weight(linear.weight), self.weight(linear.bias)
@@ -348,7 +354,7 @@ class _Walk:
             self.note(linear.at, total * (1 + self.linear_error(weight.shape[1])))
 
     def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
-        """Note a head's linear, some thousand rows at a time where all are wanted; added: joins its outputs."""
+        """Note a head's linear, some thousand rows at a time where all are wanted. added: is added to its outputs."""
         if not self.wants(site):
             return
         weight, bias = self.read(linear.weight), self.weight(linear.bias)
@@ -364,11 +370,11 @@ class _Walk:
         self.found[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
     def with_sums(self, sublayer: Attention, source: NormOutput) -> NormOutput:
-        """What keys and values read: a norm's output and, where there are sums of it, what their own norm gives."""
+        """Return the input of keys and values: a norm's output and, where block sums are read too, their own norm's."""
         return either(source, self.norm(sublayer.block_norm)) if sublayer.block else source
 
     def scores(self, sublayer: Attention, source: NormOutput) -> None:
-        """Note every head's products, its scores with position bias, and what a mask must add at least."""
+        """Note every head's products, its scores with position bias, and the least that a mask must add."""
         a, heads, other = (
             self.a,
             self.layout.heads(sublayer),
@@ -417,7 +423,7 @@ class _Walk:
             self.note(site, bound)
 
     def turned_scores(self, sublayer: Attention, rotary: Rotary) -> tuple[Tensor, ...]:
-        """Bounds of normalised, turned products and their partial sums, scaled, and of one query's span."""
+        """Bounds of normalised, rotated products with their partial sums, of these scaled, and of one query's span."""
         scale = self.layout.score_scale(sublayer)
         heads, kv_heads = self.layout.heads(sublayer), self.layout.kv_heads(sublayer)
         if not sublayer.norms_whole:
@@ -428,7 +434,8 @@ class _Walk:
         return torch.maximum(made.product, made.partial), made.product * scale, made.span
 
     def masked(self, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds of capped scores with their bias, and of what a mask must add. scores, span: before the cap."""
+        """Bounds of capped scores with their bias, and of the least that a mask must add. scores, span: before the
+        cap."""
         cap = self.layout.cap(sublayer)
         if cap is not None:
             capped = soft_capped(scores, cap, self.a)
@@ -440,7 +447,7 @@ class _Walk:
         return scores + torch.stack([bias.abs().amax(0) for bias in biases]).amax(0) if biases else scores, span
 
     def rotated_scores(self, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
-        """Bounds by head of turned products and their partial sums, scaled, and of one query's span."""
+        """Bounds by head of rotated products with their partial sums, of these scaled, and of one query's span."""
         a, scale = self.a, self.layout.score_scale(sublayer)
         heads, kv_heads = self.layout.heads(sublayer), self.layout.kv_heads(sublayer)
         sides = []
@@ -526,7 +533,7 @@ class _Walk:
 
 
 def first_linears(sublayer: Sublayer) -> list[str]:
-    # Of a gate and neurons in one matrix there is one linear.
+    # A gate and neurons in one matrix are one linear.
     found = list(
         dict.fromkeys(path for each in feed_forwards_of(sublayer) for path in (each.gate, each.linear) if path)
     )
@@ -534,17 +541,16 @@ def first_linears(sublayer: Sublayer) -> list[str]:
 
 
 def rows(x: Tensor) -> Tensor:
-    """Return a matrix, or a vector as one column."""
     return x.view(len(x), -1)
 
 
 def all_of(x: Tensor) -> Tensor:
-    """Return a vector as one row."""
     return x.view(1, -1)
 
 
 def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
-    """Return each head's part of a weight or bias: [heads, …]; fused, number: rows and place in one matrix."""
+    """Return each head's part of a weight or bias: [heads, …]. fused, number: rows of several in one matrix, and which
+    it is."""
     return (x.split(fused)[number] if fused else x).view(heads, -1)
 
 
@@ -596,23 +602,23 @@ def unit(x: Tensor) -> Tensor:
 
 
 def applied(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Return M·x: [h, s] of [h, s, d] and [h, d]."""
+    """Return M·x: [h, s] from [h, s, d] and [h, d]."""
     return (matrices @ vectors[..., None])[..., 0]
 
 
 def transposed(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Return Mᵀ·x: [h, d] of [h, s, d] and [h, s]."""
+    """Return Mᵀ·x: [h, d] from [h, s, d] and [h, s]."""
     return (vectors[:, None] @ matrices)[:, 0]
 
 
 def random_vector(like: Tensor) -> Tensor:
-    """Return the same start vector for every power iteration, as long as the last axis."""
+    """Return the start vector of every power iteration, as long as the last axis."""
     drawn = torch.randn(like.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     return drawn.to(like.device, like.dtype)
 
 
 def top_vectors(matrices: Tensor) -> Tensor:
-    """Return eigenvectors of the largest eigenvalues, which are real and not negative: [h, s] of [h, s, s]."""
+    """Return eigenvectors of the largest eigenvalues, which are real and not negative: [h, s] from [h, s, s]."""
     for _ in range(SQUARINGS):
         matrices = matrices / matrices.abs().amax((1, 2), keepdim=True).clamp(min=SMALL)
         matrices = matrices @ matrices
@@ -620,14 +626,14 @@ def top_vectors(matrices: Tensor) -> Tensor:
 
 
 def spectral_norms(matrices: Tensor) -> Tensor:
-    """Return the largest singular values: [h] of [h, s, d]."""
+    """Return the largest singular values: [h] from [h, s, d]."""
     with torch.no_grad():
         right = unit(transposed(matrices, top_vectors(matrices @ matrices.mT)))
     return lengths(applied(matrices, right))
 
 
 def pair_peaks(matrices: Tensor) -> Tensor:
-    """Return the largest singular value of each pair of rows i and i + s/2: [h, s/2] of [h, s, d]."""
+    """Return the largest singular value of each pair of rows i and i + s/2: [h, s/2] from [h, s, d]."""
     one, other = matrices.unflatten(1, (2, -1)).unbind(1)
     half = (one.square() - other.square()).sum(2) / 2
     squares = (one.square() + other.square()).sum(2) / 2 + torch.hypot(half + SMALL, (one * other).sum(2))
@@ -635,8 +641,8 @@ def pair_peaks(matrices: Tensor) -> Tensor:
 
 
 def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest ‖M·n‖ and ‖M·n + c‖ over ‖n‖ ≤ 1 as the certificate does: [h] each, of [h, s, d] and
-    [h, s]."""
+    """Return the largest ‖M·n‖ and ‖M·n + c‖ over ‖n‖ ≤ 1 as the certificate does: [h] each, from [h, s, d] and [h,
+    s]."""
     long, added = spectral_norms(matrices), lengths(fixed)
     if not bool(fixed.any()):
         return long, long

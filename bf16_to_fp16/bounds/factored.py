@@ -1,5 +1,5 @@
-"""Weights times factors, made as many rows at a time as a core's cache holds. New memory for a copy of each weight
-costs more than the arithmetic on it."""
+"""Weights times factors, computed as many rows at a time as a core's cache holds. New memory for a copy of each weight
+costs more than the arithmetic."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 WIDE = 1 << 18  # elements from which matrices are multiplied in fp32, chunk by chunk
-IN_CACHE = 1 << 17  # elements of the rows that are made at a time
+IN_CACHE = 1 << 17  # elements of the rows that are computed at a time
 
 
 class Sized(Protocol):
-    """A matrix or what stands for one: its dtype and number of elements."""
+    """A matrix or a stand-in for one: its dtype and number of elements."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -24,12 +24,12 @@ class Sized(Protocol):
 
 
 def working_dtype(matrix: Sized) -> torch.dtype:
-    """Return fp64 for matrices that are cheap in it or have it already, else fp32."""
+    """Return fp64 for matrices that have it already or are small, else fp32."""
     return torch.float64 if matrix.numel() < WIDE or matrix.dtype == torch.float64 else torch.float32
 
 
 def chunks(matrix: Tensor, elements: int = IN_CACHE) -> Iterator[Tensor]:
-    """Yield a matrix in runs of rows of so many elements at most; as a rule what a core's cache holds in fp64."""
+    """Yield a matrix in runs of rows of at most so many elements, by default what a core's cache holds in fp64."""
     rows = max(1, elements // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], rows):
         yield matrix[start : start + rows]
@@ -37,7 +37,7 @@ def chunks(matrix: Tensor, elements: int = IN_CACHE) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Factored:
-    """diag(rows)·W·diag(columns) for a weight [m, d] in any floating dtype; columns: fp64 [d]; rows: fp64 [m], None for
+    """diag(rows)·W·diag(columns) for a weight [m, d] in any floating dtype. columns: fp64 [d]; rows: fp64 [m], None for
     ones; name: the weight's."""
 
     weight: Tensor
@@ -53,7 +53,7 @@ class Factored:
         return self.weight.numel()
 
     def part(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Return rows from ``start`` to ``stop``; each element is off by four units of the dtype at most."""
+        """Return rows from ``start`` to ``stop``; each element is off by at most four units of the dtype."""
         made = self.weight[start:stop].to(dtype) * self.columns.to(dtype)
         return made if self.rows is None else made.mul_(self.rows[start:stop, None].to(dtype))
 
@@ -69,12 +69,12 @@ class Factored:
         return self.part(rows.start, rows.stop, torch.float64)
 
     def chosen(self, rows: Tensor) -> Tensor:
-        """Return the rows of these numbers in fp64."""
+        """Return the rows of these indices in fp64."""
         factors = None if self.rows is None else self.rows[rows]
         return replace(self, weight=self.weight[rows], rows=factors).part(0, len(rows), torch.float64)
 
     def columns_first(self, dtype: torch.dtype) -> Tensor:
-        """Return the transpose of all of it, contiguous."""
+        """Return the whole transpose, contiguous."""
         made, start = torch.empty(self.weight.shape[::-1], dtype=dtype), 0
         for part in self.parts():
             made[:, start : start + len(part)] = part.t()
@@ -84,10 +84,10 @@ class Factored:
 
 @dataclass(frozen=True)
 class Tall:
-    """Blocks of rows under one another, each a sum of factored weights; a Gram matrix is taken of it.
+    """Blocks of rows under one another, each a sum of factored weights, for a Gram matrix.
 
-    ``label``: its name among those of a model, "" for none. ``length``: at least the Frobenius norms of its summands
-    added up, of a block, and over the blocks the root of their squares.
+    ``label``: its name within a model, "" for none. ``length``: at least √Σ f² over the blocks, f the sum of a block's
+    Frobenius norms.
     """
 
     blocks: tuple[tuple[Factored, ...], ...]
@@ -108,7 +108,7 @@ class Tall:
         return working_dtype(self.blocks[0][0])
 
     def parts(self, rows: int) -> Iterator[Tensor]:
-        """Yield all rows, so many at a time at most."""
+        """Yield all rows, at most ``rows`` at a time."""
         for first, *others in self.blocks:
             for start in range(0, len(first.weight), rows):
                 stop = min(start + rows, len(first.weight))

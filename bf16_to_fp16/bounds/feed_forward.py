@@ -1,9 +1,9 @@
 """Bounds of a feed-forward: its neurons, gated or plain, and its output projection.
 
-A gated neuron is a product, (u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2; an activation is x·Φ(x) with 0 ≤ Φ ≤ 1. Of neurons scaled
-to at most 1 the sum is at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ), so a row of the output projection is at most the sum of its M
-largest entries (gated), or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). Behind a gate the few that outweigh
-the rest get an eigenvalue for every row; rows that set a layer's maximum get one of their own.
+A gated neuron is a product, (u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2; an activation is x·Φ(x) with 0 ≤ Φ ≤ 1. Neurons scaled to
+at most 1 sum to at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ). So a row of the output projection is at most the sum of its M largest
+entries (gated), or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). Behind a gate the few heaviest neurons get
+an eigenvalue for every row; rows that set a layer's maximum get one of their own.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .spectral import Spectra, largest_eigenvalues, product_of_rows
 HEAVIEST = 8  # neurons behind a gate that get an eigenvalue together, for every row of the output
 
 WORTH_REFINING = 2.0**0.25
-"""How far a row must stand out for its own eigenvalue: the largest bound can fall by less than this otherwise."""
+"""How far a row must exceed the others to get its own eigenvalue; below that the largest bound would fall by less."""
 
 
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
-    """Return two linears of one norm's output as maps alone, what shift and bias give being one more column.
+    """Return two linears on one norm's output as maps alone; shift and bias become one more column.
 
-    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²): for every s, and here for the one
-    that makes each row's bound at most the sum of both parts where all rows have them in one proportion.
+    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. This s makes each row's
+    bound at most the sum of both parts where these have one proportion in all rows.
     """
     assert one.radius == other.radius
     norms, centres = torch.cat([one.norms, other.norms]), torch.cat([one.centre, other.centre]).abs()
@@ -62,15 +62,15 @@ def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, Line
 
 
 def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
-    """Return vectors as a key."""
+    """Return vectors as a hashable key."""
     return tuple(vector.numpy().tobytes() if vector.any() else b"" for vector in vectors)
 
 
 class GatedNeurons:
     """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n.
 
-    ``undropped``, ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go, which
-    ``rows`` counts for negative weights only.
+    ``undropped``, ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go;
+    ``rows`` covers it for negative weights only.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class GatedNeurons:
         if gate.centre.any() or other.centre.any():
             gate, other = homogeneous(gate, other)
         self.gate, self.other, self.keep, self.depth, self.spectra = gate, other, keep, 0.0, spectra
-        # What is found at a scale of 1 is kept for norms' outputs of every length, and every arithmetic.
+        # Results at a scale of 1 are kept for norms' outputs of every length, and every arithmetic.
         self.scale = gate.radius * other.radius / keep
         self.given = (*bytes_of(gate.matrix.columns, other.matrix.columns), *centres, math.isfinite(self.scale))
         scale = gate.norms * other.norms
@@ -106,13 +106,13 @@ class GatedNeurons:
         self.budget = spectra.largest(both) / 2 * COMPUTED
 
     def rows(self, out: Tensor, which: str) -> tuple[Tensor, Tensor]:
-        """Return upper bounds of ±(out · neurons) for every row without their rounding: fp64 [d] each; which: says what
-        ``out`` is made of, beside the weights."""
+        """Return upper bounds of ±(out · neurons) for every row without the neurons' rounding: fp64 [d] each. which: a
+        key for ``out``, a function of the weights."""
         both = self.spectra.once((which, self.given), lambda: self.unit_rows(out)) * self.scale
         return both, both
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return what ``rows`` gives at a scale of 1."""
+        """Return the result of ``rows`` at a scale of 1."""
         dtype = working_dtype(out)
         unit_size = self.size / self.scale
         caps, size = self.caps.to(dtype), unit_size.to(dtype)
@@ -140,7 +140,7 @@ class GatedNeurons:
         return self.spectra.once((number, self.given), lambda: self.unit_row(out, number)) * self.scale
 
     def unit_row(self, out: Tensor, number: int) -> float:
-        """Return what ``row`` gives at a scale of 1."""
+        """Return the result of ``row`` at a scale of 1."""
         wide = out.double()
         values = wide.abs() * self.size / self.scale
         roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED
@@ -156,12 +156,11 @@ class GatedNeurons:
         return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def least(self, out: Tensor) -> float:
-        """Return what ``row`` gives for one row at least."""
-        # One neuron alone.
+        """Return a lower bound on the result of ``row``: one neuron alone."""
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
-        """Return what the rounding of the neurons adds to every row, given what ``rows`` bounds it by: fp64 [d]."""
+        """Return the error of every row by the rounding of the neurons, fp64 [d]. exact: from ``rows``."""
         keep, dtype = self.keep, working_dtype(out)
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)
@@ -175,7 +174,7 @@ class GatedNeurons:
 
 
 class PlainNeurons:
-    """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c; methods as ``GatedNeurons`` has them."""
+    """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c; methods as in ``GatedNeurons``."""
 
     def __init__(
         self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -209,8 +208,8 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return upper bounds of what every row of ±out makes of the neurons at a scale of 1 without their centres, and
-        what these add at any: fp64 [2, 2, d]."""
+        """Return upper bounds of every row of ±out on the neurons, fp64 [2, 2, d]: at a scale of 1 without their
+        centres, and the centres' part, which has no scale."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.made.matrix.columns_first(dtype)
@@ -231,7 +230,7 @@ class PlainNeurons:
         return torch.cat(found, 1).view(2, 2, -1)
 
     def bent(self, out: Tensor, direction: int) -> Tensor:
-        """Return an upper bound of what every row of ±out makes of neurons that centres keep under their size."""
+        """Return an upper bound of every row of ±out on neurons that their centres keep below their size."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])
@@ -243,7 +242,7 @@ class PlainNeurons:
         return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
-        """Return for one row of ±out what ``unit_rows`` gives, the former part as its own eigenvalue bounds it."""
+        """Return ``unit_rows`` for one row of ±out, with its own eigenvalue for the first part."""
         name, dtype = self.made.matrix.name, working_dtype(self.made.matrix)
         positive = (out * direction).clamp(min=0).double()
         values = positive * self.size / self.scale
@@ -268,7 +267,7 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Return what a matrix product in the working dtype, its terms in any order, may be off by, as a length:
+        """Return the error, as a length, of a matrix product in the working dtype with terms in any order:
         n·u·Σ|c_i|·‖row_i‖."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
@@ -278,10 +277,10 @@ Neurons = GatedNeurons | PlainNeurons  # the inner signals of a feed-forward
 
 
 def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic) -> Tensor:
-    """Return the bound of every row of a feed-forward's output projection: fp64 [d]; it covers partial sums too.
+    """Return the bound of every row of a feed-forward's output projection, fp64 [d]; it covers partial sums too.
 
-    First one eigenvalue for the whole layer, then one each for the rows that set the maximum, at most ``refine``, and
-    only while they stand out from the others and from what one neuron can do alone.
+    First one eigenvalue serves the whole layer. Then each row that sets the maximum gets its own, at most ``refine``
+    rows, and only while it exceeds the others and what one neuron can do alone.
     """
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
@@ -293,7 +292,7 @@ def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: 
         return a.summed(summed * (1 + a.gamma(weight.shape[1])))
 
     bound = whole(torch.maximum(up, down), error, added)
-    # What the largest bound cannot fall below with so many rows refined.
+    # The largest bound cannot fall below this with ``refine`` rows refined.
     rest = float(bound.sort(descending=True).values[refine]) if refine < len(bound) else 0.0
     done: set[int] = set()
     for _ in range(min(refine, len(bound))):
@@ -325,9 +324,7 @@ def output_length(neurons: Neurons, weight: Tensor, bias: Tensor | None, arithme
 def feed_forward_output(
     neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of a feed-forward's output projection; weight [d, n], bias [d].
-
-    refine: rows that get an eigenvalue of their own.
-    """
+    """Return the bounds of a feed-forward's output projection. weight: [d, n]. bias: [d]. refine: the most rows that
+    get an eigenvalue of their own."""
     bound = output_bound(neurons, weight, bias, refine, arithmetic)
     return Projection(bound, bound, output_length(neurons, weight, bias, arithmetic))

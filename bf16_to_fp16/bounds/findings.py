@@ -1,4 +1,4 @@
-"""The certificate as data, and the notes of a walk from which it is made."""
+"""The certificate as data, and the findings of a walk that it is made of."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CARRYING = _PLACING | _CHANGING
 
 @dataclass(frozen=True)
 class Certificate:
-    """The bounds of every site of a model, and what they hold for. ``ranges``: by module and channel, with expected
-    mean squares for inputs that point anywhere. ``at`` bounds any site that an audit names."""
+    """The bounds of every site of a model, and the arithmetic for which they hold. ``ranges``: by module and channel,
+    with the mean squares that inputs of random direction give. ``at`` bounds any site that an audit names."""
 
     sites: tuple[Bound, ...]
     arithmetic: Arithmetic
@@ -41,7 +41,7 @@ class Certificate:
     inner: Mapping[str, float] = field(default_factory=dict)
     """Bounds of module inputs and weights, which copies and casts inside the module carry."""
     unlimited: Mapping[str, float] = field(default_factory=dict)
-    """Bounds of operations that may give inf and harm nothing by it."""
+    """Bounds of operations that may give inf without harm."""
 
     @property
     def holds(self) -> bool:
@@ -55,7 +55,7 @@ class Certificate:
 
     def at(self, name: str) -> float | None:
         """Return the bound of a site by the audit's name; None for an unknown one. Copies, casts, masks, clamps and
-        dropout's steps carry what is in their module; of repeated operations the largest counts."""
+        dropout's steps have the bound of their module's values; of repeated operations the largest counts."""
         if name in self.unlimited:
             return self.unlimited[name]
         by_name = {site.name: site.largest for site in self.sites}
@@ -73,7 +73,7 @@ class Certificate:
         return max(inside, default=None)
 
     def entry(self, observed: Mapping[str, float] | None = None, *, sites: bool = True) -> CertificateEntry:
-        """Return the ``certificate`` of the report; ``observed``: the largest value found at each site."""
+        """Return the report's ``certificate``. observed: the largest value found at each site."""
         found = observed or {}
         keys = ("name", "bound", "partial", "limit", "headroom_bits", "holds")
         listed = [
@@ -101,7 +101,7 @@ def is_inside(name: str, path: str) -> bool:
 
 
 class Findings:
-    """The bounds found so far, by site and by module, and the weights that they are found from."""
+    """The bounds found so far, by site and by module, and the weights from which they are computed."""
 
     def __init__(
         self, layout: Layout, weights: TensorReader, arithmetic: Arithmetic, limits: Mapping[str, float]
@@ -131,7 +131,7 @@ class Findings:
         return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner, self.unlimited)
 
     def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
-        """Record a site; of one that runs twice (dropout at both ends of a stack) the larger counts."""
+        """Record a site. If it runs twice (dropout at both ends of a stack) the larger bound counts."""
         top = largest(bound)
         sums = top if partial is None else largest(partial)
         before = self.sites.get(name)
@@ -147,24 +147,24 @@ class Findings:
         expected: Tensor,
         entering: tuple[Tensor, Tensor],
     ) -> None:
-        """Record a linear's bounds and mean squares; entering: the same of what it reads."""
+        """Record a linear's bounds and mean squares. entering: the same of its input."""
         self.note(path, kind, *bounds)
         self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
     def dropout(self, path: str, keep: float) -> None:
-        """Record a dropout's mask, divided by 1 − p; of several in a module the largest counts."""
+        """Record a dropout's mask, divided by 1 − p. Of several in a module the largest counts."""
         for site in (f"{path}:bernoulli", f"{path}:div"):
             self.inner[site] = max(self.inner.get(site, 0.0), (1 + UNIT) / keep)
 
     def kept(self, what: DropoutKind) -> float:
-        """Return a lower bound of 1 over the factor that a dropout multiplies with; 1 outside training."""
+        """Return a lower bound of 1 over dropout's factor; 1 outside training."""
         if not self.arithmetic.train:
             return 1.0
         key = self.layout.family.dropout.get(what)
         if key is None:
             return 1.0
         rate = float(str(config_value(self.layout.family, self.layout.config, key)))
-        # Kernels may round the factor 1/(1−p) to fp16 before they multiply with it.
+        # Kernels may round the factor 1/(1−p) to fp16 first.
         return (1 - rate) / (1 + UNIT) if rate else 1.0
 
     def tensor(self, name: str) -> Tensor | None:
@@ -174,7 +174,7 @@ class Findings:
         return self.checked(name, self.read(name))
 
     def checked(self, name: str, weight: Tensor) -> Tensor:
-        """Record a tensor's largest entry; one that fp16 cannot hold becomes a site that fails."""
+        """Return a tensor and record its largest entry. One that fp16 cannot hold becomes a site that fails."""
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
         self.note_weight(name.rsplit(".", 1)[0], max(-low, high))
         if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
@@ -203,8 +203,8 @@ def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
 
 @dataclass(frozen=True)
 class SourceBounds:
-    """The bounds of the unscaled source. exponents: of the streams, for LayerNorm's eps. unmoved: sites over their
-    limit that no exact exponent moves. failing: these, and those behind a sentence encoder or a tower."""
+    """Bounds of the source before any exponent. exponents: of the streams, for LayerNorm's eps. unmoved: sites over
+    their limit that no exact exponent moves. failing: these, and projectors' sums of squares."""
 
     ranges: Mapping[str, ModuleRange]
     exponents: Mapping[str, int]

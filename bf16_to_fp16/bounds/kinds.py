@@ -1,4 +1,4 @@
-"""What the sites of a certificate hold, and what follows from it, in one table."""
+"""The kinds of a certificate's sites and their traits, in one table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 
 
 class SiteKind(StrEnum):
-    """What a site holds, in the words of a report."""
+    """The quantity at a site, in the words of a report."""
 
     EMBEDDING = "embedding"
     RESIDUAL = "residual"
@@ -39,7 +39,7 @@ class SiteKind(StrEnum):
 
 
 class Remedy(StrEnum):
-    """What brings a bound under its limit."""
+    """The means that bring a bound under its limit."""
 
     RESCALE = "rescale"
     EDIT = "rescale at a price"
@@ -47,7 +47,7 @@ class Remedy(StrEnum):
 
 
 class Line(StrEnum):
-    """The line of a picture that a site belongs to, by its name in style sheets."""
+    """The line of a figure to which a site belongs, by its name in style sheets."""
 
     STREAM = "stream"
     ATTENTION = "attention"
@@ -58,8 +58,8 @@ class Line(StrEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """``remedy``: where its bound is over the limit. ``line``: in pictures, that of an attention for any output; None
-    for what is not drawn. ``limit_in_training``: where the derivative of gelu_new is computed."""
+    """``remedy``: for a bound over its limit. ``line``: in figures; any output has an attention's line, None is not
+    drawn. ``limit_in_training``: where the derivative of gelu_new is computed."""
 
     remedy: Remedy = Remedy.RESCALE
     line: Line | None = None
@@ -67,7 +67,7 @@ class Traits:
 
     @property
     def movable(self) -> bool:
-        """Whether an exact exponent can move it."""
+        """Whether an exact exponent can move the site."""
         return self.remedy is Remedy.RESCALE
 
 
@@ -86,5 +86,5 @@ _TRAITS: Mapping[str, Traits] = {
 
 
 def traits(kind: str) -> Traits:
-    """Return what follows from a kind; a report may name one that is not known."""
+    """Return the traits of a kind, the default ones for a kind that only the report knows."""
     return _TRAITS.get(kind, Traits())

@@ -1,8 +1,8 @@
-"""Bounds of what linear maps make of a norm's output: n with ‖n‖₂ ≤ √d, times a gain, plus a shift.
+"""Bounds of linear maps on a norm's output: n with ‖n‖₂ ≤ √d, times a gain, plus a shift.
 
-With A the weight times the gain, row i of a linear on a norm is at most √d·‖A_i‖ (Cauchy-Schwarz), plus
-|A·shift + bias| after a LayerNorm. The other bounds are made of the same few maps: lengths of rows and columns, sums of
-largest entries, and maxima over a ball.
+With A the weight times the gain, row i of a linear on a norm is at most √d·‖A_i‖ (Cauchy-Schwarz), plus |A·shift +
+bias| after a LayerNorm. The other bounds use the same few functions: lengths of rows and columns, sums of largest
+entries, and maxima over a ball.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 from .arithmetic import COMPUTED, UNIT, UNIT32, Arithmetic, full_precision, growth, norm_units
 from .factored import Factored, chunks, working_dtype
 
-NORM_ERROR = 2.0**-10  # relative error allowed to what a LayerNorm computes in fp32, on inputs that vary
+NORM_ERROR = 2.0**-10  # relative error allowed to a LayerNorm in fp32, on inputs that vary
 
 
 @dataclass(frozen=True)
 class NormOutput:
-    """A norm's output as arithmetic makes it: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``.
+    """A norm's output with its rounding: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``.
 
     ``gain``, ``shift``, ``absolute``: fp64 [d]. Each component of the error is at most ``relative``·(|gain·n| +
-    |shift|) + ``absolute``. ``most``: bound of each component where one is known besides, fp64 [d].
+    |shift|) + ``absolute``. ``most``: another bound of each component where one is known, fp64 [d].
     """
 
     gain: Tensor
@@ -36,7 +36,7 @@ class NormOutput:
     most: Tensor | None = None
 
     def scaled(self, factor: float, arithmetic: Arithmetic) -> NormOutput:
-        """Return it multiplied by a number and rounded once more."""
+        """Return the output multiplied by a number and rounded once more."""
         if factor == 1.0:
             return self
         return NormOutput(
@@ -61,16 +61,16 @@ class NormOutput:
 
     @property
     def axes(self) -> Tensor:
-        """Squared axes of an ellipsoid that it lies in, of one without shift: fp64 [d]."""
+        """Squared axes of an ellipsoid that holds an output without shift, fp64 [d]."""
         assert self.shift is None
         scaled, error = self.gain * self.radius * (1 + self.relative), self.absolute.square() * len(self.absolute)
         return summed_axes(scaled.square(), error)
 
     @property
     def length(self) -> float:
-        """Bound of its ‖·‖₂: the longest that ‖n‖₂ ≤ radius lets gain∘n be, with the shift, and the error's length.
+        """Bound of the output's ‖·‖₂: the longest gain∘n with ‖n‖₂ ≤ radius, the shift, and the error's length.
 
-        |gain·n| as a vector is no longer than max|gain|·radius, so neither is the error that is relative to it.
+        gain·n| as a vector is no longer than max|gain|·radius, so neither is the error relative to it.
         """
         longest = float(self.gain.abs().max()) * self.radius
         longest += 0.0 if self.shift is None else float(self.shift.norm())
@@ -90,17 +90,17 @@ def summed_axes(one: Tensor, other: Tensor) -> Tensor:
 
 
 def enclosing_axes(caps: Tensor, length: float | Tensor) -> Tensor:
-    """Return the squared axes of an ellipsoid that holds every vector whose components are at most ``caps`` and whose
-    ‖·‖₂ is at most ``length``: [d].
+    """Return the squared axes, [d], of an ellipsoid that holds every vector with components up to ``caps`` and ‖·‖₂ up
+    to ``length``.
 
-    Both are ellipsoids' conditions, Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1, and so is their mean.
+    Both are conditions of ellipsoids, Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1, and so is their mean.
     """
     box, ball = caps.square() * caps.numel(), length * length
     return box * (2 * ball / (box + ball)).nan_to_num(0.0) * COMPUTED
 
 
 def stream_itself(axes: Tensor, caps: Tensor) -> NormOutput:
-    """Return a residual stream as what sublayers read without a norm: ‖x/√axes‖₂ ≤ 1, with components up to ``caps``.
+    """Return a residual stream as an input that is read without a norm: ‖x/√axes‖₂ ≤ 1, with components up to ``caps``.
 
     Its radius is √d, so that its gain is about its root mean square. Its rounding is in its axes.
     """
@@ -109,8 +109,8 @@ def stream_itself(axes: Tensor, caps: Tensor) -> NormOutput:
 
 
 def either(one: NormOutput, other: NormOutput) -> NormOutput:
-    """Return what covers the outputs of two norms without shift: gain∘n is larger∘n' with |n'| at most |n| in every
-    component, and so ‖n'‖ at most ‖n‖."""
+    """Return one output that covers two norms' outputs without shift: gain∘n is larger∘n' with |n'| at most |n| in
+    every component, and so ‖n'‖ at most ‖n‖."""
     assert one.shift is None and other.shift is None
     return NormOutput(
         torch.maximum(one.gain.abs(), other.gain.abs()),
@@ -124,8 +124,8 @@ def either(one: NormOutput, other: NormOutput) -> NormOutput:
 def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmetic) -> tuple[Tensor, float]:
     """Return bounds of each component, fp64 [d], and of ‖·‖₂, of sums of a norm's output at ``terms`` positions.
 
-    They are products with a matrix of 0 and 1 over ``length`` positions, whose terms are exact; of any part of a sum
-    the magnitudes are no larger than of the whole.
+    They are products with a matrix of 0 and 1 over ``length`` positions, whose terms are exact; a partial sum's
+    magnitudes are no larger than the whole's.
     """
     a, grown = arithmetic, 1 + arithmetic.gamma(length)
     bound = a.summed(source.bound * terms * grown)
@@ -136,10 +136,10 @@ def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmet
 
 @dataclass(frozen=True)
 class LinearBound:
-    """What a linear makes of a normalised input, row by row; all fp64 [m].
+    """The bounds of a linear on a normalised input, row by row; all fp64 [m].
 
-    ``matrix``: weight times gain, [m, d]. ``norms``: radius·‖row‖. ``centre``: what the shift and the bias give.
-    ``error``: largest difference from the exact value. ``bound``, ``partial``: of the result, of its partial sums.
+    ``matrix``: weight times gain, [m, d]. ``norms``: radius·‖row‖. ``centre``: from shift and bias. ``error``: largest
+    difference from the exact value. ``bound``, ``partial``: of the result, of its partial sums.
     """
 
     matrix: Factored
@@ -151,22 +151,22 @@ class LinearBound:
     partial: Tensor
 
     def scaled_rows(self, lengths: Tensor | float) -> Factored:
-        """Return the rows scaled to the given lengths, negative ones turned round (zero rows stay zero)."""
-        # Shorter rows than fp32 holds come to nothing in any product.
+        """Return the rows scaled to the given lengths; negative lengths reverse them, zero rows stay zero."""
+        # Rows shorter than fp32's least number are 0 in any product.
         length = (self.norms / (self.radius * COMPUTED)).clamp(min=torch.finfo(torch.float32).tiny)
         return replace(self.matrix, rows=lengths / length)
 
     def split(self, rows: Sequence[int]) -> list[LinearBound]:
-        """Return the linears that stand in one matrix, which have so many rows each."""
+        """Return the linears of one common matrix; rows: of each."""
         vectors = (self.norms, self.centre, self.error, self.bound, self.partial)
         parts = zip(self.matrix.weight.split(rows), *(x.split(rows) for x in vectors), strict=True)
-        # Without the weight's name, by which the whole of it would be read again.
+        # Without the weight's name, by which the whole matrix would be read again.
         return [LinearBound(Factored(weight, self.matrix.columns), self.radius, *own) for weight, *own in parts]
 
 
 @dataclass(frozen=True)
 class Projection:
-    """What a sublayer's output projection adds to the residual stream.
+    """The output of a sublayer's projection, which joins the residual stream.
 
     ``bound``, ``partial``: of each component and of its partial sums, fp64 [d]. ``length``: of its ‖·‖₂.
     """
@@ -177,8 +177,8 @@ class Projection:
 
 
 def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) -> NormOutput:
-    """Return what an RMS norm makes of any vector; gain: fp64 [d], with what stock code adds to it. once: whether it
-    rounds n and the gain in fp32 alone, before it rounds their product."""
+    """Return an RMS norm's output for any input. gain: fp64 [d], with stock code's offset. once: n and the gain are
+    rounded in fp32 alone before their product is rounded."""
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
@@ -196,7 +196,7 @@ def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) 
 
 
 def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOutput:
-    """Return so many outputs of a norm as one vector, one after another or channel by channel: ‖(n₁, n₂, …)‖² ≤
+    """Return ``number`` outputs of a norm as one vector, one after another or channel by channel: ‖(n₁, n₂, …)‖² ≤
     number·radius²."""
     if number == 1:
         return source
@@ -209,14 +209,14 @@ def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOu
 
 
 def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float, arithmetic: Arithmetic) -> NormOutput:
-    """Return what a LayerNorm makes of any vector whose components' magnitudes have at most this mean; gain, shift:
-    fp64 [d]."""
+    """Return a LayerNorm's output for any input whose components have a mean magnitude of at most ``mean``. gain,
+    shift: fp64 [d]."""
     a = arithmetic
     radius = math.sqrt(gain.numel())
     if not a.exact:
         if a.norms16:
-            # The mean is off by what summing it in fp16 loses, and with it all deviations, up to twice against their
-            # root mean square.
+            # The mean is off by its sum's rounding in fp16, and with it all deviations, up to twice against their root
+            # mean square.
             off = (growth(gain.numel()) - 1 + 3 * UNIT) * mean
             radius *= math.sqrt(1 + 4 * off * off / eps) * a.norm_factor(gain.numel())
         radius *= lengthened(mean, eps, gain.numel()) * (1 + NORM_ERROR)
@@ -226,13 +226,13 @@ def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float
 
 
 def lengthened(mean: float, eps: float, width: int) -> float:
-    """Return how much longer than √d a LayerNorm's output may be, its fp32 mean and standard deviation being off by
+    """Return how many times √d a LayerNorm's output may be long, if its fp32 mean and standard deviation are off by
     ``norm_units`` of ``mean``.
 
     Let the deviations have rms s. All are off by the same e, the mean's error, to which they are orthogonal, and are
     divided by √(v + eps) with v ≥ (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the square of the
     quotient's rms is at most (s² + e²)/(t² + eps) = (τ² + 2τ√q + 2q)/(τ² + 1), whose maximum is the larger eigenvalue
-    of ((1, √q), (√q, 2q)); for s < e it is at most 2q. A sum of products of which some are negative may come out as
+    of ((1, √q), (√q, 2q)); for s < e it is at most 2q. A sum of products, some of them negative, may come out as
     −(2⁻²⁴·mean)²/2, which is taken off eps.
     """
     unit = UNIT32 * mean
@@ -247,7 +247,7 @@ def lengthened(mean: float, eps: float, width: int) -> float:
 def bound_linear(
     source: NormOutput, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic, name: str = ""
 ) -> LinearBound:
-    """Return the bounds of a linear on a norm's output; weight [m, d], bias [m]; name: the weight's."""
+    """Return the bounds of a linear on a norm's output. weight: [m, d]. bias: [m]. name: the weight's."""
     matrix = Factored(weight, source.gain, name=name)
     lengths = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in matrix.parts()]
     norms = source.radius * torch.cat(lengths) * COMPUTED
@@ -267,8 +267,8 @@ def bound_linear(
 
 
 def bound_box(caps: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Return the bound of a linear on any vector whose components are, rounded, at most ``caps``, and of its partial
-    sums; weight [m, n], bias [m], caps fp64 [n]: fp64 [m]."""
+    """Return the bound, fp64 [m], of a linear and its partial sums on any vector with rounded components up to
+    ``caps``. weight: [m, n]. bias: [m]. caps: fp64 [n]."""
     terms = magnitudes(weight, caps) * COMPUTED
     total = terms if bias is None else terms + bias.double().abs()
     total = total * (1 + arithmetic.gamma(weight.shape[1]))
@@ -282,11 +282,11 @@ def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 @full_precision()
 def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return an upper bound of |matrix|·vector for a vector of no negative entries: fp64 [m], or [m, k] for a
-    vector [d, k].
+    """Return an upper bound of |matrix|·vector for a vector without negative entries: fp64 [m], or [m, k] for a vector
+    [d, k].
 
     Summed in the working dtype: where no term is negative, a sum of n rounded products is off by at most γ of n + 2
-    terms (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), besides what underflows.
+    terms (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), besides underflow.
     """
     if not vector.any():
         return vector.new_zeros(len(matrix), *vector.shape[1:])
@@ -298,13 +298,13 @@ def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def row_norms(matrix: Tensor) -> Tensor:
-    """Return ‖row‖₂ of every row: fp64, computed in it."""
+    """Return ‖row‖₂ of every row, computed in fp64."""
     norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in chunks(matrix)]
     return torch.cat(norms) if norms else matrix.new_zeros(0, dtype=torch.float64)
 
 
 def column_norms(matrix: Tensor) -> Tensor:
-    """Return ‖column‖₂ of every column: fp64, computed in it."""
+    """Return ‖column‖₂ of every column, computed in fp64."""
     total = torch.zeros(matrix.shape[1], dtype=torch.float64)
     for part in chunks(matrix):
         total += part.double().square().sum(0)
@@ -312,13 +312,13 @@ def column_norms(matrix: Tensor) -> Tensor:
 
 
 def row_products(one: Factored, other: Factored) -> Tensor:
-    """Return the inner product of every row with the other matrix's: fp64 [m], summed in it."""
+    """Return the inner product of every row with the other matrix's row, fp64 [m], summed in fp64."""
     pairs = zip(one.parts(), other.parts(), strict=True)
     return torch.cat([(left * right).sum(1, dtype=torch.float64) for left, right in pairs])
 
 
 def squared_matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return the squared entries of a matrix times a vector: fp64 [m], computed in it."""
+    """Return the matrix of squared entries times a vector, fp64 [m], computed in fp64."""
     return torch.cat([part.double().square() @ vector for part in chunks(matrix)])
 
 
@@ -335,9 +335,9 @@ def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.d
     """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row of values: [m], summed
     in ``dtype``.
 
-    Lagrange duality: λ·square + Σ max_s (v·s − λ·s²) bounds it for every λ > 0; the best one has the gradient of the
-    maximum. ‖s‖² is concave and piecewise linear in λ⁻², so that Newton's steps from the λ that no cap matters to go
-    down to it and end there.
+    Lagrange duality: λ·square + Σ max_s (v·s − λ·s²) bounds it for every λ > 0; the best λ has the gradient of the
+    maximum. ‖s‖² is concave and piecewise linear in λ⁻², so Newton's steps from the λ without caps go down to the best
+    one and end there.
     """
     with torch.no_grad():
         start = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
@@ -358,33 +358,33 @@ def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.d
 
 
 def number(value: float | Tensor) -> float:
-    """Without its gradient."""
+    """Return a value without its gradient."""
     return float(value.detach()) if isinstance(value, Tensor) else value
 
 
 def products_of_rows(rows: Tensor) -> Tensor:
-    """Return an upper bound of rows·rowsᵀ in the positive semidefinite order, of a few rows in fp64: fp64 [n, n]."""
+    """Return an upper bound of rows·rowsᵀ in the positive semidefinite order, fp64 [n, n], for a few rows in fp64."""
     made = rows @ rows.t()
     made.diagonal().add_(made.trace() * sum(rows.shape) * 2.0**-50)
     return made
 
 
 def root_of(matrix: Tensor) -> Tensor:
-    """Return an L with L·Lᵀ at least a positive semidefinite fp64 matrix in the same order.
+    """Return an L with L·Lᵀ at least a positive semidefinite fp64 matrix, in the same order.
 
-    It is Cholesky's factor of the matrix and n units of its trace, several times what the factor is off by (Higham,
-    Accuracy and Stability of Numerical Algorithms, theorem 10.3).
+    It is Cholesky's factor of the matrix plus n units of its trace, several times the factor's error (Higham, Accuracy
+    and Stability of Numerical Algorithms, theorem 10.3).
     """
     raised = matrix.clone()
     raised.diagonal().add_(matrix.shape[0] * 2.0**-48 * matrix.trace())
     root, failed = torch.linalg.cholesky_ex(raised)
-    if int(failed):  # as where squares are smaller than fp64 holds
+    if int(failed):  # as with squares that underflow in fp64
         root = raised.trace().sqrt() * torch.eye(len(matrix), dtype=matrix.dtype)
     return root
 
 
 def balanced(one: Tensor, other: Tensor) -> Tensor:
-    """Return √(one/other) per channel, 1 where a channel is always 0: what balances two sides of a product."""
+    """Return √(one/other) by channel, which balances two sides of a product; 1 where a channel is always 0."""
     usable = (one > 0) & (other > 0)
     return torch.where(usable, (one / other.clamp(min=1e-300)).sqrt(), torch.ones_like(one)).clamp(1e-12, 1e12)
 

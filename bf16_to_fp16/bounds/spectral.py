@@ -1,9 +1,9 @@
 """Upper bounds on the largest eigenvalue of a Gram matrix, rounding included.
 
-Power or Lanczos iteration gives a lower bound, which is worth nothing in a proof. Here it only makes a guess t: if the
-Cholesky factorisation of t·I − G runs through, every eigenvalue of G is below t, whatever the guess came from. Small
-matrices take all eigenvalues from ``eigvalsh`` instead. To both the backward error of the computation is added
-(Higham, Accuracy and Stability of Numerical Algorithms, theorems 10.3 and 8.3).
+Power or Lanczos iteration gives a lower bound, which proves nothing. Here it only makes a guess t: if the Cholesky
+factorisation of t·I − G succeeds, every eigenvalue of G is below t, whatever the guess came from. Small matrices take
+all eigenvalues from ``eigvalsh`` instead. To both the backward error of the computation is added (Higham, Accuracy and
+Stability of Numerical Algorithms, theorems 10.3 and 8.3).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .factored import IN_CACHE, Tall
 EXACT_UP_TO = 128  # rows of a matrix whose eigenvalues are all computed; beyond it Cholesky is faster
 TILE = 512  # rows and columns of a Gram matrix that are summed at a time, so that the sum stays in the cache
 FP32_ROWS = 256  # rows summed in fp32 before the sum goes on in fp64
-AT_A_TIME = 2048  # rows of a tall matrix that are made at a time
+AT_A_TIME = 2048  # rows of a tall matrix that are computed at a time
 CARRIED = 2.0**-8  # share of its root by which an eigenvalue may grow when it is carried over rather than computed
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ _GUESS = 1 + 2.0**-9
 
 @on_device
 def summed_products(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of left_i·right_iᵀ over i, each in the dtype of both: fp64 [a, b]; left [n, a, k], right
+    """Return the sum of left_i·right_iᵀ over i, fp64 [a, b], each product in the dtype of both. left: [n, a, k]. right:
     [n, b, k]."""
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
     for one, other in zip(left, right, strict=True):
@@ -49,7 +49,7 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 def gram(rows: Tensor | Tall) -> Tensor:
     """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
 
-    rows: [n, d], fp32 or fp64; fp32 is summed over ``FP32_ROWS`` of them. The error of every product is bounded by
+    rows: [n, d], fp32 or fp64; in fp32 ``FP32_ROWS`` of them are summed. The error of every product is bounded by
     γ·Σ|a||b|, whose Frobenius norm is at most γ times the trace; that is added to the diagonal. γ has eight units more,
     for factors that are off by four units each.
     """
@@ -74,15 +74,16 @@ def gram(rows: Tensor | Tall) -> Tensor:
 
 @dataclass(frozen=True)
 class Spectra:
-    """Upper bounds on the largest eigenvalues of a source's Gram matrices, for other weights that are nearly the same.
+    """Upper bounds on the largest eigenvalues of a source's Gram matrices, which also serve weights that are nearly the
+    same.
 
-    Weights written from a source are its own times powers of two, but for what rounding does to them, and so are many
-    products of theirs. For Z and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F: so a stream through both weights gives
-    a bound of the one from that of the other, whatever was done to them; where they are too far apart, it is computed.
+    Weights written from a source are its own times powers of two, up to rounding, and so are many of their products.
+    For Z, Z₀ and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F. So a pass over both weights turns one's bound into the
+    other's, whatever was done to them; where they are too far apart, it is computed.
 
     read: gives the source's weights. found: by label, a matrix without its weights and its eigenvalue. fixed: the
-    weights in question are not the source's, so that no eigenvalue of theirs is to be kept. kept: what else follows
-    from those in question, by their names and all that it depends on besides. about: the names of some of them.
+    weights at hand are not the source's, so their eigenvalues are not kept. kept: other results by the names of their
+    weights and further arguments. about: the names for the next result.
     """
 
     read: TensorReader
@@ -92,16 +93,17 @@ class Spectra:
     fixed: bool = False
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
-        """Return what holds of the source with the weights of these names changed; read: gives its weights."""
+        """Return the results that hold for the source with the weights of these names changed. read: gives its
+        weights."""
         found = {label: kept for label, kept in self.found.items() if kept[0].names.isdisjoint(changed)}
         return Spectra(read, found, {key: made for key, made in self.kept.items() if key[0].isdisjoint(changed)})
 
     def for_others(self) -> Spectra:
-        """Return what may be carried over to other weights that are nearly the same, with nothing kept of these."""
+        """Return the results that serve other, nearly equal weights."""
         return replace(self, fixed=True, kept={})
 
     def once(self, given: Hashable, compute: Callable[[], T]) -> T:
-        """Return what follows from the weights ``about`` which it is, computed once for all that is given besides."""
+        """Return the result for the weights ``about`` and ``given``, computed once and then kept."""
         key = (self.about, given)
         if not self.about:
             return compute()
@@ -122,10 +124,9 @@ class Spectra:
 
     @full_precision()
     def carried(self, matrix: Tall) -> float | None:
-        """Return the bound that follows from the one that was kept, None where it would be more than ``CARRIED``
-        larger.
+        """Return the bound that follows from the kept one, None where it would be more than ``CARRIED`` larger.
 
-        Elements of both are off by five units of the working dtype at most, those multiplied by s by two more.
+        Elements of both are off by at most five units of the working dtype, those multiplied by s by two more.
         """
         kept, value = self.found[matrix.label]
         other = self.with_weights(kept)
@@ -156,7 +157,7 @@ def without_weights(matrix: Tall) -> Tall:
 @on_device
 @full_precision()
 def product_of_rows(left: Tensor, right: Tensor) -> Tensor:
-    """Return left·rightᵀ in the dtype of both, fp32 or fp64, summed in any order; both contiguous."""
+    """Return left·rightᵀ in the dtype of both, fp32 or fp64, summed in any order. Both are contiguous."""
     return times_rows(left, right)
 
 
@@ -195,10 +196,10 @@ def largest_eigenvalues(matrices: Tensor) -> Tensor:
 
 
 def ritz_value(matrix: Tensor) -> float:
-    """Return a lower bound on the largest eigenvalue, close to it: Lanczos from a fixed random vector.
+    """Return a close lower bound on the largest eigenvalue: Lanczos from a fixed random vector.
 
-    With full reorthogonalisation (Golub and Van Loan, Matrix Computations, 10.3.5), in fp32, which is half the reading:
-    what comes of it is only a guess.
+    With full reorthogonalisation (Golub and Van Loan, Matrix Computations, 10.3.5), in fp32, which halves the reading:
+    the result is only a guess.
     """
     size = matrix.shape[0]
     scaled = (matrix / matrix.trace()).float()

@@ -1,5 +1,5 @@
 """The tiers: runtimes' arithmetics, from PyTorch's kernels to sums in fp16. A tier's certificate implies every weaker
-one's: bounds only grow from one to the next."""
+tier's, since bounds only grow from one to the next."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def certified_tiers(
     arithmetic: Arithmetic,
     spectra: Spectra,
 ) -> dict[str, bool]:
-    """Return by tier whether its certificate holds. holds: that for ``target``. arithmetic: of the weakest tier."""
+    """Return by tier whether its certificate holds. holds: whether that of ``target`` does. arithmetic: of the weakest
+    tier."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
-    # What the weakest tier says is part of every target.
+    # Every target covers the weakest tier.
     covered = targets.index(target) if target in targets else 0
     for i, tier in enumerate(TIERS):
         if holds and i <= covered:
@@ -50,7 +51,7 @@ def bounded(
     *,
     tiers: bool = True,
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of a checkpoint's weights in fp16, and by tier whether its own holds. whose: ends the
+    """Return the certificate of a checkpoint's fp16 weights, and by tier whether its certificate holds. whose: ends the
     step's name. So many parameters, since all commands that bound something share it."""
     weights = fp16_weights(checkpoint, layout)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
