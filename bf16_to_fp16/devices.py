@@ -52,7 +52,6 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether the installed torch has kernels for a CUDA card."""
     import torch
 
     try:

@@ -36,12 +36,10 @@ def dump(part: BaseModel) -> dict[str, Any]:
 
 
 class Fidelity(ReportObject):
-    """How far the bf16 source and the fp16 output are from the fp32 source, on the same tokens.
-
-    ``measure`` "kl": KL(fp32 ‖ x) per token, in nats; "relative squared error": Σ(x − fp32)² / Σ fp32² of an encoder's
-    last states, with ``top1_*`` None. ``kl_fp32`` and ``squared_error_fp32``: of the output's weights in fp32. The bf16
-    fields are None where no bf16 model ran. A model that gives inf or NaN is infinitely far; JSON has null for that.
-    """
+    """How far the bf16 source and the fp16 output are from the fp32 source, on the same tokens. ``measure`` "kl":
+    KL(fp32 ‖ x) per token, in nats; "relative squared error": Σ(x − fp32)² / Σ fp32² of an encoder's last states, with
+    ``top1_*`` None. ``kl_fp32`` and ``squared_error_fp32``: of the output's weights in fp32. The bf16 fields are None
+    where no bf16 model ran. A model that gives inf or NaN is infinitely far; JSON has null for that."""
 
     measure: str = "kl"
     kl_bf16: Infinite | None = None

@@ -142,7 +142,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def terminate(*_: object) -> NoReturn:
-    """End by SIGTERM, and ignore further ones during the cleanup."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
 

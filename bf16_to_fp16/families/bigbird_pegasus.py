@@ -1,10 +1,8 @@
 """BigBird-Pegasus: Pegasus with learned positions, other modules in the encoder's attention, and biases by the config.
-
 Its embedding multiplies itself by √d, its final norms are called ``layernorm_embedding``, and the encoder's scores are
 divided by √head_dim. Its checkpoints ask for block-sparse attention, which sums each context from four products and
 rounds each time. Only ``attention_type: original_full`` is supported, full attention, which stock code also uses by
-itself for inputs of up to (5 + 2·num_random_blocks)·block_size positions.
-"""
+itself for inputs of up to (5 + 2·num_random_blocks)·block_size positions."""
 
 from __future__ import annotations
 

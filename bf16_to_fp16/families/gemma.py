@@ -1,8 +1,6 @@
-"""Gemma: as Gemma 2, but with a norm before each sublayer only, and without soft caps.
-
-With no norm behind them, the output projections carry the stream's factor themselves. So no gain is moved and rounded
-(gains are stored less 1), except a tied head's.
-"""
+"""Gemma: as Gemma 2, but with a norm before each sublayer only, and without soft caps. With no norm behind them, the
+output projections carry the stream's factor themselves. So no gain is moved and rounded (gains are stored less 1),
+except a tied head's."""
 
 from __future__ import annotations
 

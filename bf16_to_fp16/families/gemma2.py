@@ -1,9 +1,7 @@
-"""Gemma 2: a causal language model with norms on both sides of every sublayer, and soft caps on scores and logits.
-
-It is Gemma 3 without norms of queries and keys. A factor passes a rotation only where both channels of a pair have it,
-and one head of keys serves several of queries: queries and keys have one exponent for each pair of channels of each
-head of keys. A cap bounds the values behind it, and no exponent moves a score.
-"""
+"""Gemma 2: a causal language model with norms on both sides of every sublayer, and soft caps on scores and logits. It
+is Gemma 3 without norms of queries and keys. A factor passes a rotation only where both channels of a pair have it, and
+one head of keys serves several of queries: queries and keys have one exponent for each pair of channels of each head of
+keys. A cap bounds the values behind it, and no exponent moves a score."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Gemma 3's text models and EmbeddingGemma: one stack, with norms on both sides of every sublayer.
-
-As Llama, with these differences. Norms stand between output projections and the stream, and before the product of
-queries and keys; the inputs of all norms carry the stream's factor, and all share its eps. Gains are stored as gain −
-1, so that a factor on them rounds (``Tensor.offset``): only those that must move do. The embedding multiplies itself by
-√d. With images, a vision tower's outputs replace tokens in the stream, through a norm and a linear.
-"""
+"""Gemma 3's text models and EmbeddingGemma: one stack, with norms on both sides of every sublayer. As Llama, with these
+differences. Norms stand between output projections and the stream, and before the product of queries and keys; the
+inputs of all norms carry the stream's factor, and all share its eps. Gains are stored as gain − 1, so that a factor on
+them rounds (``Tensor.offset``): only those that must move do. The embedding multiplies itself by √d. With images, a
+vision tower's outputs replace tokens in the stream, through a norm and a linear."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """GLM-4-0414: a causal language model with norms on both sides of every sublayer, and one matrix for gate and neurons.
-
 As Llama, with these differences. Gains behind a sublayer are stored as they are, so the stream's factor on them rounds
 nothing. Rotary positions turn channels 2i and 2i + 1 of each head's first half; the other channels are not turned, and
-count as pairs too. ``gate_up_proj`` has the gate's rows first, then the neurons', which alone carry a factor.
-"""
+count as pairs too. ``gate_up_proj`` has the gate's rows first, then the neurons', which alone carry a factor."""
 
 from __future__ import annotations
 

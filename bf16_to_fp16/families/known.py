@@ -93,7 +93,6 @@ def names_of(family: Family) -> tuple[str, ...]:
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """Return the family of a config; raise UserError for an unsupported ``model_type`` or architecture."""
     model_type = model_type_of(config)
     family = of_model_type(model_type)
     if family is None and (reason := REFUSED.get(str(model_type))):
@@ -198,11 +197,8 @@ def of_model_type(model_type: object) -> Family | None:
 
 def spare_padding(config: Mapping[str, object]) -> float:
     """Return how much right padding a padded encoder row needs to stay finite in fp16: 0 for any, inf where none is
-    allowed.
-
-    Under a mask of −inf a padded position that sees no other is NaN, and so is every position that attends to it,
-    masked or not. Padded positions do see the sums of blocks that the row's tokens do not fill.
-    """
+    allowed. Under a mask of −inf a padded position that sees no other is NaN, and so is every position that attends to
+    it, masked or not. Padded positions do see the sums of blocks that the row's tokens do not fill."""
     family = of_model_type(config.get("model_type"))
     if family is None:
         return 0

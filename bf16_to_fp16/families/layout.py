@@ -268,7 +268,6 @@ class Layout:
 
     @property
     def eps(self) -> float:
-        """The norms' eps as the stock class uses it."""
         said = {self.family.eps}
         for number, key in enumerate(self.family.eps_keys):
             eps = positive(key, looked_up(self.config, key, self.family.eps), "a small positive number such as 1e-06")

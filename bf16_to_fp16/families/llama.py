@@ -1,10 +1,8 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Seed-OSS: causal language models with rotary positions and a SiLU gate.
-
-They have one stack. They differ in the linears with a bias, in Seed-OSS's dropouts, and in Qwen3's norms of queries and
-keys, whose inputs carry the stream's factor. Without such norms a factor passes a rotation only where both channels of
-a pair have it: queries and keys have one exponent for each pair of each head of keys. Gains are stored as they are, so
-every norm can move. Other families of one stack begin from these records.
-"""
+"""Llama, Mistral, Qwen2, Qwen3 and Seed-OSS: causal language models with rotary positions and a SiLU gate. They have
+one stack. They differ in the linears with a bias, in Seed-OSS's dropouts, and in Qwen3's norms of queries and keys,
+whose inputs carry the stream's factor. Without such norms a factor passes a rotation only where both channels of a pair
+have it: queries and keys have one exponent for each pair of each head of keys. Gains are stored as they are, so every
+norm can move. Other families of one stack begin from these records."""
 
 from __future__ import annotations
 

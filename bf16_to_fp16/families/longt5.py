@@ -1,10 +1,8 @@
 """LongT5: T5 v1.1 whose encoder attends locally and, with ``transient-global``, to sums of all blocks of positions.
-
 Local attention differs from T5's in its mask alone. In transient-global attention the output of the sublayer's norm is
 summed over blocks of positions, the sums go through a norm of their own, and keys and values are made of both. That
 norm has the eps of all others, scaled by the square of the residual stream's factor. So the sums, and with them the
-output of the first norm, must carry the stream's factor too, the same in every channel.
-"""
+output of the first norm, must carry the stream's factor too, the same in every channel."""
 
 from __future__ import annotations
 
@@ -35,7 +33,6 @@ MODULES = {LOCAL: "LocalSelfAttention", GLOBAL: "TransientGlobalSelfAttention"}
 
 
 def attention(at: str, config: Mapping[str, object], i: int) -> Part:
-    """Raises UserError for an unknown ``encoder_attention_type``."""
     module = MODULES.get(str(config[TYPE]))
     if module is None:
         raise UserError(

@@ -1,10 +1,8 @@
-"""mBART and mBART-50: Pegasus with learned positions, and a norm between the embedding and each stack's stream.
-
-That norm takes out any factor of its input, so the residual stream begins with the norm's gain and bias. The embedding,
-the positions and a tied head carry no factor, and each stack's stream has an exponent of its own. The norm's eps, which
-no config holds, does not drift, since its input is never scaled. The embedding multiplies itself by √d with
-``scale_embedding``, and its table of positions has two rows before the first position's.
-"""
+"""mBART and mBART-50: Pegasus with learned positions, and a norm between the embedding and each stack's stream. That
+norm takes out any factor of its input, so the residual stream begins with the norm's gain and bias. The embedding, the
+positions and a tied head carry no factor, and each stack's stream has an exponent of its own. The norm's eps, which no
+config holds, does not drift, since its input is never scaled. The embedding multiplies itself by √d with
+``scale_embedding``, and its table of positions has two rows before the first position's."""
 
 from __future__ import annotations
 

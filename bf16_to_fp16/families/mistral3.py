@@ -1,10 +1,8 @@
 """Ministral 3, and Mistral 3: Mistral's or Ministral 3's text model, with the outputs of a Pixtral tower in its stream.
-Ministral 3 is Mistral but for queries, which grow with the logarithm of their position after the rotation.
-
-A projector reads the tower's outputs through a norm, merges four into one, and makes a token of it with two linears and
-a GELU between them. Its norm has the text model's eps, which is scaled by the square of the stream's factor although
-the tower's outputs carry none. So images drift, which is predicted and measured, and text does not.
-"""
+Ministral 3 is Mistral but for queries, which grow with the logarithm of their position after the rotation. A projector
+reads the tower's outputs through a norm, merges four into one, and makes a token of it with two linears and a GELU
+between them. Its norm has the text model's eps, which is scaled by the square of the stream's factor although the
+tower's outputs carry none. So images drift, which is predicted and measured, and text does not."""
 
 from __future__ import annotations
 

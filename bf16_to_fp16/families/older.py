@@ -1,9 +1,7 @@
-"""The reading of a config.json of transformers 5 by transformers 4.57.
-
-Version 4.57 ignores ``rope_parameters`` and takes its own defaults, but the older keys, which both versions read, can
-stand beside it. It scales the decoder's output of a T5 by d^-1/2 where the tie flag is true, whatever
-``scale_decoder_outputs`` says. Differences that no key can mend are described in a sentence.
-"""
+"""The reading of a config.json of transformers 5 by transformers 4.57. Version 4.57 ignores ``rope_parameters`` and
+takes its own defaults, but the older keys, which both versions read, can stand beside it. It scales the decoder's
+output of a T5 by d^-1/2 where the tie flag is true, whatever ``scale_decoder_outputs`` says. Differences that no key
+can mend are described in a sentence."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""OLMo 2 and OLMo 3: causal language models whose norms stand behind each sublayer, and none before.
-
-As Llama, with these differences. Linears read the stream itself. Those whose output carries no stream factor divide
-their columns by it; q, k and both output projections pass it on into norms that share the config's eps. The gains of
-the norms behind each sublayer bound its part of the stream. The norms of queries and keys are over all heads together.
-"""
+"""OLMo 2 and OLMo 3: causal language models whose norms stand behind each sublayer, and none before. As Llama, with
+these differences. Linears read the stream itself. Those whose output carries no stream factor divide their columns by
+it; q, k and both output projections pass it on into norms that share the config's eps. The gains of the norms behind
+each sublayer bound its part of the stream. The norms of queries and keys are over all heads together."""
 
 from __future__ import annotations
 

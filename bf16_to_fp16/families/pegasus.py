@@ -1,9 +1,7 @@
-"""Pegasus: pre-norm BART with LayerNorm, biases, sinusoidal positions and the embedding as head.
-
-Three deviations from T5 matter. LayerNorm's eps (1e-5) is not in the config, so scaling the residual stream drifts by
-about eps/(2·s²·var), which the plan weighs. The positions are added to the residual stream and must be scaled with it,
-so they are written even where a file lacks them. Scores are multiplied by head_dim^-1/2 after the product.
-"""
+"""Pegasus: pre-norm BART with LayerNorm, biases, sinusoidal positions and the embedding as head. Three deviations from
+T5 matter. LayerNorm's eps (1e-5) is not in the config, so scaling the residual stream drifts by about eps/(2·s²·var),
+which the plan weighs. The positions are added to the residual stream and must be scaled with it, so they are written
+even where a file lacks them. Scores are multiplied by head_dim^-1/2 after the product."""
 
 from __future__ import annotations
 

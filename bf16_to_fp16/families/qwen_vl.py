@@ -1,10 +1,8 @@
 """Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, with the outputs of a vision tower in their stream.
-
 Positions on three axes turn queries and keys and do nothing else. A merger reads four of the tower's outputs at once
 through their norms, and makes a token of them by two linears with a GELU between them. In Qwen3-VL, further mergers add
 outputs of earlier layers of the tower to the stream after the first layers. All norms in between have an eps of their
-own, so only each last linear carries the stream's factor, and the tower stays as it is.
-"""
+own, so only each last linear carries the stream's factor, and the tower stays as it is."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Resolve a family against a checkpoint: find the role of every tensor.
-
-Whether a head is tied is decided from the tensors, because the flag in the config has meant different things:
-transformers 5 writes ``true`` beside a head of its own. Every tensor must be accounted for, since stock code fills a
-missing one with random numbers and drops an unknown one.
-"""
+"""Resolve a family against a checkpoint: find the role of every tensor. Whether a head is tied is decided from the
+tensors, because the flag in the config has meant different things: transformers 5 writes ``true`` beside a head of its
+own. Every tensor must be accounted for, since stock code fills a missing one with random numbers and drops an unknown
+one."""
 
 from __future__ import annotations
 

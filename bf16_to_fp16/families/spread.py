@@ -1,9 +1,7 @@
 """Axes whose elements share the channels of a signal, or partly carry none: values read by several query heads,
-channels turned into one another, neurons behind their gates in one matrix.
-
-A ``Spread`` lists factors of the axis, outermost first, of which every second one only repeats. A negative number at
-either end stands for so many elements that carry nothing.
-"""
+channels turned into one another, neurons behind their gates in one matrix. A ``Spread`` lists factors of the axis,
+outermost first, of which every second one only repeats. A negative number at either end stands for so many elements
+that carry nothing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Switch Transformers: T5 v1.0 in whose sparse blocks a router hands each token to one of several feed-forwards.
-
 Experts and router read one norm's output, so all of them are divided by its factor. The router computes in fp32
 whatever the model's dtype is. Nothing moves its logits, so they keep every bit, and its choice stays. Neurons move
-within each expert.
-"""
+within each expert."""
 
 from __future__ import annotations
 
@@ -65,7 +63,6 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
 
 
 def check_capacity(config: Mapping[str, object]) -> None:
-    """Raise UserError for a capacity past stock code's integers."""
     capacity = config.get(CAPACITY)
     if isinstance(capacity, int) and capacity >= 2**63:
         raise UserError(f"config.json: {CAPACITY!r} is {capacity}, more than 64 bits count; write the number of tokens")

@@ -1,9 +1,7 @@
-"""T5 v1.0 and v1.1, Flan-T5, ByT5 and UL2 (``model_type`` t5), mT5 and UMT5.
-
-Pre-norm, RMSNorm with its eps in the config, no biases, no scaling of scores. v1.0 has ReLU and uses the embedding as
-head after multiplying by d^-1/2; v1.1 and its descendants have a gate and a head of their own. The relative attention
-bias lives in the first block of each stack and is shared by the others.
-"""
+"""T5 v1.0 and v1.1, Flan-T5, ByT5 and UL2 (``model_type`` t5), mT5 and UMT5. Pre-norm, RMSNorm with its eps in the
+config, no biases, no scaling of scores. v1.0 has ReLU and uses the embedding as head after multiplying by d^-1/2; v1.1
+and its descendants have a gate and a head of their own. The relative attention bias lives in the first block of each
+stack and is shared by the others."""
 
 from __future__ import annotations
 

@@ -72,10 +72,8 @@ negative number at either end stands for so many elements that carry nothing: ne
 @dataclass(frozen=True)
 class Axis:
     """The signal whose exponent an axis of a tensor carries, its sign there, and how its elements share channels.
-
     ``others``: further signals that these elements carry, or that others of the axis's elements carry, where several
-    linears stand in one matrix.
-    """
+    linears stand in one matrix."""
 
     sign: Sign
     signal: str
@@ -174,12 +172,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions: each pair of channels of a query or key is turned by an angle.
-
-    at: the module of the cosines and sines. factor: their largest multiplier, at least 1. interleaved: pairs are
-    channels 2i and 2i + 1, else i and i + head_dim/2. runs: the number of equal runs of a head, each paired by itself
-    or not turned at all. growth: (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋).
-    """
+    """Rotary positions: each pair of channels of a query or key is turned by an angle. at: the module of the cosines
+    and sines. factor: their largest multiplier, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i and i
+    + head_dim/2. runs: the number of equal runs of a head, each paired by itself or not turned at all. growth: (g, n)
+    multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
 
     at: str
     factor: float = 1.0
@@ -190,10 +186,8 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Attention:
-    """The connections of an attention sublayer's modules, for the bounds on the values between them.
-
-    Names without another remark are module paths or, with a colon, sites as audits name them; "" is for none.
-    """
+    """The connections of an attention sublayer's modules, for the bounds on the values between them. Names without
+    another remark are module paths or, with a colon, sites as audits name them; "" is for none."""
 
     at: str  # the module that forms the scores
     norm: str  # "" where its linears read the stream itself
@@ -257,13 +251,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The connections of a feed-forward sublayer's modules.
-
-    ``at``: the module that forms the product. ``gate``: path of the linear whose activation multiplies ``linear``'s
-    output, "" for a plain sublayer, whose ``linear`` is activated itself. ``activation``: its name in the config;
-    ``act``: the module that applies it. ``norm``, ``add``, ``post_norm`` as in ``Attention``; ``dropouts``: of the
-    neurons, of the output. ``fused``: numbers of rows of gate and ``linear``, where one module computes both.
-    """
+    """The connections of a feed-forward sublayer's modules. ``at``: the module that forms the product. ``gate``: path
+    of the linear whose activation multiplies ``linear``'s output, "" for a plain sublayer, whose ``linear`` is
+    activated itself. ``activation``: its name in the config; ``act``: the module that applies it. ``norm``, ``add``,
+    ``post_norm`` as in ``Attention``; ``dropouts``: of the neurons, of the output. ``fused``: numbers of rows of gate
+    and ``linear``, where one module computes both."""
 
     at: str
     norm: str
@@ -374,11 +366,8 @@ class StackEnds:
 
 @dataclass(frozen=True)
 class HeadLinear:
-    """A linear of a head.
-
-    ``at``: its module path. ``weight``, ``bias``: tensors; the embedding where it serves as head, "" for no bias.
-    ``tanh``: the site of the tanh behind it, "" for none.
-    """
+    """A linear of a head. ``at``: its module path. ``weight``, ``bias``: tensors; the embedding where it serves as
+    head, "" for no bias. ``tanh``: the site of the tanh behind it, "" for none."""
 
     at: str
     weight: str
@@ -388,11 +377,9 @@ class HeadLinear:
 
 @dataclass(frozen=True)
 class Head:
-    """The reader of the last norm's output: linears, one after another.
-
-    ``at``: the module that computes them. ``dropout``: the dropout module before each of the linears, "" for none.
-    ``cap``: config key of a soft cap on the logits, as in ``Attention``, which the model itself applies.
-    """
+    """The reader of the last norm's output: linears, one after another. ``at``: the module that computes them.
+    ``dropout``: the dropout module before each of the linears, "" for none. ``cap``: config key of a soft cap on the
+    logits, as in ``Attention``, which the model itself applies."""
 
     at: str
     linears: tuple[HeadLinear, ...]
@@ -480,11 +467,9 @@ Topology = Sublayer | StackEnds | Head | Projector
 
 @dataclass(frozen=True)
 class Part:
-    """Signals and tensors that belong together: a sublayer, an embedding, a head.
-
-    Signals of the same name in several parts are one signal, with all their ``seen`` entries. ``topology``: the
-    connections of the modules, None where there are none: states that users read.
-    """
+    """Signals and tensors that belong together: a sublayer, an embedding, a head. Signals of the same name in several
+    parts are one signal, with all their ``seen`` entries. ``topology``: the connections of the modules, None where
+    there are none: states that users read."""
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()
@@ -537,9 +522,7 @@ class OutputScale(StrEnum):
 @dataclass(frozen=True)
 class Deviation:
     """A standard deviation: one over the root of the product of the named sizes ``over``, 1 where there are none.
-
-    ``scaled``: multiplied by the family's factor, see ``Initialisation``.
-    """
+    ``scaled``: multiplied by the family's factor, see ``Initialisation``."""
 
     over: tuple[str, ...] = ()
     scaled: bool = True
@@ -547,12 +530,9 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Initialisation:
-    """How the stock class draws its weights; biases begin at 0.
-
-    ``factor``: config key of the number that multiplies deviations, ``default`` where the config has none. ``modules``:
-    deviations by the last part of a module's name, or by a pattern for its whole name; the first that fits counts. None
-    for weights that are not drawn.
-    """
+    """How the stock class draws its weights; biases begin at 0. ``factor``: config key of the number that multiplies
+    deviations, ``default`` where the config has none. ``modules``: deviations by the last part of a module's name, or
+    by a pattern for its whole name; the first that fits counts. None for weights that are not drawn."""
 
     factor: str
     default: float
@@ -581,10 +561,8 @@ class Quotient:
 @dataclass(frozen=True)
 class StockAttributes:
     """Attributes of the stock class's modules with numbers that the bounds depend on; "" where the class has none.
-
     ``heads``, ``head_size``: of an attention; ``groups``: the number of query heads for each head of keys and values.
-    ``embedding_scale``: the factor on the embedding, of a stack or of an embedding that scales itself.
-    """
+    ``embedding_scale``: the factor on the embedding, of a stack or of an embedding that scales itself."""
 
     head_size: str
     heads: str = ""
@@ -598,11 +576,9 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the
 @dataclass(frozen=True)
 class StoredExperts:
     """The names of experts in files, where stock code gathers all experts in two tensors: each has its own linears.
-
     ``inside``: the module around them in files, "" where stock code has the same name. ``at``: the module that gathers
     them. ``gates``, ``outputs``: its tensors, of gates and neurons [experts, 2 · neurons, width] and of outputs
-    [experts, width, neurons].
-    """
+    [experts, width, neurons]."""
 
     gate: str = "gate_proj"
     linear: str = "up_proj"
