@@ -13,7 +13,7 @@ from ..families.types import MOST_MEAN
 from ..rescaling.outputs import LAST, on_request
 from ..results import AttackedSite, RegimeEntry, SiteEntry
 from ..run.batch import IMAGE
-from ..targets import TIERS, WHERE
+from ..targets import MARGIN_BITS, TIERS, WHERE
 from ..wording import (
     about,
     below_limit,
@@ -302,10 +302,64 @@ def standing(report: schema.Report) -> str:
     return "safe" if report.safe else "short" if report.short else "unsafe"
 
 
+class Verdict(NamedTuple):
+    """What terminal, card and page say of a report: ``label``, such as "safe", and ``sentence``, why."""
+
+    label: str
+    sentence: str
+
+
+def verdict_of(report: schema.Report) -> Verdict:
+    if not report.safe and not report.short:
+        return Verdict("unsafe", broken_when_run(report) or broken_by_search(report) or passed(report))
+    parts = [missed(report)] if report.short else []
+    parts += [claim(report), largest_run(report)]
+    if report.finetune is not None and (worst := furthest(report.finetune)):
+        parts.append(worst)
+    label = "safe, but short of what was asked" if report.short else "safe"
+    if report.safe and (unmet := unmet_target(report)):
+        label, parts = f"safe {where(TIERS[0].target)}", [*parts, unmet]
+    return Verdict(label, "; ".join(filter(None, parts)))
+
+
+def claim(report: schema.Report) -> str:
+    certificate = report.certificate
+    if certificate is not None and certificate.holds:
+        return f"proven for {every_input(report, length=True)}"
+    said = "nothing overflowed on what was run" if report.regimes else ""
+    if certificate is None or not certificate.over:
+        return said
+    sites = counted(len(certificate.sites), "site")
+    unproven = f"not proven at {len(certificate.over)} of {sites}{for_target(report)}"
+    return "; ".join(filter(None, (said, unproven)))
+
+
+def largest_run(report: schema.Report) -> str:
+    tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits, default=None)
+    if tightest is None:
+        return "nothing was audited"
+    said = f"the largest value run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}"
+    near = tightest.headroom_bits < MARGIN_BITS and not report.proven
+    return f"{said}, and other input may come nearer" if near else said
+
+
+def broken_when_run(report: schema.Report) -> str:
+    regimes = [report.regimes[name] for name in report.broken_regimes]
+    if not regimes:
+        return ""
+    nonfinite, saturated = (max(getattr(each, key) for each in regimes) for key in ("nonfinite", "saturated"))
+    counts = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
+    first = next((site.name for regime in regimes for site in regime.broken_sites), None)
+    at = f", first at {first}" if first else ""
+    return f"overflows in {listed(report.broken_regimes)}{at}; up to {listed(counts)}"
+
+
 def verdict_sentence(report: schema.Report) -> str:
-    asides = (unmet_target(report) if report.safe else "", inexactness(report), padding_advice(report))
-    further = [f"{said[:1].upper()}{said[1:]}." for said in asides if said]
-    return " ".join([_verdict(report), *further])
+    label, sentence = verdict_of(report)
+    first, *rest = label.split(" ", 1)
+    whole = " ".join([f"{first.rstrip(',').capitalize()} in fp16{',' * first.endswith(',')}", *rest])
+    further = [f"{said[:1].upper()}{said[1:]}." for said in (inexactness(report), padding_advice(report)) if said]
+    return " ".join([f"{whole}: {sentence}.", *further])
 
 
 OF_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
@@ -396,34 +450,6 @@ def exception_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
         f"{counted(report.searched.ids, 'token')} looked at, {found}; on {percent(report.searched.further)} of random"
     )
     return [*rows, ("rare input", f"{looked} pairs the edits are further from the source than bf16")]
-
-
-def _verdict(report: schema.Report) -> str:
-    regimes, broken = report.regimes, report.broken_regimes
-    if report.safe or report.short:
-        beginning = "Safe in fp16" + (f" {where(TIERS[0].target)}" if unmet_target(report) else "")
-        if report.proven:
-            beginning += f" for {every_input(report)}, by bounds from the weights"
-        elif report.short and regimes:
-            beginning += " on what was run"
-        if report.short:
-            return f"{beginning}, but short of what was asked: {missed(report)}."
-        if not regimes:
-            return f"{beginning}; nothing was audited."
-        kept = min(regime.headroom_bits for regime in regimes.values())
-        return (
-            f"{beginning}: nothing overflowed or saturated in {listed(list(regimes))},"
-            f" and the largest value run is {below_limit(kept)}."
-        )
-    if broken:
-        nonfinite, saturated = (max(getattr(regimes[b], key) for b in broken) for key in ("nonfinite", "saturated"))
-        what = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
-        first = first_broken(regimes[broken[0]])
-        return f"Unsafe in fp16: up to {listed(what)} in {listed(broken)}" + (f", first at {first}." if first else ".")
-    if searched := broken_by_search(report):
-        return f"Unsafe in fp16: {searched}."
-    ran = "nothing overflowed in what was run" if regimes else "nothing was audited"
-    return f"Unsafe in fp16: {ran}, but {passed(report)}."
 
 
 def missed(report: schema.Report) -> str:

@@ -20,7 +20,7 @@ from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..results import AttackEntry, CertificateEntry, Fidelity, RegimeEntry
-from ..targets import MARGIN_BITS, TIERS
+from ..targets import TIERS
 from . import answers, facts, schema, uses
 from .build import passed_limit
 from .screen import Output, bad, console, good
@@ -138,7 +138,7 @@ def print_file(report: schema.Report, out: Path, notes: Sequence[str], *, then: 
 def print_outcome(screen: Output, report: schema.Report) -> None:
     if report.signals:
         screen.print(source_line(report))
-    screen.print(output_line(report))
+    screen.print(verdict_line(report, "output: "))
     print_advice(screen, report)
 
 
@@ -207,33 +207,9 @@ def runtimes_line(report: schema.Report) -> str:
     return "safe in: " + " · ".join(said)
 
 
-def output_line(report: schema.Report) -> Text:
-    certificate, regimes = report.certificate, report.regimes
-    if not report.safe and not report.short:
-        first = next((site for regime in regimes.values() for site in regime.broken_sites), None)
-        if first is not None:
-            where = f"overflows in {', '.join(report.broken_regimes)}, first at {first.name}"
-        else:
-            where = facts.broken_by_search(report) or facts.passed(report)
-        return bad("output: unsafe", where)
-    said = "nothing overflowed on what was run"
-    if certificate is not None and certificate.holds:
-        said = f"proven for {facts.every_input(report, length=True)}"
-    elif certificate is not None:
-        sites = wording.counted(len(certificate.sites), "site")
-        said += f"; not proven at {len(certificate.over)} of {sites}{facts.for_target(report)}"
-    tightest = min(regimes.values(), key=lambda regime: regime.headroom_bits, default=None)
-    kept = "nothing was audited"
-    if tightest is not None:
-        most, below = wording.reached(tightest.amax), wording.below_limit(tightest.headroom_bits)
-        kept = f"the largest value run, {most}, is {below}"
-    if report.finetune is not None and (worst := facts.furthest(report.finetune)):
-        kept += f"; {worst}"
-    if report.short:
-        return bad("output: safe, but short of what was asked", f"{facts.missed(report)}; {said}; {kept}")
-    if unmet := facts.unmet_target(report):
-        return good(f"output: safe {facts.where(TIERS[0].target)}", f"{said}; {kept}; {unmet}")
-    return good("output: safe", f"{said}; {kept}")
+def verdict_line(report: schema.Report, whose: str = "") -> Text:
+    label, sentence = facts.verdict_of(report)
+    return (good if report.safe else bad)(f"{whose}{label}", sentence)
 
 
 def print_next(screen: Output, then: str) -> None:
@@ -269,7 +245,7 @@ def print_title(title: str) -> None:
 
 def print_audit(report: schema.Report, then: str = "", page: Path | None = None) -> None:
     screen = console()
-    print_verdict(screen, report)
+    screen.print(verdict_line(report))
     print_advice(screen, report)
     if named(report.family) is None:
         screen.print(
@@ -409,21 +385,6 @@ def print_uncertified(screen: Output, report: schema.Report) -> None:
     if not report.next:
         for remedy in dict.fromkeys(site.remedy for site in unproven):
             screen.print(f"what helps: {remedy}")
-
-
-def print_verdict(screen: Output, report: schema.Report) -> None:
-    if report.safe and not report.regimes:
-        screen.print(good("safe", "by its certificate; nothing was run"))
-    elif report.safe:
-        least = min(regime.headroom_bits for regime in report.regimes.values())
-        said = f"no overflow and no saturation observed; the largest value run is {wording.below_limit(least)}"
-        if least < MARGIN_BITS and not report.proven:
-            said += f", and other input may come nearer: convert keeps {MARGIN_BITS} bits"
-        screen.print(good("safe", said))
-    else:
-        broken = report.broken_regimes
-        why = f"values overflow or saturate in {', '.join(broken)}" if broken else facts.broken_by_search(report)
-        screen.print(bad("unsafe", why or facts.passed(report)))
 
 
 SITE_COLUMNS = (

@@ -339,7 +339,7 @@ def test_the_audit_is_repeated_and_an_unsafe_checkpoint_says_so_or_stays(
     status, out, _ = upload(run, folder, "--allow-unsafe")
     assert status == 1 and json.loads(out)["verdict"] == "unsafe"
     up = hub.files("me/out")
-    assert ModelCard(up["README.md"].decode()).text.lstrip().startswith("> **Unsafe in fp16.** Up to")
+    assert ModelCard(up["README.md"].decode()).text.lstrip().startswith("> **Unsafe in fp16.** Overflows in ")
     assert ModelCard(up["README.md"].decode()).data.get("license") == "mit"
     assert json.loads(up["fp16_report.json"])["verdict"] == "unsafe" and b"Unsafe in fp16" in up["fp16_report.html"]
     problems = verify("me/out", endpoint=hub.endpoint)["problems"]

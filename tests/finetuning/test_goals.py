@@ -82,12 +82,11 @@ def test_a_missed_goal_is_called_safe_but_short_wherever_it_is_said(
     # The contract's verdict, of which the exit status is made.
     assert result.verdict == "unsafe" and result.short
     sentence = verdict_sentence(result)
-    assert sentence.startswith(
-        "Safe in fp16 for every input of up to 8 positions, by bounds from the weights, but short of"
-    )
+    assert sentence.startswith("Safe in fp16, but short of what was asked: 0.60 of 1 bit of headroom")
+    assert "; proven for every input of up to 8 positions; " in sentence
     page, card = render(result), notice(result)
     assert '<span class="badge">safe, but short</span>' in page and "but short of" in page
-    assert card.startswith("**Safe in fp16 for every input of up to 8 positions, ")
+    assert card.startswith("**Safe in fp16, but short of what was asked.** 0.60 of 1 bit")
     print_conversion(result, tmp_path)
     terminal = capsys.readouterr().out
     assert "\noutput: safe, but short of what was asked: 0.60 of 1 bit of headroom" in terminal

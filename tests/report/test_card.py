@@ -106,8 +106,10 @@ def test_what_the_source_does_not_say_is_not_invented(tmp_path: Path, readme: st
 def test_an_unsafe_verdict_is_the_first_line(tmp_path: Path) -> None:
     written = card(tmp_path, fakes.conversion(safe=False))
     first = written.text.lstrip().splitlines()[0]
-    assert first.startswith("> **Unsafe in fp16.** Up to 1,200 values are inf or NaN")
-    assert "DenseReluDense.wo" in first and first.endswith(f" Next: finetune it: `{fakes.COMMAND}`")
+    assert first.startswith("> **Unsafe in fp16.** Overflows in half, first at ")
+    assert "DenseReluDense.wo; up to 1,200 values are inf or NaN" in first.replace("`", "") and first.endswith(
+        f" Next: finetune it: `{fakes.COMMAND}`"
+    )
     assert written.text.count(fakes.COMMAND) == 1
     # What was observed to be unsafe is no reason to speak of headroom.
     assert "which is what headroom is for" not in written.text and written.text.count("Unsafe in fp16") == 1
@@ -259,10 +261,13 @@ def test_a_warning_is_put_first_and_once(tmp_path: Path) -> None:
 
     after = warned(before, unsafe)
     assert ModelCard(after).data.to_dict() == ModelCard(before).data.to_dict()
-    assert ModelCard(after).text.lstrip().startswith("> **Unsafe in fp16.** Up to 1,200 values are inf or NaN")
+    assert ModelCard(after).text.lstrip().startswith("> **Unsafe in fp16.** Overflows in half, first at ")
     goal = fakes.LIMIT | {"kind": "goal", "reason": "too little"}
     short = unsafe | {"regimes": fakes.conversion()["regimes"], "unsafe": [goal]}
-    assert "\n> **Safe in fp16 on what was run, but short of what was asked.** Too little." in warned(before, short)
+    assert (
+        "\n> **Safe in fp16, but short of what was asked.** Too little; nothing overflowed on what was run"
+        in warned(before, short)
+    )
     assert warned(warned(before, short), unsafe).count("> **Unsafe in fp16") == 1
     assert warned(after, unsafe) == after and warned("plain", unsafe).lstrip().startswith("> **Unsafe")
 

@@ -48,7 +48,7 @@ def test_a_whole_report_gives_every_section_with_its_exponents_counted_by_kind()
     page = Page(render(fakes.conversion()))
     assert page.open == []
     assert page.sections == ["results", "picture", "changes", "sites", "provenance"]
-    assert "Safe in fp16: nothing overflowed or saturated in stock, amp and half" in page.text
+    assert "Safe in fp16: nothing overflowed on what was run; " in page.text
     assert "1.9 bits" in page.text and "about 40 × closer" in page.text and "99.9999%" in page.text
     assert len(page.labels) == 2
     assert "values: 12 of 512 channels moved, exponents −2 to +1" in page.text
@@ -96,9 +96,9 @@ def test_the_provenance_says_where_from_by_what_and_where_it_ran() -> None:
 def test_an_unsafe_report_names_site_regime_and_remedy_and_one_with_a_thin_margin_is_not_called_unsafe() -> None:
     report = fakes.conversion(safe=False)
     page = Page(render(report))
-    sentence = "Unsafe in fp16: up to 1,200 values are inf or NaN and 34 values saturate in half, first at "
+    sentence = f"Unsafe in fp16: overflows in half, first at {fakes.BROKEN}; up to 1,200 values are inf or NaN and 34"
     # Joined without spaces: names may wrap behind their dots.
-    assert verdict_sentence(report) == f"{sentence}{fakes.BROKEN}." in "".join(page.words)
+    assert verdict_sentence(report) == f"{sentence} values saturate." in "".join(page.words)
     assert "What is unsafe" in page.text
     assert page.text.count(fakes.COMMAND) == 1 and f"<code>{fakes.COMMAND}</code>" in render(report)
     assert "No exponent brings these under their limit" in page.text
@@ -356,7 +356,8 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     html = render(report)
     page = Page(html)
     assert page.open == [] and page.sections == ["results", "certificate", "changes", "sites", "provenance"]
-    assert verdict_sentence(report) == "Safe in fp16 for every input, by bounds from the weights; nothing was audited."
+    proven = "Safe in fp16: proven for every input of up to 32,768 positions; nothing was audited."
+    assert verdict_sentence(report) == proven
     shown = table(html, 'id="site-table"')
     assert shown[0] == ["site", "headroom", "bound"] and len(shown) == 1 + len(report["certificate"]["sites"])
     assert shown[1] == ["encoder.block.2.layer.1:add", "1.09 × (0.12 bits)", "60,000"]
@@ -365,7 +366,7 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     assert "margin kept between bounds and limits" in page.text
     unsafe = certified(found=False, top=1e6) | {"regimes": {}, "verdict": "unsafe"}
     passed = f"bounds pass the limit at {len(unsafe['uncertified'])} sites"
-    assert verdict_sentence(unsafe) == f"Unsafe in fp16: nothing was audited, but {passed}."
+    assert verdict_sentence(unsafe) == f"Unsafe in fp16: {passed}."
 
 
 def test_a_finetune_says_what_became_of_the_original() -> None:
