@@ -59,7 +59,7 @@ def test_the_demos_files_compute_the_same_function(demo: Any, name: str) -> None
 
 def test_the_demo_prints_before_and_after_and_where_the_report_is(demo: Any) -> None:
     _, out, err, folder = demo
-    assert out.count("unsafe: values overflow") == 3 and out.count("output: safe: proven for every input") == 3
+    assert out.count("unsafe: overflows in ") == 3 and out.count("output: safe: proven for every input") == 3
     assert out.count("fp16_report.html") == 3 and (folder / DEMOS[0] / "fp16_report.html").is_file()
     assert "Auditing" in err and "Auditing" not in out
     assert "\x1b[" not in out
