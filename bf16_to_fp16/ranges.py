@@ -70,7 +70,7 @@ Ranges = dict[str, ModuleRange]  # ranges by module path
 
 @dataclass(frozen=True)
 class Squares:
-    """Of a norm: the largest sum of squares, as fp16 may sum it, and the least mean square of any token."""
+    """A norm's largest sum of squares, as fp16 may sum it, and its least mean square of a token."""
 
     largest: float
     least: float

@@ -54,7 +54,8 @@ def register() -> None:
 
 @cache
 def objection(folder: Path) -> str | None:
-    """Return why a folder is not the one that a report calls safe, or None. Hashes every file, once in a process."""
+    """Return why a folder does not count as safe, by its report and hashes, or None. Hashes every file, once in a
+    process."""
     try:
         report = read_recorded(folder)
         checkpoint = open_checkpoint(folder)

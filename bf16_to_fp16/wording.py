@@ -36,7 +36,7 @@ def rounded_up(value: float, digits: int) -> float:
 
 
 def headroom(value: float | None) -> str:
-    """Return "3.2 × (1.7 bits)", rounded down; "none" past the limit, "all" past fp16, "no limit" for None."""
+    """Return bits as "3.2 × (1.7 bits)", rounded down; "none" past the limit, "all" past fp16, "no limit" for None."""
     if value is None or math.isnan(value):
         return "no limit"
     if value < 0:

@@ -66,8 +66,8 @@ transformers 4.57 reads a vision tower only by its names in files."""
 
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
-    """Return a tensor's name in files by its name in modules, where the two differ. A class without a head ends in
-    ``Model``, and its modules lack the ``model.`` in front."""
+    """Return names in files by names in modules, where the two differ. A class without a head ends in ``Model``, and
+    its modules lack the ``model.`` in front."""
     names = frozenset(names)
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
     kinds = (k for k in WITH_IMAGES if all(any(name.startswith(begin) for name in names) for begin in k))
@@ -89,7 +89,7 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
 
 
 def in_modules(name: str, known: Collection[str]) -> str:
-    """Return a tensor's name in modules; ``name`` may be its name in files. known: all names in modules."""
+    """Return the name in modules for a name in modules or in files. known: all names in modules."""
     if name in known:
         return name
     others = (

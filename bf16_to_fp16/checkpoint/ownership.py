@@ -54,7 +54,7 @@ def is_made_from(folder: Path, other: Path) -> bool:
 
 
 def is_report(file: Path) -> bool:
-    """Whether an earlier run wrote a report here. In a checkpoint's folder none counts, since ``undo`` needs it."""
+    """Whether this program wrote a file as a report; False in a checkpoint's folder, since ``undo`` needs that one."""
     if any((file.parent / name).exists() for name in BELONGING) or file.stat().st_size > LARGEST_REPORT:
         return False
     data = file.read_bytes()

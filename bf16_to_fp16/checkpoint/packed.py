@@ -29,7 +29,7 @@ def recorded_sha256(file: Path) -> str | None:
 
 
 def summary_of(file: Path) -> dict[str, Any] | None:
-    """Return the summary of its conversion in a file, None where no conversion wrote the file."""
+    """Return the summary of the conversion that wrote a file, None where none did."""
     if not file.is_file():
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
     if (said := metadata_in(file).get(SUMMARY)) is None:
@@ -47,7 +47,7 @@ def packed_data(file: Path) -> dict[str, Any]:
 
 
 def way_back_of(file: Path) -> dict[str, Any] | None:
-    """Return ``undo``'s data in a file, with its ``layout``; None where no conversion wrote the file."""
+    """Return ``undo``'s data in a file that a conversion wrote, with its ``layout``; None in any other file."""
     metadata = metadata_in(file)
     if WAY_BACK not in metadata:
         return None

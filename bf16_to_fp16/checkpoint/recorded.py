@@ -29,7 +29,7 @@ NO_PLAN = f"holds no plan of this program; give an {REPORT} that convert wrote"
 
 
 def report_data(path: Path, needed: Mapping[str, str], version: int | None = None) -> dict[str, Any]:
-    """Return a report's JSON. needed: errors by dotted key that it must have. version: the schema that it must have."""
+    """Return a report's JSON. needed: dotted keys that it must have, with an error for each. version: of its schema."""
     data = read_json(path, "report", LONGEST_REPORT)
     if version is not None and data.get("schema") != version:
         raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")

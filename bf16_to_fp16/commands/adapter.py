@@ -75,7 +75,7 @@ def convert_adapter(
     back: bool = False,
     force: bool = False,
 ) -> ConvertedAdapter:
-    """Write a LoRA adapter, trained on the source of the conversion ``base``, for ``base``, and return the result.
+    """Write an adapter (LoRA, IA3, soft prompt), trained on the source of ``base``, for ``base``; return the result.
 
     base: a folder that ``convert`` wrote. back: from ``base`` to its source. With an exact plan both sides compute the
     same function. Raises UserError for another kind of adapter, a pickle, one on that side already, or a tensor that

@@ -157,7 +157,7 @@ def class_of(config: Mapping[str, object]) -> StockClass:
 
 
 def placed_family(config: Mapping[str, object]) -> Family:
-    """Return the family of a config with its stacks at the module paths of the config's class."""
+    """Return a config's family, with its stacks at the module paths that the config's class gives them."""
     return family_inside(family_of(config), class_of(config).body)
 
 

@@ -72,7 +72,7 @@ TensorReader = Callable[[str], "torch.Tensor"]  # returns a layout's tensor by n
 @dataclass(frozen=True)
 class ResolvedTensor:
     """A tensor of one checkpoint. ``source``: the stored tensor, None where generated. ``gain``: a factor besides the
-    exponents, not 1 only for a separated head with its d^-1/2. ``offset``, ``ahead``, ``in_fp32``: as in ``Tensor``."""
+    exponents: d^-1/2 for some separated heads, else 1. ``offset``, ``ahead``, ``in_fp32``: as in ``Tensor``."""
 
     name: str
     source: str | None
@@ -281,7 +281,7 @@ class Layout:
 
     @property
     def fixed_eps(self) -> float | None:
-        """The eps that norms keep whatever exponent their stream gets, None where the config has the scaled one."""
+        """The norms' eps where it does not follow the stream's exponent, None where the config has a scaled one."""
         return self.eps if self.family.eps_key is None else self.held_eps
 
     def table(self, ends: StackEnds) -> str:

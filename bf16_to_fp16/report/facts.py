@@ -191,7 +191,7 @@ def found_by(report: schema.Report) -> str:
 
 
 def claim_end(padding: int | None, family: str | None, model_class: str | None = None) -> str:
-    """Return the limits of a claim (padding, vision tower, class) as the end of "every input"."""
+    """Return the exceptions to a claim (padding, vision tower, class), as words to follow "every input"."""
     aside = f", the {tower} aside" if (tower := tower_of(family)) else ""
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:

@@ -38,5 +38,5 @@ def tiers_of(
 
 
 def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
-    """Return the report with the class that alone it speaks of, where the files also hold tensors for another class."""
+    """Return the report with the name of its stock class, where the files also hold tensors for another one."""
     return report if layout.alone is None else report.model_copy(update={"model_class": layout.alone})
