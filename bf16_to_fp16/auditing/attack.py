@@ -57,7 +57,6 @@ class _Elite:
         self.kept: dict[str, list[tuple[float, Inputs]]] = {}
 
     def offer(self, x: Inputs, reached: Mapping[str, Tensor]) -> None:
-        """Keep the rows of ``x`` that are among the best. reached: each goal's values, [rows]."""
         for goal, values in reached.items():
             kept = self.kept.setdefault(goal, [])
             # NaN counts as past every limit.
@@ -81,8 +80,6 @@ class _Elite:
 
 @dataclass(frozen=True)
 class _Climb:
-    """Each row's goal and start, the number of steps, and a callback after each."""
-
     goals: Sequence[str]
     start: Inputs
     steps: int
@@ -130,7 +127,6 @@ class _Adversary:
         run_everywhere(model, self.layout, **{kind: x[0]}, attention_mask=mask, **decoder)
 
     def values(self, x: Inputs) -> dict[str, Tensor]:
-        """Return each goal's differentiable values: a site's, or 1/σ of a norm's input."""
         with watched(self.model, self.layout) as values:
             self.run(x)
         for goal, stream in self.narrow.items():
@@ -269,12 +265,10 @@ def attack(
     sites: Sequence[str] | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> AttackEntry:
-    """Return each site's findings after ``steps`` gradient steps, one in ``TOKEN_SHARE`` of them over tokens.
-
-    model: a stock model in eval mode with the weights that run in fp16, in any dtype; unchanged. sites: audit names to
-    attack, by default all goals; a repeated name gets more rows. Sites after an attention's scores are attacked by the
-    scores. length: positions of both sides. Deterministic for a seed, on every device.
-    """
+    """Return each site's findings after ``steps`` gradient steps, one in ``TOKEN_SHARE`` of them over tokens. model: a
+    stock model in eval mode with the weights that run in fp16, in any dtype; unchanged. sites: audit names to attack,
+    by default all goals; a repeated name gets more rows. Sites after an attention's scores are attacked by the scores.
+    length: positions of both sides. Deterministic for a seed, on every device."""
     half = fixed(copy.deepcopy(model).half())
     wide = fixed(copy.deepcopy(model).float())
     adversary = _Adversary(wide, layout, seed, min(length, longest_sequence(model.config)))
@@ -352,7 +346,6 @@ class _AttackSearch:
                     self.offer(adversary.by_tokens(_Climb(group, self.tokens.starts(group), change, done)), tokens=True)
 
     def offer(self, x: Inputs, *, tokens: bool = False) -> None:
-        """Try inputs on every goal and keep the best. Tokens count as mixtures too."""
         embedded = self.adversary.embed(x) if tokens else x
         reached = self.adversary.survey(embedded)
         if tokens:

@@ -1,6 +1,5 @@
 """Compare every output of a stock class with the source's: logits, hidden states, attentions. Both run in fp32 on small
-batches. An output may differ by its recorded power of two, and by rounding, which is measured by the source's bf16
-error."""
+batches. An output may differ by its recorded power of two, and by rounding, whose measure is the source in bf16."""
 
 from __future__ import annotations
 
@@ -60,7 +59,6 @@ def output_errors(
     bf16: Sequence[EveryOutput],
     written: Sequence[EveryOutput],
 ) -> dict[str, OutputEntry]:
-    """Return every output with its factor and, where it ran, the errors of the layer that fits least."""
     worst: dict[str, OutputEntry] = {}
     for name, factor in factors.items():
         errors = [

@@ -30,8 +30,6 @@ Outputs = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """A source's outputs in fp32 and bf16 on all batches, and every stock output on a few."""
-
     fp32: Outputs
     bf16: Outputs
     every_fp32: Sequence[EveryOutput]
@@ -126,7 +124,6 @@ class Difference:
 
 
 def parts_of(expected: Tensor, *, probabilities: bool) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield an output in parts: positions, float64 values and, for logits, log-probabilities."""
     positions = max(1, _ELEMENTS_AT_A_TIME // expected.shape[1])
     for start in range(0, len(expected), positions):
         part = slice(start, start + positions)
@@ -152,8 +149,7 @@ def mean_divergence(differences: Sequence[Difference]) -> float:
 
 @torch.no_grad()
 def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabilities: bool) -> Fidelity:
-    """Return how far ``bf16`` and ``fp16`` are from ``reference``. probabilities: the outputs are logits. Raises
-    ValueError without batches."""
+    """Return how far ``bf16`` and ``fp16`` are from ``reference``. Raises ValueError without batches."""
     from_bf16, from_fp16 = Difference(), Difference()
     for i, expected in enumerate(reference):
         for part, a, p in parts_of(expected, probabilities=probabilities):

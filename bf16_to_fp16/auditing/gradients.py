@@ -70,7 +70,6 @@ class _Sum:
 def _backward(
     model: nn.Module, batches: Sequence[Batch], scale: float, *, autocast: bool, seed: int
 ) -> dict[str, _Sum]:
-    """Return the gradients by site, under autocast the fp16 ones alone; {} where a loss is not finite."""
     observer, place = SiteObserver(model), next(model.parameters()).device
     with observer, torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
         torch.manual_seed(seed)

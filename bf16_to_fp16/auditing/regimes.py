@@ -86,12 +86,10 @@ def audit_folder(
     attention: Sequence[str] = ATTENTIONS,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
-    """Audit the checkpoint in ``folder`` in each regime, on ``inputs`` or the built-in probe.
-
-    ``half`` runs all inputs under the first attention; other runs get fewer, unless ``half`` breaks. Forwards walk over
-    the files, with one block's weights in memory; ``train_mode`` loads the model and runs all. Attentions that the
-    class lacks are left out. Raises UserError for a folder that cannot be used.
-    """
+    """Audit the checkpoint in ``folder`` in each regime, on ``inputs`` or the built-in probe. ``half`` runs all inputs
+    under the first attention; other runs get fewer, unless ``half`` breaks. Forwards walk over the files, with one
+    block's weights in memory; ``train_mode`` loads the model and runs all. Attentions that the class lacks are left
+    out. Raises UserError for a folder that cannot be used."""
     check_names(regimes, attention)
     place = device or torch.device("cpu")
     config = load_config(folder)
@@ -248,8 +246,6 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
 
 @dataclass(frozen=True)
 class _Ran:
-    """One run: its number of non-finite outputs, its sites, its norms' inputs, and its output if it is compared."""
-
     nonfinite: int
     sites: Sequence[Site]
     norms: NormMeters
@@ -287,7 +283,6 @@ class _Seen:
         return _Ran(_nonfinite(output), sites, norms, output_on(batch, output) if compares else None)
 
     def _run_behind(self, batch: Batch, output: Any) -> Sequence[Site]:
-        """Run a sentence encoder's further modules on its last states and return their sites; () without states."""
         shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
         states = next((each for each in shown if each is not None), None)
         if self.behind is None or states is None:
@@ -515,7 +510,6 @@ def _finite(amax: float, bits: float | None, limit: float | None) -> dict[str, A
 
 
 def _signals(sites: Iterable[SiteEntry], insides: Collection[str]) -> list[SiteEntry]:
-    """Return the sites of fp16 signals in the forward. insides: from ``insides_of``."""
     sites = list(sites)
     attentions = {s.name.rpartition(":")[0] for s in sites if s.name.endswith((":scores", ":context"))}
     signals = []

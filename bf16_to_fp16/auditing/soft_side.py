@@ -143,8 +143,7 @@ def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
 
 
 def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Tensor) -> Tensor:
-    """Return each token's divergence of logits, or relative squared error, from its last states before and after the
-    edits."""
+    """Return each token's divergence of its last states' logits, or relative squared error, by the edits."""
     parts = []
     for states in zip(before.split(64), after.split(64), strict=True):
         a, b = (weights.given(each) for weights, each in zip((plain, edited), states, strict=True))
@@ -240,7 +239,6 @@ def judged(
 
 
 def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool, found: Outputs) -> Tensor:
-    """Return each row's mean divergence, float64 [rows]."""
     rows = [
         difference(a, b, probabilities=probabilities).mean
         for batch, one, other in zip(batches, expected, found, strict=True)

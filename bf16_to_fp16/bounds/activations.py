@@ -1,5 +1,4 @@
-"""The activations that have bounds, and the refusal of models that have none whatever their weights. Imports no
-torch."""
+"""The activations that have bounds, and the refusal of models that have none. Imports no torch."""
 
 from __future__ import annotations
 

@@ -34,10 +34,8 @@ COMPUTED = 1 + 2.0**-18
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Compute in the dtypes of the operands, whatever the caller has allowed, and restore the settings afterwards.
-
     ``set_float32_matmul_precision`` and autocast make matrix products round their factors to bf16 or TF32, for which no
-    bound allows.
-    """
+    bound allows."""
     import torch  # slow to load, and options are checked without it
 
     # torch before 2.9 has only the one setting, for every device.
@@ -64,13 +62,11 @@ def full_precision() -> Iterator[None]:
 
 
 def growth(terms: int) -> float:
-    """Return how many times the sum of its terms' magnitudes a sum made in fp16, or any part of it, may reach.
-
-    It holds for every tree of additions: one after the other, in blocks, and in blocks of blocks of any sizes. The
-    terms may be rounded products, and one more is added to them. ``docs/certificate.md`` has the proof: adding two fp16
-    numbers is off by at most a unit of the result, and by at most the smaller of the two, since the larger alone would
-    be nearer.
-    """
+    """Return how many times the sum of its terms' magnitudes a sum made in fp16, or any part of it, may reach. It holds
+    for every tree of additions: one after the other, in blocks, and in blocks of blocks of any sizes. The terms may be
+    rounded products, and one more is added to them. ``docs/certificate.md`` has the proof: adding two fp16 numbers is
+    off by at most a unit of the result, and by at most the smaller of the two, since the larger alone would be
+    nearer."""
     return min(rounded(terms + 1), 2 * rounded(2 + terms / 1024))
 
 
@@ -131,13 +127,10 @@ class Arithmetic:
         return longest * growth(longest) * self.tiny
 
     def gamma(self, terms: int) -> float:
-        """Return the error of a sum of ``terms`` products relative to the sum of their absolute values.
-
-        Tensor cores add k ≥ 4 products and the sum so far at once, each cut off at 2⁻²³ of the largest of them, as is
-        the result (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021): with the
-        result's cut (k + 2)·2⁻²³ for each k products, at most 3 units of 2⁻²⁴ a product. Rounding each addition costs
-        one.
-        """
+        """Return the error of a sum of ``terms`` products relative to the sum of their absolute values. Tensor cores
+        add k ≥ 4 products and the sum so far at once, each cut off at 2⁻²³ of the largest of them, as is the result
+        (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021): with the result's cut (k
+        + 2)·2⁻²³ for each k products, at most 3 units of 2⁻²⁴ a product. Rounding each addition costs one."""
         if self.sums16:
             return growth(terms) - 1
         return 0.0 if self.exact else (3 * terms + 12) * UNIT32 + self.splits * UNIT
@@ -153,12 +146,10 @@ class Arithmetic:
         return (1 + UNIT) * (1 + (self.max_length + 8) * unit) + self.max_length * TINY
 
     def norm_factor(self, width: int) -> float:
-        """Return how many times √width an RMS norm's output may be long, with squares, sum, mean and root in fp16.
-
-        The sum of squares only grows, so each addition loses at most a unit of it. If the mean square is at least 2⁻¹⁷,
-        the squares lose up to 2⁻²⁵ each where they are subnormal, and so does the mean. The factor is infinite where
-        nothing of the mean might be left.
-        """
+        """Return how many times √width an RMS norm's output may be long, with squares, sum, mean and root in fp16. The
+        sum of squares only grows, so each addition loses at most a unit of it. If the mean square is at least 2⁻¹⁷, the
+        squares lose up to 2⁻²⁵ each where they are subnormal, and so does the mean. The factor is infinite where
+        nothing of the mean might be left."""
         if not self.norms16:
             return 1.0
         underflow = TINY / NORM_FLOOR
@@ -219,10 +210,7 @@ def norm_units(width: int) -> float:
 @dataclass(frozen=True)
 class Bound:
     """One site's bound: no input makes the value larger than ``bound``, nor a partial sum of it larger than
-    ``partial``.
-
-    ``name``: as in the audit. ``limit``: of both. ``kind``: the quantity at the site.
-    """
+    ``partial``. ``name``: as in the audit. ``limit``: of both. ``kind``: the quantity at the site."""
 
     name: str
     kind: SiteKind

@@ -83,12 +83,10 @@ def score_bounds(
 def summed_scores(
     exact: Tensor, error: Tensor, partial: Tensor, apart: Tensor, terms: Tensor, scale: float, arithmetic: Arithmetic
 ) -> ScoreBounds:
-    """Return the bounds of products of a query and a key with the rounding of their sums.
-
-    exact, error: of the exact product, and of the error that its factors bring; partial: of its partial sums; apart: of
-    the distance between two exact products of one query; fp64 [heads] each. terms: each channel's bounds of query and
-    key added up, fp64 [heads, channels]. scale: multiplies the products afterwards.
-    """
+    """Return the bounds of products of a query and a key with the rounding of their sums. exact, error: of the exact
+    product, and of the error that its factors bring; partial: of its partial sums; apart: of the distance between two
+    exact products of one query; fp64 [heads] each. terms: each channel's bounds of query and key added up, fp64 [heads,
+    channels]. scale: multiplies the products afterwards."""
     a = arithmetic
     partial = partial * COMPUTED
     rounding = a.gamma(terms.shape[1]) * partial
@@ -107,12 +105,9 @@ ANGLES = 2.0**-20  # how far cos² + sin² may be from 1 in fp32, and cos and si
 
 @dataclass(frozen=True)
 class Turned:
-    """Queries or keys after their norm and the rotation of pairs of channels.
-
-    The length of pair p of a head is at most ``gain``_p·|n_p| + ``absolute``_p, with n_p its two normalised values and
-    ‖n‖₂ ≤ ``radius``: fp64 [heads, pairs], with one head where a norm is of each head alike. ``bound``: of each
-    channel, fp64 [heads, channels].
-    """
+    """Queries or keys after their norm and the rotation of pairs of channels. The length of pair p of a head is at most
+    ``gain``_p·|n_p| + ``absolute``_p, with n_p its two normalised values and ‖n‖₂ ≤ ``radius``: fp64 [heads, pairs],
+    with one head where a norm is of each head alike. ``bound``: of each channel, fp64 [heads, channels]."""
 
     gain: Tensor
     absolute: Tensor
@@ -122,11 +117,8 @@ class Turned:
 
 def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
     """Return how far a rotated channel may be from its exact value: relative to the length of its pair, and absolutely.
-    Both channels of a pair together are off by √2 of that.
-
-    In fp16 it is off by at most the roundings of cosine, sine, two products and their sum, relative to |x_i·cos| +
-    |x_j·sin| ≤ √(x_i² + x_j²).
-    """
+    Both channels of a pair together are off by √2 of that. In fp16 it is off by at most the roundings of cosine, sine,
+    two products and their sum, relative to |x_i·cos| + |x_j·sin| ≤ √(x_i² + x_j²)."""
     a = arithmetic
     if a.exact:
         return 0.0, 0.0
@@ -156,11 +148,8 @@ def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotar
 
 def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
     """Return bounds of every head's products of a normalised query and key, rotated by any angles. Several heads of
-    queries may share one of keys.
-
-    Pair by pair a product and its parts are at most the product of the lengths (Cauchy-Schwarz), so their sum is at
-    most the largest product of two gains times ‖n‖‖m‖.
-    """
+    queries may share one of keys. Pair by pair a product and its parts are at most the product of the lengths
+    (Cauchy-Schwarz), so their sum is at most the largest product of two gains times ‖n‖‖m‖."""
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(heads // len(values), 0)
@@ -205,11 +194,9 @@ def pair_order(size: int, rotary: Rotary) -> Tensor:
 
 
 def rotated(made: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0) -> Rotated:
-    """Return a linear's outputs after a rotation by any angles and a multiplication with up to ``factor``.
-
-    A rotation keeps the length of a pair, except for ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
-    c), (c, b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²).
-    """
+    """Return a linear's outputs after a rotation by any angles and a multiplication with up to ``factor``. A rotation
+    keeps the length of a pair, except for ``rotation_error``. A pair's map is two rows with Gram matrix ((a, c), (c,
+    b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²)."""
     size = made.norms.numel() // heads
     order, half = pair_order(size, rotary), size // 2
     relative, tiny = rotation_error(arithmetic)
@@ -248,12 +235,9 @@ def grown(rotary: Rotary, length: int) -> float:
 
 def rotated_score_bounds(query: Rotated, key: Rotated, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
     """Return bounds of every head's products of a query and a key, rotated by any angles. Several heads of queries may
-    share one of keys.
-
-    Pair by pair a product and its parts are at most the product of the lengths (Cauchy-Schwarz), ‖q_p‖·‖k_p‖. The sum
-    over pairs is at most ‖D·q‖·‖D⁻¹·k‖ for every D with one entry for each pair (``longest_of``). It is also at most
-    the maps' part plus, pair by pair, the terms of shifts and biases.
-    """
+    share one of keys. Pair by pair a product and its parts are at most the product of the lengths (Cauchy-Schwarz),
+    ‖q_p‖·‖k_p‖. The sum over pairs is at most ‖D·q‖·‖D⁻¹·k‖ for every D with one entry for each pair (``longest_of``).
+    It is also at most the maps' part plus, pair by pair, the terms of shifts and biases."""
     heads, group = len(query.peaks), len(query.peaks) // len(key.peaks)
     exact, error = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     for h in range(heads):
@@ -277,11 +261,8 @@ def rotated_score_bounds(query: Rotated, key: Rotated, arithmetic: Arithmetic, s
 
 def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, float]:
     """Return the largest ‖D·A·n‖ and ‖D·(A·n + c)‖ over ‖n‖ ≤ 1, with A·Aᵀ = ``gram``, c = ``shift``, D =
-    diag(``factors``).
-
-    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(1 + s²), for every s. This s makes the result at
-    most the sum of the parts' lengths, and less where they point in different directions.
-    """
+    diag(``factors``). A·n + c is the map (A, c/s) of (n, s), whose length is at most √(1 + s²), for every s. This s
+    makes the result at most the sum of the parts' lengths, and less where they point in different directions."""
     scaled, fixed = outer_scaled(gram, factors), shift * factors
     long, added = math.sqrt(largest_eigenvalue(scaled)), float(fixed.norm())
     if not (long > 0 and 0 < added < math.inf and long < math.inf):
@@ -303,12 +284,10 @@ class Capped:
 
 
 def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
-    """Return bounds of the steps of a soft cap for |x| up to ``values``.
-
-    tanh grows with x and is at most 1, which fp16 holds, so each step's bound is the last step's, put through it and
-    rounded once. Rounding the quotient moves the result by as much as it moves x, since the slope of c·tanh(x/c) is at
-    most 1; rounding tanh and product moves it by a unit of c·tanh each.
-    """
+    """Return bounds of the steps of a soft cap for |x| up to ``values``. tanh grows with x and is at most 1, which fp16
+    holds, so each step's bound is the last step's, put through it and rounded once. Rounding the quotient moves the
+    result by as much as it moves x, since the slope of c·tanh(x/c) is at most 1; rounding tanh and product moves it by
+    a unit of c·tanh each."""
     a = arithmetic
     quotient = a.rounded(values / cap) * COMPUTED
     tanh = (a.rounded(quotient.tanh()) * COMPUTED).clamp(max=1)
@@ -318,20 +297,16 @@ def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
 
 
 def capped_span(span: Tensor, capped: Capped) -> Tensor:
-    """Return a bound of the distance between two scores of one query after a soft cap. span: before it.
-
-    The slope of a cap is at most 1, and its result lies within the cap on either side of 0.
-    """
+    """Return a bound of the distance between two scores of one query after a soft cap. span: before it. The slope of a
+    cap is at most 1, and its result lies within the cap on either side of 0."""
     return torch.minimum(span + 2 * capped.off, 2 * capped.result)
 
 
 def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Return by how much a mask must lower masked positions at least for them to have no weight, fp64 [heads].
-
-    span: of the scores of one query. scores: their bound. bias: position biases [buckets, heads], None without. The
-    largest masked score plus the mask must stay so far under every other score that the weights of all masked positions
-    sum to less than 2⁻²⁵, and each is 0 in fp16. A fully masked row is not covered.
-    """
+    """Return by how much a mask must lower masked positions at least for them to have no weight, fp64 [heads]. span: of
+    the scores of one query. scores: their bound. bias: position biases [buckets, heads], None without. The largest
+    masked score plus the mask must stay so far under every other score that the weights of all masked positions sum to
+    less than 2⁻²⁵, and each is 0 in fp16. A fully masked row is not covered."""
     a = arithmetic
     reach = (26 + math.log2(a.max_length)) * math.log(2)
     if bias is not None:
@@ -345,10 +320,8 @@ def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: A
 @dataclass(frozen=True)
 class Context:
     """An attention's context: the sum of values over positions, with weights that are convex up to ``total``.
-
     ``total``: largest sum of a row of weights, their rounding and dropout included. ``gamma``: error of the sum over
-    positions relative to the sum of absolute values. ``bound``: fp64 [inner].
-    """
+    positions relative to the sum of absolute values. ``bound``: fp64 [inner]."""
 
     values: LinearBound
     total: float
@@ -369,11 +342,9 @@ def gathered(values: LinearBound, keep: float, arithmetic: Arithmetic) -> Contex
 def attention_output(
     context: Context, weight: Tensor, bias: Tensor | None, heads: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of an attention's output projection; weight [d, inner], bias [d].
-
-    Attention weights are convex up to ``total``, so a head adds at most total·max over positions of |O·v|, that is
-    radius·‖O·Av‖ + |O·centre|. Several heads may gather the same values.
-    """
+    """Return the bounds of an attention's output projection; weight [d, inner], bias [d]. Attention weights are convex
+    up to ``total``, so a head adds at most total·max over positions of |O·v|, that is radius·‖O·Av‖ + |O·centre|.
+    Several heads may gather the same values."""
     a = arithmetic
     values, total, gamma = context.values, context.total, context.gamma
     size = weight.shape[1] // heads

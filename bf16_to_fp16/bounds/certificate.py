@@ -142,8 +142,7 @@ class _Walk(Findings):
     # -- a stack ----------------------------------------------------------------------------------------------------
 
     def begin(self, ends: StackEnds) -> None:
-        """Start the residual stream from the embedding's largest entries by channel, or from the first norm's
-        output."""
+        """Start the residual stream from the embedding's largest entries, or from the first norm's output."""
         a = self.arithmetic
         amax, square, length = self.table(self.layout.table(ends))
         self.note(f"{ends.embedding}:embedding", SiteKind.EMBEDDING, amax)
@@ -223,8 +222,7 @@ class _Walk(Findings):
             self.head(self.layout.head, final, square)
 
     def add(self, sublayer: Sublayer, made: Projection, square: Tensor, axes: Tensor | None) -> None:
-        """Add a sublayer's output to the stream. square: its mean squares. axes: squared axes of an ellipsoid around
-        it."""
+        """Add a sublayer's output to the stream. square: its mean squares. axes: squared, of an ellipsoid."""
         keep, branch = min(self.kept("stream"), self.kept("branch")), made.bound
         width = branch.numel()
         length = min(made.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
@@ -375,8 +373,7 @@ class _Walk(Findings):
     def head_norm(
         self, sublayer: Attention, path: str, made: LinearBound, square: Tensor, heads: int
     ) -> tuple[NormOutput, int]:
-        """Bound the norm of queries or keys; return its output and number of heads. square: mean squares of its
-        input."""
+        """Bound the norm of queries or keys; return its output and number of heads. square: of its input."""
         together = heads if sublayer.norms_whole else 1
         bound, square = (x.view(heads // together, -1) for x in (made.bound, square))
         return self.normalised(path, bound.amax(0), square.mean(0), float(bound.norm(dim=1).max()))[0], together
@@ -389,8 +386,7 @@ class _Walk(Findings):
         query: tuple[NormOutput, int],
         key: tuple[NormOutput, int],
     ) -> None:
-        """Bound the rotation of normalised queries and keys, and their scores. query, key: a norm's output and number
-        of heads."""
+        """Bound the rotation of normalised queries and keys, and their scores."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
         one, other = (turned(source, a, together, rotary) for source, together in (query, key))
         self.turn({sublayer.query_norm: one.bound.flatten(), sublayer.key_norm: other.bound.flatten()})
@@ -400,8 +396,7 @@ class _Walk(Findings):
     def rotated_score(
         self, sublayer: Attention, rotary: Rotary, query: tuple[LinearBound, int], key: tuple[LinearBound, int]
     ) -> None:
-        """Bound the rotation of queries and keys without norms, and their scores. query, key: a linear and its number
-        of heads."""
+        """Bound the rotation of queries and keys without norms, and their scores."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
         one, other = rotated(*query, rotary, a, grown(rotary, a.max_length)), rotated(*key, rotary, a)
         if rotary.growth is not None:
@@ -422,7 +417,6 @@ class _Walk(Findings):
             self.outputs[path] = (torch.maximum(bound, most), square)
 
     def rotation(self, sublayer: Attention, rotary: Rotary, query: Tensor, key: Tensor) -> float:
-        """Record the steps of a rotation of queries and keys; return their largest bound."""
         most = max(largest(query), largest(key))
         self.note(f"{rotary.at}:to", SiteKind.ROTATION, rotary.factor)
         for operation in ("mul", "mul#2", "mul#3", "mul#4", "add", "add#2"):
@@ -430,8 +424,7 @@ class _Walk(Findings):
         return most
 
     def summed(self, sublayer: Attention, source: NormOutput, square: Tensor) -> tuple[NormOutput, Tensor]:
-        """Bound sums over blocks of positions and their norm; return the input of keys and values, and its mean
-        squares."""
+        """Bound sums over blocks of positions and their norm; return keys' and values' input, and its mean squares."""
         size, length = self.layout.summed(sublayer), self.arithmetic.max_length
         # With padding on the right, the last sum is of a block and part of another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.arithmetic)
@@ -651,7 +644,7 @@ class _Walk(Findings):
 
 
 def excess_bits(values: Tensor, still: Tensor | float = 0.0) -> Tensor:
-    """Return the bits by which ``values`` must fall for their sum with ``still`` to fit fp16; inf where ``still`` does
+    """Return the bits by which ``values`` must fall to fit fp16 together with ``still``; inf where ``still`` does
     not."""
     room = (PROOF_LIMIT - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
     return (values / room).nan_to_num(nan=1.0, posinf=math.inf).clamp(min=1).log2()
@@ -723,8 +716,7 @@ def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, 
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
-    """Return a reader of a checkpoint's weights in fp16, as stock code computes with them; with an offset they are in
-    fp32."""
+    """Return a reader of a checkpoint's weights in fp16, as stock code computes with them: fp32 with an offset."""
 
     def read(name: str) -> Tensor:
         tensor = layout.tensors[name]

@@ -105,8 +105,7 @@ class DifferentiableBounds:
             return _Walk(self, None, again=again).run()
 
     def owners(self) -> dict[str, list[Owner]]:
-        """Return by site the tensors that training may change to bring it down; of norms' gains only the encoder's
-        last."""
+        """Return by site the tensors that training may change to lower it; of norms' gains only the encoder's last."""
         layout, found = self.layout, dict[str, list[Owner]]()
 
         def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:
@@ -149,14 +148,12 @@ class DifferentiableBounds:
 
     @full_precision()
     def at(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return bounds of some sites at indices, with a graph; means of LayerNorms' inputs are those of the last
-        ``measure``."""
+        """Return bounds of some sites at indices, with a graph; LayerNorms' input means are the last ``measure``'s."""
         return _Walk(self, wanted).run()
 
 
 class _Walk:
-    """One pass over a layout. ``wanted``: indices of the bounds to compute by site; None for all, with means of norms'
-    inputs."""
+    """One pass over a layout. ``wanted``: indices of the bounds by site; None for all, with means of norms' inputs."""
 
     def __init__(
         self, whole: DifferentiableBounds, wanted: Mapping[str, Tensor] | None, *, again: bool = False
@@ -261,8 +258,7 @@ class _Walk:
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Bounds of output projections by path, and of their joint output; zeros where a norm behind makes them
-        unneeded."""
+        """Bounds of output projections by path, and of their joint output; zeros where a norm follows."""
         if sublayer.post_norm and not self.stream_counts and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
@@ -302,8 +298,7 @@ class _Walk:
         return self.normalised(path, self.stream)
 
     def normalised(self, path: str, amax: Tensor | None) -> NormOutput:
-        """Return a norm's output. amax: of its input's components, needed where means of LayerNorms' inputs are
-        computed."""
+        """Return a norm's output. amax: of its input's components, needed for the means of LayerNorms' inputs."""
         gain, shift = self.pair(path)
         if not self.centred:
             return rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
@@ -434,8 +429,7 @@ class _Walk:
         return torch.maximum(made.product, made.partial), made.product * scale, made.span
 
     def masked(self, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds of capped scores with their bias, and of the least that a mask must add. scores, span: before the
-        cap."""
+        """Bounds of capped scores with bias, and of the least that a mask must add. scores, span: before the cap."""
         cap = self.layout.cap(sublayer)
         if cap is not None:
             capped = soft_capped(scores, cap, self.a)
@@ -549,8 +543,7 @@ def all_of(x: Tensor) -> Tensor:
 
 
 def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
-    """Return each head's part of a weight or bias: [heads, …]. fused, number: rows of several in one matrix, and which
-    it is."""
+    """Return each head's part of a weight or bias: [heads, …]. fused, number: rows in one matrix, and which it is."""
     return (x.split(fused)[number] if fused else x).view(heads, -1)
 
 
@@ -641,8 +634,8 @@ def pair_peaks(matrices: Tensor) -> Tensor:
 
 
 def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest ‖M·n‖ and ‖M·n + c‖ over ‖n‖ ≤ 1 as the certificate does: [h] each, from [h, s, d] and [h,
-    s]."""
+    """Return the largest ‖M·n‖ and ‖M·n + c‖ over ‖n‖ ≤ 1, [h] each, from [h, s, d] and [h, s], as the certificate
+    does."""
     long, added = spectral_norms(matrices), lengths(fixed)
     if not bool(fixed.any()):
         return long, long

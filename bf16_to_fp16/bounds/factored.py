@@ -65,7 +65,6 @@ class Factored:
             yield self.part(start, min(start + rows, count), dtype)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Return some rows in fp64."""
         return self.part(rows.start, rows.stop, torch.float64)
 
     def chosen(self, rows: Tensor) -> Tensor:
@@ -84,11 +83,8 @@ class Factored:
 
 @dataclass(frozen=True)
 class Tall:
-    """Blocks of rows under one another, each a sum of factored weights, for a Gram matrix.
-
-    ``label``: its name within a model, "" for none. ``length``: at least √Σ f² over the blocks, f the sum of a block's
-    Frobenius norms.
-    """
+    """Blocks of rows under one another, each a sum of factored weights, for a Gram matrix. ``label``: its name within a
+    model, "" for none. ``length``: at least √Σ f² over the blocks, f the sum of a block's Frobenius norms."""
 
     blocks: tuple[tuple[Factored, ...], ...]
     label: str
@@ -96,7 +92,6 @@ class Tall:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
         return sum(len(block[0].weight) for block in self.blocks), self.blocks[0][0].weight.shape[1]
 
     @property
@@ -108,7 +103,6 @@ class Tall:
         return working_dtype(self.blocks[0][0])
 
     def parts(self, rows: int) -> Iterator[Tensor]:
-        """Yield all rows, at most ``rows`` at a time."""
         for first, *others in self.blocks:
             for start in range(0, len(first.weight), rows):
                 stop = min(start + rows, len(first.weight))

@@ -37,11 +37,9 @@ WORTH_REFINING = 2.0**0.25
 
 
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
-    """Return two linears on one norm's output as maps alone; shift and bias become one more column.
-
-    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. This s makes each row's
-    bound at most the sum of both parts where these have one proportion in all rows.
-    """
+    """Return two linears on one norm's output as maps alone; shift and bias become one more column. A·n + c is the map
+    (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. This s makes each row's bound at most the
+    sum of both parts where these have one proportion in all rows."""
     assert one.radius == other.radius
     norms, centres = torch.cat([one.norms, other.norms]), torch.cat([one.centre, other.centre]).abs()
     share = min(max(float(centres.sum()) / max(float(norms.sum()), 1e-300), 2.0**-20), 2.0**20)
@@ -62,16 +60,13 @@ def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, Line
 
 
 def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
-    """Return vectors as a hashable key."""
     return tuple(vector.numpy().tobytes() if vector.any() else b"" for vector in vectors)
 
 
 class GatedNeurons:
-    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n.
-
-    ``undropped``, ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go;
-    ``rows`` covers it for negative weights only.
-    """
+    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n. ``undropped``,
+    ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go; ``rows`` covers it for
+    negative weights only."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -267,8 +262,7 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Return the error, as a length, of a matrix product in the working dtype with terms in any order:
-        n·u·Σ|c_i|·‖row_i‖."""
+        """Return the error's length of a matrix product in the working dtype, in any order: n·u·Σ|c_i|·‖row_i‖."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 
@@ -277,11 +271,9 @@ Neurons = GatedNeurons | PlainNeurons  # the inner signals of a feed-forward
 
 
 def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic) -> Tensor:
-    """Return the bound of every row of a feed-forward's output projection, fp64 [d]; it covers partial sums too.
-
-    First one eigenvalue serves the whole layer. Then each row that sets the maximum gets its own, at most ``refine``
-    rows, and only while it exceeds the others and what one neuron can do alone.
-    """
+    """Return the bound of every row of a feed-forward's output projection, fp64 [d]; it covers partial sums too. First
+    one eigenvalue serves the whole layer. Then each row that sets the maximum gets its own, at most ``refine`` rows,
+    and only while it exceeds the others and what one neuron can do alone."""
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
     up, down = neurons.rows(weight, "output")
@@ -324,7 +316,7 @@ def output_length(neurons: Neurons, weight: Tensor, bias: Tensor | None, arithme
 def feed_forward_output(
     neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of a feed-forward's output projection. weight: [d, n]. bias: [d]. refine: the most rows that
-    get an eigenvalue of their own."""
+    """Return the bounds of a feed-forward's output projection. refine: the most rows with an eigenvalue of their
+    own."""
     bound = output_bound(neurons, weight, bias, refine, arithmetic)
     return Projection(bound, bound, output_length(neurons, weight, bias, arithmetic))

@@ -168,7 +168,6 @@ class Findings:
         return (1 - rate) / (1 + UNIT) if rate else 1.0
 
     def tensor(self, name: str) -> Tensor | None:
-        """Return a tensor, None where the model has none of this name."""
         if name not in self.layout.tensors:
             return None
         return self.checked(name, self.read(name))
@@ -188,7 +187,6 @@ class Findings:
         return weight
 
     def note_weight(self, path: str, amax: float) -> None:
-        """Record the largest entry of a weight or bias of module ``path``; the audit gives both one name."""
         self.inner[f"{path}:weight"] = max(amax, self.inner.get(f"{path}:weight", 0.0))
 
     def weight(self, path: str) -> tuple[Tensor, Tensor | None]:

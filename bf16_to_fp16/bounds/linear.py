@@ -22,11 +22,9 @@ NORM_ERROR = 2.0**-10  # relative error allowed to a LayerNorm in fp32, on input
 
 @dataclass(frozen=True)
 class NormOutput:
-    """A norm's output with its rounding: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``.
-
-    ``gain``, ``shift``, ``absolute``: fp64 [d]. Each component of the error is at most ``relative``·(|gain·n| +
-    |shift|) + ``absolute``. ``most``: another bound of each component where one is known, fp64 [d].
-    """
+    """A norm's output with its rounding: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``. ``gain``, ``shift``,
+    ``absolute``: fp64 [d]. Each component of the error is at most ``relative``·(|gain·n| + |shift|) + ``absolute``.
+    ``most``: another bound of each component where one is known, fp64 [d]."""
 
     gain: Tensor
     shift: Tensor | None
@@ -68,21 +66,17 @@ class NormOutput:
 
     @property
     def length(self) -> float:
-        """Bound of the output's ‖·‖₂: the longest gain∘n with ‖n‖₂ ≤ radius, the shift, and the error's length.
-
-        gain·n| as a vector is no longer than max|gain|·radius, so neither is the error relative to it.
-        """
+        """Bound of the output's ‖·‖₂: the longest gain∘n with ‖n‖₂ ≤ radius, the shift, and the error's length. The
+        vector |gain·n| is no longer than max|gain|·radius, so neither is the error relative to it."""
         longest = float(self.gain.abs().max()) * self.radius
         longest += 0.0 if self.shift is None else float(self.shift.norm())
         return (longest * (1 + self.relative) + float(self.absolute.norm())) * COMPUTED
 
 
 def summed_axes(one: Tensor, other: Tensor) -> Tensor:
-    """Return the squared axes of an ellipsoid that holds every sum of a point of one and a point of the other.
-
-    By Cauchy-Schwarz (x + y)²/(a/p + b/(1 − p)) ≤ x²/a + y²/b in each channel, of sums p + (1 − p) over all of them,
-    for every p. This one has the least sum of squared axes (Kurzhanski and Vályi, Ellipsoidal calculus, 2.1).
-    """
+    """Return the squared axes of an ellipsoid that holds every sum of a point of one and a point of the other. By
+    Cauchy-Schwarz (x + y)²/(a/p + b/(1 − p)) ≤ x²/a + y²/b in each channel, of sums p + (1 − p) over all of them, for
+    every p. This one has the least sum of squared axes (Kurzhanski and Vályi, Ellipsoidal calculus, 2.1)."""
     long, short = one.sum().sqrt(), other.sum().sqrt()
     if not (long > 0 and short > 0):
         return (one + other) * COMPUTED
@@ -91,19 +85,14 @@ def summed_axes(one: Tensor, other: Tensor) -> Tensor:
 
 def enclosing_axes(caps: Tensor, length: float | Tensor) -> Tensor:
     """Return the squared axes, [d], of an ellipsoid that holds every vector with components up to ``caps`` and ‖·‖₂ up
-    to ``length``.
-
-    Both are conditions of ellipsoids, Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1, and so is their mean.
-    """
+    to ``length``. Both are conditions of ellipsoids, Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1, and so is their mean."""
     box, ball = caps.square() * caps.numel(), length * length
     return box * (2 * ball / (box + ball)).nan_to_num(0.0) * COMPUTED
 
 
 def stream_itself(axes: Tensor, caps: Tensor) -> NormOutput:
     """Return a residual stream as an input that is read without a norm: ‖x/√axes‖₂ ≤ 1, with components up to ``caps``.
-
-    Its radius is √d, so that its gain is about its root mean square. Its rounding is in its axes.
-    """
+    Its radius is √d, so that its gain is about its root mean square. Its rounding is in its axes."""
     radius = math.sqrt(caps.numel())
     return NormOutput((axes.sqrt() / radius) * COMPUTED, None, radius, 0.0, torch.zeros_like(caps), caps)
 
@@ -122,11 +111,9 @@ def either(one: NormOutput, other: NormOutput) -> NormOutput:
 
 
 def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmetic) -> tuple[Tensor, float]:
-    """Return bounds of each component, fp64 [d], and of ‖·‖₂, of sums of a norm's output at ``terms`` positions.
-
-    They are products with a matrix of 0 and 1 over ``length`` positions, whose terms are exact; a partial sum's
-    magnitudes are no larger than the whole's.
-    """
+    """Return bounds of each component, fp64 [d], and of ‖·‖₂, of sums of a norm's output at ``terms`` positions. They
+    are products with a matrix of 0 and 1 over ``length`` positions, whose terms are exact; a partial sum's magnitudes
+    are no larger than the whole's."""
     a, grown = arithmetic, 1 + arithmetic.gamma(length)
     bound = a.summed(source.bound * terms * grown)
     longest = float(source.gain.abs().max()) * source.radius * (1 + source.relative) + float(source.absolute.norm())
@@ -136,11 +123,9 @@ def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmet
 
 @dataclass(frozen=True)
 class LinearBound:
-    """The bounds of a linear on a normalised input, row by row; all fp64 [m].
-
-    ``matrix``: weight times gain, [m, d]. ``norms``: radius·‖row‖. ``centre``: from shift and bias. ``error``: largest
-    difference from the exact value. ``bound``, ``partial``: of the result, of its partial sums.
-    """
+    """The bounds of a linear on a normalised input, row by row; all fp64 [m]. ``matrix``: weight times gain, [m, d].
+    ``norms``: radius·‖row‖. ``centre``: from shift and bias. ``error``: largest difference from the exact value.
+    ``bound``, ``partial``: of the result, of its partial sums."""
 
     matrix: Factored
     radius: float
@@ -166,10 +151,8 @@ class LinearBound:
 
 @dataclass(frozen=True)
 class Projection:
-    """The output of a sublayer's projection, which joins the residual stream.
-
-    ``bound``, ``partial``: of each component and of its partial sums, fp64 [d]. ``length``: of its ‖·‖₂.
-    """
+    """The output of a sublayer's projection, which joins the residual stream. ``bound``, ``partial``: of each component
+    and of its partial sums, fp64 [d]. ``length``: of its ‖·‖₂."""
 
     bound: Tensor
     partial: Tensor
@@ -196,7 +179,7 @@ def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) 
 
 
 def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOutput:
-    """Return ``number`` outputs of a norm as one vector, one after another or channel by channel: ‖(n₁, n₂, …)‖² ≤
+    """Return ``number`` outputs of a norm as one vector, one by one or channel by channel: ‖(n₁, n₂, …)‖² ≤
     number·radius²."""
     if number == 1:
         return source
@@ -209,8 +192,7 @@ def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOu
 
 
 def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float, arithmetic: Arithmetic) -> NormOutput:
-    """Return a LayerNorm's output for any input whose components have a mean magnitude of at most ``mean``. gain,
-    shift: fp64 [d]."""
+    """Return a LayerNorm's output for any input with a mean magnitude of up to ``mean``. gain, shift: fp64 [d]."""
     a = arithmetic
     radius = math.sqrt(gain.numel())
     if not a.exact:
@@ -283,11 +265,8 @@ def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 @full_precision()
 def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
     """Return an upper bound of |matrix|·vector for a vector without negative entries: fp64 [m], or [m, k] for a vector
-    [d, k].
-
-    Summed in the working dtype: where no term is negative, a sum of n rounded products is off by at most γ of n + 2
-    terms (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), besides underflow.
-    """
+    [d, k]. Summed in the working dtype: where no term is negative, a sum of n rounded products is off by at most γ of n
+    + 2 terms (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), besides underflow."""
     if not vector.any():
         return vector.new_zeros(len(matrix), *vector.shape[1:])
     dtype = working_dtype(matrix)
@@ -333,12 +312,9 @@ def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
 
 def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row of values: [m], summed
-    in ``dtype``.
-
-    Lagrange duality: λ·square + Σ max_s (v·s − λ·s²) bounds it for every λ > 0; the best λ has the gradient of the
-    maximum. ‖s‖² is concave and piecewise linear in λ⁻², so Newton's steps from the λ without caps go down to the best
-    one and end there.
-    """
+    in ``dtype``. Lagrange duality: λ·square + Σ max_s (v·s − λ·s²) bounds it for every λ > 0; the best λ has the
+    gradient of the maximum. ‖s‖² is concave and piecewise linear in λ⁻², so Newton's steps from the λ without caps go
+    down to the best one and end there."""
     with torch.no_grad():
         start = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
         best = start
@@ -370,11 +346,9 @@ def products_of_rows(rows: Tensor) -> Tensor:
 
 
 def root_of(matrix: Tensor) -> Tensor:
-    """Return an L with L·Lᵀ at least a positive semidefinite fp64 matrix, in the same order.
-
-    It is Cholesky's factor of the matrix plus n units of its trace, several times the factor's error (Higham, Accuracy
-    and Stability of Numerical Algorithms, theorem 10.3).
-    """
+    """Return an L with L·Lᵀ at least a positive semidefinite fp64 matrix, in the same order. It is Cholesky's factor of
+    the matrix plus n units of its trace, several times the factor's error (Higham, Accuracy and Stability of Numerical
+    Algorithms, theorem 10.3)."""
     raised = matrix.clone()
     raised.diagonal().add_(matrix.shape[0] * 2.0**-48 * matrix.trace())
     root, failed = torch.linalg.cholesky_ex(raised)

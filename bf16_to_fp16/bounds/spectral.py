@@ -37,8 +37,7 @@ _GUESS = 1 + 2.0**-9
 
 @on_device
 def summed_products(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of left_i·right_iᵀ over i, fp64 [a, b], each product in the dtype of both. left: [n, a, k]. right:
-    [n, b, k]."""
+    """Return the sum of left_i·right_iᵀ over i, fp64 [a, b], products in the dtype of both: [n, a, k], [n, b, k]."""
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
     for one, other in zip(left, right, strict=True):
         total += times_rows(one, other)
@@ -47,12 +46,10 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 
 @full_precision()
 def gram(rows: Tensor | Tall) -> Tensor:
-    """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
-
-    rows: [n, d], fp32 or fp64; in fp32 ``FP32_ROWS`` of them are summed. The error of every product is bounded by
-    γ·Σ|a||b|, whose Frobenius norm is at most γ times the trace; that is added to the diagonal. γ has eight units more,
-    for factors that are off by four units each.
-    """
+    """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d]. rows: [n, d], fp32 or fp64;
+    in fp32 ``FP32_ROWS`` of them are summed. The error of every product is bounded by γ·Σ|a||b|, whose Frobenius norm
+    is at most γ times the trace; that is added to the diagonal. γ has eight units more, for factors that are off by
+    four units each."""
     count, size = rows.shape
     exact = rows.dtype == torch.float64
     total = torch.zeros(size, size, dtype=torch.float64)
@@ -93,8 +90,7 @@ class Spectra:
     fixed: bool = False
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
-        """Return the results that hold for the source with the weights of these names changed. read: gives its
-        weights."""
+        """Return the results that hold with the weights of these names changed. read: gives the changed source's."""
         found = {label: kept for label, kept in self.found.items() if kept[0].names.isdisjoint(changed)}
         return Spectra(read, found, {key: made for key, made in self.kept.items() if key[0].isdisjoint(changed)})
 
@@ -113,8 +109,7 @@ class Spectra:
         return made
 
     def largest(self, matrix: Tall) -> float:
-        """Return a bound on the largest eigenvalue of a matrix's Gram matrix, and keep it if the matrix is the
-        source's."""
+        """Return a bound on the largest eigenvalue of a matrix's Gram matrix; keep it for a matrix of the source."""
         value = self.carried(matrix) if matrix.label in self.found else None
         if value is None:
             value = largest_eigenvalue(gram(matrix))
@@ -125,9 +120,7 @@ class Spectra:
     @full_precision()
     def carried(self, matrix: Tall) -> float | None:
         """Return the bound that follows from the kept one, None where it would be more than ``CARRIED`` larger.
-
-        Elements of both are off by at most five units of the working dtype, those multiplied by s by two more.
-        """
+        Elements of both are off by at most five units of the working dtype, those multiplied by s by two more."""
         kept, value = self.found[matrix.label]
         other = self.with_weights(kept)
         if other.shape != matrix.shape or other.dtype != matrix.dtype or not 0 < value < math.inf:
@@ -142,7 +135,6 @@ class Spectra:
         return (root + off) ** 2 * COMPUTED if off <= CARRIED * root else None
 
     def with_weights(self, matrix: Tall) -> Tall:
-        """Return a kept matrix with its weights, read again."""
         weights = {part.name: self.read(part.name) for block in matrix.blocks for part in block}
         blocks = (tuple(replace(part, weight=weights[part.name]) for part in block) for block in matrix.blocks)
         return replace(matrix, blocks=tuple(blocks))
@@ -163,10 +155,8 @@ def product_of_rows(left: Tensor, right: Tensor) -> Tensor:
 
 @full_precision()
 def largest_eigenvalue(matrix: Tensor) -> float:
-    """Return an upper bound on the largest eigenvalue of a symmetric positive semidefinite fp64 matrix.
-
-    As a rule within 1% of it. Zero for an empty matrix.
-    """
+    """Return an upper bound on the largest eigenvalue of a symmetric positive semidefinite fp64 matrix. As a rule
+    within 1% of it. Zero for an empty matrix."""
     size = matrix.shape[0]
     trace = float(matrix.trace())
     if size == 0 or trace <= 0:
@@ -196,11 +186,9 @@ def largest_eigenvalues(matrices: Tensor) -> Tensor:
 
 
 def ritz_value(matrix: Tensor) -> float:
-    """Return a close lower bound on the largest eigenvalue: Lanczos from a fixed random vector.
-
-    With full reorthogonalisation (Golub and Van Loan, Matrix Computations, 10.3.5), in fp32, which halves the reading:
-    the result is only a guess.
-    """
+    """Return a close lower bound on the largest eigenvalue: Lanczos from a fixed random vector. With full
+    reorthogonalisation (Golub and Van Loan, Matrix Computations, 10.3.5), in fp32, which halves the reading: the result
+    is only a guess."""
     size = matrix.shape[0]
     scaled = (matrix / matrix.trace()).float()
     basis = torch.zeros(min(_STEPS, size), size)

@@ -23,8 +23,7 @@ def certified_tiers(
     arithmetic: Arithmetic,
     spectra: Spectra,
 ) -> dict[str, bool]:
-    """Return by tier whether its certificate holds. holds: whether that of ``target`` does. arithmetic: of the weakest
-    tier."""
+    """Return by tier whether its certificate holds. holds: for ``target``. arithmetic: of the weakest tier."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
     # Every target covers the weakest tier.

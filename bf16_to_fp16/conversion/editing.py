@@ -1,5 +1,4 @@
-"""Choose edits: the least exponents that change the function, where no exact plan suffices. The source, run with them,
-must change little."""
+"""Choose edits: the least exponents that change the function, where no exact plan suffices, and change it little."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class Needed:
-    """The exponents by which a signal would have to fall: for every input, and for observed ranges (None if these
-    fit)."""
+    """The exponents by which a signal would have to fall for every input, and as observed (None if that fits)."""
 
     proven: OfChannels
     observed: OfChannels | None
@@ -67,8 +65,6 @@ class Needed:
 
 @dataclass(frozen=True)
 class Edits:
-    """The chosen edits, the divergence of each alone by signal, and whether the head is separated for them."""
-
     plan: Plan
     predicted: Mapping[str, float]
     apart: bool = False
@@ -94,8 +90,8 @@ def needed_edits(
 
 
 def needlessly_shared(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the attentions whose keys are to be centred: where scores pass their limits or, with position biases,
-    where these share a large part."""
+    """Return the attentions whose keys are to be centred, by their scores or by position biases that share a large
+    part."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
     def needless(attention: Attention) -> bool:
@@ -123,14 +119,12 @@ class Known:
 
     @property
     def price(self) -> float:
-        """The divergence that counts as a share of 1."""
         return self.most * min(max(self.bf16, NOISE), RUINED)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The divergence of edits on the conversion's inputs, and the largest share of their price, there or on shipped
-    text."""
+    """The divergence of edits on the conversion's inputs, and the largest share of their price on any inputs."""
 
     divergence: float
     share: float
@@ -148,7 +142,6 @@ class Trial:
     made: Plan
 
     def alone(self, chosen: Mapping[str, OfChannels], most: float) -> dict[str, Cost] | None:
-        """Return the cost of each edit alone; None where the sum of their shares exceeds ``most``."""
         names, costs = list(chosen)[::-1], dict[str, Cost]()
         for some in (names[start : start + TOGETHER] for start in range(0, len(names), TOGETHER)):
             trials = [{name: chosen[name]} for name in some]
@@ -159,7 +152,6 @@ class Trial:
         return {name: costs[name] for name in chosen}
 
     def columns(self, rows: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-        """Return the cuts of columns, by signal, that can replace edits of ``rows``."""
         read = centred(source_weights(self.checkpoint, self.layout), self.layout, self.made.centred_keys)
         return column_exponents(self.layout, read, rows)
 
@@ -274,8 +266,7 @@ def scaled_by(logits: Tensor, exponents: OfChannels) -> Tensor:
 
 
 def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress: Progress) -> list[Known]:
-    """Return the source's outputs on the shipped text; [] without a usable tokenizer, since random ids tell little of
-    text."""
+    """Return the source's outputs on the shipped text; [] without a usable tokenizer."""
     if not has_tokenizer(checkpoint.folder):
         return []
     try:
@@ -291,8 +282,7 @@ def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress:
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the change of the stored weights by edits. read: gives weights with keys centred, shared by many
-    changes."""
+    """Return the change of stored weights by edits. read: gives weights with keys centred, for many changes."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
 

@@ -114,7 +114,6 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
 def searched(
     source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, progress: Progress
 ) -> soft.SoftSide | None:
-    """Return the rare inputs that a plan's edits harm; None without edits that have a price."""
     if not edits_of(layout, plan).exponents:
         return None
     config, text, tokenizer = load_config(source.folder), None, None
@@ -136,8 +135,7 @@ def searched(
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
-    """Return the inputs that a written checkpoint also runs in fp32: all for a drift or edits, else the smallest
-    batches."""
+    """Return the inputs that a written checkpoint also runs in fp32: all for a drift or edits, else the smallest."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
     return smallest_batches(compared(inputs))

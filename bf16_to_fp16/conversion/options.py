@@ -1,5 +1,4 @@
-"""The options of a conversion, its destination and its provenance. Nothing here imports torch, so that the command line
-refuses at once."""
+"""The options of a conversion, its destination and its provenance. Imports no torch, so that refusals are quick."""
 
 from __future__ import annotations
 

@@ -85,7 +85,6 @@ class Opened:
         return edited_weights(self.checkpoint, layout, self.edits)
 
     def under(self, decided: Decided) -> Opened:
-        """Return the source with the decided edits; ``self`` without any."""
         edits = edits_of(decided.layout, decided.plan)
         if not edits.exponents and not edits.centred_keys:
             return self
@@ -168,7 +167,6 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
 
 
 def price_of_moving(decided: Decided) -> Iterator[str]:
-    """Yield notes for users who train the output: how far a proof, or a stricter target, moves the stream."""
     planned, exponents = decided.planned, stream_exponents(decided.layout, decided.plan)
     least = min(exponents.values())
     if decided.target in SQUARING and least < FURTHEST_FOR_TRAINING:
@@ -251,7 +249,6 @@ class Search:
         return of(layout, exponents)
 
     def drift(self, layout: Layout, plan: Plan) -> Fidelity:
-        """Return the fidelity of the source's outputs under a plan's fixed eps."""
         assert self.reference is not None
         opened, reference = self.opened, self.reference
         tried = powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
@@ -261,8 +258,7 @@ class Search:
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return the plan. For training it does without the further margin where rounded gains would take it further
-        from the source than bf16 is."""
+        """Return the plan, for training without the further margin where rounded gains would be worse than bf16."""
         if decided.target != "train" or self.reference is None or decided.plan.drift is None:
             return decided
         found = self.drift(decided.layout, decided.plan)
@@ -391,8 +387,7 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def best_plan(search: Search) -> tuple[Layout, Planned, SourceBounds]:
-    """Return the best plan with its layout and bounds. A tied head is separated where that breaks fewer limits, or
-    proves more if a proof is requested."""
+    """Return the best plan with its layout and bounds; a tied head is separated where that breaks fewer limits."""
 
     def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
         fallbacks = len(planned.fallbacks) if search.options.prove else 0

@@ -77,8 +77,7 @@ def metering_norms(model: nn.Module) -> Iterator[NormMeters]:
 
 
 def norms_seen(runs: Sequence[NormMeters]) -> dict[str, NormRange]:
-    """Return the ranges of norms' inputs over runs by copies of one model; the first run's meters take the others
-    over."""
+    """Return the ranges of norms' inputs over runs by copies of one model."""
     first, *rest = runs or [{}]
     for path, meter in first.items():
         for other in rest:
@@ -94,7 +93,6 @@ def observe_ranges(model: nn.Module, batches: Sequence[Batch]) -> Ranges:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` normalises its input: ``nn.LayerNorm`` or a class named ...LayerNorm or ...RMSNorm."""
     return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
 
 

@@ -45,9 +45,8 @@ _ORIGIN = "_bf16_to_fp16_origin"
 
 @dataclass(slots=True)
 class Origin:
-    """The origin of a tensor, kept as its attribute. ``constant``: no activation or parameter entered it. ``masked``:
-    its masked positions. ``cube``: the sites from x³ to it. ``least``: a constant's least number, known without a
-    sync."""
+    """A tensor's origin, kept as its attribute. ``constant``: no activation or parameter entered it. ``masked``: its
+    masked positions. ``cube``: the sites from x³ to it. ``least``: a constant's least number."""
 
     constant: bool = False
     masked: Tensor | None = None
@@ -94,7 +93,6 @@ def _least(operands: Iterable[Any]) -> float:
 
 
 def forget_origin(out: Tensor) -> None:
-    """Forget the origin of a tensor that was written into, and of the tensor that it is a view of."""
     for tensor in (out, out._base):
         if tensor is not None and origin_of(tensor) is not None:
             set_origin(tensor, None)
@@ -154,7 +152,6 @@ def is_sum_of_positions(args: Iterable[Any]) -> bool:
 
 
 def sees_nothing(scores: Tensor) -> bool:
-    """Return whether some row is fully masked: softmax makes it NaN where the mask is −inf."""
     origin = origin_of(scores)
     return origin is not None and origin.masked is not None and bool(origin.masked.all(-1).any())
 

@@ -19,8 +19,7 @@ from .tap import Tap
 
 @dataclass(frozen=True)
 class _Point:
-    """A feed-forward's site: the values that enter or leave ``module``. ``width`` is a linear with one output per
-    channel."""
+    """A feed-forward's site: the values that enter or leave ``module``; ``width``: a linear with as many outputs."""
 
     name: str
     module: str
@@ -50,7 +49,6 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     hooks = ExitStack()
 
     def note(name: str, value: Tensor) -> None:
-        """Note a site's values; an expert's at the places of its tokens, with 0 elsewhere."""
         if name in taken:
             values[name] = values[name].masked_scatter(taken[name], value)
         elif value.numel():

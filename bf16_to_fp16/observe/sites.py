@@ -17,13 +17,11 @@ CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 
 @dataclass(slots=True)
 class Site:
-    """The measurements of a site.
-
-    ``amax``: the largest |x| without masked positions, inf for an overflow or NaN. ``nonfinite`` and ``saturated``
-    (finite, from 64504, fp16 only) count elements, without the ``benign`` ones. ``order``: the number of the first
-    output that broke, else of the first. ``limit``: None where fp16's range does not bind, as in other dtypes,
-    constants and ``gelu_new``'s cube. ``elements`` and ``zeros`` are counted for gradients alone.
-    """
+    """The measurements of a site. ``amax``: the largest |x| without masked positions, inf for an overflow or NaN.
+    ``nonfinite`` and ``saturated`` (finite, from 64504, fp16 only) count elements, without the ``benign`` ones.
+    ``order``: the number of the first output that broke, else of the first. ``limit``: None where fp16's range does not
+    bind, as in other dtypes, constants and ``gelu_new``'s cube. ``elements`` and ``zeros`` are counted for gradients
+    alone."""
 
     name: str
     dtype: torch.dtype
@@ -91,7 +89,6 @@ class Call:
         return "scores" in self.counts and not self.after_softmax
 
     def product(self, *, sums: bool) -> str:
-        """Return the name of a matrix product; sums: it sums positions."""
         if self.linear:
             return ""
         return "sum" if sums else "context" if self.after_softmax else "scores"

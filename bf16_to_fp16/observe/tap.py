@@ -207,7 +207,7 @@ class Tap:
         self._call = None
 
     def _hides_gradients(self) -> bool:
-        """Whether the operation that runs has no gradients, or would have none in a forward with gradients."""
+        """Whether the running operation has no gradients, or would have none in a forward with gradients."""
         return not torch.is_grad_enabled() and (not self.without_gradients or self._inner_no_grads > 0)
 
     def _follow_no_grad(self) -> None:
@@ -366,7 +366,6 @@ def _check_not_compiled(module: nn.Module) -> None:
 
 
 def _is_called_by(function: str) -> bool:
-    """Whether a function whose qualified name ends with ``function`` is running."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_qualname.endswith(function):

@@ -56,10 +56,8 @@ _Tensors = tuple[Tensor, ...]
 
 
 def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> None:
-    """Step some elements in place, eagerly or inside torch.compile. key: as ``rounding`` takes it.
-
-    Numbers that change come in tensors: for a new Python number torch.compile would compile again.
-    """
+    """Step some elements in place, eagerly or inside torch.compile. key: as ``rounding`` takes it. Numbers that change
+    come in tensors: for a new Python number torch.compile would compile again."""
     parameter, grad, exp_avg, exp_avg_sq = tensors
     unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay = coefficients.unbind()
     value = parameter.to(torch.float32)
@@ -89,10 +87,8 @@ def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> N
 @functools.cache
 def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[..., None] | str:
     """Return ``_update`` compiled for one combination of dtypes, device and rounding, or the error's first line.
-
     torch.compile counts recompilations by code object and gives up after eight; each variant has a copy of its own,
-    which is compiled once for all lengths.
-    """
+    which is compiled once for all lengths."""
     name = "_".join(map(str, (*kind, device, how))).replace(".", "_")
     code = _update.__code__.replace(co_name=f"_update_{name}")
     function = types.FunctionType(code, _update.__globals__, code.co_name)
@@ -107,7 +103,6 @@ def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[
 
 
 def first_index(parameter: Tensor) -> int:
-    """Return the index, in the whole parameter, of this rank's first element."""
     if not isinstance(parameter, DTensor):
         return 0
     # Not documented, but torch's own distributed checkpoints are cut by it.
@@ -174,12 +169,9 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, and return the closure's result.
-
-        GradScaler sets the attributes ``grad_scale`` and ``found_inf``: gradients are divided by the first, and nothing
-        changes if the second is not 0. Reading them waits for the device, as GradScaler itself does for other
-        optimizers.
-        """
+        """Update every parameter that has a gradient, and return the closure's result. GradScaler sets the attributes
+        ``grad_scale`` and ``found_inf``: gradients are divided by the first, and nothing changes if the second is not
+        0. Reading them waits for the device, as GradScaler itself does for other optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -212,7 +204,6 @@ class AdamW(Optimizer):
         coefficients: Callable[[int, torch.device], Tensor],
         compiles: bool,
     ) -> None:
-        """Step the local elements of a parameter, in pieces of consecutive elements."""
         state, local = self.state[parameter], _local(parameter)
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
@@ -241,10 +232,8 @@ class AdamW(Optimizer):
             local.copy_(tensors[0].view(local.shape))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what state_dict() returned, in the dtypes in which it was saved.
-
-        Options are taken from the saved groups where these have them, except ``compile``.
-        """
+        """Restore what state_dict() returned, in the dtypes in which it was saved. Options are taken from the saved
+        groups where these have them, except ``compile``."""
         before = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, options, saved_group in zip(self.param_groups, before, state_dict["param_groups"], strict=True):

@@ -83,8 +83,6 @@ def tensors_by_module(layout: Layout) -> dict[str, ResolvedTensor]:
 
 
 def target_of(name: str, target: str, layout: Layout, named: Mapping[str, ResolvedTensor]) -> str:
-    """Return the layout's name of ``target``, which older transformers name as files do. Raises UserError for an
-    unknown one."""
     known = in_modules(target, named)
     if known not in named:
         raise UserError(
@@ -157,8 +155,7 @@ def along(exponent: int | Tensor, position: int, axes: int) -> int | Tensor:
 
 
 def uniform(name: str, target: str, exponent: int | Tensor) -> int:
-    """Return the one exponent of the axis that a DoRA magnitude is taken over. Raises UserError where it has
-    several."""
+    """Return the one exponent of the axis that a DoRA magnitude is taken over. Raises UserError for several."""
     if isinstance(exponent, int):
         return exponent
     first = int(exponent[0])
@@ -171,7 +168,6 @@ def uniform(name: str, target: str, exponent: int | Tensor) -> int:
 
 
 def multiplied(name: str, values: Tensor, exponents: Tensor, factor: float, offset: float = 0.0) -> Scaled:
-    """Return (``values`` + ``offset``) · 2^exponents · ``factor``; in fp32 where their dtype loses a bit."""
     double = values.double()
     wanted = torch.ldexp(double + offset if offset else double, exponents.double()) * factor
     wanted = wanted - offset if offset else wanted  # subtracting 0 would change the sign of -0

@@ -1,5 +1,4 @@
-"""Apply a plan to the writer's tensors, a model in memory, and the config. Nothing else multiplies weights by a
-plan."""
+"""Apply a plan to the writer's tensors, a model in memory, and the config. Nothing else scales weights by a plan."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module
 
 
 def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> None:
-    """Set ``tensor`` to (tensor + ``offset``) · ``gain`` · 2^exponents − ``offset``, in place; with an offset it may
-    round once."""
+    """Set ``tensor`` to (tensor + ``offset``) · ``gain`` · 2^exponents − ``offset``, in place."""
     if offset:
         if gain != 1.0 or bool((exponents != 0).any()):
             tensor.copy_(torch.ldexp((tensor.double() + offset) * gain, exponents.double()) - offset)
@@ -129,8 +127,6 @@ DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of earlier versi
 
 
 def set_dtype(config: dict[str, object], dtype: str) -> None:
-    """Set the dtype under each key that the config uses; without one under ``torch_dtype``, which every version
-    reads."""
     keys = [key for key in DTYPE_KEYS if key in config] or ["torch_dtype"]
     for key in keys:
         config[key] = dtype

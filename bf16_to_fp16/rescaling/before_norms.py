@@ -1,6 +1,5 @@
 """Exponents of signals that only norms read: as large as in the source, where the stream is smaller. A signal times 2^r
-has a gradient times 2^-r, so a smaller stream needs a smaller loss scale. A norm cancels any factor of its input, but
-for its eps."""
+has a gradient times 2^-r, so a smaller stream needs a smaller loss scale. Norms cancel factors, but for eps."""
 
 from __future__ import annotations
 

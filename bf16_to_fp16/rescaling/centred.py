@@ -21,8 +21,7 @@ from ..families.types import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:
-    """Return the attentions with a free key bias behind a norm with a bias, and those with a table of position
-    biases."""
+    """Return the attentions with a free key bias behind a norm with a bias, or with a table of position biases."""
 
     def free(here: Attention) -> bool:
         between = here.rotary, here.query_norm, here.key_norm, here.cap, here.radius, here.fused
@@ -46,7 +45,6 @@ def centred_tensors(layout: Layout, attentions: Collection[str]) -> dict[str, At
 
 
 def centred_tensor(weights: TensorReader, layout: Layout, name: str, attention: Attention) -> Tensor:
-    """Return the new key bias or table of this name, fp64. weights: before any exponent."""
     if tables := tables_of(attention):
         return weights(name).double() - shared_biases(list(map(weights, tables)))
     return centred_bias(weights, layout, attention)

@@ -36,7 +36,6 @@ def excess_bits(amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor
 
 
 def as_shares(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` divided by their sum, equal shares where the sum is 0."""
     total = values.sum()
     return values / total if float(total) > 0 else torch.full_like(values, 1 / values.numel())
 
@@ -49,7 +48,6 @@ def whole_log2(x: float) -> int:
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether two vectors are equal; None stands for all zeros."""
     if one is None or other is None:
         given = one if one is not None else other
         return given is None or not bool((given != 0).any())
@@ -57,6 +55,5 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def folded(values: torch.Tensor) -> int | list[int]:
-    """Return a vector as one integer if all its elements agree, else as a list."""
     items = [int(v) for v in values]
     return items[0] if len(set(items)) == 1 else items

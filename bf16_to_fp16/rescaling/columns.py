@@ -16,13 +16,11 @@ MOST_CHANNELS, MOST_BITS = 4, 24  # most channels that are cut, and by how many 
 CLOSE = 2.0**-10  # bits by which a row may stay over its aim
 
 Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Maps columns' factors to the bits by which each row or head is over its aim, [rows], and columns' shares, [rows,
-columns]."""
+"""Maps columns' factors to each row's or head's bits over its aim, [rows], and columns' shares, [rows, columns]."""
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return the column exponents, by signal, that replace ``needed`` row exponents where a cut of few channels is
-    enough."""
+    """Return the column exponents, by signal, that can replace ``needed`` row exponents by a cut of few channels."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if signal := signal_at(layout, each.gate, needed):
@@ -48,7 +46,6 @@ def signal_at(layout: Layout, linear: str, needed: Mapping[str, OfChannels]) -> 
 
 
 def read_by(layout: Layout, weights: TensorReader, linear: str, norm: str) -> Tensor:
-    """Return the linear's weight, times the gain of the norm before it, fp64."""
     weight = weights(f"{linear}.weight").double()
     if not norm:
         return weight

@@ -37,20 +37,17 @@ def edits_of(layout: Layout, plan: Plan) -> Plan:
 
 
 def without_edits(layout: Layout, plan: Plan) -> Plan:
-    """Return the part of a plan that is exact on the edited source."""
     priced = edits_of(layout, plan).exponents
     exact = {name: e for name, e in plan.exponents.items() if name not in priced}
     return plan.model_copy(update={"exponents": exact, "centred_keys": []})
 
 
 def with_edits(plan: Plan, edits: Plan) -> Plan:
-    """Return an exact plan of the edited source, together with its edits, as a plan of the source."""
     exponents, centred = plan.exponents | edits.exponents, sorted({*plan.centred_keys, *edits.centred_keys})
     return plan.model_copy(update={"exponents": exponents, "centred_keys": centred})
 
 
 def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | None = None) -> dict[str, InexactEntry]:
-    """Return a plan's edits by signal. predicted: divergences by signal."""
     sites, known = sites_of(layout), predicted or {}
     exponents = edits_of(layout, plan).exponents.items()
 
@@ -70,8 +67,7 @@ def least(exponents: OfChannels) -> int:
 
 
 def sites_of(layout: Layout) -> dict[str, str]:
-    """Return for each signal with a price the audit's name of the site whose range decides whether the signal has to
-    fall."""
+    """Return the site, by signal with a price, whose range decides whether the signal has to fall."""
     attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
     scores = {f"{path}.scores": f"{path}:scores" for path in attentions}
     priced = {name: signal for name, signal in layout.signals.items() if signal.kind.has_price}

@@ -27,7 +27,6 @@ class Exponents:
     offset: float = 0.0
 
     def full(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return the elements' int32 exponents, in a shape that broadcasts to ``shape``."""
         total = torch.full((1,) * len(shape), self.scalar, dtype=torch.int32, device=device)
         if self.rows is not None:
             total = total + self.rows.view(-1, *([1] * (len(shape) - 1)))
@@ -41,8 +40,7 @@ class Exponents:
 
 
 def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tensor]:
-    """Return each axis's exponents: one number, or int32 numbers by channel. Raises UserError for a list of another
-    length."""
+    """Return each axis's exponents: one number, or int32 numbers by channel."""
 
     def carried(axis: Axis, size: int) -> int | torch.Tensor:
         exponent = plan.exponent(axis.signal)
@@ -62,7 +60,6 @@ def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tenso
 
 
 def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
-    """Return the exponents of a tensor: for each axis, the sum of ±the exponents of the signals that it carries."""
     exponents = axis_exponents(tensor, plan)
     scalar = sum(exponent for exponent in exponents if isinstance(exponent, int))
     per_axis = [exponent if isinstance(exponent, torch.Tensor) else None for exponent in exponents]
@@ -79,7 +76,6 @@ def correction_of(tensor: ResolvedTensor, plan: Plan) -> float:
 
 
 def check_plan_fits(layout: Layout, plan: Plan) -> None:
-    """Raise UserError unless plan and layout agree on family, signals, channels and the keys that may be centred."""
     if plan.family != layout.family.name:
         raise UserError(
             f"the plan is for {plan.family}, the checkpoint is {layout.family.name}; use the plan of this checkpoint"

@@ -13,8 +13,7 @@ from .exponents import OfChannels, exponents_of
 from .plan import Plan
 
 LAST = "last_hidden_state"
-"""The output of the class without a head, and the last of ``hidden_states``; the decoder's where there are two
-stacks."""
+"""The output of the class without a head, and the last of ``hidden_states``, the decoder's if there is one."""
 
 
 def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
@@ -38,7 +37,6 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
 
 
 def input_factor(layout: Layout, plan: Plan) -> OfChannels:
-    """Return the log2 of the factor that ``inputs_embeds`` need under the plan."""
     table = layout.tensors[layout.table(layout.stacks()[0].ends)]
     return in_short(exponents_of(table, plan).full(table.shape)[0])
 

@@ -23,12 +23,9 @@ Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT /
 
 class Drift(BaseModel):
     """The change of the output by a norm eps that cannot be scaled, or by gains that are rounded after an offset was
-    subtracted: predicted, and measured on what was written.
-
-    ``relative_error``: predicted, the root mean square over the norms of their outputs' relative change.
-    ``predicted_kl`` and ``predicted_max_logit_error``: from running the source with the plan's eps, in the source's
-    units, and its rounded gains.
-    """
+    subtracted: predicted, and measured on what was written. ``relative_error``: predicted, the root mean square over
+    the norms of their outputs' relative change. ``predicted_kl`` and ``predicted_max_logit_error``: from running the
+    source with the plan's eps, in the source's units, and its rounded gains."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -74,7 +71,6 @@ class Plan(BaseModel):
 
     @property
     def moves(self) -> bool:
-        """Whether the plan changes any weight's scale."""
         moved = (any(e) if isinstance(e, list) else e for e in self.exponents.values())
         return bool(self.residual_exponent or self.gain_correction) or any(moved)
 
@@ -84,17 +80,14 @@ class Plan(BaseModel):
         return not self.gain_correction and not any(isinstance(e, list) and any(e) for e in self.exponents.values())
 
     def exponent(self, signal: str) -> int | list[int]:
-        """Return the exponent(s) of a signal, 0 where the plan does not move it."""
         return self.residual_exponent if signal == RESIDUAL else self.exponents.get(signal, 0)
 
     @property
     def residual_exponents(self) -> list[int]:
-        """The exponents of all residual streams, the first stack's first."""
         others = (e for name, e in self.exponents.items() if name.endswith(f".{RESIDUAL}") and isinstance(e, int))
         return [self.residual_exponent, *others]
 
     def stream_exponent(self, signal: str) -> int:
-        """Return the exponent of a residual stream, or of another signal with one number."""
         exponent = self.exponent(signal)
         assert isinstance(exponent, int)
         return exponent

@@ -80,16 +80,14 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 
 @dataclass(frozen=True)
 class Violation:
-    """A limit that no exponent can hold."""
-
     signal: str
     excess_bits: float
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """A signal that is not held under its limit for every input, with the predicted errors of both choices.
-    ``impossible``: no exponent would hold it. ``exponent``: the stream's that would."""
+    """A signal that is not held for every input, with the predicted errors. ``impossible``: no exponent holds it.
+    ``exponent``: of the stream, the one that would."""
 
     signal: str
     cost_certified: float
@@ -101,13 +99,10 @@ class Fallback:
 @dataclass(frozen=True)
 class Planned:
     """A plan, the limits that it cannot hold, its predicted relative squared error, and that error by residual
-    exponent.
-
-    ``fallbacks``: the signals planned from their observed ranges alone. ``cost_of_proof``: the part of ``cost`` by
-    which the other signals are held for every input. ``for_proof``: the streams that a proof moves further, with the
-    exponent that their observed ranges ask for. ``corrected``: the mean squared relative drift that gain corrections
-    take out.
-    """
+    exponent. ``fallbacks``: the signals planned from their observed ranges alone. ``cost_of_proof``: the part of
+    ``cost`` by which the other signals are held for every input. ``for_proof``: the streams that a proof moves further,
+    with the exponent that their observed ranges ask for. ``corrected``: the mean squared relative drift that gain
+    corrections take out."""
 
     plan: Plan
     violations: tuple[Violation, ...]
@@ -162,8 +157,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Total:
-    """Costs of one exponent of a stream, whether it holds the stream for every input, and the number of proofs given
-    up."""
+    """A stream exponent's costs, whether it holds the stream for every input, and the number of proofs given up."""
 
     cost: float
     free: float
@@ -224,8 +218,7 @@ class _Costs:
         return [c for c, kind in kinds if not kind.has_price and kind is not Kind.BEFORE_NORM]
 
     def branches_of_streams(self) -> dict[tuple[str, str], tuple[ResolvedSignal, str]]:
-        """Return by place the signals that a linear gives to a norm alone; {} where an eps is fixed, no range for an
-        unobserved norm."""
+        """Return by place the signals that a linear gives to a norm alone, where the norm's eps can be scaled."""
         signals = {norm: self.layout.signals.get(before(norm)) for norm in self.layout.streams_read}
         observed = (norm for norm in signals if norm in self.ranges and self.ranges[norm].norm is not None)
         eps_stays = self.layout.fixed_eps is not None or self.layout.held_eps is not None
@@ -243,7 +236,6 @@ class _Costs:
         return known_points(self.bounds or {}, signal)
 
     def table(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> LossTable:
-        """Return the losses along ``axis``, with the exponents chosen for the other axis applied."""
         key = (tensor.name, axis, carried)
         if key not in self.tables:
             shift = self.shift(tensor, axis)
@@ -275,7 +267,6 @@ class _Costs:
         return torch.stack(shifts).sum(0, dtype=torch.int32) if shifts else None
 
     def release(self, signal: ResolvedSignal) -> None:
-        """Drop the tables of a signal's weights, which take far more memory than the costs."""
         for tensor, axis, carried in self.touched[signal.name]:
             self.tables.pop((tensor.name, axis, carried), None)
 
@@ -297,8 +288,7 @@ class _Costs:
         return r if kind is Kind.RESIDUAL else 0
 
     def before_norm(self, name: str, r: int) -> int:
-        """Return the exponent, at most 0 and added to r, that limits need, as far as the norm's eps does not show in
-        fp16."""
+        """Return the exponent, at most 0 and beside r, that limits need, while a norm's eps does not show in fp16."""
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
@@ -316,8 +306,7 @@ class _Costs:
         return exponent
 
     def branch_drift(self, norm: str, exponent: int) -> float:
-        """Return the mean squared relative change of a norm's output if its input moves by ``exponent`` beside the
-        stream."""
+        """Return the mean squared relative change of a norm's output if its input moves beside the stream."""
         seen = self.ranges[norm].norm
         return 0.0 if seen is None or exponent == 0 else seen.drift(self.layout.eps, exponent) ** 2
 
@@ -326,7 +315,6 @@ class _Costs:
         return point.sign * r + (0 if branch is None else self.before_norm(branch[0].name, r))
 
     def stream_of(self, signal: ResolvedSignal) -> str:
-        """Return the stream whose exponent the signal's weights carry, the first stream where none does."""
         carried = {c.signal for tensor, *_ in self.touched[signal.name] for c in tensor.carries}
         return next((stream for stream in self.layout.streams if stream in carried), self.layout.streams[0])
 
@@ -380,8 +368,7 @@ class _Costs:
             yield sum((cost[:, at[number] : at[number] + len(exponents)] for cost, at in weights), own)
 
     def proof_costs(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return the costs that bounds add to ``channel_costs``: float64 [channels, 49], zeros without a
-        certificate."""
+        """Return the costs that bounds add to ``channel_costs``: float64 [channels, 49]."""
         exponents = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         cost = torch.zeros(signal.size, exponents.numel(), dtype=torch.float64)
         for point, possible in self.possible(signal):
@@ -400,7 +387,6 @@ class _Costs:
         return known[r]
 
     def solution(self, signal: ResolvedSignal, costs: torch.Tensor, proof: torch.Tensor | None) -> Solution:
-        """Return the best exponents. Bounds count unless they cost too much."""
         free, unmoved = float(costs.amin(1).sum()), float(costs[:, CHANNEL_RANGE].sum())
         if proof is None:
             return Solution(free, free, unmoved, self.restrained(costs))
@@ -414,8 +400,7 @@ class _Costs:
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return each channel's index: nearer to 0 within ``RESTRAINT_OF_CHANNELS``, at 0 while the sum is within
-        ``spare``."""
+        """Return each channel's index: nearer to 0 within ``RESTRAINT_OF_CHANNELS``, at 0 within ``spare``."""
         steps = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1).abs().double()
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * steps).argmin(1)
         if self.moves_least:
@@ -425,7 +410,6 @@ class _Costs:
         return index.to(torch.int8)
 
     def weight_cost(self, table: LossTable, exponents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        """Sum over a weight's channels: error energy by share, inexact elements, excess over the limit."""
         lossy, error = table.at(exponents)
         energy = table.energy[:, None].clamp(min=1e-300)
         cost = share * (error.double() / energy).clamp(max=1.0)
@@ -454,8 +438,7 @@ class _Costs:
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
-        """Return the bits past 65504 that the stream alone gives to weights. own: include weights with channel
-        exponents, at 0."""
+        """Return the bits past 65504 that the stream gives to weights. own: also to those with channel exponents."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
                 (max(abs(float(end)) for end in torch.aminmax(self.weights(tensor.name))), carried.sign, has_own)
@@ -501,7 +484,6 @@ class _Costs:
         return Total(cost + self.proof_worth * sites, free, False, unproven + sites)
 
     def norm_limit(self, margin_bits: float) -> torch.Tensor:
-        """Return the limit on ‖h‖₂ of the stream; inf unless norms square it in fp16."""
         squared = FP16_MAX / growth(self.layout.signals[RESIDUAL].size)
         return torch.tensor(math.sqrt(squared) * 2.0**-margin_bits if self.target in SQUARING else math.inf)
 
@@ -511,11 +493,8 @@ class _Costs:
 
     def drift(self, r: int, corrected: bool = True) -> float:
         """Return the sum over the stream's norms of the mean squared relative change by a fixed eps; 0 where the config
-        has the scaled eps.
-
-        A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction takes out the mean, at
-        the cost of one more rounding.
-        """
+        has the scaled eps. A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction
+        takes out the mean, at the cost of one more rounding."""
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         total = self.drift_beside(r)
         total += sum(self.branch_drift(norm, self.before_norm(name, r)) for norm, name in norms.items())
@@ -527,14 +506,12 @@ class _Costs:
         return total
 
     def drift_beside(self, r: int) -> float:
-        """Return the mean squared drift of projector norms that share this model's eps and read another model's
-        outputs."""
+        """Return the mean squared drift of projectors' norms that share this model's eps."""
         shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
         kept = [norm.kept(self.layout.eps, -r) for norm in shared if norm is not None and self.stream == RESIDUAL]
         return sum(float((shares * (change - 1).square()).sum()) for change, shares in kept)
 
     def drifts(self, r: int) -> bool:
-        """Return whether a fixed eps differs, in the source's units, from the source's eps."""
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
     def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
@@ -558,8 +535,7 @@ class _Costs:
         return norm.kept(self.layout.eps, r, self.layout.fixed_eps)
 
     def gain_correction(self, path: str, r: int) -> float:
-        """Return the gain factor with the least mean squared change in fp16; 1 where the change is under one
-        rounding."""
+        """Return the gain factor with the least mean squared change in fp16; 1 for a change under one rounding."""
         kept, shares = self.kept(path, r)
         factor = float((shares * kept).sum() / (shares * kept.square()).sum())
         if abs(factor - 1) <= math.sqrt(ROUNDING):
@@ -656,8 +632,7 @@ class _PlanSearch(_Costs):
         )
 
     def holds_unmoved(self) -> bool:
-        """Return whether unmoved weights keep all limits and proofs, and cost at most one rounding for each norm more
-        than the best."""
+        """Return whether unmoved weights keep all limits and proofs, and cost at most one rounding for each norm."""
         spare = ROUNDING * len(self.layout.norms)
         for stream in self.layout.streams:
             self.stream = stream
@@ -675,10 +650,8 @@ class _PlanSearch(_Costs):
         return True
 
     def decide_stream(self, candidates: list[int]) -> dict[int, Total]:
-        """Choose the stream's exponent and its channels'; return the cost of each candidate.
-
-        The choice is the exponent nearest 0 that gives up no more proofs than the cheapest and costs little more.
-        """
+        """Choose the stream's exponent and its channels'; return the cost of each candidate. The choice is the exponent
+        nearest 0 that gives up no more proofs than the cheapest and costs little more."""
         self.tried = candidates
         totals = {r: self.total_cost(r) for r in self.tried}
         finite = {r: total for r, total in totals.items() if math.isfinite(total.cost)}
@@ -712,7 +685,6 @@ class _PlanSearch(_Costs):
         return Fallback(self.stream, self.residual_cost(max(held)), self.residual_cost(r), False, max(held))
 
     def candidates(self) -> list[int]:
-        """Return exponents around the largest that the stream's limits allow, and 0."""
         tops = []
         for point, observed in self.seen(self.layout.signals[self.stream]):
             if point.sign > 0 and float(observed.amax.amax()) > 0:
@@ -730,7 +702,6 @@ class _PlanSearch(_Costs):
         return sorted(e for e in near if abs(e) <= RESIDUAL_RANGE)
 
     def settle(self, signal: ResolvedSignal, r: int) -> None:
-        """Choose a signal's exponents; ties go to the exponent nearest 0."""
         solution = self.best(signal, r)
         best = solution.index.to(torch.int32) - CHANNEL_RANGE
         self.fallbacks.pop(signal.name, None)
@@ -743,14 +714,12 @@ class _PlanSearch(_Costs):
                 self.forget(tensor, 1 - axis)
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
-        """Return whether gain exponents of 0 break a limit or lose visibly; where norms square in fp16, a reader's
-        rounding counts."""
+        """Return whether gain exponents of 0 break a limit or lose visibly."""
         if self.moves_least:
             return bool((self.best(signal, r).index != CHANNEL_RANGE).any())
         return self.best(signal, r).unmoved > self.lossy_price / 2
 
     def resettle_writers(self, norm: ResolvedSignal) -> None:
-        """Solve again the signals that a moved norm's readers write, since their tables have changed."""
         for tensor, *_ in list(self.touched[norm.name]):
             for written in carried_by(tensor.axes[0]) if len(tensor.axes) == 2 else ():
                 if written.signal in self.chosen:

@@ -30,13 +30,10 @@ _CHANNELS, _CHUNK = 1 << 10, 1 << 18
 
 @dataclass(frozen=True)
 class LossTable:
-    """Losses of a weight by channel and exponent.
-
-    ``counts``: the number of elements that scaling by 2^e makes inexact. ``errors``: their squared error divided by
-    4^e, which makes it comparable with ``energy``. Both are float32 [channels, columns]; the first column is for the
-    exponent ``first`` and all below, the last for its own and all above. ``energy``, ``amax``: float64 [channels], of
-    the unscaled weight. ``count``: all elements.
-    """
+    """Losses of a weight by channel and exponent. ``counts``: the number of elements that scaling by 2^e makes inexact.
+    ``errors``: their squared error divided by 4^e, which makes it comparable with ``energy``. Both are float32
+    [channels, columns]; the first column is for the exponent ``first`` and all below, the last for its own and all
+    above. ``energy``, ``amax``: float64 [channels], of the unscaled weight. ``count``: all elements."""
 
     first: int
     counts: torch.Tensor
@@ -46,7 +43,6 @@ class LossTable:
     count: int
 
     def at(self, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``counts`` and ``errors`` at consecutive exponents, float32 [channels, exponents]."""
         start, count = int(exponents[0]) - self.first, len(exponents)
         return columns(self.counts, start, count), columns(self.errors, start, count)
 
@@ -56,12 +52,10 @@ class LossTable:
 
     @property
     def lossy(self) -> torch.Tensor:
-        """The number of inexact elements at −GRID…GRID."""
         return self.at(torch.arange(-GRID, GRID + 1))[0]
 
     @property
     def error(self) -> torch.Tensor:
-        """The errors at −GRID…GRID."""
         return self.at(torch.arange(-GRID, GRID + 1))[1]
 
     @cached_property
@@ -94,7 +88,6 @@ class Tables:
         return table
 
     def without(self, changed: Collection[str]) -> Tables:
-        """Return the tables without those of the named weights, which have changed."""
         kept = {key: table for key, table in self.kept.items() if key[0] not in changed}
         return replace(self, kept=kept, nbytes=sum(table.nbytes for table in kept.values()))
 
@@ -284,7 +277,6 @@ def _codes() -> torch.Tensor:
 
 
 def sums_below(histogram: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
-    """Return each channel's sums over its first bins, [channels, sums]. bins: their numbers, falling by one."""
     padded = torch.nn.functional.pad(histogram.cumsum(1), (1, 0))
     return columns(padded, int(bins[-1]), len(bins)).flip(1)
 

@@ -24,8 +24,6 @@ class _Stored:
 
 
 class ModelTensors:
-    """A stock model in memory, under the tensor names of files."""
-
     def __init__(self, model: Any) -> None:
         experts_apart(model, of_model_type(model.config.model_type))
         self.source = type(model).__name__

@@ -36,8 +36,7 @@ FREE_KEYS = frozenset(
     output_hidden_states pad_token_id return_dict tie_word_embeddings transformers_version use_cache
     """.split()
 )
-"""Attributes that any stock config may have and no bound depends on. The loader's list of missing tensors covers
-ties."""
+"""Attributes that any stock config may have and no bound depends on. The loader's report covers tied weights."""
 
 LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
 """Attributes that name a classifier's outputs; ``check_weights`` compares their number with the weights."""
@@ -47,8 +46,7 @@ _ABSENT = object()
 
 
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
-    """Return the checkpoint's layout. Raises UserError as ``resolve`` does, and where stock code or
-    sentence-transformers would compute another model."""
+    """Return the checkpoint's layout. Raises UserError where stock code or sentence-transformers differs from it."""
     layout = resolve(checkpoint)
     check_sentence_encoder(checkpoint.folder)
     check_agreement(checkpoint, layout)
@@ -83,8 +81,7 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 
 @contextmanager
 def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]) -> Iterator[None]:
-    """Raise UserError where stock code, run inside, reads a refused attribute or fails. refused: messages by
-    attribute."""
+    """Raise UserError where stock code, run inside, reads an attribute of ``refused`` or fails."""
     failed: Exception | None = None
     try:
         yield
@@ -245,13 +242,11 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
 
 
 def check_dynamic(parameters: Any, where: str) -> None:
-    """Raise UserError for "dynamic" rotary positions whose frequencies may be NaN at some length.
-
-    Of n ≥ m positions, with m the config's maximum, factor f and head size d > 2, the frequencies are the powers −2i/d
-    of θ·(f·n/m − f + 1)^(d/(d − 2)). With f ≥ 1 the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n, so that every
-    frequency lies between its values at the first and the last position. With f < 0 the bracket passes 0, and a
-    negative number has no such power.
-    """
+    """Raise UserError for "dynamic" rotary positions whose frequencies may be NaN at some length. Of n ≥ m positions,
+    with m the config's maximum, factor f and head size d > 2, the frequencies are the powers −2i/d of θ·(f·n/m − f +
+    1)^(d/(d − 2)). With f ≥ 1 the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n, so that every frequency lies between
+    its values at the first and the last position. With f < 0 the bracket passes 0, and a negative number has no such
+    power."""
     if not isinstance(parameters, Mapping):
         return
     for each in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):

@@ -18,8 +18,8 @@ from ..families.types import Attention, Experts, FeedForward, Sublayer
 
 
 class Weights:
-    """A layout's weights in fp32: from ``reader``, else the checkpoint's before any exponent. ``vocabulary`` and
-    ``width`` are the embedding's."""
+    """A layout's weights in fp32, from ``reader`` or before any exponent. ``vocabulary``, ``width``: its
+    embedding's."""
 
     def __init__(self, source: TensorSource, layout: Layout, reader: TensorReader | None = None) -> None:
         self.source, self.layout = source, layout
@@ -82,8 +82,7 @@ class Weights:
         return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
     def handed_out(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return a router's logits, the outputs inside each token's first expert as ``fed`` gives them, and the
-        experts' sum."""
+        """Return a router's logits, each value inside a token's first expert as in ``fed``, and the experts' sum."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
         outputs: list[Tensor] = []
@@ -99,8 +98,8 @@ class Weights:
         return [logits, *outputs]
 
     def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each token's experts and their weights, [tokens, experts per token], the largest first. Expert groups
-        are ignored."""
+        """Return each token's experts and weights, [tokens, experts per token], the largest first; ignores expert
+        groups."""
         number, weight, _ = self.layout.experts_together(sublayer)
         scores = logits.sigmoid() if sublayer.sigmoid else logits.softmax(-1)
         correction = self.read(sublayer.correction) if sublayer.correction else None
@@ -118,7 +117,7 @@ class Weights:
         return activated
 
     def given(self, states: Tensor) -> Tensor:
-        """Return the head's output for the last states, or the states where there is no head."""
+        """Return the head's output for the last states; without a head the states."""
         head = self.layout.head
         if head is None:
             return states
@@ -132,12 +131,10 @@ class Weights:
 
 @dataclass
 class Step:
-    """The outputs of a norm and its sublayer for lone tokens, [tokens, channels].
-
-    ``norm`` is "" and ``sublayer`` None where absent. ``stream`` is the norm's input. ``outputs`` holds the norm's
-    output, a router's logits and the linears' outputs, with the neurons before the last. With experts they are those of
-    each token's first expert, and the last is the experts' sum.
-    """
+    """The outputs of a norm and its sublayer for lone tokens, [tokens, channels]. ``norm`` is "" and ``sublayer`` None
+    where absent. ``stream`` is the norm's input. ``outputs`` holds the norm's output, a router's logits and the
+    linears' outputs, with the neurons before the last. With experts they are those of each token's first expert, and
+    the last is the experts' sum."""
 
     stack: ResolvedStack
     norm: str
@@ -147,7 +144,6 @@ class Step:
 
 
 def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
-    """Yield the steps of each lone id, through the encoder and then the decoder."""
     memory = torch.empty(0)
     for stack in weights.layout.stacks():
         stream = weights.embedded(stack, weights.looked_up(stack, ids))

@@ -28,12 +28,10 @@ CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image"
 
 @dataclass(frozen=True)
 class Batch:
-    """One input: int64 ids and 0/1 masks, [rows, length].
-
-    ``head``: whether logits are computed. ``generate``: beam search from ``input_ids``. ``kind``: "given" for a batch
-    made elsewhere. ``chosen``: the chosen ids by reason, on their first batch. ``blind``: some padding attends to
-    nothing. ``image``: stock arguments of an image in each row.
-    """
+    """One input: int64 ids and 0/1 masks, [rows, length]. ``head``: whether logits are computed. ``generate``: beam
+    search from ``input_ids``. ``kind``: "given" for a batch made elsewhere. ``chosen``: the chosen ids by reason, on
+    their first batch. ``blind``: some padding attends to nothing. ``image``: stock arguments of an image in each
+    row."""
 
     description: str
     input_ids: Tensor

@@ -70,7 +70,6 @@ def chosen(
 
 
 def affordable(layout: Layout) -> int:
-    """Return how many tokens ``_CARRIED`` multiplications and ``_TOGETHER`` outputs of the widest linear allow."""
     run = (
         tensor for name, tensor in layout.tensors.items() if name not in (layout.family.embedding, layout.family.head)
     )

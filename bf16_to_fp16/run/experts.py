@@ -1,6 +1,5 @@
 """Split experts, which transformers 5 joins in two tensors, into modules under the names in the files. Every weight
-then has its name and every operation its site. The operations are stock code's, but gate and neurons are two
-products."""
+then has its name, every operation its site. The operations are stock code's, but gate and neurons are two."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def linear_of(weight: Tensor) -> nn.Linear:
 
 
 def experts_apart(model: Any, family: Family | None) -> Any:
-    """Split a stock model's experts into modules in place, where its family's files store each by itself."""
+    """Split a stock model's experts in place, where its family's files store each by itself."""
     stored = None if family is None else family.stored_experts
     if stored is None:
         return model

@@ -31,13 +31,11 @@ def takes_decoder_ids(config: Any) -> bool:
 
 
 def predicts_tokens(config: Any) -> bool:
-    """Return whether a model gives logits of the next token, so that it can generate."""
     stock = class_in(config)
     return takes_decoder_ids(config) if stock is None else stock.is_language_model
 
 
 def is_causal(config: Any) -> bool:
-    """Return whether a model predicts the next of its own ids, with no decoder beside it."""
     return predicts_tokens(config) and not takes_decoder_ids(config)
 
 
@@ -55,7 +53,6 @@ def longest_sequence(config: Any) -> int:
 
 
 def decoder_start(config: Any) -> int:
-    """Return the token with which ``generate`` begins; T5's is the padding token."""
     names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
     return next((token for name in names for token in _named(config, name)), 0)
 
@@ -72,7 +69,6 @@ def special_ids(config: Any) -> list[int]:
 
 
 def end_ids(config: Any) -> list[int]:
-    """Return the first end token as a list of one; [] where there is none in the vocabulary."""
     return _named(config, "eos_token_id")[:1]
 
 

@@ -40,8 +40,7 @@ class _Ended(BaseException):
 
 
 class _Model:
-    """A model of one precision, whose parameters its lanes share. They have values only while lanes pass their
-    place."""
+    """One precision's model, whose parameters its lanes share. They have values only while lanes pass their place."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)
@@ -100,8 +99,6 @@ def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 @dataclass(eq=False)
 class Lane(Generic[T]):
-    """One run in a walk. ``casts``: it runs under autocast. ``threads``: torch threads that it may use."""
-
     run: Callable[[Any], T]
     model: Any
     weights: _Model
@@ -142,9 +139,8 @@ class Walk:
         change: Change | None = None,
         casts: bool = False,
     ) -> Lane[T]:
-        """Add a run of the model that ``stock.load`` would give. run: called with the model in its own thread; must not
-        change weights. casts: ``run`` uses autocast; such lanes run one after another. Raises UserError as ``load``
-        does."""
+        """Add a run of the model that ``stock.load`` would give, with its errors. run: called with the model in its own
+        thread; must not change weights. casts: ``run`` uses autocast; such lanes run one after another."""
         weights = self._weights(dtype, half)
         lane = Lane(run, self._hooked(weights, attention), weights, change, casts=casts)
         self.lanes.append(lane)
@@ -172,8 +168,7 @@ class Walk:
         return first == second
 
     def run(self, advance: Advance | None = None) -> None:
-        """Run all lanes to their ends; raise the error of the first lane that fails. advance: called after every
-        place."""
+        """Run all lanes to their ends; raise the error of the first that fails. advance: called after every place."""
         with ALONE:
             self._threads = torch.get_num_threads()
             steps = [0, max((len(lane.weights.places) for lane in self.lanes), default=0)]
@@ -225,7 +220,6 @@ class Walk:
     def _load(
         self, weights: _Model, place: str, change: Change | None, plain: dict[str, Tensor], widened: Widened
     ) -> None:
-        """Give a place its weights. plain: caches the unchanged ones by name."""
         for name, parameter in weights.stored[place]:
             if name not in plain:
                 if name not in self._read:
@@ -242,7 +236,6 @@ class Walk:
         torch.clear_autocast_cache()
 
     def _resume(self, lanes: Sequence[Lane[Any]]) -> None:
-        """Let lanes run to their next place or end; raise the error of the first lane that fails."""
         apart = {(lane.casts, None if lane.casts else id(lane)) for lane in lanes}
         most = min(self._threads, _AT_ONCE) if self.device.type == "cpu" else 1
         # Decided by the lanes alone, so that each has as many threads in every run.
@@ -345,7 +338,6 @@ class Walk:
         module.register_forward_hook(after, always_call=True)
 
     def _rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the embedding rows for a lane's ids, and each id's place among the rows."""
         lane: Lane[Any] = self._own.lane
         wanted, places = ids.unique(return_inverse=True)
         rows = self.checkpoint.read_some_rows(name, wanted.tolist()).to(self.device, dtype)

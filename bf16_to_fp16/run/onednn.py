@@ -23,8 +23,7 @@ def onednn_linear() -> Any:
 
 
 def times_rows(left: Tensor, right: Tensor) -> Tensor:
-    """Return left·rightᵀ, by oneDNN on the CPU in fp32. left [m, k], right [n, k], contiguous: oneDNN ignores some
-    strides."""
+    """Return left·rightᵀ, by oneDNN on the CPU in fp32. left [m, k], right [n, k], contiguous as oneDNN needs."""
     linear = onednn_linear() if left.dtype == torch.float32 and left.device.type == "cpu" else None
     if linear is None:
         return left @ right.t()

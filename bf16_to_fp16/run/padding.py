@@ -17,8 +17,7 @@ from .batch import PADDED, Batch, stack
 from .interface import decoder_start, pad_id, takes_decoder_ids
 from .stock import setting
 
-CAUSAL = "attends_causally"
-"""A config attribute that the audit of an unknown family sets."""
+CAUSAL = "attends_causally"  # a config attribute that the audit of an unknown family sets
 
 
 def padded(

@@ -109,7 +109,6 @@ def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int =
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
-    """Return a report's chosen ids where this vocabulary has them all, else None."""
     ids = [i for chosen in by_reason.values() for i in chosen]
     fits = 0 < len(ids) <= choice.CHOSEN and max(ids) < vocabulary_of(config)
     return by_reason if fits else None
@@ -179,7 +178,6 @@ def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder
 
 
 def _past_window(config: Any, length: int) -> int | None:
-    """Return the length of a row that exceeds the sliding window; None where ``length`` does or no row can."""
     window = setting(config, "sliding_window")
     if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or interface.takes_decoder_ids(config):
         return None
@@ -187,8 +185,8 @@ def _past_window(config: Any, length: int) -> int | None:
 
 
 def images(config: Any) -> list[Batch]:
-    """Return a row about an image of uniform noise in [−1, 1]; none for a model without vision. Its own generator keeps
-    the other rows a text model's; no text id is the image token."""
+    """Return a row about an image of uniform noise in [−1, 1], without its token in the text; [] for a model without
+    vision."""
     family = of_model_type(config.model_type)
     projector = None if family is None else family.projector
     if projector is None:
@@ -284,8 +282,7 @@ def _framed(config: Any, ids: list[int], most: int) -> list[int]:
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
-    """Return pairs of encoder and decoder rows as one batch, padded on the right; decoder rows include the start
-    token."""
+    """Return pairs of encoder and decoder rows as one batch, padded on the right; decoders' have the start token."""
     ids, mask = stack([torch.tensor(row) for row, _ in rows], interface.pad_id(config))
     if not interface.takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch(description, ids, mask)))
@@ -308,7 +305,6 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
 
 
 def _chosen(config: Any, by_reason: Mapping[str, Sequence[int]], length: int) -> list[Batch]:
-    """Return the chosen ids in long rows, in pairs and alone; decoder rows are reversed."""
     ids = torch.tensor([i for chosen in by_reason.values() for i in chosen], dtype=torch.int64)
     inputs: list[Batch] = []
     for columns in dict.fromkeys(min(n, length, len(ids)) for n in (length, 2, 1)):
@@ -324,7 +320,6 @@ def _in_rows(ids: Tensor, columns: int) -> list[Tensor]:
 
 
 def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
-    """Return every id once in the encoder and, reversed, in the decoder, at most eight rows a batch."""
     rows = max(1, min(8, LOGIT_BUDGET // (length * vocabulary)))
     inputs = []
     for ids in torch.arange(vocabulary).split(rows * length):

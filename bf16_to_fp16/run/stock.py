@@ -71,7 +71,6 @@ def any_config(folder: Path) -> Any:
 
 
 def setting(config: Any, name: str) -> Any:
-    """Return a stock config's value, or else its text model's; None without either."""
     value = getattr(config, name, None)
     return getattr(getattr(config, "text_config", None), name, None) if value is None else value
 
@@ -203,7 +202,6 @@ def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
 
 
 def fill_in(model: Any, checkpoint: Checkpoint) -> None:
-    """Give a meta model its buffers, and stock code's initial values for parameters that no file holds."""
     stored = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in checkpoint.tensors}
     drawn = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

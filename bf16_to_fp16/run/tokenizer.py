@@ -1,5 +1,4 @@
-"""Batches of texts by a checkpoint's tokenizer. A causal model gets text and target as one row; other decoders get the
-target."""
+"""Batches of texts by a checkpoint's tokenizer. A causal model gets text and target as one row."""
 
 from __future__ import annotations
 
@@ -81,7 +80,6 @@ def _sample(items: Iterable[tuple[str, str | None]], count: int, rng: random.Ran
 
 
 def without_end(ids: Tensor, tokenizer: Any) -> Tensor:
-    """Return a text's ids without the end token that some tokenizers append."""
     return ids[:-1] if len(ids) > 1 and int(ids[-1]) == tokenizer.eos_token_id else ids
 
 
