@@ -154,7 +154,7 @@ def test_a_certificate_is_the_same_whenever_the_device_runs_full(source: Path, r
 
 def test_an_audit_is_the_same_where_the_device_runs_full_halfway(source: Path) -> None:
     said = Said()
-    with stand_in(room=100):
+    with stand_in(room=40):
         expected = audit(source, regimes=("half",), device="cpu")
         found = audit(source, regimes=("half",), device=STAND_IN, progress=said)
     assert without_devices(found) == without_devices(expected)
