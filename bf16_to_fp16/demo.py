@@ -42,7 +42,7 @@ def demo(out: Path, *, progress: Progress, show: bool = True) -> list[dict[str, 
             result = convert(data / name, out / name, data=str(data / TEXT), force=True, progress=progress)
             if show:
                 terminal.print_title(f"{name}, converted")
-                terminal.print_conversion(read(Report, result.report), out / name, verbose=True)
+                terminal.print_conversion(read(Report, result.report), out / name)
             reports.append(dict(result.report) | {"name": name, "before": before})
     if show:
         terminal.print_demo([(each["name"], read(Report, each["before"]), read(Report, each)) for each in reports])

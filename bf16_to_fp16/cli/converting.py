@@ -49,7 +49,6 @@ BESIDE = (  # the options of ``convert`` that are not fields of ``Options``
         "--copy", is_flag=True, help="Of a whole pipeline: copy the other files instead of linking large ones."
     ),
     shared.force,
-    shared.verbose,
     shared.json_file,
 )
 
@@ -72,7 +71,6 @@ def convert_command(
     adapter: Path | None,
     copy: bool,
     force: bool,
-    verbose: bool,
     json_file: str | None,
     **fields: Any,
 ) -> int:
@@ -112,7 +110,7 @@ def convert_command(
             if recipe is not None:
                 one = f"--finetune takes one model, and {source} is a whole pipeline"
                 raise UserError(f"{one}; give --subfolder NAME as well")
-            return convert_whole(options, pipeline, place, copy, verbose=verbose, json_file=json_file)
+            return convert_whole(options, pipeline, place, copy, json_file=json_file)
     if copy:
         raise UserError(f"--copy is for whole pipelines, and {source} is one model; leave it out")
     if recipe is not None:
@@ -131,7 +129,7 @@ def convert_command(
     result = run(options, source, place, progress=shared.make_progress())
     shared.write_result(json_file, result.report)
     if json_file != "-":
-        show_conversion(result, verbose=verbose)
+        show_conversion(result)
     return SAFE if dry_run or result.safe else UNSAFE
 
 
@@ -173,7 +171,6 @@ def convert_whole(
     place: Destination,
     copy: bool,
     *,
-    verbose: bool,
     json_file: str | None,
 ) -> int:
     from ..commands.pipeline import convert_pipeline_by
@@ -185,7 +182,7 @@ def convert_whole(
     if json_file != "-":
         for name, one in result.encoders.items():
             terminal.print_title(name)
-            show_conversion(one, verbose=verbose)
+            show_conversion(one)
         if result.out is not None:
             terminal.print_pipeline(result.report, result.out)
     return SAFE if result.out is None or result.safe else UNSAFE
@@ -204,7 +201,7 @@ def check_convertible(options: Options, folder: Path, config: Mapping[str, Any])
         recorded_plan(Path(options.plan), None if options.target == AUTO else options.target)
 
 
-def show_conversion(result: Conversion, *, verbose: bool = False) -> None:
+def show_conversion(result: Conversion) -> None:
     from ..report import terminal
     from ..report.schema import Report, read
     from ..wording import bytes_in_words
@@ -217,7 +214,7 @@ def show_conversion(result: Conversion, *, verbose: bool = False) -> None:
     elif result.out.is_file():
         terminal.print_file(report, result.out, result.notes, then=result.next)
     else:
-        terminal.print_conversion(report, result.out, then=result.next, verbose=verbose)
+        terminal.print_conversion(report, result.out, then=result.next)
 
 
 @click.command("undo")

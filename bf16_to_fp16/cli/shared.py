@@ -72,8 +72,6 @@ json_file = click.option(
     help="Write the report as JSON; - for standard output.",
 )
 
-verbose = click.option("-v", "--verbose", is_flag=True, help="Print the tables of the report as well.")
-
 force = click.option("--force", is_flag=True, help="Replace OUT if this program wrote it and it holds nothing else.")
 
 endpoint = click.option(

@@ -27,13 +27,11 @@ def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> 
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
 @shared.force
-@shared.verbose
 @shared.json_file
 def finetune_command(
     recipe: Path,
     overrides: tuple[str, ...],
     force: bool,
-    verbose: bool,
     json_file: str | None,
 ) -> int:
     """Train by RECIPE (YAML) until the checkpoint fits fp16, then convert it.
@@ -56,5 +54,5 @@ def finetune_command(
         return SAFE
     shared.write_result(json_file, result.report)
     if json_file != "-":
-        terminal.print_conversion(read(Report, result.report), Path(asked.out), then=result.next, verbose=verbose)
+        terminal.print_conversion(read(Report, result.report), Path(asked.out), then=result.next)
     return SAFE if result.safe else UNSAFE

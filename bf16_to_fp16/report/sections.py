@@ -265,11 +265,11 @@ def closeness_table(report: Report, fp16: str = "output in fp16") -> Table | Non
     return Table((Column(f"against the {reference}", 0), numbers(bf16, 1, str), numbers(fp16, 2, str)), rows)
 
 
-def weight_rows(weights: WeightsEntry | None, whose: str = "source", dtype: str | None = None) -> list[tuple[str, str]]:
+def weight_rows(weights: WeightsEntry | None, dtype: str | None = None) -> list[tuple[str, str]]:
     if weights is None:
         return []
     return [
-        ("finetuned fp32 weights" if whose == "finetuned" else f"weights of the {whose}", f"{weights.elements:,}"),
+        ("weights of the source", f"{weights.elements:,}"),
         ("carried over bit for bit", facts.carried_over(weights, dtype)),
         ("normal in fp16 (of those not 0)", percent(weights.normal_fraction)),
         ("rounded to zero", f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"),

@@ -27,11 +27,8 @@ from .screen import Output, bad, console, good
 from .sections import (
     REGIME_COLUMNS,
     TIER_COLUMNS,
-    closeness_table,
     exponent_rows,
-    plan_rows,
     regime_rows,
-    weight_rows,
 )
 from .stored import read_packed
 from .tables import Column, Table, names, numbers
@@ -51,18 +48,8 @@ CHECK_NAMES = {
 }
 
 
-def print_conversion(report: schema.Report, out: Path, *, then: str = "", verbose: bool = False) -> None:
+def print_conversion(report: schema.Report, out: Path, *, then: str = "") -> None:
     screen = console()
-    if verbose:
-        print_tiers(screen, report)
-        if report.regimes:
-            screen.table(Table(REGIMES, regime_rows(report.regimes)))
-            print_underflow(screen, report.regimes)
-            print_gradients(screen, report)
-        for table in figures_of(report):
-            screen.table(table)
-        print_unsafe(screen, report)
-        print_uncertified(screen, report)
     print_outcome(screen, report)
     if report.tiers:
         screen.say(runtimes_line(report))
@@ -403,18 +390,6 @@ SITE_COLUMNS = (
 )
 REGIMES = (*REGIME_COLUMNS, names("tightest or first broken", itemgetter("tightest")))
 PAIRS = (Column("what", 0), Column("value", 1))
-
-
-def figures_of(report: schema.Report) -> list[Table]:
-    close, run = closeness_table(report), report.finetune
-    rows = weight_rows(report.weights, "source" if run is None else "finetuned", report.source.dtype)
-    if (worst := facts.least_precise(report)) is not None:
-        kept = wording.significant_bits(worst.bits)
-        where = "" if kept == "11" else f" at {worst.module}"
-        rows.append(("significant bits kept of what enters a norm", f"{kept} of 11{where}"))
-    rows += exponent_rows({} if report.plan is None else report.plan.exponents)
-    rows += [row for row in plan_rows(report) if row[0] not in ("outputs", "class")]  # printed below
-    return [*([] if close is None else [close]), Table(PAIRS, rows)]
 
 
 _UNSAFE = {"broke": "unsafe", "found": "unsafe", "limit": "over their limit with margin"}

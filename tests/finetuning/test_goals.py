@@ -105,7 +105,7 @@ def test_the_next_command_of_a_finetune_stands_once_on_page_card_and_terminal(
     result, go_on = after(report.model_copy(update={"unsafe": found}))
     assert {*(e.remedy for e in result.unsafe), *(e.remedy for e in result.uncertified)} == {go_on}
     command = go_on.partition(": ")[2]
-    print_conversion(result, tmp_path, verbose=True)
+    print_conversion(result, tmp_path)
     for said in (render(result), notice(result), capsys.readouterr().out):
         assert said.count(command) == 1
 
