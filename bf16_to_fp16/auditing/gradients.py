@@ -26,8 +26,8 @@ SHOWN = 20  # sites that a report lists
 
 
 def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]:
-    """Return a model's output and loss, or None twice without an output. A model that predicts no tokens has the mean
-    square of its output as loss."""
+    """Return a model's output and loss, or None twice without an output. Without labels the loss is the output's mean
+    square."""
     labelled = batch.head and predicts_tokens(config_of(model))
     # A causal model predicts nothing in rows of one token.
     labelled = labelled and bool((batch.labels() != IGNORED_LABEL).any())

@@ -151,7 +151,7 @@ def _breaks_backwards_alone(result: RegimeResult) -> bool:
 
 @dataclass(frozen=True)
 class Audited:
-    """Each regime's result, and outputs of ``half`` under the first attention and of fp32, the latter if asked for."""
+    """Each regime's result, the outputs of ``half`` under the first attention, and fp32 outputs where asked for."""
 
     regimes: dict[str, RegimeResult]
     half: Outputs
@@ -320,8 +320,8 @@ def _beside_fp32(
 def beside_fp32(
     results: dict[str, RegimeResult], within: Collection[str], run: Callable[[], Mapping[str, float]]
 ) -> dict[str, RegimeResult]:
-    """Add fp32's values of sites that broke, and the all-zero signals that fp32 has as other values. within: from
-    ``insides_of``. run: gives every site's largest fp32 |x|; called only where needed."""
+    """Add fp32's values of sites that broke, and list as underflow the all-zero signals that are not zero in fp32.
+    within: from ``insides_of``. run: gives every site's largest fp32 |x|; called only where needed."""
     silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
     if not silent and verdict(results) == "safe":
         return results

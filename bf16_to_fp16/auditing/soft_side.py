@@ -100,7 +100,7 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 
 
 def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> Iterator[tuple[int, ...]]:
-    """Yield ids and sets of ids by how far edits change lone tokens, the first of each site first."""
+    """Yield suspects, ids and sets of ids, by how far edits change lone tokens; the worst of every site come first."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
@@ -143,7 +143,7 @@ def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
 
 
 def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Tensor) -> Tensor:
-    """Return each token's divergence of its last states' logits, or relative squared error, by the edits."""
+    """Return how far edits move each token's output: the divergence of logits, or the relative squared error."""
     parts = []
     for states in zip(before.split(64), after.split(64), strict=True):
         a, b = (weights.given(each) for weights, each in zip((plain, edited), states, strict=True))
@@ -214,8 +214,8 @@ def judged(
     inputs: Sequence[tuple[int, ...]],
     rows: Tensor,
 ) -> tuple[list[ExceptionEntry], Tensor]:
-    """Return the entries of ``inputs``, a row of ids each, that the edits harm, and for each input whether it is
-    further off than in bf16."""
+    """Return the entries of those ``inputs``, each run as one row, that the edits harm. Return also, for each input,
+    whether its divergence exceeds bf16's."""
     batches = [whole_rows(config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
     walk, other = Walk(source), Walk(written)
     expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))

@@ -20,8 +20,7 @@ STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.
 
 
 def check_bounded(layout: Layout, folder: str = "") -> None:
-    """Raise UserError for a layout without bounds whatever its weights: by its eps or an activation. folder: of its
-    config.json, for messages."""
+    """Raise UserError for an eps or an activation that allows no bound. folder: of its config.json, for messages."""
     where = f"{folder}/config.json".removeprefix("/")
     if layout.eps < 2.0**-126:
         raise UserError(

@@ -183,7 +183,7 @@ class _Walk(Findings):
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
         """Return bounds and mean squares of a projector's output, by which another model's outputs join the stream.
-        fp16 holds those outputs: a norm in fp32 needs no more."""
+        These are only known to fit fp16, which is enough for a norm in fp32."""
         gain = self.tensor(f"{w.norm}.weight")
         assert gain is not None
         width = gain.numel()

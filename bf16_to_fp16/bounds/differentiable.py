@@ -1,8 +1,8 @@
 """Bounds that no rescaling moves, as functions of live weights that have a gradient.
 
 The formulas are the certificate's, in fp32 on the weights' own device; those without eigenvalues are its very
-functions. Two things differ. Spectral norms of all heads at once come from a power iteration with fixed vectors, which
-at convergence has the norm's value and gradient, and proves nothing. And a linear's rounding in fp16 is one factor.
+functions. Two things differ. Spectral norms of all heads at once come from a power iteration with fixed vectors. At
+convergence it has the norm's value and gradient, and it proves nothing. And a linear's rounding in fp16 is one factor.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class _Walk:
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Bounds of output projections by path, and of their joint output; zeros where a norm follows."""
+        """Bounds of output projections by path, and of their joint output; zeros where a norm behind hides them."""
         if sublayer.post_norm and not self.stream_counts and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
@@ -576,7 +576,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def directions(rows: _Rows) -> Tensor:
-    """Zero rows stay as they are."""
+    """Return the rows at unit length; zero rows stay as they are."""
     return rows.matrix / (rows.norms / rows.radius).clamp(min=SMALL)[:, None]
 
 
@@ -590,7 +590,7 @@ def lengths(x: Tensor) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Zero vectors stay as they are."""
+    """Return the vectors at unit length; zero vectors stay as they are."""
     return torch.nn.functional.normalize(x, dim=-1, eps=SMALL)
 
 

@@ -47,7 +47,7 @@ class Remedy(StrEnum):
 
 
 class Line(StrEnum):
-    """The line of a figure to which a site belongs, by its name in style sheets."""
+    """The line of a figure that shows a site; the values are names in style sheets."""
 
     STREAM = "stream"
     ATTENTION = "attention"

@@ -75,8 +75,9 @@ class NormOutput:
 
 def summed_axes(one: Tensor, other: Tensor) -> Tensor:
     """Return the squared axes of an ellipsoid that holds every sum of a point of one and a point of the other. By
-    Cauchy-Schwarz (x + y)²/(a/p + b/(1 − p)) ≤ x²/a + y²/b in each channel, of sums p + (1 − p) over all of them, for
-    every p. This one has the least sum of squared axes (Kurzhanski and Vályi, Ellipsoidal calculus, 2.1)."""
+    Cauchy-Schwarz (x + y)²/(a/p + b/(1 − p)) ≤ p·x²/a + (1 − p)·y²/b in each channel. Over all channels the right sides
+    add up to at most p + (1 − p) = 1, for every p. This p gives the least sum of squared axes (Kurzhanski and Vályi,
+    Ellipsoidal calculus, 2.1)."""
     long, short = one.sum().sqrt(), other.sum().sqrt()
     if not (long > 0 and short > 0):
         return (one + other) * COMPUTED

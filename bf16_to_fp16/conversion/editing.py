@@ -57,7 +57,7 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class Needed:
-    """The exponents by which a signal would have to fall for every input, and as observed (None if that fits)."""
+    """The exponents by which a signal must fall: for every input, and for observed ranges (None if these fit)."""
 
     proven: OfChannels
     observed: OfChannels | None
@@ -124,7 +124,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Cost:
-    """The divergence of edits on the conversion's inputs, and the largest share of their price on any inputs."""
+    """The divergence of edits on the conversion's inputs, and its largest share of the price on any inputs."""
 
     divergence: float
     share: float
@@ -240,8 +240,8 @@ def cheaper(
 
 def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str, Needed], bool]:
     """Return ``needed`` with exponents of logits that the head can carry, and whether it must be separated. One
-    exponent for all choices keeps their order; one for each is taken where it costs less, since large logits may never
-    be chosen. A tied head also keeps the one where it costs less than a proof may."""
+    exponent for all choices keeps their order. One for each choice is taken where it costs less, as where large logits
+    are never chosen. A tied head keeps the common one where that costs less than a proof may."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False
@@ -282,7 +282,7 @@ def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress:
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the change of stored weights by edits. read: gives weights with keys centred, for many changes."""
+    """Return the change of stored weights by edits. read: gives weights with keys centred, shared by many changes."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
 

@@ -375,7 +375,7 @@ def _count(chosen: Tensor) -> int:
 
 
 def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None:
-    """Count masked positions that have a weight all the same, in rows that are not fully masked."""
+    """Count masked positions that still have a weight, in rows that are not fully masked."""
     site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
     origin = origins.origin_of(args[0])
     if site is not None and origin is not None and origin.masked is not None:

@@ -136,8 +136,8 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
-    """Return the scores to which a mask is added, if its least number is its dtype's finite one, as in transformers.
-    Return None for any other mask: it is −inf in fp16 and hides every score."""
+    """Return the scores to which a mask is added, if the mask's least number is its dtype's least finite one, as in
+    transformers. Return None for any other mask: it is −inf in fp16 and hides every score."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):

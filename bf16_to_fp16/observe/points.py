@@ -1,5 +1,5 @@
-"""The differentiable sites of a layout that can overflow, for the attack. It runs the model hundreds of times, so it
-hooks the layout's modules instead of every operation."""
+"""The differentiable sites of a layout that can overflow, for the attack. The attack runs the model hundreds of times,
+so hooks are on the layout's modules alone, instead of every operation."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ PARTS = (
 
 
 def part_of(name: str) -> tuple[str, Part | None]:
-    """Return the name of the checkpoint's tensor and the adapter tensor's part, None where it is the whole tensor."""
+    """Return the checkpoint's tensor name for an adapter's tensor, and its part; None for a whole tensor."""
     plain = name.removeprefix(PREFIX)
     for part in PARTS:
         if plain.endswith(part.suffix):

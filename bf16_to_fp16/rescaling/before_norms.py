@@ -26,7 +26,7 @@ class Limits:
 
     def largest_exponent(self, signal: ResolvedSignal, stream: int) -> int:
         """Return the largest exponent at which a norm's input, and the weights that make it, stay under their limits.
-        stream: the exponent that these weights have from the stream."""
+        stream: the stream's exponent, which these weights do without."""
         limits = [*self.of_signal(signal), *self.of_weights(signal, stream)]
         return min((whole_log2(limit / largest) for largest, limit in limits if largest > 0), default=0)
 

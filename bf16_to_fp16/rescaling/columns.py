@@ -20,7 +20,7 @@ Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return the column exponents, by signal, that can replace ``needed`` row exponents by a cut of few channels."""
+    """Return by signal the column exponents that replace ``needed`` row exponents where few channels are enough."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if signal := signal_at(layout, each.gate, needed):

@@ -76,7 +76,7 @@ class Plan(BaseModel):
 
     @property
     def moves_streams_alone(self) -> bool:
-        """Whether each tensor has one power of two, for which a learning rate per tensor can make up."""
+        """Whether each tensor has one power of two, so that a learning rate per tensor can make up for it."""
         return not self.gain_correction and not any(isinstance(e, list) and any(e) for e in self.exponents.values())
 
     def exponent(self, signal: str) -> int | list[int]:

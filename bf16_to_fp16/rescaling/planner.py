@@ -62,7 +62,7 @@ RESTRAINT_OF_STATES = 2.0**-10
 PROOF_WORTH = ROUNDING / 4
 """Predicted error that a proof of one site may cost; with four sites for each norm, as much as one rounding there."""
 
-PROOF_FIRST = 1.0  # the same where a proof was asked for: the whole output
+PROOF_FIRST = 1.0  # the same where a proof was asked for: as large an error as the output itself
 
 LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 """A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
@@ -87,7 +87,7 @@ class Violation:
 @dataclass(frozen=True)
 class Fallback:
     """A signal that is not held for every input, with the predicted errors. ``impossible``: no exponent holds it.
-    ``exponent``: of the stream, the one that would."""
+    ``exponent``: the stream's that would."""
 
     signal: str
     cost_certified: float
@@ -100,8 +100,8 @@ class Fallback:
 class Planned:
     """A plan, the limits that it cannot hold, its predicted relative squared error, and that error by residual
     exponent. ``fallbacks``: the signals planned from their observed ranges alone. ``cost_of_proof``: the part of
-    ``cost`` by which the other signals are held for every input. ``for_proof``: the streams that a proof moves further,
-    with the exponent that their observed ranges ask for. ``corrected``: the mean squared relative drift that gain
+    ``cost`` for holding the other signals for every input. ``for_proof``: the streams that a proof moves further, with
+    the exponent that observed ranges alone ask for. ``corrected``: the mean squared relative drift that gain
     corrections take out."""
 
     plan: Plan
@@ -146,7 +146,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Solution:
-    """Costs with and without bounds, and at exponent 0; each channel's index among −24…24; a proof given up."""
+    """Costs with bounds, without, and at exponent 0; each channel's index among −24…24; a proof that is given up."""
 
     cost: float
     free: float
@@ -288,7 +288,8 @@ class _Costs:
         return r if kind is Kind.RESIDUAL else 0
 
     def before_norm(self, name: str, r: int) -> int:
-        """Return the exponent, at most 0 and beside r, that limits need, while a norm's eps does not show in fp16."""
+        """Return the exponent, beside the stream's r, of a norm's input: at most 0, as limits need, and only while the
+        norm's eps does not show in fp16."""
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
@@ -400,7 +401,8 @@ class _Costs:
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return each channel's index: nearer to 0 within ``RESTRAINT_OF_CHANNELS``, at 0 within ``spare``."""
+        """Return each channel's index: nearer to 0 where that costs little, and at 0 while the sum is within
+        ``spare``."""
         steps = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1).abs().double()
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * steps).argmin(1)
         if self.moves_least:
@@ -515,7 +517,8 @@ class _Costs:
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
     def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
-        """Return the squared relative rounding error of stored gains with an offset that this signal moves."""
+        """Return the squared relative rounding error of gains that are stored minus an offset and that this signal
+        moves."""
         total, every = 0.0, torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
         for tensor, axis, carried in self.touched[signal] if bool((exponents != 0).any()) else ():
             if tensor.offset:

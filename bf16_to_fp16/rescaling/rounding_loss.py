@@ -206,9 +206,9 @@ def _losses(part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Sp
 def _histograms(
     part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Span
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return for some channels the number of elements and the sum of their squared significands, both by binade and
-    reach (the bits from the leading to the last), and the largest weight: [channels, binades, reaches] twice,
-    [channels]."""
+    """Return two histograms of some channels, [channels, binades, reaches], and their largest weights, [channels]. The
+    first counts elements by binade and reach (the bits from the leading to the last), the second sums their squared
+    significands."""
     channels, length = part.shape[axis], part.shape[1 - axis]
     packed = span.narrow and length < _PACKABLE
     reaches = 8 if packed else FP16_SIGNIFICANT_BITS
@@ -247,7 +247,7 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
 
 def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return each element's place in a histogram by binade and reach, and its summands there: 1 and its squared
-    significand, in one number where ``packed``. 0, inf and NaN add nothing, at ``zero``."""
+    significand, in one number where ``packed``. 0, inf and NaN add nothing, and have the place ``zero``."""
     if not packed:
         binade, reach, number, squared = _parts(part)
         key = binade.mul_(FP16_SIGNIFICANT_BITS).add_(reach)
@@ -261,8 +261,8 @@ def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, t
 
 
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return each element's binade, its reach (the bits from the leading to the last, at most 10), 1 or for 0, inf and
-    NaN 0, and its squared significand: int64, the last float64."""
+    """Return for each element its binade, its reach (the bits from the leading to the last, at most 10), and 1, or 0
+    for 0, inf and NaN, all int64; and its squared significand, float64."""
     x = x.float().nan_to_num(0.0, 0.0, 0.0)
     mantissa, exponent = torch.frexp(x)
     binade = exponent.sub_(1)

@@ -97,7 +97,7 @@ def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]
 
 
 def noting(config: Any, asked: set[str], within: str = "") -> Any:
-    """Make a config, and the configs inside it, add each attribute that is read to ``asked``; return it."""
+    """Make a config, and the configs inside it, add the name of each attribute that is read to ``asked``; return it."""
     kind: Any = type(config)
 
     def attribute(config: Any, name: str) -> Any:

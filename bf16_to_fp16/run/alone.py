@@ -1,5 +1,5 @@
 """A token alone in its row, carried in fp32 through every sublayer, whose weights are read one after another. Attention
-then returns the token's own value. The probe chooses ids by it, and ``soft_side`` its starting points."""
+then returns the token's own value. The probe chooses ids by it, and ``soft_side`` its suspects."""
 
 from __future__ import annotations
 

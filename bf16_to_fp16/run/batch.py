@@ -71,7 +71,7 @@ class Batch:
         return replace(self, **kept)
 
     def labels(self) -> Tensor:
-        """Return the id after each position, of the decoder where there is one; -100 for padding."""
+        """Return the id after each position, the decoder's if there is one; -100 where that is padding."""
         ids, mask = self.decoder_input_ids, self.decoder_attention_mask
         if ids is None or mask is None:
             ids, mask = self.input_ids, self.attention_mask
@@ -200,7 +200,7 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
 
 
 def _cacheable(config: Any) -> bool:
-    """Whether stock code can generate with a cache, of which it makes as many layers as the encoder has."""
+    """Whether stock code's cache, which has as many layers as the encoder, has enough for the decoder."""
     family = of_model_type(config.model_type)
     decoder = setting(config, family.decoder.layers) if family and family.decoder else None
     return decoder is None or int(decoder) <= int(config.num_hidden_layers)

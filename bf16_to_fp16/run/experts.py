@@ -1,5 +1,5 @@
 """Split experts, which transformers 5 joins in two tensors, into modules under the names in the files. Every weight
-then has its name, every operation its site. The operations are stock code's, but gate and neurons are two."""
+then has its name, every operation its site. Operations are stock code's, but gate and neurons are two products."""
 
 from __future__ import annotations
 

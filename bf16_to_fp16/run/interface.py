@@ -18,7 +18,7 @@ def class_in(config: Any) -> StockClass | None:
 
 
 def config_of(model: Any) -> Any:
-    """Return a copy of a model's config that names its class; one that was never saved does not."""
+    """Return a copy of a model's config with its class's name, which a config that was never saved lacks."""
     config = copy(model.config)
     config.architectures = [type(model).__name__]
     return config

@@ -63,7 +63,7 @@ def bearable(config: Any, batch: Batch) -> list[Batch]:
 
 
 def spared(config: Any, batch: Batch) -> Batch:
-    """Return the batch with the padding that stock code needs in fp16; a backward needs it in every batch."""
+    """Return the batch with the padding that stock code needs in fp16; a backward pass needs it in every batch."""
     spare = spare_padding(config.to_dict())
     if not 0 < spare < math.inf:
         return batch

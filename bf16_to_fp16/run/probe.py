@@ -229,7 +229,7 @@ def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
 
 
 def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
-    """Return 16 rows of random ids of log-uniform lengths, 1 to 64, in the decoder to 16. Half are framed as texts, one
+    """Return 16 rows of random ids with log-uniform lengths, 1 to 64 (decoder: 1 to 16). Half are framed as texts, one
     in four has a special token. left: pad the encoder's rows on the left."""
     generator, vocabulary = seeded(seed), vocabulary_of(config)
     most, special = interface.longest_sequence(config), interface.special_ids(config)
@@ -282,7 +282,8 @@ def _framed(config: Any, ids: list[int], most: int) -> list[int]:
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
-    """Return pairs of encoder and decoder rows as one batch, padded on the right; decoders' have the start token."""
+    """Return pairs of encoder and decoder rows as one batch, padded on the right. Decoder rows include the start
+    token."""
     ids, mask = stack([torch.tensor(row) for row, _ in rows], interface.pad_id(config))
     if not interface.takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch(description, ids, mask)))
