@@ -18,7 +18,6 @@ from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.staging import check_out
 from ..errors import UserError, shortened
 from ..numerics import MAX_LENGTH
-from ..results import AttackEntry
 from ..targets import AUTO, MARGIN_BITS, RECORDS, TARGETS
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from ..devices import Device
     from ..families.layout import Layout
     from ..report.schema import Lineage, Report
+    from ..results import AttackEntry
 
 MOST_EXPONENT = 24  # of the residual stream
 MOST_MARGIN = 12  # bits; a signal then has room up to 65504·2⁻¹² = 16
