@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing listens there: a request fails at once
@@ -21,7 +22,9 @@ from huggingface_hub import constants
 from support import brief, warm
 from support.hub_server import WRITER, HubServer, as_the_hub
 
+from bf16_to_fp16.auditing.fidelity import compared
 from bf16_to_fp16.run import probe
+from bf16_to_fp16.run.batch import Batch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,8 +102,21 @@ def whole_probe(brief_runs: tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]) -> It
 
 
 @pytest.fixture
+def first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the probe the first batch whose outputs are compared, and images: enough where what is run is no question."""
+    gather = probe.audit_batches
+
+    def first(*given: Any, **options: Any) -> list[Batch]:
+        every = gather(*given, **options)
+        return [each for each in every if each is compared(every)[0] or each.has_image]
+
+    monkeypatch.setattr(probe, "audit_batches", first)
+
+
+@pytest.fixture
 def whole_probe_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_probe", brief.WHOLE_PROBE)
+    monkeypatch.setattr(probe, "audit_batches", brief.AUDITED)
 
 
 @pytest.fixture(scope="session")

@@ -28,8 +28,9 @@ from bf16_to_fp16.report import facts
 from bf16_to_fp16.report.remedies import unsafe_sites
 from bf16_to_fp16.report.schema import Report
 from bf16_to_fp16.results import AttackedSite, AttackEntry, RegimeEntry, SiteEntry, dump
+from bf16_to_fp16.run import probe
 from bf16_to_fp16.run.batch import GENERATE, PADDED, RANDOM, Batch, describe_batches
-from bf16_to_fp16.run.probe import audit_batches, batches
+from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load, load_config, set_attention
 
 WO = "encoder.block.1.layer.1.DenseReluDense.wo"
@@ -58,14 +59,15 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Audits:
     """Return a function that gives the audit in every regime of what ``saved`` saves, which it runs once."""
 
     def audit_of(kind: str, change: Any = None) -> dict[str, RegimeResult]:
-        return audit_folder(saved(kind, tmp_path_factory.mktemp(kind), change))
+        folder = saved(kind, tmp_path_factory.mktemp(kind), change)
+        return audit_folder(folder, inputs=batches(load_config(folder), None, None))
 
     return functools.cache(audit_of)
 
 
 def few(folder: Path, *kinds: str) -> list[Batch]:
     """Return a batch of each of these kinds for a folder: enough where the others would show no other site."""
-    every = audit_batches(load_config(folder), folder, None)
+    every = batches(load_config(folder), None, None)
     return [next(batch for batch in every if batch.kind == kind) for kind in kinds or (RANDOM, PADDED)]
 
 
@@ -338,7 +340,7 @@ def test_seed_and_train_mode_reach_inputs_attack_and_model(tmp_path: Path) -> No
     folder = saved("t5-encoder", tmp_path)
     options: dict[str, Any] = {"regimes": ("half",), "attention": ("eager",), "seed": 3}
     report = audit(folder, attack_steps=1, **options)
-    again = describe_batches(batches(load(folder, torch.float32).config, None, None, seed=3), seed=3)
+    again = describe_batches(probe.audit_batches(load_config(folder), folder, None, seed=3), seed=3)
     assert report["inputs"] == again and report["attack"]["seed"] == 3
     half = {s["name"]: s["amax"] for s in report["regimes"]["half"]["sites"] if not s["nonfinite"]}
     found = {s["name"]: s["worst"] for s in report["attack"]["sites"]}
@@ -397,7 +399,7 @@ def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
     folder = saved("t5", tmp_path / "model")
     ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
     (tmp_path / "data.txt").write_text("!!\n!\n")  # byte 33 is id 36, within the vocabulary
-    inputs = audit_batches(load_config(folder), folder, str(tmp_path / "data.txt"), seed=0)
+    inputs = probe.audit_batches(load_config(folder), folder, str(tmp_path / "data.txt"), seed=0)
     half = audit_folder(folder, regimes=("half",), inputs=inputs)["half"]
     assert not half.broken
     eager, sdpa = half.runs

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from bf16_to_fp16.run.merging import PREFIX
 from safetensors.torch import load_file
 from support import exhaustive, tiny
 from support.contract import outputs, random_plan
@@ -29,7 +28,7 @@ from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.build import Decided
 from bf16_to_fp16.report.schema import PAGE, REPORT, Report, read
 from bf16_to_fp16.report.terminal import print_conversion
-from bf16_to_fp16.rescaling.adapters import scaled_adapter
+from bf16_to_fp16.rescaling.adapters import PREFIX, scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.centred import centrable, centred_bias, centred_tensors
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan

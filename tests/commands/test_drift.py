@@ -31,9 +31,10 @@ from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import Fidelity
+from bf16_to_fp16.run import probe
 from bf16_to_fp16.run.batch import Batch
 from bf16_to_fp16.run.probe import batches
-from bf16_to_fp16.run.stock import load, load_config
+from bf16_to_fp16.run.stock import load_config
 
 
 @pytest.mark.usefixtures("first_batch")
@@ -111,7 +112,7 @@ def test_simulated_drift_is_what_the_files_show(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("pegasus", factor=40000.0), tmp_path / "source")
     result = convert(source, tmp_path / "out")
     assert result.out is not None and result.plan.drift is not None
-    inputs = batches(load(source, torch.float32).config, None, None)
+    inputs = probe.audit_batches(load_config(source), source, None)
     reference, written = (reference_of(open_checkpoint(f), inputs).fp32 for f in (source, result.out))
     measured = fidelity(reference, None, written, probabilities=True)
     assert measured.kl_fp16 == result.plan.drift.measured_kl
@@ -218,7 +219,8 @@ def test_a_correction_of_gains_is_kept_only_where_it_brings_the_outputs_nearer(t
     assert without < with_it / 4
 
 
+@pytest.mark.usefixtures("first_batch")
 @pytest.mark.parametrize("stream", [0, -1])
 def test_a_stream_that_is_asked_for_is_not_moved_for_a_drift_that_may_be_taken(stream: int, tmp_path: Path) -> None:
-    source = tiny.save(tiny.build("pegasus"), tmp_path / "source")
+    source = tiny.save(tiny.small("pegasus"), tmp_path / "source")
     assert convert(source, tmp_path / "out", stream=stream).plan.residual_exponent == stream

@@ -26,7 +26,6 @@ from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
 from bf16_to_fp16.rescaling.plan import describe_plan
 from bf16_to_fp16.results import dump
-from bf16_to_fp16.run import batch, probe
 from bf16_to_fp16.run.stock import load
 
 REPORT = "fp16_report.json"
@@ -48,17 +47,6 @@ def converted(source: Path) -> Path:
 @pytest.fixture
 def folder(converted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(converted, tmp_path / "out"))
-
-
-@pytest.fixture
-def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let audits run on a batch of each shape, where any would do."""
-    gather = probe.audit_batches
-
-    def few(*given: Any, **options: Any) -> list[batch.Batch]:
-        return [b for b in gather(*given, **options) if b.kind in (batch.PADDED, batch.REPEATED, batch.IMAGE)]
-
-    monkeypatch.setattr(probe, "audit_batches", few)
 
 
 def problems(folder: Path, **options: Any) -> list[tuple[str, str, str]]:
@@ -292,7 +280,8 @@ def test_a_report_that_cannot_be_read_is_one_line(folder: Path, place: str, valu
     assert "\n" not in str(caught.value)
 
 
-def test_a_true_report_of_an_unsafe_checkpoint_is_told_from_a_false_one(tmp_path: Path, few_batches: None) -> None:
+@pytest.mark.usefixtures("first_batch")
+def test_a_true_report_of_an_unsafe_checkpoint_is_told_from_a_false_one(tmp_path: Path) -> None:
     model = tiny.build("t5-encoder", num_layers=2)
     for name, weight in model.named_parameters():
         if name.endswith("wi_0.weight"):  # which no exact exponent moves
@@ -338,8 +327,9 @@ def test_a_tier_that_bounds_alone_cannot_show_is_found_by_a_run(source: Path, tm
 FEW = ("t5", "pegasus", "gemma2")  # an eps in the config, a drift, gains that round
 
 
+@pytest.mark.usefixtures("first_batch")
 @pytest.mark.parametrize("kind", exhaustive.beyond(FEW, [next(iter(entry.kinds)) for entry in tiny.ENTRIES]))
-def test_a_run_does_not_withdraw_what_the_bounds_prove(kind: str, tmp_path: Path, few_batches: None) -> None:
+def test_a_run_does_not_withdraw_what_the_bounds_prove(kind: str, tmp_path: Path) -> None:
     # A stream that needs 2^-3 brings the eps of BigBird-Pegasus into its states.
     factor = 300.0 if kind == "bigbird_pegasus" else 900.0
     source = tiny.save(tiny.build(kind, factor=factor, **tiny.few_layers(kind)), tmp_path / "source")
@@ -361,7 +351,7 @@ def test_the_certificate_is_made_for_the_reports_length(source: Path, tmp_path: 
     assert found["verified"] and found["certificate"]["max_length"] == 64 and "64 positions" in found["notes"][0]
 
 
-@pytest.mark.usefixtures("few_batches")
+@pytest.mark.usefixtures("first_batch")
 def test_the_replay_wants_the_very_source(source: Path, tmp_path: Path) -> None:
     plan = random_plan(resolve(open_checkpoint(source)), (Kind.VALUE, Kind.RESIDUAL))
     (tmp_path / "plan.json").write_text(json.dumps({"schema": 1, "target": "half", "plan": describe_plan(plan)}))

@@ -38,7 +38,7 @@ from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.rescaling.exponents import OfChannels
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.run.lanes import Walk
-from bf16_to_fp16.run.probe import checkpoint_batches
+from bf16_to_fp16.run.probe import batches
 from bf16_to_fp16.run.stock import load_config
 
 BF16 = 0.128  # so that a proof may cost 0.001
@@ -241,7 +241,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     root = tmp_path_factory.mktemp("trial")
     source = open_checkpoint(tiny.save(tiny.small("gelu", factor=1.0), root / "source"))
     layout = resolve(source)
-    inputs = checkpoint_batches(source, layout, None, 0)[:4]
+    inputs = batches(load_config(source.folder), None, None)[:4]
     fp32 = reference_of(source, inputs).fp32
     known = [Known(inputs, fp32, 0.5), Known(inputs[:1], fp32[:1], 0.25, most=2.0)]
     return Trial(source, layout, known, Progress(quiet=True), Plan(family="t5"))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bf16_to_fp16.auditing.fidelity import compared
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.conversion.planning import Opened, decide
@@ -20,7 +21,8 @@ DEMOS = Path(str(files("bf16_to_fp16") / "demo_data"))
 @pytest.mark.parametrize(("demo", "affordable"), [("t5-gated-bytes", True), ("gemma3-bytes", False)])
 def test_gains_that_would_round_further_than_bf16_keep_no_margin_for_training(demo: str, affordable: bool) -> None:
     checkpoint = open_checkpoint(DEMOS / demo)
-    opened = Opened(checkpoint, resolve(checkpoint), checkpoint_batches(checkpoint, resolve(checkpoint), None, 0)[:1])
+    layout = resolve(checkpoint)
+    opened = Opened(checkpoint, layout, compared(checkpoint_batches(checkpoint, layout, None, 0))[:1])
     decided = decide(opened, Options(target="train"), Progress(quiet=True))
     assert decided.ranges is not None and [("no further margin" in note) for note in decided.notes] == (
         [] if affordable else [True]

@@ -117,6 +117,7 @@ def test_in_memory_every_norm_has_the_eps_that_makes_it_exact(kind: str) -> None
     assert all(map(torch.equal, outputs(model), before_it))
 
 
+@pytest.mark.usefixtures("first_batch")
 def test_gradients_need_a_larger_loss_scale_and_the_function_hardly_moves(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["convert", str(GEMMA), str(out), "--target", "train"]) == 0

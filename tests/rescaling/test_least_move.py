@@ -171,6 +171,7 @@ def test_a_fixed_exponent_of_the_stream_is_taken_and_what_it_proves_is_said(
         convert(T5, tmp_path / "no", stream=99)
 
 
+@pytest.mark.usefixtures("whole_probe_once")
 def test_a_move_for_the_proof_alone_and_one_for_a_stricter_target_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

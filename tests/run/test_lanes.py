@@ -197,7 +197,7 @@ def test_positions_and_bias_that_no_file_holds_are_those_that_stock_code_makes(t
     assert len(kept) == len(tensors) - 3
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     whole = load(folder, torch.float16, half=True)
-    batch = batches(whole.config, None, None)[3]
+    batch = batches(whole.config, None, None)[0]
     walk = Walk(open_checkpoint(folder))
     lane = walk.add(lambda model: run(model, batch, False), torch.float16, half=True)
     walk.run()

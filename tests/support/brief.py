@@ -16,6 +16,8 @@ from bf16_to_fp16.run import batch, probe
 PICTURES = ("pictures", "bracket_pictures")
 WHOLE_PROBE = probe._probe
 LEFT_OUT = (batch.LONG, batch.REPEATED)
+NOT_AUDITED = (batch.RANDOM, batch.SHORT)  # by conversions and audits
+AUDITED = probe.audit_batches
 ALL_BATCHES = vars(Evaluator)["_others"].func
 FEW = 2
 
@@ -27,13 +29,18 @@ def draw_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def probe_briefly(patch: pytest.MonkeyPatch) -> None:
-    """Let the probe have one batch of each kind, none that is only longer, and a generation one step with a cache."""
+    """Let the probe have one batch of each kind, none that is only longer, and a generation one step with a cache;
+    conversions and audits run padded rows, a sweep of the vocabulary, images and a generation."""
 
     def brief(*given: Any, **options: Any) -> list[Any]:
         first = {each.kind: each for each in reversed(WHOLE_PROBE(*given, **options))}
         return [each for kind, each in reversed(first.items()) if kind not in LEFT_OUT]
 
+    def audited(*given: Any, **options: Any) -> list[Any]:
+        return [each for each in AUDITED(*given, **options) if each.kind not in NOT_AUDITED]
+
     patch.setattr(probe, "_probe", brief)
+    patch.setattr(probe, "audit_batches", audited)
     patch.setattr(batch, "GENERATED_TOKENS", 2)
 
 

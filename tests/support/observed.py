@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bf16_to_fp16.observe.observer import SiteObserver
 from bf16_to_fp16.observe.sites import Site
-from bf16_to_fp16.run.batch import Batch, run_batch
+from bf16_to_fp16.run.batch import PADDED, Batch, run_batch
 from bf16_to_fp16.run.probe import batches
 
 from . import tiny
@@ -23,7 +23,7 @@ def model_of(kind: str, attention: str = "eager") -> Any:
 
 
 def padded(model: Any) -> Batch:
-    return batches(model.config, None, None)[3]
+    return next(batch for batch in batches(model.config, None, None) if batch.kind == PADDED)
 
 
 def sites_of(model: Any, batch: Batch, **options: Any) -> dict[str, Site]:
