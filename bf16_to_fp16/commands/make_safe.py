@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import tempfile
 import warnings
@@ -53,6 +54,7 @@ from .rescale import check_asked, observed, observed_plan, opened
 
 EMBEDDINGS = "inputs_embeds"
 MARK = "_made_fp16_safe"  # attribute of a rescaled model: its ``MadeSafe``
+SAVES = "save_pretrained"  # method of a rescaled model that warns
 WRAPPED = {"base_layer", "original_module"}  # under what names PEFT's wrappers keep a model's own layer
 
 
@@ -164,12 +166,21 @@ class MadeSafe:
                         model.get_parameter(name).data.copy_(bias)
             set_eps(model, layout, self.eps)
             vars(model.config).pop(CONVERTED_KEY, None)
-        model.__dict__.pop(MARK, None)
+        for name in (MARK, SAVES):
+            model.__dict__.pop(name, None)
         for module in takers_of_embeddings(model):
             hooks = module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is warn_of_embeddings]:
                 del hooks[key], module._forward_pre_hooks_with_kwargs[key]
         return model
+
+    def save(self, model: Any, out: str | Path, **options: Any) -> None:
+        """Write ``model`` at the source's scale to ``out`` by its own ``save_pretrained``, and leave it as it is.
+
+        options: of ``save_pretrained``. A copy is made, so memory holds the weights twice. Raises UserError as ``undo``
+        does.
+        """
+        self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
 
     def undo_adapted(self, model: Any) -> Any:
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
@@ -316,6 +327,8 @@ def make_fp16_safe(
         original=original,
     )
     model.__dict__[MARK] = safe
+    if plan.moves:
+        model.__dict__[SAVES] = partial(save_as_it_is, model)
     if factor := safe.inputs[EMBEDDINGS]:
         for module in takers_of_embeddings(model):
             module.register_forward_pre_hook(partial(warn_of_embeddings, own_embeddings(factor)), with_kwargs=True)
@@ -346,6 +359,15 @@ def takers_of_embeddings(model: Any) -> list[nn.Module]:
 def own_embeddings(factor: OfChannels) -> str:
     by = f"2^{factor}" if isinstance(factor, int) else f"powers of two, one for each channel (inputs[{EMBEDDINGS!r}])"
     return f"Multiply {EMBEDDINGS} that its own embedding did not make by {by}"
+
+
+def save_as_it_is(model: Any, *args: Any, **options: Any) -> Any:
+    warnings.warn(
+        "make_fp16_safe rescaled this model, and it is saved at that scale; safe.save(model, OUT) saves it at the"
+        " original's",
+        stacklevel=2,
+    )
+    return type(model).save_pretrained(model, *args, **options)
 
 
 def warn_of_embeddings(advice: str, module: nn.Module, args: Any, named: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ its start token and are padded on the left as well."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -86,14 +86,6 @@ def audit_batches(
     if data is not None:
         inputs += batches(config, folder, data, seed=seed)
     return inputs
-
-
-def _rows(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    decoder, decoder_mask = batch.decoder_input_ids, batch.decoder_attention_mask
-    if decoder is None or decoder_mask is None:
-        decoder, decoder_mask = batch.input_ids, batch.attention_mask
-    for ids, mask, other, other_mask in zip(batch.input_ids, batch.attention_mask, decoder, decoder_mask, strict=True):
-        yield ids[mask.bool()], other[other_mask.bool()]
 
 
 def is_small(config: Any) -> bool:

@@ -308,6 +308,30 @@ def test_an_adapter_that_was_trained_on_it_is_written_for_the_original(
     assert torch.equal(wanted[0], found[0])
 
 
+def test_a_plain_save_warns_of_its_scale_and_save_writes_the_originals(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("gemma3"), tmp_path / "source", torch.float32)
+    model = load(source, torch.float32)
+    before, wanted, safe = weights(model), outputs(model), make_fp16_safe(model)
+    moved = weights(model)
+    with pytest.warns(UserWarning, match=r"saved at that scale; safe\.save"):
+        model.save_pretrained(tmp_path / "moved")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        safe.save(model, tmp_path / "out", max_shard_size="20KB")
+    assert same(moved, weights(model)) and not same(moved, before)
+    again, config = load(tmp_path / "out", torch.float32), json.loads((tmp_path / "out" / "config.json").read_text())
+    assert same(before, weights(again)) and "bf16_to_fp16" not in config
+    assert all(torch.equal(a, b) for a, b in zip(wanted, outputs(again), strict=True))
+    copied = pickle.loads(pickle.dumps(model))
+    with pytest.warns(UserWarning, match="saved at that scale"):
+        copied.save_pretrained(tmp_path / "copied")
+    assert same(moved, weights(load(tmp_path / "copied", torch.float32)))
+    safe.undo(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.save_pretrained(tmp_path / "undone")
+
+
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
