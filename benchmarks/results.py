@@ -36,7 +36,7 @@ SECTIONS: dict[str, list[str]] = {
     "Edits": ["saturated", "edits-random", "rare"],
     "The certificate": ["tightness", "certify-share"],
     "The demonstration": ["demo"],
-    "What people use today": ["peers", "rivals"],
+    "What people use today": ["peers"],
     "Other runtimes": ["runtimes"],
     "What follows a conversion": ["rates"],
     "Finetuning": ["amp", "amp-gemma", "penalties", "penalties-pegasus", "penalty-cost"],

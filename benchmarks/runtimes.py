@@ -224,9 +224,9 @@ MOVES = {"Cast", "Constant", "Concat", "Expand", "Gather", "Identity", "Reshape"
 """Operations that compute nothing."""
 
 
-def export(folder: Path, batch: Batch, place: str, dtype: torch.dtype = torch.float16) -> str:
-    """Write the checkpoint in ``folder``, every parameter in a dtype, as an ONNX file for the shapes of a batch."""
-    inputs, function, path = inputs_of(batch), as_function(folder, dtype), f"{place}/model.onnx"
+def export(folder: Path, batch: Batch, place: str) -> str:
+    """Write the checkpoint in ``folder``, every parameter in fp16, as an ONNX file for the shapes of a batch."""
+    inputs, function, path = inputs_of(batch), as_function(folder, torch.float16), f"{place}/model.onnx"
     names: dict[str, Any] = {"input_names": list(inputs), "output_names": ["output"]}
     with tracing():
         # The other exporter takes ten times as long, and gives the same function.
@@ -251,8 +251,8 @@ def all_in_fp16(model: Any) -> None:
             attribute.i = TensorProto.FLOAT16
 
 
-def in_numpy(model: Any, batch: Batch) -> dict[str, Any]:
-    """Return what every node of an ONNX model gives."""
+def onnx_reference(folder: Path, layout: Layout, batch: Batch) -> Outcome:
+    import onnx
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
 
@@ -260,19 +260,12 @@ def in_numpy(model: Any, batch: Batch) -> dict[str, Any]:
         def _run(self, a: Any, b: Any) -> tuple[Any]:
             return (np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype),)
 
-    with np.errstate(all="ignore"):  # infinities are what is looked for
-        results = ReferenceEvaluator(model, new_ops=[MatMul]).run(None, arrays_of(batch), intermediate=True)
-    assert isinstance(results, dict)
-    return results
-
-
-def onnx_reference(folder: Path, layout: Layout, batch: Batch) -> Outcome:
-    import onnx
-
     with TemporaryDirectory() as place:
         model = onnx.load(export(folder, batch, place))
     all_in_fp16(model)
-    results = in_numpy(model, batch)
+    with np.errstate(all="ignore"):  # infinities are what is looked for
+        results = ReferenceEvaluator(model, new_ops=[MatMul]).run(None, arrays_of(batch), intermediate=True)
+    assert isinstance(results, dict)
     nodes = [(str(results[node.output[0]].dtype), node.op_type) for node in model.graph.node]
     operations = ((kind, name in ("MatMul", "Gemm")) for kind, name in nodes if kind in FLOATS and name not in MOVES)
     return torch.from_numpy(results["output"]).float(), counted(operations)
