@@ -51,7 +51,7 @@ from torch import Tensor
 from bf16_to_fp16 import UserError, audit, convert, finetune
 from bf16_to_fp16.auditing.attack import attack
 from bf16_to_fp16.auditing.fidelity import output_on
-from bf16_to_fp16.auditing.soft_side import LEAST, LENGTH, TIMES, bf16_in_the_mean, divergences
+from bf16_to_fp16.auditing.soft_side import LEAST, LENGTH, TIMES, divergences, mean_bf16_divergence
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
@@ -312,7 +312,7 @@ class Tally:
             return {}
         worst = over[kl[over].argsort(descending=True)][:64]
         batches = [whole_rows(config, rows[worst], "rare")]
-        bf16 = bf16_in_the_mean(open_checkpoint(source), batches, layout)
+        bf16 = mean_bf16_divergence(open_checkpoint(source), batches, layout)
         pairs = zip(worst.tolist(), kl[worst].tolist(), bf16.tolist(), strict=True)
         return {row: (x, b) for row, x, b in pairs if x > TIMES * b}
 

@@ -14,7 +14,7 @@ from .commands.audit import audit
 from .commands.convert import convert
 from .progress import Progress
 from .report import terminal
-from .report.remedies import going_on_from
+from .report.remedies import next_command
 from .report.schema import Report, read
 
 CHECKPOINTS = ("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes")
@@ -37,7 +37,7 @@ def demo(out: Path, *, progress: Progress, show: bool = True) -> list[dict[str, 
             if show:
                 terminal.print_title(f"{name}, as trained")
                 broken = read(Report, before)
-                terminal.print_audit(broken, going_on_from(str(data / name), broken.regimes, converted=False))
+                terminal.print_audit(broken, next_command(str(data / name), broken.regimes, converted=False))
             progress.say(f"{name}: converting")
             result = convert(data / name, out / name, data=str(data / TEXT), force=True, progress=progress)
             if show:

@@ -71,7 +71,7 @@ def without_kernels(device: torch.device) -> str:
     return f"torch {torch.__version__} has no kernels for this card; {mend}"
 
 
-def check_all_is_used(name: str) -> None:
+def check_auto_uses_the_card(name: str) -> None:
     """Raise UserError where ``auto`` would choose the CPU beside a card: for hours of work the CPU must be named."""
     import torch
 

@@ -51,7 +51,7 @@ class Progress:
         self.say(text)
 
 
-def shown_by(progress: Progress | bool | None) -> Progress:
+def progress_of(progress: Progress | bool | None) -> Progress:
     """Return the given Progress, a printing one for True, or a silent one for False and None."""
     return progress if isinstance(progress, Progress) else Progress(quiet=not progress)
 

@@ -17,7 +17,7 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.bounds.spectral import gram, summed_products
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.devices import Device, check_all_is_used, find_device, on_device, products_on
+from bf16_to_fp16.devices import Device, check_auto_uses_the_card, find_device, on_device, products_on
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
 
@@ -253,7 +253,7 @@ def test_a_card_that_torch_has_no_kernels_for_is_left_alone_or_named(monkeypatch
     monkeypatch.setattr(torch, "zeros", refused)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
     with pytest.raises(UserError, match=r"no kernels for this card; pip install .* or set device: cpu"):
-        check_all_is_used("auto")
+        check_auto_uses_the_card("auto")
     assert find_device("auto") == torch.device("cpu")
     with pytest.raises(
         UserError, match=r"device cuda: torch .* has no kernels for this card; pip install --force-reinstall torch=="

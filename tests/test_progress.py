@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bf16_to_fp16.progress import Progress, VisibleConsole, shown_by
+from bf16_to_fp16.progress import Progress, VisibleConsole, progress_of
 
 
 def on(terminal: bool) -> tuple[Progress, io.StringIO]:
@@ -33,9 +33,9 @@ def test_a_step_without_a_known_total_counts_nothing() -> None:
 
 def test_a_library_call_shows_its_progress_where_it_is_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
     given = Progress(quiet=True)
-    assert shown_by(given) is given
+    assert progress_of(given) is given
     for asked, said in ((None, ""), (False, ""), (True, "Observing\n")):
-        with shown_by(asked).step("Observing"):
+        with progress_of(asked).step("Observing"):
             pass
         printed = capsys.readouterr()
         assert (printed.out, printed.err) == ("", said)

@@ -10,7 +10,7 @@ from ..checkpoint.formats import read_pickle
 from ..checkpoint.headers import FLOATING_DTYPES, read_header
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError
-from ..progress import Progress, shown_by
+from ..progress import Progress, progress_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ def floating_names(checkpoint: Checkpoint, progress: Progress | bool | None) -> 
     names = [name for name, info in checkpoint.tensors.items() if info.dtype in FLOATING_DTYPES]
     if not names:
         raise UserError(f"{checkpoint.source}: it holds no floating tensors; give a checkpoint's weights")
-    with shown_by(progress).step("Looking at the weights") as advance:
+    with progress_of(progress).step("Looking at the weights") as advance:
         for place, name in enumerate(names):
             yield name
             advance(place + 1, len(names))

@@ -177,13 +177,13 @@ def run_regimes(
     pooled = bool(listed_modules(checkpoint.folder))
     behind = checkpoint.folder if runs_behind(checkpoint.folder) else None
     seen = {
-        (regime, name): _Seen(regime, name, keeps=(regime, name) == ("half", attention[0]), behind=behind)
+        (regime, name): _RegimeLanes(regime, name, keeps=(regime, name) == ("half", attention[0]), behind=behind)
         for regime in ran
         for name in attention
     }
     given = {name: seen_padding(inputs, name) for name in attention}
     for (regime, name), shown in seen.items():
-        shown.add(walk, _share(given[name], regime == "half" or "half" not in ran, name == attention[0]))
+        shown.add(walk, _inputs_of(given[name], regime == "half" or "half" not in ran, name == attention[0]))
     every: list[EveryOutput] = []
     plain = add_outputs(walk, fp32, torch.float32, every)
     walk.run(advance)
@@ -192,10 +192,10 @@ def run_regimes(
         rest = Walk(checkpoint, device)
         for (_, name), shown in seen.items():
             ran_on = {id(batch) for batch in shown.inputs}
-            shown.add(rest, [b for b in _share(given[name], True, name == attention[0]) if id(b) not in ran_on])
+            shown.add(rest, [b for b in _inputs_of(given[name], True, name == attention[0]) if id(b) not in ran_on])
         rest.run(advance)
     results: dict[str, RegimeResult] = {}
-    insides = insides_of(load_config(checkpoint.folder))
+    insides = modules_without_signals(load_config(checkpoint.folder))
     for regime in ran:
         merged: dict[str, tuple[int, SiteEntry]] = {}
         shares = [seen[regime, name] for name in attention]
@@ -231,7 +231,7 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
         raise UserError(f"{named}: no such attention; choose from {', '.join(ATTENTIONS)}")
 
 
-def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
+def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
     """Return the inputs that a regime runs under an attention: all, or the first batch, padded ones and those with a
     cache. all_regimes: this regime stands for the others, since stock's and amp's fp16 is fp16 in half too. Another
     attention differs in one function."""
@@ -245,14 +245,14 @@ def _share(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[
 
 
 @dataclass(frozen=True)
-class _Ran:
+class _RunResult:
     nonfinite: int
     sites: Sequence[Site]
     norms: NormMeters
     output: Tensor | None
 
 
-class _Seen:
+class _RegimeLanes:
     """A regime's lanes under one attention. keeps: whether norms' inputs and outputs are kept. behind: a sentence
     encoder's folder, whose further modules run in ``half`` alone."""
 
@@ -260,7 +260,7 @@ class _Seen:
         self.regime, self.attention, self.keeps = regime, attention, keeps
         self.behind = behind if regime == "half" else None
         self.inputs: list[Batch] = []
-        self.lanes: list[Lane[_Ran]] = []
+        self.lanes: list[Lane[_RunResult]] = []
 
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
         dtype, half = _weights(self.regime)
@@ -270,17 +270,17 @@ class _Seen:
             self.lanes.append(lane)
             self.inputs.append(batch)
 
-    def _run(self, batch: Batch, model: nn.Module) -> _Ran:
+    def _run(self, batch: Batch, model: nn.Module) -> _RunResult:
         metered: AbstractContextManager[NormMeters] = metering_norms(model) if self.keeps else nullcontext({})
         with SiteObserver(model) as observer, metered as norms:
             output = _forward(model, batch, self.regime)
         if self.regime == "amp":
             _check_autocast(model, observer)
         if output is None:
-            return _Ran(0, observer.sites(), norms, None)
+            return _RunResult(0, observer.sites(), norms, None)
         sites = [*observer.sites(), *self._run_behind(batch, output)]
         compares = self.keeps and compared([batch])
-        return _Ran(_nonfinite(output), sites, norms, output_on(batch, output) if compares else None)
+        return _RunResult(_nonfinite(output), sites, norms, output_on(batch, output) if compares else None)
 
     def _run_behind(self, batch: Batch, output: Any) -> Sequence[Site]:
         shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
@@ -292,7 +292,7 @@ class _Seen:
             model(states, batch.attention_mask.to(states.device))
         return behind.sites()
 
-    def results(self) -> list[_Ran]:
+    def results(self) -> list[_RunResult]:
         return results_of(self.lanes)
 
     def broke(self) -> bool:
@@ -309,19 +309,19 @@ def _beside_fp32(
     checkpoint: Checkpoint, inputs: Sequence[Batch], results: dict[str, RegimeResult], device: torch.device | str
 ) -> dict[str, RegimeResult]:
     def run() -> dict[str, float]:
-        walk, seen = Walk(checkpoint, device), _Seen("fp32", "eager")
+        walk, seen = Walk(checkpoint, device), _RegimeLanes("fp32", "eager")
         seen.add(walk, inputs)
         walk.run()
         return {site.name: site.amax for site in seen.sites()}
 
-    return beside_fp32(results, insides_of(load_config(checkpoint.folder)), run)
+    return beside_fp32(results, modules_without_signals(load_config(checkpoint.folder)), run)
 
 
 def beside_fp32(
     results: dict[str, RegimeResult], within: Collection[str], run: Callable[[], Mapping[str, float]]
 ) -> dict[str, RegimeResult]:
     """Add fp32's values of sites that broke, and list as underflow the all-zero signals that are not zero in fp32.
-    within: from ``insides_of``. run: gives every site's largest fp32 |x|; called only where needed."""
+    within: from ``modules_without_signals``. run: gives every site's largest fp32 |x|; called only where needed."""
     silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
     if not silent and verdict(results) == "safe":
         return results
@@ -381,7 +381,7 @@ def audit_model(
     finally:
         model.train(was_training)
         _set_attention(model, stock)
-    return _result(merged, nonfinite_logits, insides_of(model.config), runs, norms_seen(norms))
+    return _result(merged, nonfinite_logits, modules_without_signals(model.config), runs, norms_seen(norms))
 
 
 def _set_attention(model: Any, implementation: str) -> None:
@@ -462,7 +462,7 @@ def _merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> N
         merged[site.name] = (order, result)
 
 
-def insides_of(config: Any) -> frozenset[str]:
+def modules_without_signals(config: Any) -> frozenset[str]:
     """Return the names of modules whose outputs are not signals; none for an unknown family."""
     return roles_of(of_model_type(getattr(config, "model_type", None))).insides
 

@@ -136,7 +136,11 @@ def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
     normed, output = step.outputs[0], step.outputs[-1]
     sublayer = step.sublayer
     assert isinstance(sublayer, FeedForward | Experts)
-    whole = edited.handed_out(sublayer, normed) if isinstance(sublayer, Experts) else edited.fed(sublayer, normed)
+    whole = (
+        edited.expert_outputs(sublayer, normed)
+        if isinstance(sublayer, Experts)
+        else edited.feed_forward_outputs(sublayer, normed)
+    )
     before, after = (plain.joined(sublayer, each) for each in (output, whole[-1]))
     noise = HALF_STEP * (step.stream.norm(dim=1) + before.norm(dim=1))
     return (after - before).norm(dim=1) / noise.clamp(min=1e-30)
@@ -164,7 +168,7 @@ def pairs_at(
     normed, query, key = (x[some] for x in step.outputs[:3])
     queries, others = (
         heads_of(weights, attention.query_norm, layout.heads(attention), x, whole=attention.norms_whole)
-        for weights, x in ((plain, query), (edited, edited.attended(attention, normed, normed)[0]))
+        for weights, x in ((plain, query), (edited, edited.query_key_value(attention, normed, normed)[0]))
     )
     keys = heads_of(plain, attention.key_norm, layout.kv_heads(attention), key, whole=attention.norms_whole)
     shared = layout.heads(attention) // layout.kv_heads(attention)
@@ -228,7 +232,7 @@ def judged(
     if not bool(suspicious.any()):
         return [], kl > run
     batches = [whole_rows(config, part, "the soft side of edits") for part in rows[suspicious].split(TOGETHER)]
-    mean = bf16_in_the_mean(source, batches, layout)
+    mean = mean_bf16_divergence(source, batches, layout)
     over = [ids for ids, is_over in zip(inputs, suspicious, strict=True) if is_over]
     columns = (x.tolist() for x in (kl[suspicious], mean, run[suspicious]))
     found = [
@@ -247,7 +251,7 @@ def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def bf16_in_the_mean(source: Checkpoint, batches: Sequence[Batch], layout: Layout) -> Tensor:
+def mean_bf16_divergence(source: Checkpoint, batches: Sequence[Batch], layout: Layout) -> Tensor:
     """Return each row's mean divergence under stochastic rounding to bf16: one ordinary bf16 run may be lucky."""
     walk = Walk(source)
     expected = add_outputs(walk, batches, torch.float32)

@@ -12,12 +12,12 @@ from ..errors import UserError
 from . import files, headers
 from .layouts import LAYOUTS
 
-SUMMARY, WAY_BACK = "bf16_to_fp16", "bf16_to_fp16.undo"
+SUMMARY, UNDO_DATA = "bf16_to_fp16", "bf16_to_fp16.undo"
 """Metadata keys: a summary as JSON, and ``undo``'s data as JSON, compressed and in base64."""
 
 TENSORS = "bf16_to_fp16.tensors_sha256"  # SHA-256 over each tensor's ``described`` and bytes, in order
 
-LONGEST_WAY_BACK = 64_000_000  # bytes of ``undo``'s data; an XXL encoder's have less than 3 MB
+LONGEST_UNDO_DATA = 64_000_000  # bytes of ``undo``'s data; an XXL encoder's have less than 3 MB
 
 
 def metadata_in(file: Path) -> dict[str, str]:
@@ -41,26 +41,26 @@ def summary_of(file: Path) -> dict[str, Any] | None:
 
 
 def packed_data(file: Path) -> dict[str, Any]:
-    if (data := way_back_of(file)) is None:
+    if (data := undo_data_of(file)) is None:
         raise UserError(f"{file}: convert --layout did not write it; give a file that it wrote, or a converted folder")
     return data
 
 
-def way_back_of(file: Path) -> dict[str, Any] | None:
+def undo_data_of(file: Path) -> dict[str, Any] | None:
     """Return ``undo``'s data in a file that a conversion wrote, with its ``layout``; None in any other file."""
     metadata = metadata_in(file)
-    if WAY_BACK not in metadata:
+    if UNDO_DATA not in metadata:
         return None
     try:
         unpacking = zlib.decompressobj()
-        data = unpacking.decompress(base64.b64decode(metadata[WAY_BACK], validate=True), LONGEST_WAY_BACK)
+        data = unpacking.decompress(base64.b64decode(metadata[UNDO_DATA], validate=True), LONGEST_UNDO_DATA)
         if not unpacking.eof:
             raise ValueError("cut short or too long")
     except (ValueError, binascii.Error, zlib.error) as error:
-        raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again") from error
-    way_back = files.parse_json(data, file, WAY_BACK)
+        raise UserError(f"{file}: {UNDO_DATA} in its metadata is damaged; convert the source again") from error
+    way_back = files.parse_json(data, file, UNDO_DATA)
     summary = files.parse_json(metadata.get(SUMMARY, "{}").encode(), file, SUMMARY)
     parts = (way_back.get("plan"), way_back.get("config"), way_back.get("source"), way_back.get("weights"))
     if not all(isinstance(part, dict) for part in parts) or summary.get("layout") not in LAYOUTS:
-        raise UserError(f"{file}: {WAY_BACK} in its metadata is damaged; convert the source again")
+        raise UserError(f"{file}: {UNDO_DATA} in its metadata is damaged; convert the source again")
     return way_back | {"layout": summary["layout"]}

@@ -18,7 +18,7 @@ from ..errors import UserError
 from . import files, headers
 from .disk import created, sync, write_all, writing
 from .naming import SPIECE, SPIECE_FILE, STOCK, Naming
-from .packed import SUMMARY, TENSORS, WAY_BACK, summary_of
+from .packed import SUMMARY, TENSORS, UNDO_DATA, summary_of
 from .staging import ELSEWHERE, check_apart, check_file, umask
 
 COPIED_BYTES = 1 << 22  # bytes copied at a time
@@ -125,4 +125,4 @@ def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
 
 def metadata_of(summary: Mapping[str, Any], way_back: Mapping[str, Any]) -> dict[str, str]:
     packed = zlib.compress(json.dumps(way_back, ensure_ascii=False).encode(), 9)
-    return {SUMMARY: json.dumps(summary, ensure_ascii=False), WAY_BACK: base64.b64encode(packed).decode()}
+    return {SUMMARY: json.dumps(summary, ensure_ascii=False), UNDO_DATA: base64.b64encode(packed).decode()}

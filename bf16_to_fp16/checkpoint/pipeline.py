@@ -70,7 +70,7 @@ def open_pipeline(
     homes = {name: (folder / name).resolve() for name in encoders}
     same = {name: first for name in encoders if (first := next(n for n in encoders if homes[n] == homes[name])) != name}
     there, left_out = files_below(folder) if names is None else (names, [])
-    others = there if names is None else used(names, parts)
+    others = there if names is None else files_loaded(names, parts)
     return Pipeline(
         folder,
         str(source),
@@ -126,7 +126,7 @@ def files_below(folder: Path) -> tuple[list[str], list[str]]:
     return [path.relative_to(folder).as_posix() for path in files], hidden
 
 
-def used(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
+def files_loaded(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
     """Return the files that ``from_pretrained`` uses: safetensors rather than .bin, a default rather than a variant."""
     kept: list[str] = []
     by_folder: dict[str, list[str]] = {name: [] for name in parts}

@@ -14,7 +14,7 @@ from ..json_text import write_json
 from . import files, formats, headers
 from .disk import FREE_SPACE_REMEDY, writing
 from .naming import SPIECE, SPIECE_FILE, STOCK, Naming, found_in
-from .packed import way_back_of
+from .packed import undo_data_of
 from .places import RESTORE
 
 ASIDE = (  # endings of tensors' names that are not weights
@@ -42,7 +42,7 @@ def open_single_file(file: Path, prefix: str | None, config: Path | Mapping[str,
     """Open one file of weights. prefix: of one encoder's tensors among several. config: replaces the inferred one."""
     state = formats.state_of(file)
     every = read_any(file)
-    inside = way_back_of(file) if config is None else None
+    inside = undo_data_of(file) if config is None else None
     if inside is not None and inside["layout"] == "single":
         before, naming = f"{prefix}." if prefix else "", STOCK
     else:
@@ -106,7 +106,7 @@ def settled_config(
 ) -> tuple[dict[str, Any], list[str]]:
     if config is not None:
         return given_config(config, tensors), []
-    if (inside := way_back_of(file)) is not None:
+    if (inside := undo_data_of(file)) is not None:
         return given_config(inside["config"], tensors), [f"{file.name}: has its config inside, from its conversion"]
     inferred = inferred_config(tensors, str(file))
     whole = bool(inferred["is_encoder_decoder"])

@@ -143,13 +143,13 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
     """Return a report's next command with the whole path that was given; the report holds only its last part."""
     from ..checkpoint.contents import is_converted
     from ..families.known import named
-    from ..report.remedies import going_on_from
+    from ..report.remedies import next_command
 
     folder = local_source(source)
     if not report.next or folder is None or named(report.family) is None:
         return report.next
     converted = is_converted(folder / (subfolder or ""))
-    return going_on_from(source, report.regimes, converted, subfolder, report.target, report.family)
+    return next_command(source, report.regimes, converted, subfolder, report.target, report.family)
 
 
 @click.command("verify")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..checkpoint.pipeline import Pipeline
     from ..commands.convert import Conversion
 
-BESIDE = (  # the options of ``convert`` that are not fields of ``Options``
+OTHER_OPTIONS = (  # the options of ``convert`` that are not fields of ``Options``
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option(
         "--finetune",
@@ -54,7 +54,7 @@ BESIDE = (  # the options of ``convert`` that are not fields of ``Options``
 
 
 def options_of_convert(command: Callable[..., int]) -> Callable[..., int]:
-    for option in reversed((*map(shared.field_option, FLAGS), *BESIDE)):  # the last decorator is the first in --help
+    for option in reversed((*map(shared.field_option, FLAGS), *OTHER_OPTIONS)):  # --help shows the last first
         command = option(command)
     return command
 

@@ -62,13 +62,13 @@ def launch_command(
 
     asked = read_recipe(recipe, overrides)
     # What follows takes seconds to import.
-    from ..devices import check_all_is_used
+    from ..devices import check_auto_uses_the_card
     from ..finetuning.launching import KINDS, choose, place_of, run_launch, write_launch
 
     if kind is not None and kind not in KINDS:
         raise UserError(f"--kind {kind} is unknown; choose {', '.join(KINDS)}")
     if run:
-        check_all_is_used(asked.device)
+        check_auto_uses_the_card(asked.device)
     choice = choose(asked, place_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"), kind)
     if run and kind is None and not choice.fits:
         raise UserError(f"{'; '.join(choice.explained())}; or try it with --kind {choice.kind}")

@@ -63,7 +63,7 @@ def app(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def apart(command: click.Command) -> Callable[..., Any]:
+def refusing_shared_paths(command: click.Command) -> Callable[..., Any]:
     """Return a command's callback that refuses to write a report to the path of another argument."""
     run = command.callback
     assert run is not None
@@ -98,7 +98,7 @@ COMMANDS: tuple[click.Command, ...] = (
 for command in COMMANDS:
     app.add_command(command)
     for each in command.commands.values() if isinstance(command, click.Group) else [command]:
-        each.callback = apart(each)
+        each.callback = refusing_shared_paths(each)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -25,10 +25,10 @@ from ..errors import UserError
 from ..families.known import is_known, padding_entry
 from ..families.layout import Layout
 from ..families.older import differences
-from ..progress import Progress, shown_by
+from ..progress import Progress, progress_of
 from ..quiet import quiet
-from ..report.regimes import largest_seen, speaking_of, tiers_of
-from ..report.remedies import NO_FAMILY, going_on_from, over_limits, overflowing, unsafe_sites
+from ..report.regimes import largest_seen, tiers_of, with_model_class
+from ..report.remedies import NO_FAMILY, next_command, over_limits, overflowing, unsafe_sites
 from ..report.schema import Environment, Inputs, Report, Source
 from ..results import RegimeEntry, dump
 from ..run.batch import describe_batches
@@ -61,7 +61,7 @@ def audit(
     each site's worst input. sweep: the probe runs every id. device: auto, cpu, cuda, cuda:N or mps. config: the
     config.json of one file of weights, else inferred. Raises ``UserError`` for input that cannot be used.
     """
-    progress = shown_by(progress)
+    progress = progress_of(progress)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     check_names(regimes, attention)
@@ -99,7 +99,7 @@ def audit(
     entries: dict[str, RegimeEntry] = dict(results)
     attacked_sites = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
     safe = not attacked_sites and verdict(results) == "safe"
-    then = going_on_from(shown_in_a_command(source), entries, converted, subfolder, family=family)
+    then = next_command(shown_in_a_command(source), entries, converted, subfolder, family=family)
     report = Report(
         schema=SCHEMA,
         verdict="safe" if safe else "unsafe",
@@ -116,7 +116,7 @@ def audit(
         **proven,
         environment=Environment.model_validate(on.environment()),
     )
-    return dump(report if layout is None else speaking_of(report, layout))
+    return dump(report if layout is None else with_model_class(report, layout))
 
 
 def proof(

@@ -13,9 +13,9 @@ from ..conversion.opening import classified, opened_with_notes
 from ..devices import Device
 from ..environment import SCHEMA
 from ..families.known import padding_entry
-from ..progress import Progress, shown_by
+from ..progress import Progress, progress_of
 from ..quiet import quiet
-from ..report.remedies import going_on_from, over_limits
+from ..report.remedies import next_command, over_limits
 from ..report.schema import Environment, Report, Source, recorded_target
 from ..report.tiers import judged_tiers
 from ..results import dump
@@ -44,7 +44,7 @@ def certify(
     ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout and the derivative of GELU's cube). device: for large
     products. config: the config.json of one file of weights, else inferred. Raises UserError for unusable input.
     """
-    progress = shown_by(progress)
+    progress = progress_of(progress)
     arithmetic = Arithmetic(max_length)  # refuses an impossible length
     on = Device(device, progress)
     checkpoint = opened_with_notes(source, subfolder, config, progress)
@@ -53,7 +53,7 @@ def certify(
     if (made_for := recorded_target(checkpoint.folder)) in WHERE and made_for != target:
         progress.say(f"{checkpoint.name} was converted for use {WHERE[made_for]}; --target {made_for} bounds it there")
     described, converted = certificate.entry(), is_converted(checkpoint.folder)
-    then = going_on_from(shown_in_a_command(source), {}, converted, subfolder, target)
+    then = next_command(shown_in_a_command(source), {}, converted, subfolder, target)
     unproven = over_limits(described, converted=converted)
     report = Report(
         schema=SCHEMA,

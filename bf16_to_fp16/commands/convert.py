@@ -29,7 +29,7 @@ from ..conversion.rewriting import rewrite
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..json_text import as_json, write_json
-from ..progress import Progress, shown_by
+from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report import build as reports
 from ..report.card import write_card
@@ -112,7 +112,7 @@ def convert_by(
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    progress = shown_by(progress)
+    progress = progress_of(progress)
     options.check()
     place.check(source)
     asked = None if options.target == AUTO else options.target
@@ -125,7 +125,7 @@ def convert_by(
         times = 1 if options.layout == FOLDER_LAYOUT else 2  # one file is packed from a folder
         check_free_space(str(place.out), times * nbytes, place.out.absolute().parent, **how)
     decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
-    opened = opened.under(decided)
+    opened = opened.with_edits_of(decided)
     if options.exact and opened.edits is not None:
         raise UserError("the plan has edits, which change the function; leave out --exact, or plan anew")
     if not options.run_model and listed_edits(decided.layout, decided.plan):
@@ -210,7 +210,7 @@ def convert_to_file(
 ) -> Conversion:
     """Convert to one file in the layout of ``options``. A folder is made beside it first, so weights need room twice.
     The folder's config has the reading tool's eps, so that stock code measures what that tool computes."""
-    progress = shown_by(progress)
+    progress = progress_of(progress)
     options.check()
     check_out_file(place.out, Path(source), force=place.force)
     layout = LAYOUTS[options.layout]

@@ -27,7 +27,7 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known
 from ..json_text import write_json
-from ..progress import Progress, shown_by
+from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report import answers, schema
 from ..results import dump
@@ -86,7 +86,7 @@ def convert_pipeline_by(
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> PipelineConversion:
-    progress = shown_by(progress)
+    progress = progress_of(progress)
     options.check()
     if options.plan is not None and len(pipeline.encoders) > 1:
         raise UserError(f"--plan is for one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")

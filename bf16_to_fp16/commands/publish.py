@@ -17,11 +17,11 @@ from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..json_text import as_json
-from ..progress import Progress, shown_by
+from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report.card import warned
 from ..report.page import render
-from ..report.remedies import CONVERT_AGAIN, going_on_from
+from ..report.remedies import CONVERT_AGAIN, next_command
 from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, UnsafeEntry
 from ..results import dump
 from ..verification.files import check_hashes
@@ -65,7 +65,7 @@ def prepare(
     """Check a converted folder as ``verify`` does and return it ready to upload. audited: check only hashes. An edited
     card is kept, with its hash in the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``;
     report, page and card then say so."""
-    progress, folder = shown_by(progress), written_folder(folder)
+    progress, folder = progress_of(progress), written_folder(folder)
     check_no_pipeline(folder)
     report, found = read_recorded(folder), Verified()
     with progress.step("Hashing the files") as advance:
@@ -116,7 +116,7 @@ def now_unsafe(report: Report, found: Verified, name: str) -> Report:
     ]
     said: dict[str, Any] = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "unsafe": unsafe}
     regimes = found.sections.get("regimes") or report.regimes
-    then = going_on_from(name, regimes, converted=True, family=report.family)
+    then = next_command(name, regimes, converted=True, family=report.family)
     return report.model_copy(update=said | {"regimes": regimes, "next": then})
 
 
@@ -146,7 +146,7 @@ def publish(
     """
     from huggingface_hub import HfApi, get_token
 
-    progress = shown_by(progress)
+    progress = progress_of(progress)
     check_name(repo_id)
     token = token or get_token() if dry_run else token_of(token, endpoint)
     upload = prepare(folder, allow_unsafe=allow_unsafe, audited=audited, progress=progress)

@@ -27,7 +27,7 @@ from ..families.layout import Layout
 from ..families.other_class import names_under
 from ..families.resolve import resolve
 from ..json_text import write_json
-from ..progress import Progress, shown_by
+from ..progress import Progress, progress_of
 from ..report.schema import Source
 from ..report.stored import check_written_files, originals, read_mark, read_origin, read_packed, read_plan, read_start
 from ..rescaling.apply import set_dtype, writes
@@ -53,7 +53,7 @@ def undo(
     come back rounded to fp16. Tensors that the conversion made are left out, replaced ones come from the report,
     dropped ones are not restored. Raises UserError where the folder has no plan.
     """
-    progress = shown_by(progress)
+    progress = progress_of(progress)
     if plan is not None:
         return undo_trained(written_folder(folder), Path(out), Path(plan), force=force, progress=progress)
     if Path(folder).is_file():

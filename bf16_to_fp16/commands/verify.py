@@ -37,7 +37,7 @@ from ..families.layout import Layout
 from ..families.other_class import read_as
 from ..families.resolve import resolve
 from ..json_text import write_json
-from ..progress import Progress, shown_by
+from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report import answers, schema
 from ..report.build import (
@@ -130,7 +130,7 @@ def verify(
     besides the probe. run_model: False skips the audit. ``verdict`` is "safe" where nothing differs and the report says
     safe. Raises UserError for anything not converted here.
     """
-    progress = shown_by(progress)
+    progress = progress_of(progress)
     check_data(data, run_model=run_model)
     if original is not None:
         local_source(original)  # fails before the files are hashed

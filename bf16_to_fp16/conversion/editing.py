@@ -56,7 +56,7 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 
 @dataclass(frozen=True)
-class Needed:
+class NeededExponents:
     """The exponents by which a signal must fall: for every input, and for observed ranges (None if these fit)."""
 
     proven: OfChannels
@@ -72,7 +72,7 @@ class Edits:
 
 def needed_edits(
     layout: Layout, bounds: Mapping[str, ModuleRange], ranges: Mapping[str, ModuleRange], margin_bits: float
-) -> dict[str, Needed]:
+) -> dict[str, NeededExponents]:
     """Return by signal the exponents that bring it under its limit. margin_bits: kept by observed ranges, which alone
     count where a bound is out of reach."""
     possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
@@ -83,13 +83,13 @@ def needed_edits(
         proven, observed = (bool((x > 0).any()) and bool((x <= CHANNEL_RANGE).all()) for x in (bits, passed))
         enough = exponents_for(passed) if observed else None
         if proven:
-            needed[name] = Needed(exponents_for(bits), enough)
+            needed[name] = NeededExponents(exponents_for(bits), enough)
         elif enough is not None:
-            needed[name] = Needed(enough, enough)
+            needed[name] = NeededExponents(enough, enough)
     return needed
 
 
-def needlessly_shared(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
+def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
     """Return the attentions whose keys are to be centred, by their scores or by position biases that share a large
     part."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
@@ -103,7 +103,7 @@ def needlessly_shared(layout: Layout, weights: TensorReader, bounds: Mapping[str
 
 
 @dataclass(frozen=True)
-class Known:
+class ReferenceOutputs:
     """The source's fp32 outputs on some inputs, and the divergence of its bf16 outputs from them. ``most``: the price
     in units of that divergence."""
 
@@ -113,7 +113,7 @@ class Known:
     most: float = 1.0
 
     @classmethod
-    def of(cls, layout: Layout, inputs: Sequence[Batch], reference: Reference, most: float = 1.0) -> Known:
+    def of(cls, layout: Layout, inputs: Sequence[Batch], reference: Reference, most: float = 1.0) -> ReferenceOutputs:
         own = fidelity(reference.fp32, None, reference.bf16, probabilities=layout.gives_probabilities)
         return cls(inputs, reference.fp32, own.kl_fp16, most)
 
@@ -137,7 +137,7 @@ class Trial:
 
     checkpoint: Checkpoint
     layout: Layout
-    known: Sequence[Known]
+    known: Sequence[ReferenceOutputs]
     progress: Progress
     made: Plan
 
@@ -191,7 +191,7 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
     return [batch for batch in batches if any(batch is one for one in few)]
 
 
-def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None) -> Edits | None:
+def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: float | None) -> Edits | None:
     """Return the edits that bring all needed signals under their limits, by runs of the source; None where they cost
     too much. Edits that observed ranges need in full may cost anything. If these need only some, the price is 7/4 of
     bf16's divergence, or ``max_kl``; if only a proof needs edits, 1/128."""
@@ -201,7 +201,7 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
     if allowed < math.inf and any(observed):
         # An eighth is left for fp16's rounding.
         allowed = max(MOST_FOR_A_PROOF * 7 / 8, (max_kl or 0.0) / trial.known[0].price)
-    chosen, predicted = cheaper(trial, {name: each.proven for name, each in needed.items()}, allowed)
+    chosen, predicted = rows_or_columns(trial, {name: each.proven for name, each in needed.items()}, allowed)
     if predicted is None:
         return None
     several = allowed < math.inf and len(chosen) > 1
@@ -211,7 +211,7 @@ def least_edits(trial: Trial, needed: Mapping[str, Needed], max_kl: float | None
     return Edits(plan, {name: cost.divergence for name, cost in predicted.items()}, apart)
 
 
-def cheaper(
+def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
     """Return the edits, with columns cut instead of rows wherever that costs less, and the cost of each alone; None for
@@ -238,7 +238,7 @@ def cheaper(
     return chosen, {name: (costs | of_columns)[name] for name in chosen}
 
 
-def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str, Needed], bool]:
+def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Mapping[str, NeededExponents], bool]:
     """Return ``needed`` with exponents of logits that the head can carry, and whether it must be separated. One
     exponent for all choices keeps their order. One for each choice is taken where it costs less, as where large logits
     are never chosen. A tied head keeps the common one where that costs less than a proof may."""
@@ -246,7 +246,7 @@ def with_logits(trial: Trial, needed: Mapping[str, Needed]) -> tuple[Mapping[str
     if LOGITS not in needed:
         return needed, False
     each = needed[LOGITS]
-    one = Needed(least(each.proven), None if each.observed is None else least(each.observed))
+    one = NeededExponents(least(each.proven), None if each.observed is None else least(each.observed))
     may_differ = not layout.tied or bool(layout.family.untie and scales_logits(layout))
     if one != each and may_differ:
         together, apart = trial.costs(
@@ -265,7 +265,7 @@ def scaled_by(logits: Tensor, exponents: OfChannels) -> Tensor:
     return logits * 2.0 ** torch.as_tensor(exponents, dtype=logits.dtype)
 
 
-def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress: Progress) -> list[Known]:
+def outputs_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress: Progress) -> list[ReferenceOutputs]:
     """Return the source's outputs on the shipped text; [] without a usable tokenizer."""
     if not has_tokenizer(checkpoint.folder):
         return []
@@ -278,7 +278,7 @@ def known_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress:
         return []
     with progress.step("Running the source on text") as advance:
         reference = reference_of(checkpoint, inputs, advance)
-    return [Known.of(layout, inputs, reference, MOST_ON_TEXT)]
+    return [ReferenceOutputs.of(layout, inputs, reference, MOST_ON_TEXT)]
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:

@@ -50,14 +50,14 @@ from ..targets import AUTO, SQUARING, TIERS, WHERE
 from ..wording import listed
 from .editing import (
     Edits,
-    Known,
-    Needed,
+    NeededExponents,
+    ReferenceOutputs,
     Trial,
+    attentions_to_centre,
     change_by,
-    known_on_text,
     least_edits,
     needed_edits,
-    needlessly_shared,
+    outputs_on_text,
     scaled_by,
 )
 from .opening import classified, opened_with_notes, say_where_saved_again
@@ -84,7 +84,7 @@ class Opened:
     def weights(self, layout: Layout) -> TensorReader:
         return edited_weights(self.checkpoint, layout, self.edits)
 
-    def under(self, decided: Decided) -> Opened:
+    def with_edits_of(self, decided: Decided) -> Opened:
         edits = edits_of(decided.layout, decided.plan)
         if not edits.exponents and not edits.centred_keys:
             return self
@@ -113,7 +113,7 @@ def open_source(
     checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
     place.check(checkpoint.folder)
     say_where_saved_again(checkpoint, progress)
-    checkpoint = as_it_is_loaded(checkpoint, options.as_class, progress)
+    checkpoint = read_as_class(checkpoint, options.as_class, progress)
     layout = classified(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)
     layout = replace(layout, held_eps=options.held_eps(layout))
@@ -125,7 +125,7 @@ def open_source(
     return Opened(checkpoint, layout, inputs, device)
 
 
-def as_it_is_loaded(checkpoint: Checkpoint, name: str | None, progress: Progress) -> Checkpoint:
+def read_as_class(checkpoint: Checkpoint, name: str | None, progress: Progress) -> Checkpoint:
     """Return a source as the class ``name`` reads it, or a sentence encoder's own loader. Print a note where its config
     names another class."""
     own = architectures(checkpoint.config)[:1]
@@ -159,7 +159,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
     search = source = Search(opened, options, progress, ranges, reference, tables=tables)
     decided = search.affordable(search.decided(first))
     if options.run_model and not options.exact:
-        search, decided, predicted = edited_enough(search, decided)
+        search, decided, predicted = with_needed_edits(search, decided)
     notes = (*decided.notes, *price_of_moving(decided))
     for note in notes[len(decided.notes) :]:
         progress.say(note)
@@ -183,11 +183,11 @@ def price_of_moving(decided: Decided) -> Iterator[str]:
             )
 
 
-def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Mapping[str, float]]:
+def with_needed_edits(search: Search, decided: Decided) -> tuple[Search, Decided, Mapping[str, float]]:
     """Return the search and its plan with edits where no exact plan is enough, and each edit's cost by signal. Keys are
     centred first, at no cost."""
     source, opened, exponents = search, search.opened, bounds_of(decided).exponents
-    shared = needlessly_shared(opened.layout, opened.weights(opened.layout), bounds_of(decided).ranges)
+    shared = attentions_to_centre(opened.layout, opened.weights(opened.layout), bounds_of(decided).ranges)
     made = Plan(family=opened.layout.family.name, centred_keys=shared)
     if shared:
         search = edited_search(source, Edits(made, {}), exponents)
@@ -196,10 +196,10 @@ def edited_enough(search: Search, decided: Decided) -> tuple[Search, Decided, Ma
     needed = needed_edits(opened.layout, bounds_of(decided).ranges, search.ranges, search.options.margin_bits)
     if not needed:
         return search, decided, {}
-    known = [Known.of(opened.layout, opened.inputs, search.reference)]
-    known += known_on_text(opened.checkpoint, opened.layout, load_config(opened.checkpoint.folder), search.progress)
+    known = [ReferenceOutputs.of(opened.layout, opened.inputs, search.reference)]
+    known += outputs_on_text(opened.checkpoint, opened.layout, load_config(opened.checkpoint.folder), search.progress)
     trial = Trial(opened.checkpoint, opened.layout, known, search.progress, made)
-    of_observed = {n: Needed(e.observed, e.observed) for n, e in needed.items() if e.observed is not None}
+    of_observed = {n: NeededExponents(e.observed, e.observed) for n, e in needed.items() if e.observed is not None}
     # If edits prove nothing, only those for observed ranges are worth a price.
     for wanted in (needed, of_observed):
         if wanted and (edits := least_edits(trial, wanted, search.options.max_kl)) is not None:
@@ -251,7 +251,7 @@ class Search:
     def drift(self, layout: Layout, plan: Plan) -> Fidelity:
         assert self.reference is not None
         opened, reference = self.opened, self.reference
-        tried = powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
+        tried = stream_powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
         with self.progress.step(f"Trying the drift of eps with {tried}") as advance:
             whole = plan if opened.edits is None else with_edits(plan, opened.edits)
             drifted = drifted_outputs(opened.checkpoint, layout, whole, opened.inputs, advance)
@@ -299,7 +299,7 @@ def stream_exponents(layout: Layout, plan: Plan) -> dict[str, int]:
     return {stream: plan.stream_exponent(stream) for stream in layout.streams}
 
 
-def powers(exponents: Mapping[str, int]) -> str:
+def stream_powers(exponents: Mapping[str, int]) -> str:
     streams = "the stream" if len(exponents) == 1 else "the streams"
     return f"{streams} at {' and '.join(f'2^{e}' for e in exponents.values())}"
 
@@ -320,7 +320,7 @@ def bound_source(
     the eigenvalues. named: gives the source's name in progress lines."""
 
     def of(layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
-        again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {powers(exponents)}"
+        again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {stream_powers(exponents)}"
         with progress.step(f"Bounding every site of the {named(layout)} {WHERE[target]}{again}") as advance:
             arithmetic = Arithmetic(max_length, planned=exponents)
             how: dict[str, Any] = {"target": target, "spectra": spectra, "advance": advance}
@@ -415,7 +415,7 @@ def plan_for(layout: Layout, search: Search) -> tuple[Planned, SourceBounds]:
         if all(chosen[stream] <= exponents[stream] for stream in chosen):
             break
         exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
-        planned, bounds = planned_within(exponents, f", with {powers(exponents)} at most", layout, search)
+        planned, bounds = planned_within(exponents, f", with {stream_powers(exponents)} at most", layout, search)
     if search.reference is not None and planned.plan.gain_correction:
         # A correction takes out the mean over all tokens, and outputs may depend on few.
         planned = min((uncorrected(planned), planned), key=lambda each: search.drift(layout, each.plan).kl_fp16)

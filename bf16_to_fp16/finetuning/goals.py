@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..report.build import FP16_RANGE_BITS
 from ..report.facts import Distance, distances
-from ..report.remedies import going_on, tower_alone
+from ..report.remedies import tower_alone, with_next
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
 from ..wording import bits, counted, excess, in_bits, scientific
 from .recipe import CERTIFIABLE, Penalty, Recipe
@@ -134,4 +134,4 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     remedy = tower_alone(report.family, report.regimes) or how_to_go_on(
         recipe, report, run.steps, delivered, command, lost=bool(quality), unproven=bool(unproven)
     )
-    return going_on(report, missed, remedy)
+    return with_next(report, missed, remedy)

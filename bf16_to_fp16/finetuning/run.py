@@ -34,14 +34,14 @@ from ..commands.convert import Conversion, convert_by
 from ..conversion.opening import say_where_saved_again
 from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
 from ..conversion.planning import Opened, decide
-from ..devices import Device, check_all_is_used, find_device, shown
+from ..devices import Device, check_auto_uses_the_card, find_device, shown
 from ..environment import how_to_install
 from ..errors import UserError
 from ..families.known import class_of, spare_padding, stock_class
 from ..families.resolve import resolve
 from ..json_text import write_json
 from ..observe.observer import SiteObserver
-from ..progress import Progress, shown_by
+from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report.build import other_sha256
 from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
@@ -102,7 +102,7 @@ def finetune(
     check_out(out, recipe.source, force=force)  # before a download
     checkpoint = open_checkpoint(recipe.source, recipe.subfolder)
     check_out(out, recipe.source, checkpoint.folder, force=force)
-    progress = shown_by(progress)
+    progress = progress_of(progress)
     alone = None if force else partial(converted_alone, recipe, progress)
     with saying_where_it_stopped(run_folder(recipe)):
         run = train(recipe, checkpoint, progress=progress, alone=alone)
@@ -201,7 +201,7 @@ def _train(
     corpus = corpus_of(recipe, checkpoint)
     accelerator = make_accelerator(recipe)
     main = accelerator.is_main_process
-    progress = shown_by(progress) if main else Progress(quiet=True)
+    progress = progress_of(progress) if main else Progress(quiet=True)
     say_where_saved_again(checkpoint, progress)
     if not computes_in_bf16(accelerator.device):
         before = ", and the steps before fp16 holds are in fp32 too" if recipe.precision == "fp16" else ""
@@ -292,7 +292,7 @@ def convert_or_finetune(
 ) -> Conversion:
     """Convert ``source`` or, where that leaves it unsafe or without a certificate that the recipe asks for, finetune
     it. recipe: a YAML file, whose source, out, subfolder and target are those given here."""
-    progress = shown_by(progress)
+    progress = progress_of(progress)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("convert runs in one process; under a launcher use finetune")
     read_as, overrides = read_recipe_for(recipe, source, place.out, options.target, options.subfolder)
@@ -312,7 +312,7 @@ def convert_or_finetune(
 
 
 def check_recipe(recipe: Recipe) -> None:
-    check_all_is_used(recipe.device)
+    check_auto_uses_the_card(recipe.device)
     device, world = find_device(recipe.device), int(os.environ.get("WORLD_SIZE", "1"))
     recipe.data.share(world)  # which says where it cannot be divided
     several = world > 1

@@ -37,6 +37,6 @@ def tiers_of(
     return judged_tiers(certified, clean=verdict(regimes) == "safe", squares=squares, pooled=bool(half.vectors))
 
 
-def speaking_of(report: schema.Report, layout: Layout) -> schema.Report:
+def with_model_class(report: schema.Report, layout: Layout) -> schema.Report:
     """Return the report with the name of its stock class, where the files also hold tensors for another one."""
     return report if layout.alone is None else report.model_copy(update={"model_class": layout.alone})

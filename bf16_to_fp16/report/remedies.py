@@ -223,7 +223,7 @@ def unproven(site: BoundEntry | Bound, reason: str, remedy: str) -> UnprovenEntr
     )
 
 
-def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Report:
+def with_next(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Report:
     def helped(told: str) -> str:
         return remedy if FINETUNE in told else told
 
@@ -237,7 +237,7 @@ def going_on(report: Report, missed: Sequence[UnsafeEntry], remedy: str) -> Repo
     return report.model_copy(update=changed)
 
 
-def going_on_from(
+def next_command(
     source: str,
     regimes: Mapping[str, RegimeEntry],
     converted: bool,

@@ -314,9 +314,9 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
     if not layout.stock.decodes:
         free.add("is_encoder_decoder")  # true or false in published encoders
     nested: dict[str, object] = {}
-    for name, value in understood(family, layout.config).items():
+    for name, value in layout_values(family, layout.config).items():
         nested = with_value(nested, name, value)
-    expected = following(kind, json.dumps(nested))
+    expected = expected_attributes(kind, json.dumps(nested))
     attention = "_attn_implementation_internal"
     refused: dict[str, str] = {}
     for name in {*written, *expected} - {attention}:
@@ -341,11 +341,11 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
 
 
 @cache
-def following(kind: Any, keys: str) -> Mapping[str, object]:
+def expected_attributes(kind: Any, keys: str) -> Mapping[str, object]:
     return attributes(kind(**json.loads(keys)))
 
 
-def understood(family: Family, config: Mapping[str, object]) -> dict[str, object]:
+def layout_values(family: Family, config: Mapping[str, object]) -> dict[str, object]:
     """Return the config values that a layout is made from, with stock defaults. A default that is a quotient of other
     values counts only if the config states it: without ``head_dim`` Llama's class computes one, Qwen2's does not."""
     keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}

@@ -35,7 +35,7 @@ class Weights:
         assert weight is not None
         return weight
 
-    def attended(self, sublayer: Attention, x: Tensor, read: Tensor) -> list[Tensor]:
+    def query_key_value(self, sublayer: Attention, x: Tensor, read: Tensor) -> list[Tensor]:
         if sublayer.fused:
             return list(self.linear(sublayer.query, x).split(sublayer.fused, 1))
         return [self.linear(sublayer.query, x), *(self.linear(path, read) for path in (sublayer.key, sublayer.value))]
@@ -71,7 +71,7 @@ class Weights:
     def joined(self, sublayer: Sublayer, output: Tensor) -> Tensor:
         return self.norm(sublayer.post_norm, output) if sublayer.post_norm else output
 
-    def fed(self, sublayer: FeedForward, x: Tensor) -> list[Tensor]:
+    def feed_forward_outputs(self, sublayer: FeedForward, x: Tensor) -> list[Tensor]:
         if sublayer.gate:
             outputs = [self.linear(module, x) for module in dict.fromkeys((sublayer.gate, sublayer.linear))]
             outputs = list(outputs[0].split(sublayer.fused, 1)) if sublayer.fused else outputs
@@ -81,20 +81,20 @@ class Weights:
             outputs.append(self.activated(sublayer, outputs[0]))
         return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
-    def handed_out(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return a router's logits, each value inside a token's first expert as in ``fed``, and the experts' sum."""
+    def expert_outputs(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
+        """Return a router's logits, what ``feed_forward_outputs`` has inside a token's first expert, and the sum."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
         outputs: list[Tensor] = []
         for number in numbers.unique().tolist():
             tokens, places = torch.where(numbers == number)
-            *inside, output = self.fed(sublayer.experts[number], x[tokens])
+            *inside, output = self.feed_forward_outputs(sublayer.experts[number], x[tokens])
             outputs = outputs or [x.new_zeros(len(x), value.shape[1]) for value in (*inside, output)]
             for whole, value in zip(outputs, inside, strict=False):
                 whole[tokens[places == 0]] = value[places == 0]
             outputs[-1].index_add_(0, tokens, output * shares[tokens, places, None])
         if sublayer.shared is not None:
-            outputs[-1] += self.fed(sublayer.shared, x)[-1]
+            outputs[-1] += self.feed_forward_outputs(sublayer.shared, x)[-1]
         return [logits, *outputs]
 
     def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,12 +155,12 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
             normed = weights.norm(sublayer.norm, stream)
             if isinstance(sublayer, Attention):
                 read = memory if sublayer.memory else normed
-                outputs = weights.attended(sublayer, normed, read)
+                outputs = weights.query_key_value(sublayer, normed, read)
                 outputs.append(weights.linear(sublayer.output, weights.gathered(sublayer, outputs[-1])))
             elif isinstance(sublayer, Experts):
-                outputs = weights.handed_out(sublayer, normed)
+                outputs = weights.expert_outputs(sublayer, normed)
             else:
-                outputs = weights.fed(sublayer, normed)
+                outputs = weights.feed_forward_outputs(sublayer, normed)
             yield Step(stack, sublayer.norm, sublayer, stream, [normed, *outputs])
             stream = stream + weights.joined(sublayer, outputs[-1])
         memory = weights.norm(stack.ends.norm, stream)

@@ -44,7 +44,7 @@ class _Model:
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)
-        self.names = _onto(self.module, device, checkpoint.tensors)
+        self.names = _move_to(self.module, device, checkpoint.tensors)
         self.places = dict(_places("", self.module))
         self.stored = {path: self._stored(place) for path, place in self.places.items()}
         self.placeholders = {parameter: parameter.data for parameter in self.names}
@@ -63,7 +63,7 @@ class _Model:
         return [(self.names[each], each) for each in place.parameters() if each in self.names]
 
 
-def _onto(model: nn.Module, device: torch.device, stored: Collection[str]) -> dict[nn.Parameter, str]:
+def _move_to(model: nn.Module, device: torch.device, stored: Collection[str]) -> dict[nn.Parameter, str]:
     """Move a model to a device, with placeholders for meta tensors; return the stored name of each parameter."""
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -19,7 +19,7 @@ from support.program import refused
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from bf16_to_fp16 import UserError, convert, convert_pipeline
-from bf16_to_fp16.checkpoint.pipeline import used
+from bf16_to_fp16.checkpoint.pipeline import files_loaded
 from bf16_to_fp16.checkpoint.variants import variant_name, variant_of
 from bf16_to_fp16.cli import main
 
@@ -289,7 +289,7 @@ def test_of_a_repository_only_what_from_pretrained_uses_is_wanted() -> None:
         *("unet/config.json", "unet/diffusion_pytorch_model.fp16.bin", "vae_decoder/model.onnx"),
         *("tokenizer_2/spiece.model", "tokenizer_2/tokenizer.json", "old/x.json"),
     ]
-    assert used(names, ["vae", "unet", "tokenizer_2"]) == sorted(
+    assert files_loaded(names, ["vae", "unet", "tokenizer_2"]) == sorted(
         [
             *("model_index.json", "README.md", "LICENSE.md"),
             *("vae/config.json", "vae/diffusion_pytorch_model.safetensors"),

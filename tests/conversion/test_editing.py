@@ -21,12 +21,12 @@ from bf16_to_fp16.conversion.editing import (
     MANY,
     Cost,
     Edits,
-    Known,
-    Needed,
+    NeededExponents,
+    ReferenceOutputs,
     Trial,
     change_by,
-    known_on_text,
     least_edits,
+    outputs_on_text,
     scaled_by,
     scales_logits,
     some_of,
@@ -68,8 +68,8 @@ class Given:
         return SimpleNamespace(tied=self.tied, family=family, stock=stock, head="head", cap=lambda _: None)
 
     @property
-    def known(self) -> list[Known]:
-        return [Known([], [], BF16)]
+    def known(self) -> list[ReferenceOutputs]:
+        return [ReferenceOutputs([], [], BF16)]
 
     alone = Trial.alone
 
@@ -83,7 +83,7 @@ class Given:
         return [Cost(each, each * self.on_text / BF16) for each in found]
 
 
-def chosen(trial: Given, needed: Mapping[str, Needed], max_kl: float | None = None) -> Edits | None:
+def chosen(trial: Given, needed: Mapping[str, NeededExponents], max_kl: float | None = None) -> Edits | None:
     return least_edits(cast("Trial", trial), needed, max_kl)
 
 
@@ -93,7 +93,7 @@ def exponents(edits: Edits | None) -> dict[str, OfChannels]:
 
 
 def test_edits_that_something_observed_needs_may_cost_what_bf16_costs() -> None:
-    needed = {"a": Needed([-3, 0], -1), "b": Needed(-2, None)}
+    needed = {"a": NeededExponents([-3, 0], -1), "b": NeededExponents(-2, None)}
     trial = Given({("a", (-3, 0)): 0.1, ("b", -2): 0.02})
     edits = chosen(trial, needed)
     assert edits is not None and edits.predicted == {"a": 0.1, "b": 0.02} and not edits.apart
@@ -104,14 +104,14 @@ def test_edits_that_something_observed_needs_may_cost_what_bf16_costs() -> None:
 
 def test_what_was_observed_is_worth_any_price() -> None:
     prices = {("a", -2): 0.8, ("b", -1): math.nan}
-    edits = chosen(Given(prices), {"a": Needed(-2, -2), "b": Needed(-1, -1)})
+    edits = chosen(Given(prices), {"a": NeededExponents(-2, -2), "b": NeededExponents(-1, -1)})
     assert edits is not None and edits.plan.exponents == {"a": -2, "b": -1} and edits.predicted["a"] == 0.8
 
 
 @pytest.mark.parametrize("cost,taken", [(BF16 / 128, True), (BF16 / 128 * 1.01, False), (math.nan, False)])
 def test_edits_for_a_proof_alone_may_cost_a_128th_of_bf16(cost: float, taken: bool) -> None:
     """All of them are taken or none, since one that is missing leaves no proof; a higher price buys none either."""
-    for needed in ({"a": Needed(-2, None)}, {"a": Needed(-2, None), "b": Needed(-1, None)}):
+    for needed in ({"a": NeededExponents(-2, None)}, {"a": NeededExponents(-2, None), "b": NeededExponents(-1, None)}):
         for max_kl in (None, 1.0):
             edits = chosen(Given({("a", -2): cost, ("b", -1): 0.0}), needed, max_kl)
             assert (edits is not None) == taken and (edits is None or edits.plan.exponents.keys() == needed.keys())
@@ -120,17 +120,17 @@ def test_edits_for_a_proof_alone_may_cost_a_128th_of_bf16(cost: float, taken: bo
 @pytest.mark.parametrize("cost,taken", [(1.74, True), (1.76, False), (math.inf, False)])
 def test_where_edits_are_needed_those_of_a_proof_may_cost_nearly_twice_what_bf16_does(cost: float, taken: bool) -> None:
     prices = {("a", -3): cost * BF16, ("a", -1): 0.9 * BF16}
-    assert (chosen(Given(prices), {"a": Needed(-3, -1)}) is not None) == taken
+    assert (chosen(Given(prices), {"a": NeededExponents(-3, -1)}) is not None) == taken
 
 
 def test_max_kl_is_never_less_than_what_bf16_costs() -> None:
-    needed, prices = {"a": Needed(-5, -2)}, {("a", -5): 0.5}
+    needed, prices = {"a": NeededExponents(-5, -2)}, {("a", -5): 0.5}
     assert [chosen(Given(prices), needed, max_kl=kl) is not None for kl in (None, 0.4, 0.6)] == [False, False, True]
     assert exponents(chosen(Given({("a", -5): BF16}), needed, max_kl=1e-9)) == {"a": -5}
 
 
 def test_what_edits_cost_on_text_counts_as_well() -> None:
-    needed = {"a": Needed(-5, -2), "b": Needed(-1, None)}
+    needed = {"a": NeededExponents(-5, -2), "b": NeededExponents(-1, None)}
     prices = {("a", -5): 0.05, ("b", -1): 0.01}
     assert exponents(chosen(Given(prices), needed)) == {"a": -5, "b": -1}
     assert chosen(Given(prices, on_text=4.0), needed) is None
@@ -142,7 +142,7 @@ def test_of_many_edits_the_last_are_tried_first_and_no_more_once_they_cost_too_m
     names = [str(n) for n in range(24)]
     little = BF16 / 128 / (15 if dear == "all" else 25)
     trial = Given({(name, -1): BF16 if name == dear else little for name in names})
-    edits = chosen(trial, {name: Needed(-1, None) for name in names})
+    edits = chosen(trial, {name: NeededExponents(-1, None) for name in names})
     last, first = ([{name: -1} for name in reversed(some)] for some in (names[8:], names[:8]))
     asked = {None: [last, first, [dict.fromkeys(names, -1)]], "20": [last], "3": [last, first], "all": [last]}
     assert trial.asked == asked[dear] and trial.numbers == [24, 24, None][: len(trial.asked)]
@@ -154,13 +154,16 @@ def test_columns_are_cut_where_rows_are_dear_and_columns_cost_less() -> None:
     """Also where rows alone cost too much for a proof, and where what was observed is worth any price."""
     rows = {("a", -3): 0.5 * BF16, ("b", -2): 0.05 * BF16}
     cheap, dear = {("a.columns", (0, -3)): 0.0}, {("a.columns", (0, -3)): 0.6 * BF16}
-    for needed in ({"a": Needed(-3, -3), "b": Needed(-2, -2)}, {"a": Needed(-3, None), "b": Needed(-2, -2)}):
+    for needed in (
+        {"a": NeededExponents(-3, -3), "b": NeededExponents(-2, -2)},
+        {"a": NeededExponents(-3, None), "b": NeededExponents(-2, -2)},
+    ):
         trial = Given(rows | cheap, cuts={"a.columns": [0, -3]})
         edits = chosen(trial, needed)
         assert exponents(edits) == {"a.columns": [0, -3], "b": -2}
         assert edits is not None and edits.predicted == {"a.columns": 0.0, "b": 0.05 * BF16}
         assert exponents(chosen(Given(rows | dear, cuts={"a.columns": [0, -3]}), needed)) == {"a": -3, "b": -2}
-    for_proof = {"a": Needed(-3, None), "b": Needed(-2, None)}
+    for_proof = {"a": NeededExponents(-3, None), "b": NeededExponents(-2, None)}
     little = rows | {("b", -2): BF16 / 200}
     assert chosen(Given(little), for_proof) is None
     assert exponents(chosen(Given(little | cheap, cuts={"a.columns": [0, -3]}), for_proof)) == {
@@ -171,11 +174,11 @@ def test_columns_are_cut_where_rows_are_dear_and_columns_cost_less() -> None:
 
 def test_where_rows_are_cheap_no_column_is_tried() -> None:
     trial = Given({("a", -3): 0.09 * BF16}, cuts={"a.columns": [0, -3]})
-    assert exponents(chosen(trial, {"a": Needed(-3, -3)})) == {"a": -3} and len(trial.asked) == 1
+    assert exponents(chosen(trial, {"a": NeededExponents(-3, -3)})) == {"a": -3} and len(trial.asked) == 1
 
 
 EACH = [-4, 0, -1]
-LOGITS_NEEDED = {LOGITS: Needed(EACH, [-3, 0, 0])}
+LOGITS_NEEDED = {LOGITS: NeededExponents(EACH, [-3, 0, 0])}
 
 
 @pytest.mark.parametrize("together,each", [(0.0009, 0.0), (0.0, 0.0009), (0.0, 0.0), (0.02, 0.03), (0.03, 0.02)])
@@ -192,7 +195,7 @@ def test_a_head_of_its_own_has_one_exponent_or_one_for_each_choice_whichever_cos
 @pytest.mark.parametrize("tied", [False, True])
 def test_where_all_choices_need_as_much_one_exponent_is_not_tried_twice(tied: bool) -> None:
     trial = Given({(LOGITS, -4): 0.01}, tied=tied)
-    assert exponents(chosen(trial, {LOGITS: Needed(-4, -3)})) == {LOGITS: -4}
+    assert exponents(chosen(trial, {LOGITS: NeededExponents(-4, -3)})) == {LOGITS: -4}
     assert trial.asked == [[{LOGITS: -4}]]
 
 
@@ -219,7 +222,7 @@ def test_a_tied_head_is_separated_where_one_exponent_costs_more_than_little_and_
 def test_a_tied_head_that_cannot_be_separated_has_one_exponent(own: dict[str, Any]) -> None:
     trial = Given({(LOGITS, -4): 0.1, (LOGITS, -3): 0.05}, tied=True, **own)
     needed, apart = with_logits(cast("Trial", trial), LOGITS_NEEDED)
-    assert needed == {LOGITS: Needed(-4, -3)} and not apart
+    assert needed == {LOGITS: NeededExponents(-4, -3)} and not apart
     assert trial.asked == []
 
 
@@ -243,7 +246,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     layout = resolve(source)
     inputs = batches(load_config(source.folder), None, None)[:4]
     fp32 = reference_of(source, inputs).fp32
-    known = [Known(inputs, fp32, 0.5), Known(inputs[:1], fp32[:1], 0.25, most=2.0)]
+    known = [ReferenceOutputs(inputs, fp32, 0.5), ReferenceOutputs(inputs[:1], fp32[:1], 0.25, most=2.0)]
     return Trial(source, layout, known, Progress(quiet=True), Plan(family="t5"))
 
 
@@ -274,7 +277,9 @@ def test_more_edits_than_a_few_are_tried_one_by_one_on_less(trial: Trial) -> Non
     trials: list[dict[str, OfChannels]] = [{LOGITS: -3}] * (MANY + 1)
     few = {id(batch) for batch in some_of(inputs, MANY + 1)}
     fp32 = [x for batch, x in zip(inputs, trial.known[0].fp32, strict=True) if id(batch) in few]
-    [alone] = replace(trial, known=[Known([b for b in inputs if id(b) in few], fp32, 0.5)]).costs([{LOGITS: -3}], "")
+    [alone] = replace(trial, known=[ReferenceOutputs([b for b in inputs if id(b) in few], fp32, 0.5)]).costs(
+        [{LOGITS: -3}], ""
+    )
     assert {cost.divergence for cost in trial.costs(trials, "many")} == {alone.divergence}
     assert trial.costs(trials[:1], "one of many", len(trials))[0].divergence == alone.divergence
 
@@ -300,7 +305,7 @@ def test_a_tokenizer_that_cannot_be_used_is_none(tmp_path: Path) -> None:
     checkpoint, notes = open_checkpoint(source), list[str]()
     said = Progress(quiet=True)
     object.__setattr__(said, "say", notes.append)
-    assert known_on_text(checkpoint, resolve(checkpoint), load_config(source), said) == []
+    assert outputs_on_text(checkpoint, resolve(checkpoint), load_config(source), said) == []
     assert len(notes) == 1 and "past the vocabulary" in notes[0]
 
 

@@ -12,7 +12,7 @@ from bf16_to_fp16 import audit, certify, cli, convert
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.report import remedies
 from bf16_to_fp16.report.build import uncertified_sites
-from bf16_to_fp16.report.remedies import going_on_from
+from bf16_to_fp16.report.remedies import next_command
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Fallback, Planned
 from bf16_to_fp16.results import AttackedSite, AttackEntry
@@ -64,7 +64,7 @@ def test_an_audit_names_every_site_that_broke(source: Path, capsys: pytest.Captu
 def test_a_certificate_that_does_not_hold_names_every_site(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = certify(source, target="norm-safe")
     assert report["next"].endswith("bf16-to-fp16 convert theirs theirs-fp16 --target norm-safe")
-    on = going_on_from("out", {}, True, None, "norm-safe")
+    on = next_command("out", {}, True, None, "norm-safe")
     assert on.startswith("convert its source with --target norm-safe, ") and '"target": "norm-safe"' in on
     report = certify(source)
     over = {site["name"] for site in report["certificate"]["sites"] if not site["holds"]}

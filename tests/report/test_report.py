@@ -29,7 +29,7 @@ from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.report.answers import PipelineReport, Verification
 from bf16_to_fp16.report.build import descended, replaced_by, signals_of
-from bf16_to_fp16.report.remedies import going_on
+from bf16_to_fp16.report.remedies import with_next
 from bf16_to_fp16.report.schema import REPORT, Inputs, Lineage, Report, Source, Text, json_schema, read
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
@@ -114,7 +114,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         "convert a pipeline": PipelineReport.model_validate(whole.report),
         "convert its encoder": Report.model_validate(whole.encoders["text_encoder"].report),
         "finetune": descended(report, lineage, Fidelity(kl_fp16=1.0)),
-        "finetune that goes on": going_on(descended(report, lineage, Fidelity(kl_fp16=1.0)), [], "go on: ..."),
+        "finetune that goes on": with_next(descended(report, lineage, Fidelity(kl_fp16=1.0)), [], "go on: ..."),
         "lineage": lineage,
         "what was replaced": Source(replaced=replaced_by(resolve(theirs), plan, theirs)),
         "audit": Report.model_validate(attacked),

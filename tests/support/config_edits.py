@@ -115,7 +115,7 @@ def original(kind: str, root: Path) -> Original:
 
 def keys_of(checkpoint: Checkpoint) -> str:
     family, config = family_of(checkpoint.config), checkpoint.config
-    return json.dumps([stock_class(config), agreement.understood(family, config)])
+    return json.dumps([stock_class(config), agreement.layout_values(family, config)])
 
 
 def run_on(model: Any, ids: torch.Tensor) -> torch.Tensor:
