@@ -45,6 +45,7 @@ DRAWS = 8  # stochastic roundings whose mean stands for bf16
 TIMES, LEAST = 10.0, 0.01
 """An edit harms an input from TIMES bf16's divergence on, if its own is over LEAST."""
 
+LOGITS_TOGETHER = 1 << 25  # of lone tokens, 128 MiB
 HALF_STEP = 2.0**-9  # relative rounding error of bf16
 
 
@@ -148,9 +149,9 @@ def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
 
 def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Tensor) -> Tensor:
     """Return how far edits move each token's output: the divergence of logits, or the relative squared error."""
-    parts = []
-    for states in zip(before.split(64), after.split(64), strict=True):
-        a, b = (weights.given(each) for weights, each in zip((plain, edited), states, strict=True))
+    parts, together = [], max(1, LOGITS_TOGETHER // plain.vocabulary)
+    for states in zip(before.split(together), after.split(together), strict=True):
+        a, b = (weights.head_output(each) for weights, each in zip((plain, edited), states, strict=True))
         if plain.layout.gives_probabilities:
             p, q = a.log_softmax(-1), b.log_softmax(-1)
             parts.append((p.exp() * (p - q)).sum(1))

@@ -116,7 +116,7 @@ class Weights:
         activated: Tensor = ACT2FN[sublayer.activation](x)
         return activated
 
-    def given(self, states: Tensor) -> Tensor:
+    def head_output(self, states: Tensor) -> Tensor:
         """Return the head's output for the last states; without a head the states."""
         head = self.layout.head
         if head is None:
