@@ -102,11 +102,19 @@ def tracing() -> Iterator[None]:
         yield
 
 
+def rows_in(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    decoder, decoder_mask = batch.decoder_input_ids, batch.decoder_attention_mask
+    if decoder is None or decoder_mask is None:
+        decoder, decoder_mask = batch.input_ids, batch.attention_mask
+    for ids, mask, other, other_mask in zip(batch.input_ids, batch.attention_mask, decoder, decoder_mask, strict=True):
+        yield ids[mask.bool()], other[other_mask.bool()]
+
+
 def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
     """Return rows of every batch but a generation's as one batch, for what is built for one shape. Rows are taken from
     each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length`` positions and filled up
     with padding; the decoder's begin with the start token."""
-    each = [list(probe._rows(batch)) for batch in inputs if not (batch.generate or batch.has_image)]
+    each = [list(rows_in(batch)) for batch in inputs if not (batch.generate or batch.has_image)]
     turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
     positions = length if interface.is_causal(config) else decoder_length
     count = max(4, min(16, probe._PROBE_LOGITS // (probe.vocabulary_of(config) * positions)))
