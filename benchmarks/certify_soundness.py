@@ -42,7 +42,6 @@ from bf16_to_fp16.numerics import FP16_MAX
 
 
 def prefix(name: str) -> str:
-    """Return the sublayer or layer of a site."""
     found = re.match(r"\w+\.block\.\d+\.layer\.\d+|\w+\.\w+\.layers\.\d+", name)
     return found[0] if found else name
 
@@ -162,7 +161,6 @@ def one_case(seed: int, tally: Tally) -> None:
 
 
 def in_training(model: Any, run: Callable[[], None], seed: int) -> dict[str, float]:
-    """Return what a model reaches with dropout."""
     torch.manual_seed(seed)
     seen = watch(model.train(), run, "eager")
     model.eval()

@@ -194,11 +194,7 @@ def one_forward(name: str, layers: int) -> tuple[float, float]:
 
 
 def unit(name: str) -> tuple[float, float]:
-    """Return U of a shape in seconds and in processor seconds.
-
-    It is measured with one layer and with three in each stack, each in a process of its own, and continued to all of
-    them: in fp32 a whole one may not fit.
-    """
+    """Return U in seconds and processor seconds, continued from one and from three layers: fp32 may not fit whole."""
     more = (synthetic.SHAPES[name].layers - 1) / 2
     found = [apart(one_forward, name, layers) for layers in (1, 3)]
     seconds, used = (one + more * (three - one) for one, three in zip(*found, strict=True))
@@ -206,10 +202,7 @@ def unit(name: str) -> tuple[float, float]:
 
 
 def whole(name: str, layers: int | None, certified: bool, device: str) -> None:
-    """Convert a shape with its audit, or without one and certify it, and print the phases.
-
-    layers: of each stack, instead of the shape's own.
-    """
+    """Convert a shape with its audit, or without one and certify it, and print the phases."""
     seconds, used = unit(name)
     shape = synthetic.SHAPES[name] if layers is None else synthetic.SHAPES[name].with_layers(layers)
     with checkpoint(shape, outliers=True) as (source, out, size):

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import DEMO, demo_data
+from models import DEMOS, demo_data
 from penalty import MeanSquare
 from results import print_header, print_row
 
@@ -51,8 +51,6 @@ from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.run.stock import load, load_config
 
-DEMOS = {"T5": DEMO / "t5-gated-bytes", "Pegasus": DEMO / "pegasus-bytes"}
-IN_AMP = {**DEMOS, "Gemma 3": DEMO / "gemma3-bytes"}
 LEVELS, STAYS = (1.0, 3.0), 10
 
 STARTS = {"rescaled": -3, "as trained": -5}
@@ -177,7 +175,6 @@ COLUMNS = ("steps to 1 bit", "steps to 3 bits", "bits at the end", "held-out los
 
 
 def print_runs(name: str, runs: Sequence[dict[str, Any]]) -> None:
-    """Print one line of a table: the median and the range of the seeds' runs."""
     cells = []
     for level in LEVELS:
         steps = [step for found in runs if (step := reached(found, level)) is not None]
@@ -189,7 +186,6 @@ def print_runs(name: str, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def coefficient_of(bench: Bench, start: str, seed: int, plain: dict[str, Any]) -> int:
-    """Search for the mean square's power of ten, print what each is worth, and return the best."""
     best, tried = interior(STARTS[start], lambda power: worth(bench.run(start, 10.0**power, seed), plain))
     print(f"\n{bench.demo}, mean square, {start}\n")
     print_header("coefficient", *COLUMNS)
@@ -216,7 +212,7 @@ def compare(bench: Bench, seeds: Sequence[int]) -> None:
 def compare_in_amp(demos: Sequence[str], steps: int, scratch: Path) -> None:
     print_header("checkpoint", "steps", "skipped", "first loss scale", "last", "held-out loss")
     for demo in demos:
-        source = IN_AMP[demo]
+        source = DEMOS[demo]
         converted, for_training = scratch / f"{demo}-converted", scratch / f"{demo}-for-training"
         convert(source, converted)
         convert(source, for_training, target="train")
@@ -231,7 +227,7 @@ def compare_in_amp(demos: Sequence[str], steps: int, scratch: Path) -> None:
 
 def amp_cells(demo: str, source: Path, run: Path, steps: int, precision: str) -> list[object]:
     """Finetune, without penalty, rescaling or teacher; return steps, skipped, first and last loss scale, losses."""
-    changes = {"penalty": {"form": "none"}, "distillation": {"weight": 0.0}, "data": demo_data(IN_AMP[demo].name)}
+    changes = {"penalty": {"form": "none"}, "distillation": {"weight": 0.0}, "data": demo_data(DEMOS[demo].name)}
     trainer, rows = trained(recipe_of(source, run / "out", steps, precision, **changes), source, run)
     scales = [row["loss_scale"] for row in rows if row.get("loss_scale") is not None] or [1.0]
     skipped = [row["step"] for row in trainer.position.skipped]
@@ -246,7 +242,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--work", type=Path, help="folder of the runs, else one that is removed")
     parser.add_argument("--amp", type=int, metavar="STEPS", help="finetune under fp16 AMP instead, for so many steps")
-    models: dict[str, Any] = {"choices": list(IN_AMP), "default": list(DEMOS), "help": "Gemma 3 for --amp alone"}
+    models = {"choices": DEMOS, "default": ["T5", "Pegasus"], "help": "Gemma 3 for --amp alone"}
     parser.add_argument("--models", nargs="+", **models)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -134,7 +134,6 @@ class Session:
 
 @contextmanager
 def split_sums(allowed: bool) -> Iterator[None]:
-    """Let cuBLAS round the partial sums of a split product to fp16, or not."""
     backend = torch.backends.cuda.matmul
     before = backend.allow_fp16_reduced_precision_reduction
     backend.allow_fp16_reduced_precision_reduction = allowed
@@ -214,7 +213,6 @@ def compare(session: Session, part: Part, where: str, certificate: Certificate, 
 
 
 def run_audit(session: Session, part: Part) -> None:
-    """Every regime of converted checkpoints, and random models under an adversary, against every bound."""
     for name in session.sizes.demos:
         session.demo(name)
     for name, folder in session.converted.items():
@@ -264,7 +262,7 @@ def run_attack(session: Session, part: Part) -> None:
     sites = None if session.on_cuda else ["encoder.block.0.layer.1.DenseReluDense.wo"]
     found = attack(model, layout, steps=steps, length=length, sites=sites)
     part.add(f"{name}: {steps} steps", time.perf_counter() - begin, "s")
-    compare(session, part, f"{name}, worst found", certificate, found.worst)
+    compare(session, part, f"{name}, worst found", certificate, {site.name: site.worst for site in found.sites})
     part.add(f"{name}: headroom at the worst", found.worst_headroom_bits, "bits", "above 0")
 
 
@@ -307,7 +305,6 @@ PARTS = {"finetune": run_finetune, "kernels": run_kernels, "audit": run_audit, "
 
 
 def run_part(session: Session, name: str) -> Part:
-    """Run a part and print its figures; one that fails says so."""
     part, begin = Part(), time.perf_counter()
     try:
         PARTS[name](session, part)

@@ -25,6 +25,7 @@ from bf16_to_fp16.run.stock import load
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "bf16_to_fp16" / "demo_data"
+DEMOS = {"T5": DEMO / "t5-gated-bytes", "Pegasus": DEMO / "pegasus-bytes", "Gemma 3": DEMO / "gemma3-bytes"}
 HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"
 
 KINDS = ("t5", "v1.1", "mt5", "umt5", "pegasus", "t5-encoder", "mt5-encoder", "umt5-encoder", "pegasus", "demo")

@@ -57,7 +57,6 @@ def candidates() -> dict[str, tuple[torch.dtype, Make]]:
 
 
 def parameters(dtype: torch.dtype, device: str, sizes: Sequence[torch.Size]) -> list[nn.Parameter]:
-    """Return random parameters of these shapes with gradients."""
     torch.manual_seed(0)
     made = [nn.Parameter(torch.randn(shape, device=device).mul_(0.05).to(dtype)) for shape in sizes]
     for parameter in made:

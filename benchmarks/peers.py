@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import DEMO, HARD, demo_corpus
+from models import DEMO, DEMOS, HARD, demo_corpus
 from optimizer import seconds
 from results import print_header, print_row
 from torch.overrides import TorchFunctionMode
@@ -47,20 +47,8 @@ from bf16_to_fp16.run.stock import load, load_config
 from bf16_to_fp16.wording import counted
 
 TEXTS = str(DEMO / "held_out.txt")
-FOLDERS = {"T5": DEMO / "t5-gated-bytes", "Pegasus": DEMO / "pegasus-bytes", "hard T5": HARD}
+FOLDERS = {"T5": DEMOS["T5"], "Pegasus": DEMOS["Pegasus"], "hard T5": HARD}
 """The last has scores that overflow, which no way of running the feed-forwards can mend."""
-
-PAPER, INK, GRID = "#15171b", "#e6e8eb", "#4a505b"
-# Inline styles of matplotlib can only be overruled as important; what has no fill of its own inherits the root's.
-DARK = f"""<style>@media (prefers-color-scheme: dark) {{
-svg {{ fill: {INK}; }}
-[style*="fill: #ffffff"] {{ fill: {PAPER} !important; }}
-[style*="fill: #000000"] {{ fill: {INK} !important; }}
-[style*="stroke: #000000"] {{ stroke: {INK} !important; }}
-[style*="stroke: #ffffff"] {{ stroke: {PAPER} !important; }}
-[style*="stroke: #b0b0b0"], [style*="stroke: #cccccc"] {{ stroke: {GRID} !important; }}
-}}</style>
-"""
 
 
 def is_finite(model: Any, inputs: Sequence[Batch] | None) -> bool:
@@ -123,8 +111,6 @@ def without_feed_forwards(model: Any) -> Any:
 
 
 class NoClamps(TorchFunctionMode):
-    """Context manager under which fp16 tensors are not clamped."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.clamp and args[0].dtype == torch.float16:
             return args[0]
@@ -201,7 +187,6 @@ def compare(name: str) -> None:
 
 
 def draw(picture: Path) -> None:
-    """Write the largest values of every layer before and after converting the T5 demo, as an SVG."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -234,9 +219,6 @@ def draw(picture: Path) -> None:
     look = {"loc": "outside lower center", "ncols": 2, "title": "dashed: as trained, solid: converted"}
     figure.legend(*axes[0].get_legend_handles_labels(), **look)
     figure.savefig(picture, metadata={"Date": None}, facecolor="white")
-    svg = picture.read_text(encoding="utf-8")
-    end = svg.index(">", svg.index("<svg")) + 1
-    picture.write_text(f"{svg[:end]}\n{DARK}{svg[end:].lstrip()}", encoding="utf-8", newline="\n")
 
 
 def main() -> None:

@@ -85,7 +85,6 @@ def chats(tokenizer: Any) -> list[torch.Tensor]:
 
 
 def text_rows(tokenizer: Any, count: int) -> list[torch.Tensor]:
-    """Return so many rows of ids of a shipped text."""
     ids = tokenizer((DEMO / "held_out.txt").read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0]
     return list(ids[: count * LENGTH].view(count, 1, LENGTH))
 
@@ -97,7 +96,6 @@ def log_probabilities(model: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def written_by(model: Any, asked: Sequence[torch.Tensor]) -> list[int]:
-    """Return the greedy tokens of all chats."""
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": WRITTEN, "min_new_tokens": WRITTEN}
     found: list[int] = []
     for ids in asked:

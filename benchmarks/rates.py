@@ -26,7 +26,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from models import DEMO, demo_corpus
+from models import DEMOS, demo_corpus
 from results import print_header, print_row
 
 from bf16_to_fp16 import convert, convert_adapter
@@ -38,7 +38,6 @@ from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.stock import load, load_config
 
-DEMOS = {"T5": "t5-gated-bytes", "Pegasus": "pegasus-bytes", "Gemma 3": "gemma3-bytes"}
 TARGETS = {"default": "auto", "train": "train", "norm-safe": "norm-safe"}
 HELD = 0.1  # nats by which the held-out loss may differ from the source's at the same rate
 
@@ -148,7 +147,6 @@ def compare_rates(cases: Sequence[Checkpoint]) -> None:
 
 
 def train_adapter(case: Checkpoint, out: Path) -> None:
-    """Train a LoRA of all linears on the source."""
     torch.manual_seed(0)
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
     model = peft.get_peft_model(loaded(case.weights[0].folder), config)
@@ -248,7 +246,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
         work = Path(made)
-        cases = [checkpoint(name, DEMO / folder, work) for name, folder in DEMOS.items()]
+        cases = [checkpoint(name, folder, work) for name, folder in DEMOS.items()]
         compare_rates(cases)
         compare_adapters(cases, work)
         compare_quantisers(cases)

@@ -80,7 +80,6 @@ class Outputs(nn.Module):
 
 
 def inputs_of(batch: Batch) -> dict[str, Tensor]:
-    """Return the ids and the mask by the names that stock code has for them."""
     inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     return inputs if batch.decoder_input_ids is None else inputs | {"decoder_input_ids": batch.decoder_input_ids}
 
@@ -90,7 +89,6 @@ def arrays_of(batch: Batch) -> dict[str, Any]:
 
 
 def as_function(folder: Path, dtype: torch.dtype) -> Outputs:
-    """Return the stock model in a folder with every parameter in ``dtype``."""
     return Outputs(load(folder, torch.float32).to(dtype)).eval()
 
 

@@ -21,14 +21,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from models import DEMO, HARD
 from support import tiny
 
 from bf16_to_fp16 import convert
 
-HERE = Path(__file__).parent
-RECORD = HERE / "same.json"
-DEMOS = HERE.parent / "bf16_to_fp16" / "demo_data"
-HARD = HERE.parent / "recipes" / "demo" / "t5-hard-bytes"
+RECORD = Path(__file__).with_name("same.json")
 NAMES = (
     *("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes", "t5-hard-bytes"),
     *("llama", "qwen3", "glm4", "longt5", "mbart", "t5gemma"),
@@ -41,7 +39,7 @@ CASES = [f"{name}, {target}" for name in NAMES for target in ("auto", "norm-safe
 def source_of(name: str, folder: Path) -> Path:
     """Return the folder of a checkpoint, made in ``folder`` where it is not shipped."""
     if name.endswith("-bytes"):
-        return HARD if name == HARD.name else DEMOS / name
+        return HARD if name == HARD.name else DEMO / name
     return tiny.save(tiny.small(name), folder / name)
 
 

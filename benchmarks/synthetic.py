@@ -100,17 +100,9 @@ SHAPES: dict[str, Shape] = {
     "t5-v1_1-base": t5(T5, 768, 2048, 12, 32128, 12),
     "t5-v1_1-large": t5(T5, 1024, 2816, 16, 32128, 24),
     "flan-t5-xl": t5(T5, 2048, 5120, 32, 32128, 24),
-    "mt5-xl": t5(MT5, 2048, 5120, 32, 250112, 24),
-    "t5-v1_1-xxl": t5(T5, 4096, 10240, 64, 32128, 24),
     "t5-v1_1-xxl-encoder": t5("T5EncoderModel", 4096, 10240, 64, 32128, 24),
     "gemma-3-270m": Shape(GEMMA, stack(640, 2048, 18, 4, **GEMMA_HEADS)),
-    "gemma-3-1b": Shape(GEMMA, stack(1152, 6912, 26, 4, **GEMMA_HEADS)),
     "gemma-3-4b": Shape("Gemma3ForConditionalGeneration", {**GEMMA_BOTH, "mm_tokens_per_image": 256}),
-    "qwen2.5-0.5b": Shape(
-        "Qwen2ForCausalLM",
-        stack(896, 4864, 24, 14, num_key_value_heads=2, vocab_size=151_936, tie_word_embeddings=True),
-    ),
-    "llama-3.1-8b": Shape("LlamaForCausalLM", stack(4096, 14_336, 32, 32, num_key_value_heads=8, vocab_size=128_256)),
 }
 
 NORMALS = 1 << 24  # how many different normal numbers weights are made of; more of them are repeated
