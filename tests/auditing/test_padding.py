@@ -236,7 +236,7 @@ def test_verdict_and_card_of_gemma_say_for_which_padding_they_stand(tmp_path: Pa
     assert result.safe and result.report["padding"] == 0
     for name in ("README.md", "fp16_report.html"):
         text = " ".join((tmp_path / "out" / name).read_text(encoding="utf-8").split())
-        assert "for every input but for padding that sees no token, by bounds" in text
+        assert "proven for every input of up to 32,768 positions but for padding that sees no token" in text
         assert "left padding and padding beyond a sliding window can make their row NaN" in text
 
 
