@@ -168,6 +168,6 @@ def complain(message: str) -> int:
     if int(os.environ.get("RANK", "0")) > 0:
         # Under a launcher the first process reports the same error, and the launcher ends this one during the sleep.
         # An error of this process alone is still reported.
-        time.sleep(10)
+        time.sleep(30)
     show("error: " + " ".join(message.split()), aside=True)
     return USAGE
