@@ -33,9 +33,8 @@ COMPUTED = 1 + 2.0**-18
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute in the dtypes of the operands, whatever the caller has allowed, and restore the settings afterwards.
-    ``set_float32_matmul_precision`` and autocast make matrix products round their factors to bf16 or TF32, for which no
-    bound allows."""
+    """Switch off TF32, bf16 products and autocast within the block. Under ``set_float32_matmul_precision`` or autocast
+    matrix products round their factors to bf16 or TF32, and no bound allows for that."""
     import torch  # slow to load, and options are checked without it
 
     # torch before 2.9 has only the one setting, for every device.

@@ -226,7 +226,7 @@ def rotated(made: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmeti
 
 
 def grown(rotary: Rotary, length: int) -> float:
-    """Return the largest number by which an attention multiplies queries, for up to ``length`` positions."""
+    """Return the largest factor on queries that grows with their position, over up to ``length`` positions."""
     if rotary.growth is None:
         return 1.0
     growth, positions = rotary.growth

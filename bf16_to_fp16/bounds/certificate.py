@@ -182,8 +182,8 @@ class _Walk(Findings):
         self.stream_axes = enclosing_axes(amax, length)
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
-        """Return bounds and mean squares of a projector's output, by which another model's outputs join the stream.
-        These are only known to fit fp16, which is enough for a norm in fp32."""
+        """Return bounds and mean squares of a projector's output. A projector takes a vision tower's states into the
+        text model's stream; they are only known to fit fp16, which is enough for its norm in fp32."""
         gain = self.tensor(f"{w.norm}.weight")
         assert gain is not None
         width = gain.numel()
@@ -644,8 +644,7 @@ class _Walk(Findings):
 
 
 def excess_bits(values: Tensor, still: Tensor | float = 0.0) -> Tensor:
-    """Return the bits by which ``values`` must fall to fit fp16 together with ``still``; inf where ``still`` does
-    not."""
+    """Return how many bits ``values`` must fall for values + ``still`` to fit fp16; inf if ``still`` alone does not."""
     room = (PROOF_LIMIT - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
     return (values / room).nan_to_num(nan=1.0, posinf=math.inf).clamp(min=1).log2()
 
@@ -666,7 +665,7 @@ def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, flo
 
 
 def output_dropout(sublayer: Sublayer) -> str:
-    """Return the path of the dropout on a sublayer's output, "" where it is a function."""
+    """Return the path of the dropout module on a sublayer's output, "" where the class calls a function."""
     if isinstance(sublayer, Attention):
         return sublayer.dropout
     return sublayer.dropouts[-1] if sublayer.dropouts else ""

@@ -235,7 +235,7 @@ class _Walk:
         return self.normalised(ends.first_norm, amax).exact if ends.first_norm else amax
 
     def projected(self, w: Projector) -> Tensor:
-        """Bounds by channel of a projector's output, by which another model's outputs join the stream."""
+        """Bounds by channel of a projector's output, as ``certificate`` has them."""
         gain, shift = self.pair(w.norm)
         if w.layer_norm_eps is None:
             source = rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)

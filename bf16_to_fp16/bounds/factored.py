@@ -29,7 +29,7 @@ def working_dtype(matrix: Sized) -> torch.dtype:
 
 
 def chunks(matrix: Tensor, elements: int = IN_CACHE) -> Iterator[Tensor]:
-    """Yield a matrix in runs of rows of at most so many elements, by default what a core's cache holds in fp64."""
+    """Split a matrix into blocks of rows with at most ``elements`` entries each, by default a core's cache in fp64."""
     rows = max(1, elements // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], rows):
         yield matrix[start : start + rows]

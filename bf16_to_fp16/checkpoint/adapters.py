@@ -47,8 +47,8 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
-    """Return the config of an adapter that is to be rescaled for a converted folder, or with ``back`` for its original.
-    Raises UserError where the adapter is for that one already."""
+    """Return an adapter's config. Raises UserError where the adapter is for the converted folder ``base`` already or,
+    with ``back``, for what ``base`` was converted from."""
     origin, config = recorded(base)["source"], adapter_config(adapter)
     side, name = "original" if back else "converted", config.get("base_model_name_or_path")
     there = same_place(name, origin.get("path")) if back else same_place(name, base)
