@@ -15,14 +15,14 @@ import torch
 from ..errors import UserError
 from ..families.known import architectures
 from ..families.places import places_by_name
-from ..numerics import FP16_MAX, OVERFLOWED
+from ..numerics import FP16_MAX
 from ..progress import Advance, Progress
 from ..results import SiteEntry
 from ..run import probe
 from ..run.batch import Batch
 from ..run.padding import CAUSAL
 from ..run.stock import all_half, any_config, attentions_of, described, from_files
-from .regimes import DTYPES, RegimeResult, audit_each, audit_model, beside_fp32, check_names
+from .regimes import DTYPES, RegimeResult, audit_each, audit_model, beside_fp32, check_names, finite
 
 
 @dataclass(frozen=True)
@@ -124,20 +124,21 @@ def audit_any(
 
 
 def lost_weights(model: Any) -> list[SiteEntry]:
+    counts = {name: int((~p.detach().isfinite()).sum()) for name, p in model.named_parameters()}
+    lost = {_site_of(name): (model.get_parameter(name).dtype, count) for name, count in counts.items() if count}
+    places = places_by_name(lost)
     return [
         SiteEntry(
-            name=_site_of(name),
-            dtype=str(p.dtype).removeprefix("torch."),
+            name=name,
+            dtype=str(dtype).removeprefix("torch."),
             limit=FP16_MAX,
             benign=None,
             nonfinite=count,
             saturated=0,
-            amax=OVERFLOWED,
-            headroom_bits=math.log2(FP16_MAX / OVERFLOWED),
-            **places_by_name([_site_of(name)])[_site_of(name)].to_json(),
+            **finite(math.inf, -math.inf, FP16_MAX),
+            **places[name].to_json(),
         )
-        for name, p in model.named_parameters()
-        if (count := int((~p.detach().isfinite()).sum()))
+        for name, (dtype, count) in lost.items()
     ]
 
 

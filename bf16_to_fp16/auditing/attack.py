@@ -300,8 +300,8 @@ def attack(
 
 
 def entry_of(name: str, reached: Mapping[str, float], ids: tuple[list[int], list[int]] | None) -> AttackedSite:
-    worst, bits = max(reached.values()), headroom_bits(max(reached.values()), FP16_MAX)
-    gain = worst / reached["random"] if reached["random"] else math.inf
+    worst = max(reached.values())
+    bits, gain = headroom_bits(worst, FP16_MAX), worst / reached["random"] if reached["random"] else math.inf
     return AttackedSite(name=name, worst=worst, limit=FP16_MAX, headroom_bits=bits, gain=gain, ids=ids, **reached)
 
 

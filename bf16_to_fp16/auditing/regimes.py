@@ -433,14 +433,12 @@ def _merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> N
     for site in sites:
         if not site.calls:
             continue
-        order, result = (
-            site.order,
-            SiteEntry(
-                name=site.name,
-                dtype=str(site.dtype).removeprefix("torch."),
-                benign=site.reason,
-                **{key: getattr(site, key) for key in ("amax", "limit", "headroom_bits", "nonfinite", "saturated")},
-            ),
+        order = site.order
+        result = SiteEntry(
+            name=site.name,
+            dtype=str(site.dtype).removeprefix("torch."),
+            benign=site.reason,
+            **{key: getattr(site, key) for key in ("amax", "limit", "headroom_bits", "nonfinite", "saturated")},
         )
         if site.name in merged:
             before, old = merged[site.name]
@@ -490,19 +488,19 @@ def _result(
     return RegimeResult(
         nonfinite=sum(site.nonfinite for site in ordered),
         saturated=sum(site.saturated for site in ordered),
-        **_finite(amax, bits, FP16_MAX),
+        **finite(amax, bits, FP16_MAX),
         nonfinite_logits=nonfinite_logits,
         underflow=[SunkSignal(name=s.name, amax=s.amax) for s in _signals(ordered, insides) if 0 < s.amax < FP16_TINY],
         runs=runs,
         same_as=None,
         sites=[
-            s.model_copy(update=placed[s.name].to_json() | _finite(s.amax, s.headroom_bits, s.limit)) for s in ordered
+            s.model_copy(update=placed[s.name].to_json() | finite(s.amax, s.headroom_bits, s.limit)) for s in ordered
         ],
         norms=norms,
     )
 
 
-def _finite(amax: float, bits: float | None, limit: float | None) -> dict[str, Any]:
+def finite(amax: float, bits: float | None, limit: float | None) -> dict[str, Any]:
     """Return a report's finite numbers: 65536 for an overflowed amax, at most 40 bits (fp16's range) of headroom."""
     if bits is not None:
         bits = math.log2((limit or FP16_MAX) / OVERFLOWED) if bits == -math.inf else min(bits, _FP16_RANGE_BITS)

@@ -186,12 +186,11 @@ class MadeSafe:
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
         base = self.adapted(model)
+        state = get_peft_model_state_dict(model)
         with without_adapters(base):
-            layout = resolve(ModelTensors(base))
-        back = scaled_adapter(get_peft_model_state_dict(model), layout, inverse(self.plan), 1 / self.head_gain)
-        if lost := next((name for name, tensor in back.items() if tensor.widened), None):
-            raise UserError(f"{lost} is in 16 bits and would lose some; adapter(model, OUT) writes it in fp32")
-        with without_adapters(base):
+            back = scaled_adapter(state, resolve(ModelTensors(base)), inverse(self.plan), 1 / self.head_gain)
+            if lost := next((name for name, tensor in back.items() if tensor.widened), None):
+                raise UserError(f"{lost} is in 16 bits and would lose some; adapter(model, OUT) writes it in fp32")
             self.undo_plain(base)
         set_peft_model_state_dict(model, {name: tensor.values for name, tensor in back.items()})
         return model
@@ -284,8 +283,7 @@ def make_fp16_safe(
         if is_certified(layout, rounded(source, layout), arithmetic, target, spectra.for_others()):
             moved = Plan(family=layout.family.name, eps=layout.eps)
         else:
-            bounded = bound_source(partial(source_weights, source), target, max_length, Progress(quiet=True), spectra)
-            bounds = bounded(layout, {}).ranges
+            bounds = bound_source(layout, {}, weights, target, max_length, Progress(quiet=True), spectra).ranges
             options: dict[str, Any] = {"target": target, "margin_bits": margin_bits, "bounds": bounds}
             ranges = observed(model, source, layout)
             moved = observed_plan(source, layout, ranges, **options)

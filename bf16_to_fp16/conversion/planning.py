@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
@@ -243,10 +243,16 @@ class Search:
 
     def bounds(self, layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
         opened, options = self.opened, self.options
-        of = bound_source(
-            opened.weights, options.target, options.max_length, self.progress, opened.spectra, opened.named
+        return bound_source(
+            layout,
+            exponents,
+            opened.weights(layout),
+            options.target,
+            options.max_length,
+            self.progress,
+            opened.spectra,
+            opened.named(layout),
         )
-        return of(layout, exponents)
 
     def drift(self, layout: Layout, plan: Plan) -> Fidelity:
         assert self.reference is not None
@@ -304,34 +310,27 @@ def stream_powers(exponents: Mapping[str, int]) -> str:
     return f"{streams} at {' and '.join(f'2^{e}' for e in exponents.values())}"
 
 
-Bounds = Callable[[Layout, Mapping[str, int]], SourceBounds]
-"""Bounds a layout of the source under exponents of its streams."""
-
-
 def bound_source(
-    weights: Callable[[Layout], TensorReader],
+    layout: Layout,
+    exponents: Mapping[str, int],
+    weights: TensorReader,
     target: str,
     max_length: int,
     progress: Progress,
     spectra: Spectra | None = None,
-    named: Callable[[Layout], str] = lambda _: "source",
-) -> Bounds:
-    """Return a function that bounds the source before any exponent, in arithmetic without subnormals. spectra: keeps
-    the eigenvalues. named: gives the source's name in progress lines."""
-
-    def of(layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
-        again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {stream_powers(exponents)}"
-        with progress.step(f"Bounding every site of the {named(layout)} {WHERE[target]}{again}") as advance:
-            arithmetic = Arithmetic(max_length, planned=exponents)
-            how: dict[str, Any] = {"target": target, "spectra": spectra, "advance": advance}
-            certificate = bound(layout, weights(layout), arithmetic, **how)
-        over = [site for site in certificate.sites if not site.holds]
-        unmoved = frozenset(site.name for site in over if not traits(site.kind).movable)
-        squares = {f"{projector.norm} (sum of squares)" for projector in layout.projectors}
-        towers = {site.name for site in over} & squares
-        return SourceBounds(certificate.ranges, exponents, unmoved, unmoved | towers)
-
-    return of
+    name: str = "source",
+) -> SourceBounds:
+    """Bound the source before any exponent but the ``exponents`` of its streams, in arithmetic without subnormals.
+    spectra: keeps the eigenvalues. name: of the source, in progress lines."""
+    again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {stream_powers(exponents)}"
+    with progress.step(f"Bounding every site of the {name} {WHERE[target]}{again}") as advance:
+        arithmetic = Arithmetic(max_length, planned=exponents)
+        certificate = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
+    over = [site for site in certificate.sites if not site.holds]
+    unmoved = frozenset(site.name for site in over if not traits(site.kind).movable)
+    squares = {f"{projector.norm} (sum of squares)" for projector in layout.projectors}
+    towers = {site.name for site in over} & squares
+    return SourceBounds(certificate.ranges, exponents, unmoved, unmoved | towers)
 
 
 def observe_source(

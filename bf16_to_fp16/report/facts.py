@@ -349,17 +349,16 @@ def broken_when_run(report: schema.Report) -> str:
         return ""
     nonfinite, saturated = (max(getattr(each, key) for each in regimes) for key in ("nonfinite", "saturated"))
     counts = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
-    first = next((site.name for regime in regimes for site in regime.broken_sites), None)
+    first = next(filter(None, map(first_broken, regimes)), None)
     at = f", first at {first}" if first else ""
     return f"overflows in {listed(report.broken_regimes)}{at}; up to {listed(counts)}"
 
 
 def verdict_sentence(report: schema.Report) -> str:
     label, sentence = verdict_of(report)
-    first, *rest = label.split(" ", 1)
-    whole = " ".join([f"{first.rstrip(',').capitalize()} in fp16{',' * first.endswith(',')}", *rest])
-    further = [f"{said[:1].upper()}{said[1:]}." for said in (inexactness(report), padding_advice(report)) if said]
-    return " ".join([f"{whole}: {sentence}.", *further])
+    whole = f"{label.replace('safe', 'safe in fp16', 1)}: {sentence}"
+    parts = filter(None, (whole, inexactness(report), padding_advice(report)))
+    return " ".join(f"{said[:1].upper()}{said[1:]}." for said in parts)
 
 
 OF_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -18,11 +18,10 @@ from ..checkpoint.contents import MODULES
 from ..families.known import half_call, loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
-from ..rescaling.planner import Planned
+from ..rescaling.planner import Planned, Violation
 from ..results import AttackEntry, CertificateEntry, Fidelity, RegimeEntry
 from ..targets import TIERS
 from . import answers, facts, schema, uses
-from .build import passed_limit
 from .screen import Output, bad, console, good
 from .sections import (
     REGIME_COLUMNS,
@@ -247,7 +246,7 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
         which = "first broken" if regime.broken_sites else "tightest"
         title = f"{name}: the {which} of {wording.counted(len(regime.sites), 'site')} that were measured"
         screen.table(Table(SITE_COLUMNS, regime.sites[:WORST_SITES], title))
-    print_unsafe(screen, report, ("found",))  # the tables show what broke
+    print_found(screen, report)  # the tables show what broke
     if report.attack is not None and report.certificate is not None:
         print_attack(screen, report.attack, report.certificate)
         print_uncertified(screen, report)
@@ -392,22 +391,18 @@ REGIMES = (*REGIME_COLUMNS, names("tightest or first broken", itemgetter("tighte
 PAIRS = (Column("what", 0), Column("value", 1))
 
 
-_UNSAFE = {"broke": "unsafe", "found": "unsafe", "limit": "over their limit with margin"}
+def print_found(screen: Output, report: schema.Report) -> None:
+    found = [entry for entry in report.unsafe if entry.kind == "found"]
+    for entry in found[:WORST_SITES]:
+        screen.print(f"unsafe: {entry.signal}, {entry.reason}")
+    print_more(screen, len(found), "unsafe")
 
 
-def print_unsafe(screen: Output, report: schema.Report, kinds: Iterable[str] = tuple(_UNSAFE)) -> None:
-    said: dict[str, list[str]] = {}
-    for kind in kinds:
-        for entry in report.unsafe:
-            if entry.kind == kind:
-                over = f"over its limit with margin: {entry.signal} by {wording.excess(entry.excess_bits, 2)} bits"
-                said.setdefault(kind, []).append(over if kind == "limit" else f"unsafe: {entry.signal}, {entry.reason}")
-    for entry in report.close:
-        said.setdefault("close", []).append(f"close: {entry.signal}, {wording.excess(entry.excess_bits, 2)} bits short")
-    for kind, lines in said.items():
-        for line in lines[:WORST_SITES]:
-            screen.print(line)
-        print_more(screen, len(lines), _UNSAFE.get(kind, kind))
+def print_limits(screen: Output, violations: Sequence[Violation]) -> None:
+    for each in violations[:WORST_SITES]:
+        bits = wording.excess(each.excess_bits, 2)
+        screen.print(f"over its limit with margin: {each.signal} by {bits} bits")
+    print_more(screen, len(violations), "over their limit with margin")
 
 
 def print_more(screen: Output, count: int, what: str, shown: int = WORST_SITES) -> None:
@@ -458,8 +453,7 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
                 costs += [(str(r), f"{cost:.2e}") for r, cost in tried]
         titles = (Column("residual exponent", 0), Column("predicted relative squared error", 1))
         screen.table(Table(titles, costs, "why"))
-        limits = [passed_limit(violation) for violation in planned.violations]
-        print_unsafe(screen, schema.Report(unsafe=limits))
+        print_limits(screen, planned.violations)
 
 
 def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, aside: bool = False) -> None:
