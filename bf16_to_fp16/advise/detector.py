@@ -11,8 +11,8 @@ import math
 import statistics
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 MAD_TO_SIGMA = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 _LEAST_SIGMA = 0.005  # least noise that is believed, as a share of the level: a smooth curve's small rise is no spike
@@ -34,7 +34,7 @@ CAUSES: dict[Kind, str] = {
 """The usual cause of each kind, and what helps."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Event:
     """An event from step ``start`` to ``end`` (None while it lasts).
 
@@ -49,12 +49,19 @@ class Event:
 
 @dataclass
 class _Excursion:
-    place: int  # of its event in the list
+    event: Event
     level: float
     back: float  # it is over when the median of the recent losses is at most this
-    peak: float
     recent: list[float]
     losses: int = 1
+
+
+class _Chunk(NamedTuple):
+    """A quarter of a window of calm losses, from step ``start`` to ``end``."""
+
+    start: int
+    end: int
+    median: float
 
 
 class Detector:
@@ -71,13 +78,12 @@ class Detector:
         self._calm: list[float] = []
         self._tail: list[float] = []  # z-scores of calm losses
         self._excursion: _Excursion | None = None
-        self._chunk: list[float] = []
-        self._chunk_start = 0
-        self._chunks: list[list[Any]] = []  # first step, last step, median
+        self._fresh: list[tuple[int, float]] = []  # calm losses of no chunk yet
+        self._chunks: list[_Chunk] = []
         self._rising = 0  # chunks far above the lowest one
-        self._lowest: list[Any] | None = None
-        self._drift: int | None = None  # place of a slow rise
-        self._plateau: int | None = None
+        self._lowest: _Chunk | None = None
+        self._drift: Event | None = None
+        self._plateau: Event | None = None
         self._flat = 0.0  # level of the plateau
         self._left = 0  # chunks that left it
 
@@ -92,8 +98,9 @@ class Detector:
         else:  # wrong, whatever the others are
             self._begin(step, loss, 0.0, sys.float_info.max)
 
-    def _change(self, place: int, **values: Any) -> None:
-        self.events[place] = replace(self.events[place], **values)
+    def _found(self, kind: Kind, start: int, size: float) -> Event:
+        self.events.append(Event(kind, start, None, size))
+        return self.events[-1]
 
     # -- spikes
 
@@ -127,39 +134,35 @@ class Detector:
             self._accept(step, loss)
 
     def _begin(self, step: int, loss: float, level: float, back: float) -> None:
-        self._excursion = _Excursion(len(self.events), level, back, peak=loss, recent=[loss])
-        self.events.append(Event("Spike", step, None, loss - level))
+        self._excursion = _Excursion(self._found("Spike", step, loss - level), level, back, recent=[loss])
 
     def _follow(self, excursion: _Excursion, step: int, loss: float) -> None:
         excursion.recent = [*excursion.recent, loss][-3:]
         excursion.losses += 1
-        excursion.peak = max(excursion.peak, loss)
-        self._change(excursion.place, size=excursion.peak - excursion.level)
+        event, level = excursion.event, excursion.level
+        event.size = max(event.size, loss - level)
         median = statistics.median(excursion.recent)
         if len(excursion.recent) == 3 and median <= excursion.back:
-            self._change(excursion.place, end=step)
-            self._excursion = None
+            event.end, self._excursion = step, None
             for value in excursion.recent:
                 if value <= excursion.back:
                     self._accept(step, value)
             return
-        coming_back = median - excursion.level < (excursion.peak - excursion.level) / 2
+        coming_back = median - level < event.size / 2
         if excursion.losses > self.fast and math.isinf(min(excursion.recent)):
-            self._change(excursion.place, kind="Divergence")
+            event.kind = "Divergence"
         elif excursion.losses > self.window * (4 if coming_back else 1):
-            self._change(excursion.place, kind="Divergence")
+            event.kind = "Divergence"
             # From here on the new level is the one to compare with.
-            self._excursion, self._lowest = None, None
-            self._calm, self._chunk, self._chunks = [], [], []
+            self._excursion = self._lowest = None
+            self._calm, self._fresh, self._chunks = [], [], []
 
     def _accept(self, step: int, loss: float) -> None:
         self._calm = [*self._calm, loss][-self.window :]
-        if not self._chunk:
-            self._chunk_start = step
-        self._chunk.append(loss)
-        if len(self._chunk) == self.window // 4:
-            self._chunks.append([self._chunk_start, step, statistics.median(self._chunk)])
-            self._chunk = []
+        self._fresh.append((step, loss))
+        if len(self._fresh) == self.window // 4:
+            self._chunks.append(_Chunk(self._fresh[0][0], step, statistics.median(loss for _, loss in self._fresh)))
+            self._fresh = []
             self._slow_rise()
             self._standstill()
 
@@ -167,45 +170,42 @@ class Detector:
 
     def _slow_rise(self) -> None:
         """A gradual divergence: two chunks in a row far above the lowest one."""
-        _, last, level = self._chunks[-1]
-        if self._lowest is None or level < self._lowest[1]:
-            self._lowest, self._rising = [last, level], 0
-        start, lowest = self._lowest
+        chunk = self._chunks[-1]
+        if self._lowest is None or chunk.median < self._lowest.median:
+            self._lowest, self._rising = chunk, 0
+        lowest = self._lowest.median
+        rise = chunk.median - lowest
         _, sigma = self._yardstick()
         # The yardstick of a rising window has the rise in it, so that this errs towards silence.
         spread = sigma * math.sqrt(math.pi / (self.window // 4))
-        high = level - lowest > max(self.z * spread, 0.05 * abs(lowest))
+        high = rise > max(self.z * spread, 0.05 * abs(lowest))
         self._rising = self._rising + 1 if high else 0
         if self._drift is not None:
-            size = max(self.events[self._drift].size, level - lowest)
-            self._change(self._drift, size=size)
-            if level - lowest < size / 2:
-                self._change(self._drift, end=last)
-                self._drift = None
+            self._drift.size = max(self._drift.size, rise)
+            if rise < self._drift.size / 2:
+                self._drift.end, self._drift = chunk.end, None
         elif self._rising == 2:
-            self._drift = len(self.events)
-            self.events.append(Event("Divergence", start, None, level - lowest))
+            self._drift = self._found("Divergence", self._lowest.end, rise)
 
     def _standstill(self) -> None:
         """A plateau: no change over the last chunks, and known well enough to say so."""
-        _, _, level = self._chunks[-1]
+        level, flat = self._chunks[-1].median, self._flat
         if self._plateau is not None:
-            self._change(self._plateau, size=(self._flat - level) / abs(self._flat) if self._flat else 0.0)
-            self._left = self._left + 1 if abs(level - self._flat) > 2 * _FLAT * abs(self._flat) else 0
+            self._plateau.size = (flat - level) / abs(flat) if flat else 0.0
+            self._left = self._left + 1 if abs(level - flat) > 2 * _FLAT * abs(flat) else 0
             if self._left == 2:
-                self._change(self._plateau, end=self._chunks[-2][0])
-                self._plateau = None
+                self._plateau.end, self._plateau = self._chunks[-2].start, None
                 del self._chunks[:-2]
             return
         length = _FLAT_CHUNKS
         while length <= len(self._chunks):
             part = self._chunks[-length:]
-            medians = [median for _, _, median in part]
+            medians = [chunk.median for chunk in part]
             fall, error = _fall(medians)
             middle = abs(statistics.median(medians))
             if abs(fall) <= 2 * error + 1e-12 and abs(fall) + 2 * error <= _FLAT * middle:
-                self._plateau, self._flat, self._left = len(self.events), statistics.median(medians), 0
-                self.events.append(Event("Plateau", part[0][0], None, fall / middle if middle else 0.0))
+                self._plateau = self._found("Plateau", part[0].start, fall / middle if middle else 0.0)
+                self._flat, self._left = statistics.median(medians), 0
                 return
             length *= 2
 

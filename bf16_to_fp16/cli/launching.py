@@ -38,9 +38,7 @@ def recipe_command(name: str | None, json_file: str | None) -> int:
 @click.option(
     "--memory", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="Of a card; default: asked, else 16."
 )
-@click.option(
-    "--kind", metavar="KIND", help="single, ddp, zero2, zero3, fsdp, zero2-offload or zero3-offload, unasked."
-)
+@click.option("--kind", metavar="KIND", help="single, ddp, zero2, zero3, fsdp or zero3-offload; default: by memory.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
 @force
 @json_file

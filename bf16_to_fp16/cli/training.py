@@ -49,7 +49,10 @@ def finetune_command(
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = finetune(recipe, overrides=overrides, force=force, progress=shared.make_progress())
+    try:
+        result = finetune(recipe, overrides=overrides, force=force, progress=shared.make_progress())
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the same command goes on from the last state") from None
     if result is None:  # not the first process
         return SAFE
     shared.write_result(json_file, result.report)

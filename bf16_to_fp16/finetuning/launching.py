@@ -2,7 +2,7 @@
 
 The files of ``launch/`` say what there is. The fastest that fits is taken: every process with everything (DDP, in
 which bounds are held as well), then shares of optimizer and gradients (ZeRO-2), of all (ZeRO-3; FSDP2 without
-DeepSpeed), then the optimizer in the machine's memory.
+DeepSpeed), then weights and optimizer in the machine's memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ KINDS = {
     "zero2": "ZeRO-2",
     "zero3": "ZeRO-3",
     "fsdp": "FSDP2",
-    "zero2-offload": "ZeRO-2 with the optimizer in the machine's memory",
     "zero3-offload": "ZeRO-3 with weights and optimizer in the machine's memory",
 }
 """The configurations of ``launch/accelerate`` in words, the fastest first."""

@@ -18,8 +18,7 @@ from ..run.interface import config_of, is_causal, takes_decoder_ids
 from .distillation import blocks_of
 from .recipe import Recipe
 
-MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0}
-"""Both of AdamW's moments of a weight."""
+MOMENT_BYTES = 8  # of a weight: both of AdamW's, in fp32
 
 OF_LINEARS = 5.0  # bytes kept for each element that enters or leaves a linear
 OF_SCORES, OF_BIASED_SCORES = 2.0, 14.0  # for each attention score, without and with a learned position bias
@@ -92,7 +91,7 @@ def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu
     held: dict[str, float] = {"weights": 0.0 if kind == "zero3-offload" else weights / (share if in_parts else 1)}
     if not kind.endswith("offload"):
         held["gradients"] = weights / share
-        held["moments of AdamW"] = count * MOMENT_BYTES[recipe.optimizer.moments] / share
+        held["moments of AdamW"] = count * MOMENT_BYTES / share
     if kind == "ddp":
         held["buckets of gradients"] = weights
     if zero:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError, first_line
-from ..optim.adamw import AdamW
 from .recipe import Recipe
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as Kingma and Ba have them; epsilon in the units of the steps
@@ -26,11 +25,8 @@ def typical_magnitude(parameter: Tensor) -> float:
 def make_optimizer(
     recipe: Recipe, parameters: list[torch.nn.Parameter], *, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer: the one it names, else torch's AdamW for fp32 moments, this package's for bf16.
-    fused: of torch's AdamW the one loop for all operations."""
+    """Return the recipe's optimizer. fused: of torch's AdamW the one loop for all operations."""
     given = recipe.optimizer
-    # No decay: the original, not zero, is where weights should stay.
-    options = {"lr": recipe.schedule.learning_rate, "betas": BETAS, "eps": EPSILON, "weight_decay": 0.0}
     # Scales behind matrices, the order in which states have them.
     parameters = sorted(parameters, key=lambda p: p.ndim <= 1)
     groups: list[dict[str, Any]] = [{"params": parameters}]
@@ -46,6 +42,6 @@ def make_optimizer(
             return optimizer
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer.name: {given.name}: {first_line(error)}; mend optimizer.arguments") from error
-    if given.moments == "fp32":
-        return torch.optim.AdamW(groups, **options, fused=fused or None)  # type: ignore[arg-type]
-    return AdamW(groups, **options, moments="bfloat16", seed=recipe.seed)  # type: ignore[arg-type]
+    # No decay: the original, not zero, is where weights should stay.
+    options: dict[str, Any] = {"betas": BETAS, "eps": EPSILON, "weight_decay": 0.0, "fused": fused or None}
+    return torch.optim.AdamW(groups, recipe.schedule.learning_rate, **options)

@@ -64,7 +64,7 @@ class Processes:
         if replaces and not isinstance(optimizer, torch.optim.Adam):  # which torch's AdamW is as well
             raise UserError(
                 "DeepSpeed would put plain Adam in the place of this recipe's optimizer; set"
-                ' "zero_force_ds_cpu_optimizer": false in its JSON, or moments to fp32'
+                ' "zero_force_ds_cpu_optimizer": false in its JSON'
             )
         if self.engine:
             config, zero = self._config, self._config.get("zero_optimization", {})

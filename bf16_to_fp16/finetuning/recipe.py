@@ -66,31 +66,24 @@ class Data(Section):
     gradient_accumulation: Positive = _key(1, "forward passes of one step, divided among the processes")
 
     def share(self, processes: int) -> Data:
-        """Return what each of so many processes takes of a step, so that together they take its examples: a share of
-        the passes or, where those do not divide, of the examples. Raises UserError where neither does."""
+        """Return what each of so many processes takes of a step, in the largest equal passes of at most ``batch_size``
+        examples. Raises UserError where the step's examples do not divide."""
         whole = self.batch_size * self.gradient_accumulation
-        if whole % processes == 0:
-            size, passes = self._passes(whole // processes)
-            return self.model_copy(update={"batch_size": size, "gradient_accumulation": passes})
-        nearest = max(1, round(whole / processes)) * processes
-        size, passes = self._passes(nearest // processes)
-        raise UserError(
-            f"a step of {whole} examples (data.batch_size × data.gradient_accumulation) does not divide among"
-            f" {processes} processes; the nearest that does has {nearest}:"
-            f" --set data.batch_size={size} --set data.gradient_accumulation={passes * processes}"
-        )
-
-    def _passes(self, examples: int) -> tuple[int, int]:
-        """Return the largest equal passes, of at most ``batch_size`` examples, and their number."""
+        examples, rest = divmod(whole, processes)
+        if rest:
+            passes = max(1, round(self.gradient_accumulation / processes)) * processes
+            raise UserError(
+                f"a step of {whole} examples (data.batch_size × data.gradient_accumulation) does not divide among"
+                f" {processes} processes; --set data.gradient_accumulation={passes}"
+            )
         size = next(size for size in range(min(self.batch_size, examples), 0, -1) if examples % size == 0)
-        return size, examples // size
+        return self.model_copy(update={"batch_size": size, "gradient_accumulation": examples // size})
 
 
 class Optimizer(Section):
-    """AdamW (Loshchilov and Hutter 2019): the units of its steps, and the format of its moments."""
+    """torch's AdamW (Loshchilov and Hutter 2019) or another optimizer, and the units of its steps."""
 
     relative: bool = _key(True, "everything in units of each tensor's median magnitude, which rescaling changes")
-    moments: Literal["fp32", "bf16"] = _key("fp32", "how the moments are stored: fp32 or bf16")
     name: str | None = _key(None, "another optimizer's class, such as torchao.optim.AdamW8bit, in the place of AdamW")
     arguments: dict[str, Any] = _key({}, "what it takes besides parameters and learning rate")
 
@@ -108,8 +101,6 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Optimizer:
-        if self.name is not None and self.moments != "fp32":
-            raise ValueError("moments are AdamW's; give another optimizer's options in arguments")
         if self.name is None and self.arguments:
             raise ValueError("arguments are another optimizer's; name it")
         return self

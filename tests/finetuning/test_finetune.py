@@ -361,7 +361,7 @@ def test_a_recipe_is_met_where_all_that_it_asks_for_is_there() -> None:
     def met(bits: float, **sections: Any) -> bool:
         return parse_recipe({"source": "s", "out": "o", "data": {"path": "t"}, **sections}).is_met_by(bits)
 
-    assert met(0.1) and met(0.1, schedule={"steps": 9}, optimizer={"moments": "bf16"}, precision="fp32")
+    assert met(0.1) and met(0.1, schedule={"steps": 9}, precision="fp32")
     assert met(3.0, penalty={"headroom_bits": 3.0}) and not met(2.9, penalty={"headroom_bits": 3.0})
     assert met(0.1, penalty={"certify": True})
     assert not met(9.0, penalty={"form": "none"}) and not met(9.0, distillation={"weight": 0.9})

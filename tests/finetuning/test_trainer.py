@@ -40,6 +40,7 @@ from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.optim.adamw import AdamW
 
 BAD = ord("Z") + 3  # ByT5's id of a letter that no text here has
+IN_BF16 = {"name": "bf16_to_fp16.AdamW", "arguments": {"moments": "bfloat16", "weight_decay": 0.0}}
 
 
 def test_a_full_disk_keeps_the_last_whole_state_and_a_damaged_one_is_named(make: Make, tmp_path: Path) -> None:
@@ -179,15 +180,13 @@ def test_dropout_is_another_in_every_step(make: Make, tmp_path: Path) -> None:
     assert len(set(losses_of(tmp_path / "run").values())) == 4
 
 
-@pytest.mark.parametrize(("stored", "own"), [({}, False), ({"moments": "bf16"}, True)])
-def test_the_optimizer_is_the_recipes_and_decays_nothing(
-    folder: Path, tmp_path: Path, stored: dict[str, Any], own: bool
-) -> None:
-    recipe = recipe_for(folder, tmp_path / "out", precision="fp32", optimizer=stored)
+@pytest.mark.parametrize("named", [{}, IN_BF16])
+def test_the_optimizer_is_the_recipes_and_decays_nothing(folder: Path, tmp_path: Path, named: dict[str, Any]) -> None:
+    recipe = recipe_for(folder, tmp_path / "out", optimizer=named)
     matrix, gain = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
     optimizer = make_optimizer(recipe, [gain, matrix])
     (group,) = optimizer.param_groups
-    assert isinstance(optimizer, AdamW) is own and [p.ndim for p in group["params"]] == [2, 1]
+    assert isinstance(optimizer, AdamW) is bool(named) and [p.ndim for p in group["params"]] == [2, 1]
     assert (group["betas"], group["eps"], group["lr"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0.003, 0.0)
 
 
@@ -203,7 +202,7 @@ def test_offload_and_deepspeeds_are_kept_apart(folder: Path, tmp_path: Path) -> 
     )
     processes, model = Processes(accelerator), tiny_model()
     assert processes.offloads
-    recipe = recipe_for(folder, tmp_path / "out", optimizer={"moments": "bf16"})
+    recipe = recipe_for(folder, tmp_path / "out", optimizer=IN_BF16)
     with pytest.raises(UserError, match="DeepSpeed would put plain Adam in the place of this recipe's optimizer; set"):
         processes.prepare(model, make_optimizer(recipe, list(model.parameters())), recipe, 1)
     config["zero_optimization"] = {"stage": 2}
@@ -248,7 +247,7 @@ def test_the_loss_scale_rises_and_the_oldest_states_go(make: Make, fix: Fix, tmp
     [
         pytest.param("none", {}, marks=pytest.mark.exhaustive),
         ("smooth-max", {}),
-        ("none", {"moments": "bf16", "relative": True}),
+        ("none", {"relative": True} | IN_BF16),
         pytest.param("none", {"name": "torchao.optim.AdamW8bit"}, marks=pytest.mark.exhaustive),  # compiles
     ],
     ids=["plain", "penalty", "moments", "torchao"],
