@@ -196,8 +196,7 @@ class BoundEntry(PlacedEntry):
 
 class CertificateEntry(ReportObject):
     """The bounds of every site, and their conditions. ``max_length``: positions. ``splits``: partial sums of a matrix
-    product that are added in fp16. ``train_mode``: with dropout. ``cost_bits``: bits of precision that holding the
-    bounds costs. ``verify`` leaves ``sites`` out."""
+    product that are added in fp16. ``train_mode``: with dropout. ``verify`` leaves ``sites`` out."""
 
     holds: Flag
     headroom_bits: Real
@@ -205,7 +204,6 @@ class CertificateEntry(ReportObject):
     splits: Count
     train_mode: Flag = False
     sites: list[BoundEntry] = []
-    cost_bits: Real | None = None
 
     @property
     def over(self) -> list[BoundEntry]:

@@ -13,7 +13,6 @@ FULL_HEADROOM_BITS = 39.0  # more headroom than this is all that fp16 has
 MOST_EXCESS_BITS = 23.0  # no number is shown for a bound further over its limit
 MOST_FACTOR = 1_000_000  # a larger factor is shown as "over 1,000,000 ×"
 UNITS = ("B", "kB", "MB", "GB", "TB")
-PRECISION_NOISE = 1e-6  # rounding noise in a computed number of significant bits: 11 − 10⁻¹² counts as 11
 
 
 def infinite(value: float) -> bool:
@@ -106,10 +105,6 @@ def excess(value: float | None, decimals: int = 1) -> str:
 def percent(fraction: float) -> str:
     """Return a share in percent, rounded down to four decimals: only 1 gives 100%."""
     return f"{rounded_down(fraction, 6) * 100:.4f}".rstrip("0").rstrip(".") + "%"
-
-
-def significant_bits(value: float) -> str:
-    return f"{rounded_down(value + PRECISION_NOISE, 2):.2f}".removesuffix(".00")
 
 
 def tightness(bound: float | None, observed: float | None) -> float | None:

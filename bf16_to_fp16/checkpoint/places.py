@@ -10,9 +10,6 @@ from pathlib import Path
 from ..errors import UserError, shortened
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_PAGE = re.compile(
-    r"(?:https?://)?(?:huggingface|hf)\.co/(?!datasets/|spaces/)([\w.-]+(?:/(?!tree/)[\w.-]+)?)(?:/tree/([\w.-]+))?"
-)
 RESTORE = "fetch the file again from the original checkpoint"
 CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 
@@ -43,9 +40,6 @@ def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool 
     folder = local_path(source)
     if folder.is_dir() or (or_file and folder.exists()):
         return folder
-    if (page := HUB_PAGE.match(str(source))) is not None and not folder.exists():
-        name = "@".join(filter(None, page.groups()))
-        raise UserError(f"{shortened(source)} is a page of the Hub; give its id, {name}")
     if folder.exists() or REPO_ID.fullmatch(str(source).partition("@")[0]) is None:
         raise UserError(f"{source} {'is not a folder' if folder.exists() else 'does not exist'}; give {wanted}")
     return None

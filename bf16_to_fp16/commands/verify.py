@@ -13,7 +13,7 @@ import torch
 
 from ..auditing.regimes import Audited
 from ..auditing.soft_side import LEAST
-from ..bounds.arithmetic import MAX_LENGTH, SPLITS, Arithmetic
+from ..bounds.arithmetic import SPLITS, Arithmetic
 from ..bounds.findings import Certificate
 from ..bounds.tiers import bounded
 from ..checkpoint.contents import MODULES
@@ -25,7 +25,6 @@ from ..checkpoint.reader import VIEWS, Checkpoint, open_checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.writer import write_fp16
 from ..conversion.measuring import audited, compare, in_fp32_too, measured_edits, outputs_beside, searched
-from ..conversion.opening import own_length
 from ..conversion.options import check_data
 from ..conversion.planning import observe_source
 from ..devices import Device
@@ -46,7 +45,6 @@ from ..report.build import (
     cost_of,
     harmed,
     is_exact,
-    kept_bits_of,
     moved_by,
     signals_of,
     source_of,
@@ -78,7 +76,7 @@ from ..verification.files import (
     present_files,
 )
 from ..verification.locating import locate, read_recorded
-from ..wording import counted, listed
+from ..wording import listed
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "report")
 UNNAMED_KEYS = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")  # they name no model
@@ -149,15 +147,12 @@ def verify(
         if opened is not None and (name := report.source.class_in("after")) is not None:
             opened = read_as(opened, name)
         check_contents(place, report, opened, data, found, run_model=run_model, device=on, progress=progress)
-    broken = {entry.signal for entry in report.unsafe if entry.kind == "broke"}
-    as_reported = all(p.check == "audit" and p.name in broken for p in found.problems) and not report.safe
     found.add("report", check_verdict(report))
     return dump(
         answers.Verification(
             schema=SCHEMA,
             verdict="unsafe" if found.problems else "safe",
             verified=not found.problems,
-            as_reported=as_reported,
             source=schema.Source(path=own_name(source) if revision is None else str(source), revision=revision),
             report=answers.Claim(verdict=report.verdict, proof=report.proof, family=report.family),
             checks=found.checks,
@@ -224,7 +219,6 @@ def check_contents(
     certificate, certified = certify_again(checkpoint, layout, report, device, progress)
     found.sections["certificate"] = certificate.entry(sites=False)
     found.add("certificate", check_certificate(certificate, report))
-    found.notes += length_note(checkpoint, layout, certificate.arithmetic.max_length)
     regimes = {}
     if run_model:
         again = run_again(checkpoint, report, data, before, device, progress)
@@ -380,22 +374,11 @@ def check_certificate(certificate: Certificate, report: schema.Report) -> Iterat
         again = dump(certificate.entry())
         said = dump(report.certificate)
         for section in (said, again):
-            section.pop("cost_bits", None)
             section["sites"] = [{k: v for k, v in site.items() if k != "observed"} for site in section["sites"]]
         yield from differences(said, again, "certificate")
     if report.proof == "certified" and not certificate.holds:
         worst = min(certificate.sites, key=lambda site: site.headroom_bits)
         yield worst.name, f"its bound is {worst.largest:.6g}, over its limit, and the report says certified"
-
-
-def length_note(checkpoint: Checkpoint, layout: Layout, covered: int) -> list[str]:
-    own = own_length(checkpoint.folder, layout.config)
-    if covered >= (own or MAX_LENGTH):
-        return []
-    return [
-        f"the certificate covers {counted(covered, 'position')}, the model takes {own or 'any number'};"
-        f" convert the source again with --max-length {own or MAX_LENGTH}"
-    ]
 
 
 @dataclass(frozen=True)
@@ -462,7 +445,6 @@ def check_fidelity(
     decided = Decided(before, plan, report.target or "half", ranges=ranges)
     now: dict[str, Any] = {
         "fidelity": dump(close),
-        "precision": [dump(entry) for entry in kept_bits_of(before, plan, ranges)],
         "outputs": {n: dump(each) for n, each in outputs_beside(before, plan, reference, again.ran).items()},
     }
     if not plan.centred_keys:  # else they were observed with centred keys

@@ -23,12 +23,11 @@ class Claim(ReportObject):
 
 class Verification(Versioned):
     """The result of ``verify``. ``files``: number of files in the report. ``certificate``: without its sites; None
-    where the files failed, with ``tiers`` empty. ``as_reported``: the report truly says that the checkpoint is unsafe
-    or short of what was asked. ``notes``: limits of the claim. ``edits``: number of sites that the plan edits."""
+    where the files failed, with ``tiers`` empty. ``notes``: limits of the claim. ``edits``: number of
+    sites that the plan edits."""
 
     verdict: Literal["safe", "unsafe"]
     verified: Flag
-    as_reported: Flag = False
     padding: Count | None = 0
     source: Source
     report: Claim

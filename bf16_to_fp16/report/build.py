@@ -34,13 +34,11 @@ from ..numerics import NOISE
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors
-from ..rescaling.channels import ROUNDING
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, without_edits
-from ..rescaling.exponents import exponents_of, norm_exponents
+from ..rescaling.exponents import exponents_of
 from ..rescaling.outputs import joined, on_request
 from ..rescaling.plan import Plan, describe_plan, mark_of
 from ..rescaling.planner import Fallback, Planned, Violation
-from ..rescaling.rounding_loss import STEP_NOISE
 from ..results import AttackEntry, ExceptionEntry, Fidelity, InexactEntry, OutputEntry
 from ..targets import SQUARING, TIERS, WHERE
 from . import remedies, schema
@@ -48,9 +46,6 @@ from .card import front_matter
 from .regimes import largest_seen, tiers_of
 
 FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted as lost where a model gives inf or NaN
-ONE_ROUNDING = 0.541 * 2.0**-20 / 12
-"""Mean squared relative error of rounding to 11 significant bits: (2⁻¹⁰)²/12 times the mean of 1/x² over x in [1, 2),
-log-uniform."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,6 @@ def build(
         over += too_inexact(fidelity, exact=exact, ran=bool(regimes), **how)
     if max_kl is None:  # with an accepted distance edits may cost more
         over += other_outputs(measured.outputs, drifts=bool(plan.drift or measured.edits), ran=bool(regimes))
-    cost = None if planned is None or ranges is None else bits_lost(planned, layout)
     attack = measured.attack
     broken = remedies.overflowing(attack) if attack is not None else []
     more: dict[str, Any] = {"inexact": list(measured.edits)} if measured.edits else {}
@@ -153,7 +147,7 @@ def build(
         older=differences(layout, edited_config(layout, plan)),
         inputs=None if inputs is None else schema.Inputs.model_validate(inputs),
         regimes=dict(regimes),
-        certificate=certificate.entry(largest_seen(regimes, attack)).model_copy(update={"cost_bits": cost}),
+        certificate=certificate.entry(largest_seen(regimes, attack)),
         uncertified=uncertified_sites(layout, certificate, planned),
         attack=attack,
         fidelity=fidelity,
@@ -163,7 +157,6 @@ def build(
         moved=moved_by(layout, plan),
         for_proof={} if planned is None or ranges is None else dict(planned.for_proof),
         signals=decided.signals,
-        precision=kept_bits_of(layout, plan, ranges) if ranges is not None else [],
         unsafe=[*over, *remedies.unsafe_sites(regimes, layout.family.name, converted=True), *broken],
         close=close,
         command=command,
@@ -263,13 +256,6 @@ def conclude(
     return verdict(regimes)
 
 
-def bits_lost(planned: Planned, layout: Layout) -> float:
-    """Return the bits of precision that holding the bounds costs: half the log2 of the growth of the squared error,
-    which is at least one rounding for each norm."""
-    base = ROUNDING * max(1, len(layout.norms))
-    return 0.5 * math.log2((base + planned.cost) / (base + planned.cost - planned.cost_of_proof))
-
-
 def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned | None) -> list[schema.UnprovenEntry]:
     fallbacks = {f.signal: f for f in planned.fallbacks} if planned else {}
     # A site is its module's output.
@@ -285,21 +271,6 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
         name = streams.get(site.name, RESIDUAL) if site.kind in (SiteKind.RESIDUAL, SiteKind.SQUARES) else name
         reason, remedy = why_unproven(site.kind, fallbacks.get(name))
         rows.append(remedies.unproven(site, reason, remedy))
-    return rows
-
-
-def kept_bits_of(layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange]) -> list[schema.PrecisionEntry]:
-    """Return the significant bits, at most 11, that the residual stream keeps at each norm's input. A channel under
-    2⁻¹⁴ keeps fewer; channels are weighted by their mean square."""
-    rows, place, of_norms = [], places(layout), norm_exponents(layout, plan)
-    for path, stream in layout.entrances.items():
-        module = ranges.get(path)
-        if module is None:
-            continue
-        square = module.input.mean_square.double() * 4.0 ** of_norms.get(path, plan.stream_exponent(stream))
-        noise = STEP_NOISE * square.numel() / max(float(square.sum()), 1e-300)
-        bits = 11 - 0.5 * math.log2(1 + noise / ONE_ROUNDING)
-        rows.append(schema.PrecisionEntry(module=path, **place(path).to_json(), bits=bits))
     return rows
 
 

@@ -507,11 +507,6 @@ def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def least_precise(report: schema.Report) -> schema.PrecisionEntry | None:
-    rows = [row for row in report.precision if not math.isnan(row.bits)]
-    return min(rows, key=lambda row: row.bits, default=None)
-
-
 def gradients_in_words(report: schema.Report) -> str:
     amp = report.regimes.get("amp")
     if amp is None or (seen := amp.gradients) is None:

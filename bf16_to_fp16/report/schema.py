@@ -190,13 +190,6 @@ class SignalEntry(PlacedEntry):
     after: NumberOrNaN
 
 
-class PrecisionEntry(PlacedEntry):
-    """The significant bits that the residual stream keeps where a norm reads it."""
-
-    module: str
-    bits: NumberOrNaN
-
-
 class MovedEntry(ReportObject):
     """Weights with a single power of two, by the last name of their modules: linears of attentions and feed-forwards,
     and others (embeddings, norms)."""
@@ -327,7 +320,6 @@ class Report(Versioned):
         default={}, description="streams that the proof alone moves further, with the exponent that would do without it"
     )
     signals: list[SignalEntry] = []
-    precision: list[PrecisionEntry] = []
     unsafe: list[UnsafeEntry] = []
     close: list[UnsafeEntry] = []
     next: str = ""

@@ -494,19 +494,8 @@ def print_verification(result: answers.Verification) -> None:
     screen, environment = console(), result.environment
     ran = list(dict.fromkeys(name for names in environment.devices.values() for name in names))
     screen.say(f"device: {wording.listed(ran) if ran else environment.device}")
-    own = [problem for problem in result.problems if problem.check == "report"] if result.as_reported else []
-    outcomes = result.checks | dict.fromkeys((problem.check for problem in own), "passed")
-    rows = [(CHECK_NAMES.get(check, check), outcome) for check, outcome in outcomes.items()]
+    rows = [(CHECK_NAMES.get(check, check), outcome) for check, outcome in result.checks.items()]
     screen.table(Table((Column("check", 0), Column("result", 1)), rows))
-    if own:
-        for note in result.notes:
-            screen.say(f"note: {note}")
-        broken = sum(problem.check == "audit" for problem in result.problems)
-        again = f"; {wording.counted(broken, 'site')} broke again when run" if broken else ""
-        files = wording.counted(result.files, "file")
-        said = f"{files} as recorded; the report {own[0].reason}{again}; {own[0].remedy}"
-        screen.print(bad("as reported", said))
-        return
     for problem in result.problems:
         screen.say(f"{problem.check}: {problem.name}: {problem.reason}; {problem.remedy}")
     for note in result.notes:

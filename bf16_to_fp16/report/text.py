@@ -7,7 +7,7 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..wording import bound_magnitude, significant_bits
+from ..wording import bound_magnitude
 from . import facts, sections
 from .schema import Report
 from .tables import Table
@@ -51,8 +51,7 @@ def environment() -> Environment:
     made = Environment(
         loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
-    made.filters |= {"bound": bound_magnitude, "significant": significant_bits}
+    made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown, "bound": bound_magnitude}
     made.globals |= {"facts": facts, "sections": sections, "notice": notice}
     return made
 

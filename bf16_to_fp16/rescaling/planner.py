@@ -99,17 +99,15 @@ class Fallback:
 @dataclass(frozen=True)
 class Planned:
     """A plan, the limits that it cannot hold, its predicted relative squared error, and that error by residual
-    exponent. ``fallbacks``: the signals planned from their observed ranges alone. ``cost_of_proof``: the part of
-    ``cost`` for holding the other signals for every input. ``for_proof``: the streams that a proof moves further, with
-    the exponent that observed ranges alone ask for. ``corrected``: the mean squared relative drift that gain
-    corrections take out."""
+    exponent. ``fallbacks``: the signals planned from their observed ranges alone. ``for_proof``: the streams that a
+    proof moves further, with the exponent that observed ranges alone ask for. ``corrected``: the mean squared relative
+    drift that gain corrections take out."""
 
     plan: Plan
     violations: tuple[Violation, ...]
     cost: float
     cost_by_exponent: Mapping[int, float] = field(default_factory=dict)
     fallbacks: tuple[Fallback, ...] = ()
-    cost_of_proof: float = 0.0
     for_proof: Mapping[str, int] = field(default_factory=dict)
     corrected: float = 0.0
 
@@ -160,7 +158,6 @@ class Total:
     """A stream exponent's costs, whether it holds the stream for every input, and the number of proofs given up."""
 
     cost: float
-    free: float
     holds: bool
     unproven: int
 
@@ -478,12 +475,11 @@ class _Costs:
         solved = {s.name: self.best(s, r) for s in self.of_stream()}
         stream = self.residual_cost(r)
         cost = stream + sum(s.cost for s in solved.values())
-        free = stream + sum(s.free for s in solved.values())
         unproven = sum(len(self.layout.signals[name].seen) for name, s in solved.items() if s.fallback is not None)
         if self.residual_excess(r) == 0:
-            return Total(cost, free, True, unproven)
+            return Total(cost, True, unproven)
         sites = len(self.layout.signals[self.stream].seen)
-        return Total(cost + self.proof_worth * sites, free, False, unproven + sites)
+        return Total(cost + self.proof_worth * sites, False, unproven + sites)
 
     def norm_limit(self, margin_bits: float) -> torch.Tensor:
         squared = FP16_MAX / growth(self.layout.signals[RESIDUAL].size)
@@ -573,13 +569,12 @@ class _PlanSearch(_Costs):
             held, self.spare = dict.fromkeys(streams, 0), math.inf
             self.solved.clear()  # these were solved with a smaller ``spare``
         by_exponent: dict[int, float] = {}
-        others = least_free = 0.0
+        others = 0.0
         for self.stream in streams:
             totals = self.decide_stream([held[self.stream]] if self.stream in held else self.candidates())
             r = self.decided[self.stream]
             drift += self.drift(r) + self.rounded_gains(self.stream, torch.tensor(r))
             without += self.drift(r, corrected=False) - self.drift(r)
-            least_free += min(total.free for total in totals.values())
             if self.stream == streams[0]:
                 by_exponent = {e: total.cost for e, total in totals.items()}
             else:
@@ -599,7 +594,6 @@ class _PlanSearch(_Costs):
             corrections |= self.gain_corrections(self.decided[self.stream])
         by_exponent = {e: cost + others for e, cost in by_exponent.items()}
         r = self.decided[streams[0]]
-        price = self.proof_worth * sum(len(self.layout.signals[name].seen) for name in self.fallbacks)
         exponents: dict[str, int | list[int]] = {n: e for n, e in self.decided.items() if n != streams[0]}
         exponents |= {
             name: exponent
@@ -629,7 +623,6 @@ class _PlanSearch(_Costs):
             by_exponent[r],
             by_exponent,
             tuple(self.fallbacks.values()),
-            max(0.0, by_exponent[r] - price - least_free),
             self.for_proof,
             without / len(self.layout.norms),
         )

@@ -9,7 +9,7 @@ import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from ..json_text import loads
 
 TEXT_COLUMNS = ("input", "text")  # columns that are taken for the text before any other
 TARGET_COLUMN = "target"  # the column of what the model should answer
-HUB_TIMEOUT = 10.0  # seconds that the Hub has to answer
 _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may be larger than the disk
 
 
@@ -170,50 +169,13 @@ def hub_rows(name: str) -> Iterator[dict[str, Any]]:
     import datasets
 
     try:
-        with asking_the_hub(name):
-            splits = datasets.load_dataset(name, streaming=True)
-            for number, row in enumerate(splits[next(iter(splits))]):
-                if number == _MOST_HUB_ROWS:
-                    return
-                yield row
-    except UserError:
-        raise
+        splits = datasets.load_dataset(name, streaming=True)
+        yield from islice(splits[next(iter(splits))], _MOST_HUB_ROWS)
     except Exception as error:  # the Hub and its readers raise many kinds
         raise UserError(
             f"{name}: neither a file here nor a readable dataset of the Hub ({first_line(error)});"
             " check the name or give a local file"
         ) from error
-
-
-@contextmanager
-def asking_the_hub(name: str) -> Iterator[None]:
-    """Let ``datasets`` read a Hub dataset, from its cache where the Hub does not answer: alone it retries for half a
-    minute. Raises UserError where the cache lacks it too."""
-    import datasets
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=HUB_TIMEOUT)
-    except (HfHubHTTPError, ValueError):
-        pass  # it answered, or the name is impossible; what is wrong is said better by the loader
-    except Exception as error:  # each version of the client has its own errors of the network
-        places: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-        before = [place.HF_HUB_OFFLINE for place in places]
-        try:
-            for place in places:
-                place.HF_HUB_OFFLINE = True
-            yield
-        except ConnectionError:
-            raise UserError(
-                f"{name}: neither a file here nor, the Hub being out of reach, a dataset in the cache"
-                f" ({first_line(error)}); check the name and the network, or give a local file"
-            ) from error
-        finally:
-            for place, value in zip(places, before, strict=True):
-                place.HF_HUB_OFFLINE = value
-        return
-    yield
 
 
 # ---- tables ----------------------------------------------------------------------------------------------
@@ -255,8 +217,7 @@ def open_texts(
             names = [str(file) for file in files]
             dataset = datasets.load_dataset("parquet", data_files=names, split="train")
         else:
-            with asking_the_hub(path):
-                dataset = datasets.load_dataset(path, subset, split=split)
+            dataset = datasets.load_dataset(path, subset, split=split)
         columns = _columns_of(path, dataset, *named)
         return dataset.select_columns([name for name in columns if name is not None]), columns
 

@@ -34,7 +34,7 @@ def near(key: str, said: float, again: float) -> bool:
         return high - low <= 0.2 or low >= 20
     if key in DISTANCES:  # 1e-9 is the noise of fp32 logits
         return high <= 1e-9 or high <= 2 * low
-    return high - low <= {"top1_bf16": 0.05, "top1_fp16": 0.05, "bits": 0.1}.get(key, 1e-9 * max(abs(low), abs(high)))
+    return high - low <= {"top1_bf16": 0.05, "top1_fp16": 0.05}.get(key, 1e-9 * max(abs(low), abs(high)))
 
 
 def differences(said: Any, again: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -155,20 +155,13 @@ def test_a_name_that_the_hub_has_not_is_refused_before_what_takes_long_to_import
     assert done.stdout == "\n" and done.stderr.count("some/name is not a folder here, and the Hub cannot be") == 6
 
 
-def test_an_address_is_repeated_as_it_was_given_and_a_page_of_the_hub_told_by_its_id() -> None:
-    pages = {
-        "https://huggingface.co/google/flan-t5-base": "google/flan-t5-base",
-        "https://huggingface.co/google/flan-t5-base/tree/v1": "google/flan-t5-base@v1",
-        "https://huggingface.co/t5-small/tree/main/": "t5-small@main",
-        "hf.co/org/name": "org/name",
-    }
-    said = {page: f"{page} is a page of the Hub; give its id, {name}" for page, name in pages.items()}
-    for address in ("https://huggingface.co/datasets/org/name", "https://example.org/a"):
-        said[address] = f"{address} does not exist; give the folder of a checkpoint or a Hub id like org/name"
-    for address, words in said.items():
+def test_an_address_is_repeated_as_it_was_given() -> None:
+    for address in ("https://huggingface.co/google/flan-t5-base", "https://example.org/a"):
         with pytest.raises(UserError) as caught:
             local_source(address)
-        assert str(caught.value) == words
+        assert (
+            str(caught.value) == f"{address} does not exist; give the folder of a checkpoint or a Hub id like org/name"
+        )
 
 
 def test_a_disk_that_fills_up_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

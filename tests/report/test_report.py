@@ -212,11 +212,11 @@ def test_a_report_that_is_read_and_written_again_is_the_same_to_the_byte(convert
 
 def test_keys_of_another_version_stay_and_no_part_can_be_changed(converted: Path) -> None:
     data = json.loads((converted / REPORT).read_text())
-    del data["precision"], data["regimes"]["half"]["underflow"]
+    del data["signals"], data["regimes"]["half"]["underflow"]
     data["source"]["certificate"] = data["regimes"]["half"]["sites"][0]["oddity"] = {"b": 1, "a": [None, 2]}
     data = {"later": 1, **{key: data[key] for key in sorted(data, reverse=True)}}
     report = read(Report, data)
-    assert report.precision == [] and report.regimes["half"].underflow == []
+    assert report.signals == [] and report.regimes["half"].underflow == []
     assert read(Text, {"name": "mine"}).rows is None
     with pytest.raises(ValidationError, match="frozen"):
         report.proof = "certified"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -125,39 +124,10 @@ def test_packed_text_is_read_as_it_is_unpacked(source: Path, tmp_path: Path) -> 
         list(texts.texts(str(tmp_path / "a.gz")))
 
 
-def offline() -> tuple[bool, bool]:
-    return datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
-
-
-def test_a_hub_out_of_reach_is_asked_once_and_is_one_line(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nothing listens at the tests' endpoint. The loader alone would try again, and sleep, for 23 seconds.
-    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits to try again"))
-    with pytest.raises(UserError, match="no-such/dataset: neither a file here nor, the Hub being out of") as raised:
-        batches(tiny.config("t5"), source, "no-such/dataset")
-    assert "\n" not in str(raised.value)
-    assert offline() == (False, False)
-
-
-def test_a_dataset_in_the_cache_serves_where_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def load(name: str, streaming: bool) -> Any:
-        seen.append(offline())
-        return {"train": [{"text": text} for text in TEXTS]}
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    assert list(texts.texts("org/name")) == [(text, None) for text in TEXTS]
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
-    assert list(texts.texts("org/name")) == [(text, None) for text in TEXTS]
-    assert seen == [(True, True), (False, False)]
-    assert offline() == (False, False)
-
-
 def test_a_dataset_that_the_hub_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str, streaming: bool) -> Any:
         raise ValueError("no split\nat all")
 
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(UserError, match=r"org/name: neither .* readable dataset of the Hub \(no split\); check"):
         list(texts.texts("org/name"))

@@ -104,27 +104,21 @@ def certificate(*, blocks: int = 3, top: float = 60_000.3, found: bool = True) -
                 top_here = level if j else 0.9 * level
                 sites.append(bound(f"{at}:add", "residual", top_here, top_here / 2 if found else None))
     sites.append(bound("lm_head", "logits", 123.4, 61.7 if found else None))
-    totals = {"max_length": 32768, "splits": 8, "train_mode": False, "cost_bits": 0.0, "sites": sites}
+    totals = {"max_length": 32768, "splits": 8, "train_mode": False, "sites": sites}
     least = min(site["headroom_bits"] for site in sites)
     return {"holds": all(site["holds"] for site in sites), "headroom_bits": least} | totals
 
 
 def certified(**options: Any) -> dict[str, Any]:
-    """Return the report of a conversion with a certificate and its precision."""
-    made, precision = certificate(**options), []
-    for stack, norms in (("encoder", 2), ("decoder", 3)):
-        for k, place in enumerate(["final_", *(f"block.{i}.layer.{j}." for i in range(2) for j in range(norms))]):
-            name = f"{stack}.{place}layer_norm"
-            precision.append({"module": name, "bits": 10.999 - 0.25 * k} | fakes.placed(name))
-            if (stack, place[-2:]) == ("decoder", "1."):
-                precision[-1]["role"] = "cross-attention"
+    """Return the report of a conversion with a certificate."""
+    made = certificate(**options)
     over = sorted((s for s in made["sites"] if not s["holds"]), key=lambda s: s["headroom_bits"])
     uncertified = [
         {"name": s["name"], "bound": s["bound"], "limit": s["limit"], "excess_bits": -s["headroom_bits"]}
         | {"reason": f"reason {i}", "remedy": f"remedy {i}"}
         for i, s in enumerate(over)
     ]
-    report = fakes.conversion(blocks=options.get("blocks", 3)) | {"certificate": made, "precision": precision}
+    report = fakes.conversion(blocks=options.get("blocks", 3)) | {"certificate": made}
     proof = "certified" if made["holds"] else "observed"
     return report | {"proof": proof, "uncertified": uncertified, "signals": []}
 
@@ -181,7 +175,5 @@ def hostile(report: dict[str, Any]) -> dict[str, Any]:
     if "certificate" in report:
         report["certificate"]["sites"][0] |= {"name": HOSTILE, "kind": HOSTILE, "role": HOSTILE}
         report["uncertified"][0] |= {"name": HOSTILE, "reason": HOSTILE, "remedy": HOSTILE}
-        report["precision"].append({"module": f"encoder.{HOSTILE}", "stack": "encoder", "block": 0, "role": HOSTILE})
-        report["precision"][-1]["bits"] = 1.0
         report["regimes"]["half"]["underflow"] = [{"name": HOSTILE, "amax": 1e-5}]
     return report
