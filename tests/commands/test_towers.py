@@ -91,9 +91,10 @@ def test_where_the_tower_alone_overflows_next_names_the_modules_that_stock_code_
     told = result.report["next"]
     assert not result.safe and told.startswith("only the vision tower overflows")
     assert {entry["remedy"] for entry in result.report["unsafe"] if entry["kind"] == "broke"} == {told}
-    audited = audit(out)
-    assert audited["next"] == told and {entry["remedy"] for entry in audited["unsafe"]} == {told}
-    assert verify(out)["problems"][-1]["remedy"] == told
+    if kind == "gemma3-images":  # what these two say does not depend on the family
+        audited = audit(out)
+        assert audited["next"] == told and {entry["remedy"] for entry in audited["unsafe"]} == {told}
+        assert verify(out)["problems"][-1]["remedy"] == told
     assert "the vision tower aside" in runtimes_line(read(Report, result.report))
     wanted, paths = seen(out), re.findall(r'model\.get_submodule\("([^"]+)"\)\.float\(\)', told)
     assert not seen(out, torch.float16).isfinite().all()

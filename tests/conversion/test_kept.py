@@ -55,7 +55,7 @@ def feed_forwards(spectra: Spectra) -> set[frozenset[str]]:
 
 @pytest.mark.parametrize("kind", EDITS)
 def test_bounds_and_plans_are_those_that_nothing_was_kept_for(kind: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(tiny.save(tiny.build(kind, factor=8.0), tmp_path / "source"))
+    checkpoint = open_checkpoint(tiny.save(tiny.small(kind, factor=8.0), tmp_path / "source"))
     source = Opened(checkpoint, resolve(checkpoint), [])
     edited = replace(source, edits=EDITS[kind], before=source)
     tables, computed = Tables(), []
@@ -94,7 +94,7 @@ def test_bounds_and_plans_are_those_that_nothing_was_kept_for(kind: str, tmp_pat
 )
 def test_nothing_is_kept_of_weights_that_are_others(kind: str, part: str, tmp_path: Path) -> None:
     """Edits leave bounds of outputs as they are, so here weights are changed that nothing makes up for."""
-    checkpoint = open_checkpoint(tiny.save(tiny.build(kind), tmp_path / "source"))
+    checkpoint = open_checkpoint(tiny.save(tiny.small(kind), tmp_path / "source"))
     layout = resolve(checkpoint)
     read = source_weights(checkpoint, layout)
     changed = next(name for name in layout.tensors if name.endswith(part))
