@@ -13,10 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -29,6 +32,7 @@ from bf16_to_fp16 import verify
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe, shipped_names
 from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.run.texts import texts
 
@@ -40,6 +44,15 @@ IN_TWO_PASSES = ("data.batch_size=2", "data.gradient_accumulation=4")
 """Which two processes divide; together they take the steps of ``alone``."""
 ALONE = ("data.batch_size=4", "data.gradient_accumulation=2", "device=cpu")
 AS_IT_IS = "from bf16_to_fp16.__main__ import main; exit(main())"
+TRAINING_ALONE = """
+import sys
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.finetuning.recipe import read_recipe
+from bf16_to_fp16.finetuning.run import train
+
+recipe = read_recipe(sys.argv[2], sys.argv[4::2]).settled()
+train(recipe, open_checkpoint(recipe.source))
+"""
 MISSED = 1  # exit status of a run of the recipe, which asks for more headroom than six steps can give
 
 
@@ -95,17 +108,18 @@ def logits(folder: Path) -> torch.Tensor:
     return out
 
 
-def assert_same_run(out: Path, reference: Path, processes: int, tolerance: float, *, pulls: bool = True) -> None:
-    """Losses, penalties, gradients and tokens of every step, and the function of what was written."""
-    assert finetuned(out)["processes"] == processes
+def assert_same_run(out: Path, reference: Path, tolerance: float, *, pulls: bool = True, lost: int = STEPS) -> None:
+    """Losses, penalties, gradients and tokens of every step but a lost one, and the function of what was written."""
+    assert finetuned(out)["processes"] == 2
     rows, wanted = logged(out), logged(reference)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row, want in zip(rows, wanted, strict=True):
-        assert row["tokens"] == want["tokens"] and row["skipped"] == 0
+        assert row["tokens"] == want["tokens"] and row["skipped"] == want["skipped"] == (row["step"] > lost)
         # The first step only finds out what is over.
         assert (want["penalty"] > 0) is (pulls and row["step"] > 1)
         for key in ("loss", "task_loss", "distillation", "penalty", "gradient_norm"):
-            assert row[key] == pytest.approx(want[key], rel=tolerance, abs=tolerance), (row["step"], key)
+            if (row["step"], key) != (lost + 1, "gradient_norm"):  # which is no number
+                assert row[key] == pytest.approx(want[key], rel=tolerance, abs=tolerance), (row["step"], key)
     ends = [finetuned(folder)["evaluations"][-1]["held_out_loss"] for folder in (out, reference)]
     assert ends[0] == pytest.approx(ends[1], rel=tolerance)
     start = logits(out.with_name(f"{out.name}.run") / "start")
@@ -157,7 +171,7 @@ def assert_in_shares(out: Path) -> None:
 
 
 def test_ddp_takes_the_steps_of_one_process(in_two: Path, alone: Path) -> None:
-    assert_same_run(in_two, alone, processes=2, tolerance=1e-5)
+    assert_same_run(in_two, alone, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("stage", beyond(["zero3"], ["zero3", "zero3-offload"]))
@@ -168,44 +182,14 @@ def test_zero_takes_the_steps_of_one_process(
     config, settings = ("--deepspeed_config_file", without_autocast(stage, tmp_path)), (PLAINLY_CLIPPED, *IN_TWO_PASSES)
     words = command(warm_python, stage, 2, recipe, tmp_path / "out", *map(str, config), settings=settings)
     run_by(AS_IT_IS, words, tmp_path, status=MISSED)
-    assert_same_run(tmp_path / "out", alone_clipped, processes=2, tolerance=1e-5)
+    assert_same_run(tmp_path / "out", alone_clipped, tolerance=1e-5)
     assert_in_shares(tmp_path / "out")
     # What DeepSpeed did to torch is undone before the last audit.
     assert [problem["check"] for problem in verify(tmp_path / "out")["problems"]] == ["report"]
     whole = logged(tmp_path / "out")
     remove_all_states_but_the_oldest(tmp_path / "out")
-    run_by(AS_IT_IS, words, tmp_path, status=MISSED)
+    run_by(TRAINING_ALONE, words, tmp_path)
     assert logged(tmp_path / "out") == whole
-
-
-INFINITE = """
-from bf16_to_fp16.finetuning.trainer import Trainer
-
-reach = Trainer._reach_beyond_the_data
-
-def infinite(self, index):
-    far = reach(self, index)
-    return far if self.position.step != 2 else far * float("inf")
-
-Trainer._reach_beyond_the_data = infinite
-"""
-
-
-@pytest.mark.parametrize("stage", beyond(["zero2"], ["zero2", "zero3", "zero3-offload"]))
-def test_a_step_that_zero_breaks_off_leaves_no_gradient_behind(
-    stage: str, recipe: Path, warm_python: Path, tmp_path: Path
-) -> None:
-    """The text's backward of the third step has been when the probe turns out infinite."""
-    config = ("--deepspeed_config_file", str(without_autocast(stage, tmp_path)))
-    whole = command(warm_python, "single", 1, recipe, tmp_path / "one", settings=(PLAINLY_CLIPPED,))
-    words = command(warm_python, stage, 2, recipe, tmp_path / "parts", *config, settings=(PLAINLY_CLIPPED,))
-    for each in (whole, words):
-        run_by(INFINITE + AS_IT_IS, each, tmp_path, status=MISSED)
-    rows, wanted = logged(tmp_path / "parts"), logged(tmp_path / "one")
-    assert [row["skipped"] for row in rows] == [row["skipped"] for row in wanted] == [0, 0, 1, 1, 1, 1]
-    for row, want in zip(rows[3:], wanted[3:], strict=True):
-        for key in ("loss", "gradient_norm"):
-            assert row[key] == pytest.approx(want[key], rel=3e-2 if row["step"] == STEPS else 1e-5), (row["step"], key)
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +233,6 @@ def test_parts_of_the_weights_are_held_to_the_bounds_of_the_whole(
 
 
 AS_ON_CARDS = """
-import sys
 import deepspeed.runtime.engine as runtime
 import torch
 
@@ -258,90 +241,128 @@ def autocast_if_enabled(engine):
 
 # DeepSpeed knows of CUDA's autocast alone, and takes off one around its own.
 runtime.autocast_if_enabled = autocast_if_enabled
-from bf16_to_fp16.cli import main
-sys.exit(main(sys.argv[1:]))
+"""
+INFINITE = """
+from bf16_to_fp16.finetuning.trainer import Trainer
+
+reach = Trainer._reach_beyond_the_data
+
+def infinite(self, index):
+    far = reach(self, index)
+    return far if self.position.step != 2 else far * float("inf")
+
+Trainer._reach_beyond_the_data = infinite
 """
 
 
 @pytest.mark.parametrize("kind", beyond(["zero2"], ["zero2", "zero3"]))
-def test_zero_takes_the_steps_of_amp(kind: str, recipe: Path, warm_python: Path, tmp_path: Path) -> None:
-    """The shipped JSON as it is, and single.yaml: autocast, loss scale, clipping."""
+def test_zero_takes_the_steps_of_amp_and_one_that_it_breaks_off_leaves_no_gradient_behind(
+    kind: str, recipe: Path, warm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shipped JSON as it is: autocast, loss scale, clipping. The text's backward of the third step has been when
+    the probe turns out infinite."""
     # Where rounding decides which value is the largest, the penalty would pull at another.
-    settings = ("optimizer.relative=false", "penalty.headroom_bits=1", "precision=fp16")
+    settings = (PLAINLY_CLIPPED, "penalty.headroom_bits=1", "precision=fp16")
     words = command(warm_python, kind, 2, recipe, tmp_path / "zero", settings=settings)
-    run_by(AS_ON_CARDS, words, tmp_path, status=MISSED)
-    alone = command(warm_python, "single", 1, recipe, tmp_path / "amp", settings=settings)
-    run(alone, status=MISSED)
-    assert finetuned(tmp_path / "amp")["processes"] == 1
+    run_by(AS_ON_CARDS + INFINITE + AS_IT_IS, words, tmp_path, status=MISSED)
+    monkeypatch.setattr(Trainer, "_reach_beyond_the_data", Trainer._reach_beyond_the_data)  # and back at the end
+    exec(INFINITE, {})
+    finetune(recipe, overrides=(f"out={tmp_path / 'amp'}", "device=cpu", *settings))
     assert_in_shares(tmp_path / "zero")
-    assert_same_run(tmp_path / "zero", tmp_path / "amp", processes=2, tolerance=3e-3, pulls=False)
+    assert_same_run(tmp_path / "zero", tmp_path / "amp", tolerance=3e-3, pulls=False, lost=2)
     # At the first step all of it is the precision's.
     first, wanted = (logged(tmp_path / name)[0]["distillation"] for name in ("zero", "amp"))
     assert 0 < first == pytest.approx(wanted, rel=1e-3)
     for name in ("zero", "amp"):
-        assert {(row["precision"], row["loss_scale"]) for row in logged(tmp_path / name)} == {("fp16", 65536.0)}
+        scales = [(row["precision"], row["loss_scale"]) for row in logged(tmp_path / name)]
+        assert scales == [("fp16", 65536.0)] * 2 + [("fp16", 32768.0)] * 4
     if kind == "zero2":  # with ZeRO-3's own autocast a run that goes on differs in the fifth digit
         whole = logged(tmp_path / "zero")
         remove_all_states_but_the_oldest(tmp_path / "zero")
-        run_by(AS_ON_CARDS, words, tmp_path, status=MISSED)
+        run_by(AS_ON_CARDS + INFINITE + TRAINING_ALONE, words, tmp_path)
         assert logged(tmp_path / "zero") == whole
 
 
-def wait_for_state(process: "subprocess.Popen[Any]", folder: Path, pattern: str) -> None:
-    """Wait until a run has a state whose name fits the pattern."""
-    for _ in range(6000):
-        if list(folder.glob(pattern)):
-            break
-        assert process.poll() is None
-        time.sleep(0.02)
+def launched(python: Path, recipe: Path, folder: Path, *settings: str) -> "subprocess.Popen[str]":
+    """Begin ``launch --run`` in two processes, which work in a folder."""
+    words = ["launch", recipe, "--gpus", "2", "--run", *(word for each in settings for word in ("--set", each))]
+    return subprocess.Popen(
+        [str(part) for part in (python, "-m", "bf16_to_fp16", *words, "--set", "device=cpu")],
+        cwd=folder,
+        env={**os.environ, **ON_CPU},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
-def test_two_processes_that_are_killed_go_on_to_the_same_bits(
+def end_of(process: "subprocess.Popen[str]", states: Path, pattern: str, how: Callable[[], None]) -> tuple[str, str]:
+    """End a run by ``how`` once it has a state whose name fits the pattern, and return what it said."""
+    try:
+        for _ in range(6000):
+            if list(states.glob(pattern)):
+                break
+            assert process.poll() is None
+            time.sleep(0.02)
+        how()
+        return process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            kill(process)
+
+
+def test_a_run_that_loses_a_process_says_so_and_goes_on_to_the_same_bits(
     recipe: Path, in_two: Path, warm_python: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    process = subprocess.Popen(
-        command(warm_python, "ddp", 2, recipe, out, settings=IN_TWO_PASSES),
-        cwd=ROOT,
-        env={**os.environ, **ON_CPU},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+    settings = ("out=out", *IN_TWO_PASSES)
+    process = launched(warm_python, recipe, tmp_path, *settings)
+    family: list[psutil.Process] = []
+
+    def kill_one() -> None:
+        family.extend(each for each in psutil.process_iter() if is_in(each, tmp_path))
+        next(each for each in family if each.environ().get("RANK") == "1").kill()
+
+    said, error = end_of(process, tmp_path / "out.run", "step-0000000[2-5]", kill_one)
+    assert process.returncode == 2 and not (tmp_path / "out").exists() and "Traceback" not in error
+    assert error.splitlines()[-1] == (
+        "error: process 1 was ended by SIGKILL; the same command goes on from the last state"
     )
-    try:
-        wait_for_state(process, tmp_path / "out.run", "step-0000000[2-5]")
-    finally:
-        kill(process)
-    assert not out.exists() and not (tmp_path / "out.run" / f"step-{STEPS:08d}").exists()
-    again = command(warm_python, "ddp", 2, recipe, out, settings=IN_TWO_PASSES)
-    said = run(again, status=MISSED)
-    assert "Continuing from step" in said
+    first, *_, last = said.splitlines()
+    assert first.startswith("# device: cpu: 2 CPU processes over gloo, ")
+    assert f"-m bf16_to_fp16 finetune {recipe} --set out=out" in last
+    assert not psutil.wait_procs(family, timeout=20)[1]
+    assert not (tmp_path / "out.run" / f"step-{STEPS:08d}").exists()
+    _, error = (again := launched(warm_python, recipe, tmp_path, *settings)).communicate(timeout=400)
+    assert again.returncode == MISSED and "Continuing from step" in error
     for name in ("out/model.safetensors", "out.run/log.jsonl"):
         whole = in_two.parent / name.replace("out", in_two.name, 1)
         assert (tmp_path / name).read_bytes() == whole.read_bytes(), name
 
 
+def is_in(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process works in a folder, whoever began it."""
+    with suppress(psutil.Error):
+        return process.cwd() == str(folder)
+    return False
+
+
 def test_an_interrupt_is_said_once_with_how_the_run_goes_on(recipe: Path, warm_python: Path, tmp_path: Path) -> None:
-    words = ["launch", str(recipe), "--gpus", "2", "--run", "--set", f"out={tmp_path / 'out'}"]
-    words += ["--set", "schedule.steps=5000", "--set", "device=cpu"]
-    process = subprocess.Popen(
-        [str(warm_python), "-m", "bf16_to_fp16", *words],
-        cwd=ROOT,
-        env={**os.environ, **ON_CPU},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        wait_for_state(process, tmp_path / "out.run", "step-0000000[4-8]")
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        _, said = process.communicate(timeout=120)
-    finally:
-        if process.poll() is None:
-            kill(process)
+    process = launched(warm_python, recipe, tmp_path, "out=out", "schedule.steps=5000")
+    as_a_terminal_does = partial(os.killpg, process.pid, signal.SIGINT)
+    _, said = end_of(process, tmp_path / "out.run", "step-0000000[4-8]", as_a_terminal_does)
     assert process.returncode == 130, said
     (line,) = (line for line in said.splitlines() if "interrupted" in line)
     assert line.endswith("interrupted; the same command goes on from the last state")
+
+
+def test_an_error_of_the_processes_is_one_line_and_the_launch_s_status(
+    recipe: Path, warm_python: Path, tmp_path: Path
+) -> None:
+    process = launched(warm_python, recipe, tmp_path, "out=out", "data.first_sentinel=999")
+    _, error = process.communicate(timeout=200)
+    (line,) = [line for line in error.splitlines() if line]
+    assert process.returncode == 2 and line.startswith("error: ") and "data.first_sentinel is 999" in line
 
 
 AS_FSDP = """
@@ -376,7 +397,7 @@ def test_fsdp_takes_the_steps_of_one_process(
     recipe: Path, alone_clipped: Path, warm_python: Path, tmp_path: Path
 ) -> None:
     under_fsdp(warm_python, recipe, tmp_path, MISSED, PLAINLY_CLIPPED)
-    assert_same_run(tmp_path / "out", alone_clipped, processes=2, tolerance=1e-5)
+    assert_same_run(tmp_path / "out", alone_clipped, tolerance=1e-5)
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------

@@ -53,7 +53,10 @@ if ended < 0:
 sys.exit(ended)
 """
 
-IMPORTED = ("accelerate.commands.accelerate_cli", "deepspeed", "torch.distributed.run", "transformers.trainer_seq2seq")
+IMPORTED = (
+    *("accelerate.commands.accelerate_cli", "torch.distributed.run", "transformers.trainer_seq2seq"),
+    "deepspeed.runtime.zero.muon.original_muon",  # which its engine imports late, and a compiler with it
+)
 """What programs here import besides this package and its families' modules."""
 
 
