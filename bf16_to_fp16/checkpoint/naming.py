@@ -10,8 +10,6 @@ from functools import cache
 
 from ..errors import UserError
 
-SPIECE, SPIECE_FILE = "spiece_model", "spiece.model"  # a tensor with the tokenizer's bytes, and the tokenizer's file
-
 STOCK_BLOCK = "encoder.block.{i}.layer"
 
 WAN_NAMES = (
@@ -113,14 +111,3 @@ def translated(name: str, table: Iterable[tuple[str, str]]) -> str:
         if match := pattern(one).fullmatch(name):
             return other.format(**match.groupdict())
     return name
-
-
-def found_in(names: Iterable[str]) -> list[tuple[str, Naming]]:
-    """Return every prefix below which the names are a T5 encoder's, each with its naming."""
-    names = frozenset(names)
-    encoders = []
-    for naming in NAMINGS:
-        first, *others = naming.anchors
-        prefixes = (name.removesuffix(first) for name in names if name.endswith(first))
-        encoders += [(p, naming) for p in prefixes if not p or p.endswith(".") if all(p + o in names for o in others)]
-    return sorted(encoders, key=lambda pair: pair[0])

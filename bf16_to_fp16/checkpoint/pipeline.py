@@ -3,6 +3,7 @@ moves. Small files, which people edit, are copied."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,17 +18,17 @@ from .fetching import SMALL_FILES, fetched, hub_files
 from .files import read_json
 from .folder import copy, is_weights
 from .places import RESTORE, contained, local_source
-from .variants import has_variant, linked_to, variant_of
 
 MODEL_INDEX = "model_index.json"
 PIPELINE = "fp16_pipeline.json"  # in a converted pipeline: the converted sub-folders and their sources
 LINKED_FROM = 1 << 20  # bytes; a smaller file is copied
+NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """``loaded``: library and class of each component. ``same``: the encoder that a sub-folder links to. ``variants``:
-    encoders with a variant fp16. ``others``: files to link or copy; ``left_out``: the other files."""
+    """``loaded``: library and class of each component. ``others``: files to link or copy; ``left_out``: the other
+    files."""
 
     folder: Path
     source: str
@@ -35,8 +36,6 @@ class Pipeline:
     kind: str
     loaded: Mapping[str, tuple[str, str]]
     encoders: tuple[str, ...]
-    same: Mapping[str, str]
-    variants: frozenset[str]
     others: tuple[str, ...]
     left_out: tuple[str, ...]
 
@@ -67,8 +66,6 @@ def open_pipeline(
     if not encoders:
         said = f"{source} is a pipeline without a text encoder of a known family"
         raise UserError(f"{said} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
-    homes = {name: (folder / name).resolve() for name in encoders}
-    same = {name: first for name in encoders if (first := next(n for n in encoders if homes[n] == homes[name])) != name}
     there, left_out = files_below(folder) if names is None else (names, [])
     others = there if names is None else files_loaded(names, parts)
     return Pipeline(
@@ -77,9 +74,7 @@ def open_pipeline(
         revision,
         class_of(index),
         parts,
-        tuple(name for name in encoders if name not in same),
-        same,
-        frozenset(name for name in encoders if has_variant(there, name)),
+        tuple(encoders),
         tuple(name for name in others if name.partition("/")[0] not in encoders),
         tuple(left_out),
     )
@@ -126,6 +121,11 @@ def files_below(folder: Path) -> tuple[list[str], list[str]]:
     return [path.relative_to(folder).as_posix() for path in files], hidden
 
 
+def variant_of(name: str) -> str | None:
+    pieces = re.sub(r"-\d+-of-\d+", "", name).split(".")[1:]
+    return next((piece for piece in pieces if piece not in ("safetensors", "bin", "index", "json")), None)
+
+
 def files_loaded(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
     """Return the files that ``from_pretrained`` uses: safetensors rather than .bin, a default rather than a variant."""
     kept: list[str] = []
@@ -168,3 +168,13 @@ def bring(
             copy(file, place, folder)
         advance(number, len(names))
     return links
+
+
+def linked_to(file: Path, place: Path) -> bool:
+    try:
+        os.link(file.resolve(), place)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        return False
+    return True

@@ -95,15 +95,17 @@ def open_checkpoint(
     endpoint: str | None = None,
 ) -> Checkpoint:
     """Open a local folder, one file of weights, or a Hub id ``org/name[@revision]``; raise UserError for anything else.
-    subfolder: the model's folder below it, or in a file the prefix of its tensors' names. config: replaces the config
-    inferred for one file of weights. endpoint: the Hub's address."""
+    subfolder: the model's folder below it. config: replaces the config inferred for one file of weights. endpoint: the
+    Hub's address."""
     folder, revision = local_source(source), None
     if folder in VIEWS and subfolder is None:
         return VIEWS[folder]
     if folder is not None and not folder.is_dir():
-        one = open_single_file(folder, subfolder, config)
+        if subfolder is not None:
+            raise UserError(f"{folder} is one file of weights, which has no folders; leave out --subfolder")
+        one = open_single_file(folder, config)
         VIEWS[one.folder] = Checkpoint(
-            one.folder, str(source), None, one.config, one.tensors, (one.file,), None, one.states, subfolder, one.notes
+            one.folder, str(source), None, one.config, one.tensors, (one.file,), None, one.states, notes=one.notes
         )
         return VIEWS[one.folder]
     check_lone(source, config)

@@ -19,7 +19,7 @@ from .shared import FOLDER, SAFE, UNSAFE, endpoint, json_file, make_progress, wr
 @click.command("publish")
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.argument("repo_id")
-@click.option("--dry-run", is_flag=True, help="Show the files, their sizes and the card; send nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the files and their sizes; send nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--public", is_flag=True, help="Make the repository public; without it a new one is private.")
 @click.option("--create-pr", is_flag=True, help="Propose the change as a pull request.")
@@ -45,7 +45,7 @@ def publish_command(
     from ..report import terminal
 
     def confirm(upload: Upload) -> bool:
-        terminal.print_upload(upload, repo_id, whole=dry_run, public=public, aside=json_file == "-")
+        terminal.print_upload(upload, repo_id, public=public, aside=json_file == "-")
         if yes or dry_run:
             return True
         if not sys.stdin.isatty():

@@ -18,7 +18,7 @@ from ..checkpoint.files import read_json
 from ..checkpoint.folder import records
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.headers import FLOATING_DTYPES, read_whole_header
-from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, files_below, is_pipeline, open_pipeline
+from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, is_pipeline, open_pipeline
 from ..checkpoint.places import contained, own_name
 from ..checkpoint.staging import staged
 from ..conversion.options import Destination, Options
@@ -96,7 +96,7 @@ def convert_pipeline_by(
             f" {listed(pipeline.encoders, 'or')} as well"
         )
     local, given = pipeline.revision is None, options
-    asked = {name: options_of(given, pipeline, name) for name in (*pipeline.encoders, *pipeline.same)}
+    asked = {name: options_of(given, pipeline, name) for name in pipeline.encoders}
     place.check(pipeline.folder)
     if place.dry_run:
         planned = {n: converted(asked[n], pipeline, n, place, endpoint, progress) for n in pipeline.encoders}
@@ -110,10 +110,8 @@ def convert_pipeline_by(
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
             done[name] = converted(asked[name], pipeline, name, Destination(work / name), endpoint, progress)
-            encoders.append(entry_of(name, done[name].report))
-        for name, first in pipeline.same.items():
-            bring(work / first, files_below(work / first)[0], work / name)
-            encoders.append(entry_of(name, done[first].report, same=first))
+            said = done[name].report
+            encoders.append(answers.PipelineEntry(subfolder=name, verdict=said["verdict"], proof=said["proof"]))
         # Links are recorded without SHA-256: replacing ``out`` removes only the link, not the source's file.
         known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
         files = sorted([*records(work, links), *known], key=lambda entry: str(entry["name"]))
@@ -180,11 +178,6 @@ def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
     except UserError:  # a file that is brought along as it is
         return None
     return next((str(SAFETENSORS_DTYPES[t.dtype]) for t in tensors.values() if t.dtype in FLOATING_DTYPES), None)
-
-
-def entry_of(name: str, report: Mapping[str, Any], *, same: str | None = None) -> answers.PipelineEntry:
-    other = {} if same is None else {"same": same}
-    return answers.PipelineEntry(subfolder=name, **other, verdict=report["verdict"], proof=report["proof"])
 
 
 def read_pipeline(folder: Path) -> answers.PipelineReport:

@@ -41,10 +41,6 @@ class Upload:
     files: dict[str, Path | bytes]
     card_edited: bool
 
-    @property
-    def card(self) -> str:
-        return contents(self.files[CARD]).decode("utf-8")
-
     def items(self) -> list[FileEntry]:
         entries = [*self.report.output.files, entry_of(REPORT, self.files[REPORT])]
         return sorted(entries, key=lambda entry: entry.name)
@@ -59,12 +55,10 @@ def entry_of(name: str, file: Path | bytes) -> FileEntry:
     return FileEntry(name=name, nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
-def prepare(
-    folder: str | Path, *, allow_unsafe: bool = False, audited: bool = False, progress: Progress | bool | None = None
-) -> Upload:
-    """Check a converted folder as ``verify`` does and return it ready to upload. audited: check only hashes. An edited
-    card is kept, with its hash in the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``;
-    report, page and card then say so."""
+def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progress | bool | None = None) -> Upload:
+    """Check a converted folder as ``verify`` does and return it ready to upload. An edited card is kept, with its hash
+    in the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``; report, page and card then say
+    so."""
     progress, folder = progress_of(progress), written_folder(folder)
     check_no_pipeline(folder)
     report, found = read_recorded(folder), Verified()
@@ -72,7 +66,7 @@ def prepare(
         problems = list(check_hashes(folder, report, advance=advance))
     edited = (folder / CARD).is_file() and any(name == CARD for name, *_ in problems)
     found.add("files", (problem for problem in problems if not (edited and problem[0] == CARD)))
-    if not found.problems and not audited:
+    if not found.problems:
         run = bool(report.regimes)
         check_contents(folder, report, None, None, found, run_model=run, device=Device("auto"), progress=progress)
     if other := [problem for problem in found.problems if problem.check not in UNSAFE]:
@@ -134,22 +128,21 @@ def publish(
     dry_run: bool = False,
     endpoint: str | None = None,
     token: str | None = None,
-    audited: bool = False,
     confirm: Any = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Upload a converted folder to a Hub repository; its many parameters are the command's options.
 
     public: without it a new repository is private, and an existing public one is refused. force: replace files of other
-    content. dry_run: check, and send nothing. audited: these files have just been audited. confirm: nothing is sent
-    where it returns False. Raises UserError; no message holds the token.
+    content. dry_run: check, and send nothing. confirm: nothing is sent where it returns False. Raises UserError; no
+    message holds the token.
     """
     from huggingface_hub import HfApi, get_token
 
     progress = progress_of(progress)
     check_name(repo_id)
     token = token or get_token() if dry_run else token_of(token, endpoint)
-    upload = prepare(folder, allow_unsafe=allow_unsafe, audited=audited, progress=progress)
+    upload = prepare(folder, allow_unsafe=allow_unsafe, progress=progress)
     for item in upload.items() if token else ():
         if (item.nbytes or 0) <= SMALL and str(token).encode() in contents(upload.files[item.name]):
             raise UserError(f"{item.name} holds your token; take it out, and make a new token in your settings")
@@ -162,7 +155,7 @@ def publish(
         "create_pr": create_pr,
         "files": [{"name": i.name, "nbytes": i.nbytes, "sha256": i.sha256} for i in upload.items()],
         "dry_run": dry_run,
-        **{"uploaded": [], "kept": [], "commit": None, "compared": False, "url": None, "pull_request": None},
+        **{"uploaded": [], "kept": [], "commit": None, "url": None, "pull_request": None},
     }
     if (confirm is not None and not confirm(upload)) or dry_run:
         return done
@@ -197,7 +190,7 @@ def send(
     names = [item.name for item in upload.items()]
     missing = missing_from(held, upload)
     kept = sorted(name for name in set(held) - set(names) - {*HUBS_OWN} if is_weights(name))
-    done = {"repo": repo, "kept": kept, "private": there.private, "url": f"{api.endpoint}/{repo}", "compared": True}
+    done = {"repo": repo, "kept": kept, "private": there.private, "url": f"{api.endpoint}/{repo}"}
     if not missing:
         progress.say(f"{repo} has all of it already; nothing to upload")
         return done | {"commit": there.sha}

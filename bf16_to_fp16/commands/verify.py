@@ -71,7 +71,6 @@ from ..verification.files import (
     check_foreign,
     check_hashes,
     check_tensors,
-    check_tokenizer,
     check_unread,
     present_files,
 )
@@ -199,10 +198,7 @@ def check_contents(
     checkpoint = open_checkpoint(place)
     layout = agreed_layout(checkpoint)
     if place.is_file():
-        inside = read_packed(place)
-        found.add("files", check_tensors(place, checkpoint, inside))
-        if original is not None:
-            found.add("files", check_tokenizer(checkpoint, original, inside))
+        found.add("files", check_tensors(place, checkpoint, read_packed(place)))
     else:
         found.add("files", check_unread(checkpoint, report))
         if report.output.card_edited:

@@ -101,7 +101,7 @@ def check_data(data: object, *, run_model: bool) -> None:
 class Options:
     """How a conversion is done. A field's flag has its ``help``; fields without one are for Python alone.
     ``run_model``: False is ``--no-audit``. ``prove``: hold every signal for every input where an exponent does it, at
-    any cost of precision. ``variant``: name the weights as variant fp16 too, as in the source."""
+    any cost of precision."""
 
     target: str = option(
         AUTO,
@@ -207,7 +207,6 @@ class Options:
         metavar="X",
     )
     prove: bool = False
-    variant: bool = False
 
     def check(self) -> None:
         choices = (self.target, (AUTO, *TARGETS)), (self.layout, LAYOUT_NAMES), (self.eps, EPS)

@@ -68,7 +68,6 @@ def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
     asked = replace(
         options,
         subfolder=name,
-        variant=name in pipeline.variants,
         as_class=None if architectures(config)[:1] == [kind] else kind,
     )
     if held and options.stream not in (None, 0):

@@ -8,7 +8,6 @@ from pathlib import Path
 from ..checkpoint.folder import carry_over, tokenizer_beside
 from ..checkpoint.layouts import FOLDER_LAYOUT
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.variants import has_variant, name_variants
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..families.layout import Layout
@@ -39,10 +38,7 @@ def rewrite(
     carried, left_out = carry_over(
         checkpoint.home, work, tokenizer=tokenizer_beside(checkpoint.home, options.subfolder)
     )
-    there, one_file = [path.name for path in checkpoint.home.iterdir()], options.layout != FOLDER_LAYOUT
-    if not one_file and (options.variant or has_variant(there)):
-        name_variants(work)  # for from_pretrained(variant="fp16")
-    if not one_file and not has_tokenizer(work):
+    if options.layout == FOLDER_LAYOUT and not has_tokenizer(work):
         progress.say(
             f"{checkpoint.name} has no tokenizer, so the output has none; put one beside the source and convert again"
         )

@@ -44,10 +44,7 @@ class Verification(Versioned):
 
 
 class PipelineEntry(ReportObject):
-    """A converted sub-folder. ``same``: the other sub-folder that it is a copy of."""
-
     subfolder: str
-    same: str | None = None
     verdict: str
     proof: str | None
 

@@ -52,12 +52,12 @@ class Original(ReportObject):
 
 
 class Source(ReportObject):
-    """The source of the weights, and ``undo``'s data. ``subfolder``: inside the source (for one file the prefix of its
-    names); a local path ends in it. ``sha256``, ``other_sha256``: of the weight files, and of other files. ``dtype``:
-    of most tensors, in safetensors' spelling; ``dtypes``: of the others. ``made``: tensors that the conversion made.
-    ``dropped``: tensors left out, with the reason. ``config_changes``: keys of config.json, with values before and
-    after; a dot leads into a nested config. ``carried_over``, ``left_out``: files besides weights. After a finetune,
-    path, revision and hashes are the original's. ``card``: licence, languages, tags and task of the source's card.
+    """The source of the weights, and ``undo``'s data. ``subfolder``: inside the source; a local path ends in it.
+    ``sha256``, ``other_sha256``: of the weight files, and of other files. ``dtype``: of most tensors, in safetensors'
+    spelling; ``dtypes``: of the others. ``made``: tensors that the conversion made. ``dropped``: tensors left out, with
+    the reason. ``config_changes``: keys of config.json, with values before and after; a dot leads into a nested config.
+    ``carried_over``, ``left_out``: files besides weights. After a finetune, path, revision and hashes are the
+    original's. ``card``: licence, languages, tags and task of the source's card.
     ``replaced``: key biases and tables of position biases that the conversion changed by more than powers of two."""
 
     path: str | None = None

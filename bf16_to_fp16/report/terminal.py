@@ -34,7 +34,6 @@ from .tables import Column, Table, names, numbers
 
 WORST_SITES = 6
 MOST_EDITS = 3  # edits that are named, the dearest
-CARD_LINES = 40
 CHECK_NAMES = {
     "files": "files: hashes against the report",
     "plan": "plan: against config and weights",
@@ -456,8 +455,8 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
         print_limits(screen, planned.violations)
 
 
-def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, aside: bool = False) -> None:
-    """Print the planned upload. whole: the whole card. aside: to standard error, where standard output is for data."""
+def print_upload(upload: Any, repo: str, *, public: bool = False, aside: bool = False) -> None:
+    """Print the planned upload. aside: to standard error, where standard output is for data."""
     screen = console(stderr=aside)
     seen = "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
     screen.say(seen)
@@ -465,13 +464,8 @@ def print_upload(upload: Any, repo: str, *, whole: bool, public: bool = False, a
     sizes = [(item.name, item.nbytes) for item in items]
     sizes.append((f"{len(items)} files", sum(nbytes for _, nbytes in sizes)))
     screen.table(Table((Column("file", 0), numbers("size", 1, wording.bytes_in_words)), sizes, f"for {repo}"))
-    lines = upload.card.splitlines()
-    shown = len(lines) if whole else CARD_LINES
-    screen.print("README.md, edited since the conversion:" if upload.card_edited else "README.md:")
-    for line in lines[:shown]:
-        screen.say(f"| {line}")
-    if len(lines) > shown:
-        screen.print(f"and {len(lines) - shown} more lines; --dry-run shows all")
+    if upload.card_edited:
+        screen.say("README.md: edited since the conversion")
 
 
 def print_published(result: Mapping[str, Any]) -> None:

@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.contents import INDEX, SINGLE_OR_SHARDED, side_modules
-from ..checkpoint.files import read_json
 from ..checkpoint.folder import TEMPLATES, is_code, is_weights, sha256_of
 from ..checkpoint.headers import read_whole_header
 from ..checkpoint.layouts import LAYOUTS
-from ..checkpoint.naming import SPIECE, SPIECE_FILE, STOCK
 from ..checkpoint.packed import recorded_sha256
 from ..checkpoint.packing import tensors_sha256
 from ..checkpoint.places import contained
-from ..checkpoint.reader import VIEWS, Checkpoint
-from ..checkpoint.variants import variant_name
+from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout
 from ..report.remedies import REMOVE
 from ..report.schema import CARD, PAGE, REPORT, Report
@@ -88,34 +85,13 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Ite
 
 
 def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, ...]]:
-    """Yield unlisted weights that are read, and listed ones in another format or variant, except identical variants."""
-    listed = {entry.name: entry.sha256 for entry in report.output.files}
+    """Yield unlisted weights that are read, and listed ones that are not."""
+    listed = {entry.name for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
     yield from ((name, UNLISTED) for name in read if name not in listed)
-    variants = {name: variant_name(name) for name in read if name.startswith("model")}
-    hashes = {variant: listed.get(name) for name, variant in variants.items()}
-    for name in sorted(listed.keys() - {*read, *([] if checkpoint.index is None else [INDEX])}):
-        if "/" in name or not is_weights(name):
-            continue
-        file = checkpoint.folder / name
-        if name == variant_name(INDEX) and checkpoint.index is not None:
-            placed = {tensor: variants.get(shard) for tensor, shard in checkpoint.index["weight_map"].items()}
-            same = read_json(file, "index").get("weight_map") == placed
-        elif name in hashes:
-            same = listed[name] == hashes[name]
-        else:
-            same = False
-        if not same:
-            reason = f"holds other weights than {read[0]}, of which nothing is known"
-            yield name, reason, REMOVE
-
-
-def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
-    """Yield the tokenizer inside one file where it is not the original's."""
-    files = (checkpoint.folder / SPIECE_FILE, original.folder / SPIECE_FILE)
-    found, wanted = (file.read_bytes() if file.is_file() else None for file in files)
-    if found != (wanted if original.home in VIEWS and LAYOUTS[inside.layout].naming is STOCK else None):
-        yield SPIECE, "is not the original's tokenizer"
+    for name in sorted(listed - {*read, *([] if checkpoint.index is None else [INDEX])}):
+        if "/" not in name and is_weights(name):
+            yield name, f"holds other weights than {read[0]}, of which nothing is known", REMOVE
 
 
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
@@ -128,8 +104,6 @@ def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterato
     elif recorded != tensors_sha256(file):
         yield file.name, "the tensors were changed or damaged since"
     for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
-        if name == SPIECE and naming is STOCK and info.dtype == "U8" and len(info.shape) == 1:
-            continue
         if name not in ours or info.dtype != "F16":
             reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"
             yield name, reason

@@ -19,7 +19,6 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.checkpoint.variants import name_variants
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind
 from bf16_to_fp16.json_text import finite
@@ -232,7 +231,6 @@ def test_hidden_damage_is_found(
 
 
 HARMLESS: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
-    "identical variants": (name_variants, BOUNDS),
     "another licence": (lambda f: (f / "LICENSE").write_text("put there since"), REPLAY),
     "a bound within a thousandth": (lambda f: edit_bound(f, 1.0001), BOUNDS),
     "a tier of less": (

@@ -159,7 +159,7 @@ def originals(root: Path) -> Originals:
     recipe: dict[str, Any] = {"source": "somewhere", "out": "out", "precision": "fp16"}
     recipe |= {"data": {"path": "text.txt", "input_length": 16, "held_out": 0.1}}
     recipe |= {"schedule": {"steps": 3, "learning_rate": 1e-3}, "penalty": {"headroom_bits": 2.0}}
-    recipe |= {"optimizer": {"relative": True, "moments": "fp32"}, "checkpointing": {"every": 2}}
+    recipe |= {"optimizer": {"relative": True}, "checkpointing": {"every": 2}}
     return Originals(folders, recipe)
 
 

@@ -1,7 +1,6 @@
 """Encoders as other tools build them, and the files that they read: the names are those of the published code.
 
-Wan: ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1. What a bundle puts before the names:
-``sd3_clip.py`` of https://github.com/comfyanonymous/ComfyUI. Written anew from what their parameters are called and
+Wan: ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1. Written anew from what its parameters are called and
 what they compute; nothing here comes from the package under test.
 """
 
@@ -15,7 +14,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 WAN_EPS = 1e-6  # which Wan cannot be told otherwise
-SPIECE = bytes(range(256)) * 5 + b"odd length"  # stands for the bytes of a SentencePiece model
 
 
 class Gain(nn.Module):
@@ -96,11 +94,11 @@ def as_wan(model: Any) -> Wan:
     return made
 
 
-def stored(model: nn.Module, dtype: torch.dtype = torch.bfloat16, prefix: str = "") -> dict[str, torch.Tensor]:
+def stored(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """Return the tensors of a model as a file holds them, each with memory of its own and without the copies of the
     embedding."""
     return {
-        prefix + name: tensor.detach().to(dtype).clone()
+        name: tensor.detach().to(dtype).clone()
         for name, tensor in model.state_dict().items()
         if not name.endswith("embed_tokens.weight")
     }
@@ -113,7 +111,3 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
     else:
         save_file(dict(tensors), path)
     return path
-
-
-def spiece() -> torch.Tensor:
-    return torch.tensor(list(SPIECE), dtype=torch.uint8)
