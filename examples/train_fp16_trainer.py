@@ -26,8 +26,8 @@ def main() -> None:
 
     safe = make_fp16_safe(model)
     print(safe)
-    # With follow the learning rate means what it means for the original; max_grad_norm would clip in other units.
-    optimizer = safe.follow(torch.optim.AdamW(model.parameters(), lr=1e-4), model)
+    # With follow, rate and clipping mean what they mean for the original; the Trainer's own would clip in other units.
+    optimizer = safe.follow(torch.optim.AdamW(model.parameters(), lr=1e-4), model, max_grad_norm=1.0)
     gpu = torch.cuda.is_available()
     arguments = TrainingArguments(
         fp16=gpu,

@@ -239,18 +239,24 @@ class MadeSafe:
             f"{type(model).__name__} is not at this plan's scale; it was undone already, or not made safe so"
         )
 
-    def follow(self, optimizer: torch.optim.Optimizer, model: Any) -> torch.optim.Optimizer:
+    def follow(
+        self, optimizer: torch.optim.Optimizer, model: Any, *, max_grad_norm: float | None = None
+    ) -> torch.optim.Optimizer:
         """Make ``optimizer`` take exactly the steps that it would take without the rescaling, and return it.
 
         Around each step gradients and weights are brought to the source's scale, so that learning rate, epsilon, decay
-        and second moments keep their meaning. Call it once, before the first step. Parameters that were not rescaled,
-        such as an adapter's, are stepped as they are. Raises UserError where ``model`` is not at the plan's scale, and,
-        from a step, for sharded parameters (FSDP, ZeRO-3).
+        and second moments keep their meaning. max_grad_norm: the L2 norm to which the optimizer's gradients are clipped
+        there; leave out any clipping of your own. Call it once, before the first step. Parameters that were not
+        rescaled, such as an adapter's, are stepped as they are. Raises UserError where ``model`` is not at the plan's
+        scale, and, from a step, for sharded parameters (FSDP, ZeRO-3).
         """
         check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
+        exponents = {}
         if self.changed:
             self.check_made_safe(model)
-            follow(optimizer, exponents_by_parameter(model, resolve(ModelTensors(model)), self.plan))
+            exponents = exponents_by_parameter(model, resolve(ModelTensors(model)), self.plan)
+        if exponents or max_grad_norm is not None:
+            follow(optimizer, exponents, max_grad_norm)
         return optimizer
 
 

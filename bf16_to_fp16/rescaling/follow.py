@@ -23,9 +23,16 @@ def exponents_by_parameter(model: torch.nn.Module, layout: Layout, plan: Plan) -
     return {parameters[name]: exponents_of(tensor, plan) for name, tensor in scaled.items()}
 
 
-def follow(optimizer: torch.optim.Optimizer, exponents: Mapping[torch.nn.Parameter, Exponents]) -> None:
-    """Make ``optimizer`` step in the source's units. Raises UserError from a step with a closure, whose gradients come
-    too late, or with a sharded parameter (FSDP, ZeRO-3)."""
+def follow(
+    optimizer: torch.optim.Optimizer,
+    exponents: Mapping[torch.nn.Parameter, Exponents],
+    max_grad_norm: float | None = None,
+) -> None:
+    """Make ``optimizer`` step in the source's units, with gradients clipped there to the L2 norm ``max_grad_norm``.
+
+    Raises UserError from a step with a closure, whose gradients come too late, with a sharded parameter (FSDP, ZeRO-3)
+    or with none of the parameters (ZeRO-1 and 2 step flat copies).
+    """
     shapes = {parameter: parameter.shape for parameter in exponents}
     placed: dict[tuple[torch.nn.Parameter, torch.device], Exponents] = {}
 
@@ -52,7 +59,15 @@ def follow(optimizer: torch.optim.Optimizer, exponents: Mapping[torch.nn.Paramet
                 "step was given a closure, whose gradients are not in the source's units; call backward before step,"
                 " or leave out follow"
             )
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if exponents and exponents.keys().isdisjoint(parameters):
+            raise UserError(
+                "the optimizer has none of the rescaled weights, but copies such as DeepSpeed makes; train under DDP,"
+                " or leave out follow"
+            )
         move(-1, gradients=True)
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
 
     # Gradients are not scaled back: after the step they are thrown away.
     optimizer.register_step_pre_hook(before)

@@ -39,12 +39,14 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids[:, :7].flip(1)}
 
 
-def trained(model: Any, optimizer: torch.optim.Optimizer, **given: torch.Tensor) -> list[float]:
+def trained(model: Any, optimizer: torch.optim.Optimizer, clip: float = 0.0, **given: torch.Tensor) -> list[float]:
     losses = []
     for _ in range(4):
         optimizer.zero_grad()
         loss = model(**batch() | given).loss
         loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -391,16 +393,16 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_that_follows_takes_the_very_steps_of_the_original(name: str) -> None:
+@pytest.mark.parametrize(("name", "clip"), [*((name, 0.0) for name in OPTIMIZERS), ("sgd", 1.0)])
+def test_an_optimizer_that_follows_takes_the_very_steps_of_the_original(name: str, clip: float) -> None:
     paths = {}
     for way in ("original", "safe", "follows"):
         model = tiny.small("gated", dropout_rate=0.0, factor=300.0).train()
         optimizer = OPTIMIZERS[name](model.parameters())
         safe = None if way == "original" else make_fp16_safe(model)
         if way == "follows":
-            assert safe is not None and safe.follow(optimizer, model) is optimizer
-        losses = trained(model, optimizer)
+            assert safe is not None and safe.follow(optimizer, model, max_grad_norm=clip or None) is optimizer
+        losses = trained(model, optimizer, clip if way != "follows" else 0.0)
         paths[way] = losses, weights(model if safe is None else safe.undo(model))
     assert paths["follows"][0] == paths["original"][0] and same(paths["follows"][1], paths["original"][1])
     assert paths["safe"][0] != paths["original"][0] and not same(paths["safe"][1], paths["original"][1])
@@ -444,6 +446,17 @@ def test_a_parameter_in_shards_cannot_be_followed() -> None:
     model.shared.weight.grad = torch.zeros_like(model.shared.weight)
     with pytest.raises(UserError, match="sharded parameter"):
         optimizer.step()
+
+
+def test_an_optimizer_whose_weights_deepspeed_copied_cannot_follow() -> None:
+    model = tiny.small("gated")
+    optimizer = make_fp16_safe(model).follow(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    flat = torch.nn.Parameter(torch.zeros(3))
+    flat.grad = torch.ones(3)
+    optimizer.param_groups[0]["params"] = [flat]
+    with pytest.raises(UserError, match="none of the rescaled weights"):
+        optimizer.step()
+    assert torch.equal(flat, torch.zeros(3))
 
 
 @pytest.mark.parametrize("named", [False, True])
