@@ -3,8 +3,6 @@
 import copy
 import math
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ sys.path.insert(0, "benchmarks")
 import finetune
 import peers
 import penalty
-import rates
-import results
 from models import DEMO, demo_corpus
 
 T5 = DEMO / "t5-gated-bytes"
@@ -82,20 +78,3 @@ def test_feed_forwards_out_of_autocast_compute_in_fp32_and_a_copy_of_a_wrapped_m
             model(**batch.inputs())
         infinite[name] = any(found)
     assert infinite == {"clamped": False, "free": True}
-
-
-def test_following_optimizers_and_converted_adapters_end_where_the_sources_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(rates, "TARGETS", {"norm-safe": "norm-safe"})
-    case = rates.checkpoint("T5", T5, tmp_path)
-    monkeypatch.setattr(rates, "OPTIMIZERS", {"AdamW": (rates.OPTIMIZERS["AdamW"][0], (1e-3, 1e-2))})
-    case = replace(case, batches=case.batches[:2], held_out=case.held_out[:2])
-    rates.compare_rates([case])
-    rates.compare_adapters([case], tmp_path)
-    trained, steps, adapted = results.tables_in(capsys.readouterr().out)
-    (source, plain), followed = (float(row[2]) for row in trained["rows"]), float(trained["rows"][1][-1])
-    assert followed == pytest.approx(source, abs=0.01) and abs(plain - source) > rates.HELD
-    assert steps["rows"][0][4] == "none" and len(steps["rows"][0][5].split()) == 2
-    unchanged, by_plan = (float(adapted["rows"][1][column]) for column in (3, 4))
-    assert by_plan == pytest.approx(float(adapted["rows"][0][3]), abs=0.01) and unchanged != by_plan

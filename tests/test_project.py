@@ -218,19 +218,6 @@ def test_no_hint_needs_a_release_before_there_is_one() -> None:
     assert "pip install ." in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_no_test_file_imports_another() -> None:
-    """What several share is in a helper."""
-    found = {
-        (path.name, name)
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for node in parsed.nodes(path)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
-        if name.rpartition(".")[2].startswith("test_")
-    }
-    assert found == set()
-
-
 MOST_LINES, MOST_PARAMETERS = 80, 8
 
 

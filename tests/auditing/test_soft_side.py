@@ -137,7 +137,7 @@ def test_an_edit_that_is_wrong_on_one_id_in_any_text_is_unsafe_and_names_it(gate
     assert worst["ids"][0] in RARE and worst["kl"] > 0.1 > TIMES * worst["kl_bf16"]
     [entry] = report["unsafe"]
     assert entry["kind"] == "inexact" and f"token {worst['ids'][0]} " in entry["reason"]
-    accepted = convert(root / "source", root / "accepted", max_kl=2 * worst["kl"]).report
+    accepted = convert(root / "source", root / "accepted", max_kl=2 * worst["kl"], plan=root / "out").report
     assert accepted["verdict"] == "safe" and worst in accepted["exceptions"]
 
 

@@ -374,14 +374,13 @@ def test_what_has_no_bound_is_refused_before_anything_is_run(
     assert not any(line.startswith(("Observing", "Bounding")) for line in said)
 
 
-def test_without_a_tokenizer_it_works_and_says_so(
-    good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["convert", str(good), str(tmp_path / "out"), "--no-audit"]) in (0, 1)
+def test_without_a_tokenizer_it_works_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bare = tiny.save(tiny.small("t5-encoder", num_layers=1), tmp_path / "bare")
+    assert cli.main(["convert", str(bare), str(tmp_path / "out"), "--no-audit"]) == 0
     assert "has no tokenizer" in capfd.readouterr().err
-    shutil.copytree(good, tmp_path / "source")
+    shutil.copytree(bare, tmp_path / "source")
     ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "source")
-    assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "other"), "--no-audit"]) in (0, 1)
-    one_file = ["convert", str(good), str(tmp_path / "file.safetensors"), "--layout", "single", "--no-audit"]
-    assert cli.main(one_file) in (0, 1)  # which never holds one
+    assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "other"), "--no-audit"]) == 0
+    one_file = ["convert", str(bare), str(tmp_path / "file.safetensors"), "--layout", "single", "--no-audit"]
+    assert cli.main(one_file) == 0  # which never holds one
     assert "has no tokenizer" not in capfd.readouterr().err

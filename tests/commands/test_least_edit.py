@@ -220,6 +220,7 @@ def test_logits_of_one_choice_take_a_tied_head_apart(tmp_path: Path) -> None:
     assert found["verified"] and found["verdict"] == "safe", found["problems"]
 
 
+@pytest.mark.usefixtures("first_batch")
 def test_max_kl_accepts_what_costs_more_than_bf16(tmp_path: Path) -> None:
     """Of two loud choices the second best counts: no exponent of theirs is worth it, unless it is accepted."""
     source = saturated_t5(tmp_path / "source", [5, 6])

@@ -126,7 +126,7 @@ PLAIN = {
 @pytest.mark.parametrize(("damage", "name", "reason"), PLAIN.values(), ids=PLAIN)
 def test_a_changed_file_fails_its_hash(folder: Path, damage: Callable[[Path], object], name: str, reason: str) -> None:
     damage(folder)
-    found = problems(folder)
+    found = problems(folder, run_model=False)
     assert found[0][:2] == ("files", name) and reason in found[0][2]
 
 

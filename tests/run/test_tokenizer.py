@@ -17,6 +17,8 @@ from bf16_to_fp16.run import texts
 from bf16_to_fp16.run.batch import describe_batches
 from bf16_to_fp16.run.probe import batches
 
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 
 def write(kind: str, folder: Path, rows: list[dict[str, str]]) -> Path:
     path = folder / f"data.{kind}"

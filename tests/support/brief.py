@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bf16_to_fp16.auditing import soft_side
 from bf16_to_fp16.finetuning.evaluation import Evaluator
 from bf16_to_fp16.report import figures
 from bf16_to_fp16.run import batch, probe
@@ -18,6 +19,7 @@ WHOLE_PROBE = probe._probe
 LEFT_OUT = (batch.LONG, batch.REPEATED)
 NOT_AUDITED = (batch.RANDOM, batch.SHORT)  # by conversions and audits
 AUDITED = probe.audit_batches
+TOKENISED = probe.tokenised
 ALL_BATCHES = vars(Evaluator)["_others"].func
 FEW = 2
 
@@ -30,19 +32,20 @@ def draw_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def probe_briefly(patch: pytest.MonkeyPatch) -> None:
     """Let the probe have one batch of each kind, none that is only longer, and a generation one step with a cache;
-    conversions and audits run padded rows, a sweep of the vocabulary, images, a generation and one batch of text."""
+    conversions and audits run padded rows, a sweep of the vocabulary, images, a generation and the shortest texts.
+    Edits are tried on fewer rows, too."""
 
     def brief(*given: Any, **options: Any) -> list[Any]:
         first = {each.kind: each for each in reversed(WHOLE_PROBE(*given, **options))}
         return [each for kind, each in reversed(first.items()) if kind not in LEFT_OUT]
 
     def audited(*given: Any, **options: Any) -> list[Any]:
-        every = [each for each in AUDITED(*given, **options) if each.kind not in NOT_AUDITED]
-        more_text = [each for each in every if each.kind == batch.DATA][1:]
-        return [each for each in every if not any(each is left_out for left_out in more_text)]
+        return [each for each in AUDITED(*given, **options) if each.kind not in NOT_AUDITED]
 
     patch.setattr(probe, "_probe", brief)
     patch.setattr(probe, "audit_batches", audited)
+    patch.setattr(probe, "tokenised", lambda *given, **options: TOKENISED(*given, **options)[:1])
+    patch.setattr(soft_side, "MOST_ROWS", 128)
     patch.setattr(batch, "GENERATED_TOKENS", 2)
 
 

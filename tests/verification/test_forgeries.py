@@ -39,26 +39,29 @@ def doubled(report: dict[str, Any], *path: str) -> None:
     report[path[-1]] *= 4
 
 
-@pytest.mark.parametrize(
-    ("change", "check", "key"),
-    [
-        (lambda r: doubled(r, "fidelity", "kl_bf16"), "fidelity", "fidelity.kl_bf16"),
-        (lambda r: r["fidelity"].update(positions=3), "fidelity", "fidelity.positions"),
-        (lambda r: r.update(fidelity=None), "fidelity", "fidelity"),
-        (lambda r: doubled(r["signals"][0], "before"), "fidelity", "signals."),
-        (lambda r: r["signals"].pop(), "fidelity", "signals."),
-        (lambda r: r["weights"].update(lossless_fraction=0.5), "replay", "weights.lossless_fraction"),
-        (lambda r: r["source"].update(dtype="F32"), "replay", "source.dtype"),
-        (lambda r: r["source"]["sha256"].update(other="0" * 64), "replay", "other"),
-        (lambda r: r["source"]["config_changes"]["dtype"].update(before="float32"), "replay", "source.config_changes"),
-    ],
+MEASURED: tuple[tuple[Callable[[dict[str, Any]], object], str, str], ...] = (
+    (lambda r: doubled(r, "fidelity", "kl_bf16"), "fidelity", "fidelity.kl_bf16"),
+    (lambda r: r["fidelity"].update(positions=3), "fidelity", "fidelity.positions"),
+    (lambda r: doubled(r["signals"][0], "before"), "fidelity", "signals."),
+    (lambda r: r["weights"].update(lossless_fraction=0.5), "replay", "weights.lossless_fraction"),
+    (lambda r: r["source"].update(dtype="F32"), "replay", "source.dtype"),
+    (lambda r: r["source"]["config_changes"]["dtype"].update(before="float32"), "replay", "source.config_changes"),
 )
+LEFT_OUT: tuple[tuple[Callable[[dict[str, Any]], object], str, str], ...] = (
+    (lambda r: r.update(fidelity=None), "fidelity", "fidelity"),
+    (lambda r: r["signals"].pop(), "fidelity", "signals."),
+)
+ANOTHER = ((lambda r: r["source"]["sha256"].update(other="0" * 64), "replay", "other"),)
+
+
+@pytest.mark.parametrize("changes", [MEASURED, LEFT_OUT, ANOTHER], ids=["changed", "left out", "another source"])
 def test_what_was_measured_on_the_original_is_measured_again(
-    folder: Path, source: Path, change: Callable[[dict[str, Any]], object], check: str, key: str
+    folder: Path, source: Path, changes: tuple[tuple[Callable[[dict[str, Any]], object], str, str], ...]
 ) -> None:
-    forge(folder, change)
-    found = verify(folder, original=source)
-    assert any(problem["check"] == check and problem["name"].startswith(key) for problem in found["problems"]), found
+    forge(folder, lambda report: [change(report) for change, *_ in changes])
+    problems = verify(folder, original=source)["problems"]
+    for _, check, key in changes:
+        assert any(p["check"] == check and p["name"].startswith(key) for p in problems), (key, problems)
 
 
 @pytest.mark.parametrize(("key", "value"), [("stack", "decoder"), ("block", 7), ("role", "head")])
@@ -75,20 +78,13 @@ def test_a_site_that_is_put_elsewhere_is_found(folder: Path, key: str, value: ob
     assert f"certificate.sites.{names[0]}.{key}" in {p["name"] for p in problems if p["check"] == "certificate"}
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "key"),
-    [
-        (("half", "headroom_bits"), 14.0, "regimes.half.headroom_bits"),
-        (("half", "amax"), 0.5, "regimes.half.amax"),
-        (("stock", "runs"), [], "regimes.stock.runs"),
-        (("amp", "same_as"), "half", "regimes.amp.same_as"),
-    ],
-)
-def test_the_regimes_are_compared_with_what_runs_again(
-    folder: Path, path: tuple[str, str], value: Any, key: str
-) -> None:
-    forge(folder, lambda report: report["regimes"][path[0]].update({path[1]: value}))
-    assert key in "".join(problem["name"] for problem in verify(folder)["problems"] if problem["check"] == "audit")
+def test_the_regimes_are_compared_with_what_runs_again(folder: Path) -> None:
+    changes: dict[str, dict[str, Any]] = {"half": {"headroom_bits": 14.0, "amax": 0.5}}
+    changes |= {"stock": {"runs": []}, "amp": {"same_as": "half"}}
+    forge(folder, lambda report: [report["regimes"][name].update(change) for name, change in changes.items()])
+    named = "".join(problem["name"] for problem in verify(folder)["problems"] if problem["check"] == "audit")
+    for regime, change in changes.items():
+        assert all(f"regimes.{regime}.{key}" in named for key in change), named
 
 
 def test_other_inputs_than_the_recorded_seed_gives_are_found(folder: Path) -> None:
