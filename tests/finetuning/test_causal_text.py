@@ -121,7 +121,7 @@ def test_a_causal_model_is_finetuned_on_answers_or_texts_and_keeps_its_class(
     tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu"}
     tree["evaluation"] = {"every": 100}
     tree["data"] = {"path": str(tmp_path / "data.jsonl"), "input_length": 16, "target_length": 16, "batch_size": 4}
-    tree["schedule"] = {**tree["schedule"], "steps": 8, "learning_rate": 0.01}
+    tree["schedule"] = {**tree["schedule"], "steps": 4, "learning_rate": 0.01}
     tree["quality"] = {"max_kl": None}
     assert finetune(parse_recipe(tree)) is not None
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())

@@ -23,6 +23,7 @@ from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.run.batch import Batch
 from bf16_to_fp16.run.stock import load_config
 
+pytestmark = pytest.mark.usefixtures("first_batch")
 KINDS = ("t5-classifier", "t5-token-classifier", "t5-spans", "t5-states")
 
 
@@ -43,7 +44,7 @@ def test_it_is_trained_until_it_fits_and_keeps_its_class(kind: str, tmp_path: Pa
     source = source_of(kind, tmp_path / "source")
     tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu", "evaluation": {"every": 100, "attack_steps": 0}}
     tree["data"] = {"path": str(source / "text.txt"), "input_length": 24, "batch_size": 4}
-    tree["schedule"] = {**tree["schedule"], "steps": 12, "learning_rate": 0.05}
+    tree["schedule"] = {**tree["schedule"], "steps": 6, "learning_rate": 0.05}
     tree["quality"] = {"max_kl": None}
     result = finetune(parse_recipe(tree))
     assert result is not None

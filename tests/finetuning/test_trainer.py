@@ -4,6 +4,7 @@ import math
 import resource
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,20 +94,20 @@ ONE_STEP = {"steps": 1}
 
 def test_training_learns_and_says_so(make: Make) -> None:
     trainer = make(
-        schedule={"steps": 40, "learning_rate": 0.01},
+        schedule={"steps": 20, "learning_rate": 0.03},
         distillation={"weight": 0.0},
-        evaluation={"every": 20},
+        evaluation={"every": 10},
     )
     outcome = trainer.train()
     held = [row["held_out_loss"] for row in outcome.evaluations]
-    assert [row["step"] for row in outcome.evaluations] == [0, 20, 40]
+    assert [row["step"] for row in outcome.evaluations] == [0, 10, 20]
     assert held[2] < held[1] < held[0] - 1
-    assert outcome.steps == 40 and outcome.tokens > 40 * 4 * 20
+    assert outcome.steps == 20 and outcome.tokens > 20 * 4 * 20
     assert {tensor.dtype for tensor in trainer.weights().values()} == {torch.float32}
 
 
 def test_distillation_alone_comes_back_to_the_teacher(make: Make) -> None:
-    schedule = {"steps": 60, "learning_rate": 0.01}
+    schedule = {"steps": 30, "learning_rate": 0.02}
     outcome = make(model=tiny_model(seed=3), schedule=schedule, distillation={"weight": 1.0}).train()
     first, last = (row["held_out_divergence"] for row in outcome.evaluations)
     assert last < first / 2
@@ -243,57 +244,38 @@ def test_the_loss_scale_rises_and_the_oldest_states_go(make: Make, fix: Fix, tmp
 
 
 @pytest.mark.parametrize(
-    ("penalty", "optimizer"),
+    ("settings", "end", "precisions"),
     [
-        pytest.param("none", {}, marks=pytest.mark.exhaustive),
-        ("smooth-max", {}),
-        ("none", {"relative": True} | IN_BF16),
-        pytest.param("none", {"name": "torchao.optim.AdamW8bit"}, marks=pytest.mark.exhaustive),  # compiles
+        # Before the first periodic state, whose precision the start decided: nobody looks at it again.
+        ({"optimizer": {"relative": True} | IN_BF16}, 1, ["fp16"] * 6),
+        ({"penalty": {"form": "smooth-max", "headroom_bits": 14.0}}, 5, ["fp16"] * 6),
+        ({"penalty": {"form": "smooth-max"}}, 5, ["bf16"] * 3 + ["fp16"] * 3),
+        pytest.param({}, 5, ["fp16"] * 6, marks=pytest.mark.exhaustive),
+        pytest.param(  # compiles
+            {"optimizer": {"name": "torchao.optim.AdamW8bit"}}, 5, ["fp16"] * 6, marks=pytest.mark.exhaustive
+        ),
     ],
-    ids=["plain", "penalty", "moments", "torchao"],
+    ids=["optimizer", "penalty", "precisions", "plain", "torchao"],
 )
 def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(
-    make: Make, fix: Fix, tmp_path: Path, penalty: str, optimizer: dict[str, Any]
+    make: Make, fix: Fix, tmp_path: Path, settings: dict[str, Any], end: int, precisions: list[str]
 ) -> None:
-    settings: dict[str, Any] = {
-        "schedule": {"steps": 8},
-        "penalty": {"form": penalty, "headroom_bits": 14.0},
-        "optimizer": optimizer,
-    }
-    whole = make("whole", **settings)
+    fix("trainer", FITTING_STEPS=3)
+    settings = {"schedule": {"steps": 6}} | settings
+    begun = begun_in_bf16 if "bf16" in precisions else partial(scaled, scale=64.0)
+    whole = begun(make("whole", **settings))
     outcome = whole.train()
     with pytest.raises(Killed):
-        make("cut", damage=killed_at(6), **settings).train()
-    assert RunFolder(tmp_path / "cut").steps() == [0, 4]
-    again = make("cut", model=tiny_model(seed=9), **settings)
+        begun(make("cut", damage=killed_at(end), **settings)).train()
+    assert RunFolder(tmp_path / "cut").steps() == ([0, 4] if end > 4 else [0])
+    again = begun_in_bf16(make("cut", model=tiny_model(seed=9), **settings))  # what the state has is another
     assert again.train() == outcome
     for name, tensor in whole.weights().items():
         assert torch.equal(tensor, again.weights()[name]), name
     assert (tmp_path / "cut" / "log.jsonl").read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
-    states = [load_file(tmp_path / run / "step-00000008" / "model.safetensors") for run in ("whole", "cut")]
+    states = [load_file(tmp_path / run / "step-00000006" / "model.safetensors") for run in ("whole", "cut")]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-@pytest.mark.parametrize(
-    ("end", "precisions"),
-    [
-        # Before the first periodic state, whose precision the start decided: nobody looks at it again.
-        (1, ["fp16"] * 6),
-        (5, ["bf16"] * 3 + ["fp16"] * 3),
-    ],
-)
-def test_a_run_that_was_killed_goes_on_in_its_precision(
-    make: Make, fix: Fix, tmp_path: Path, end: int, precisions: list[str]
-) -> None:
-    fix("trainer", FITTING_STEPS=3)
-    settings: dict[str, Any] = {"penalty": {"form": "smooth-max"}, "schedule": {"steps": 6}}
-    begun = begun_in_bf16 if end == 5 else lambda trainer: trainer
-    whole = begun(make("whole", **settings)).train()
-    with pytest.raises(Killed):
-        begun(make("cut", damage=killed_at(end), **settings)).train()
-    assert make("cut", model=tiny_model(seed=9), **settings).train() == whole
     assert [row["precision"] for row in steps_of(tmp_path / "cut")] == precisions
-    assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
 
 
 def test_a_state_of_other_processes_parts_is_refused_before_it_is_read(
@@ -363,7 +345,8 @@ def test_a_pass_for_which_no_row_of_the_probe_is_left_counts_nothing(make: Make)
 @pytest.mark.parametrize("weight", [0.5, 0.0])
 def test_a_probe_that_overflows_skips_no_step(weight: float, make: Make, tmp_path: Path) -> None:
     """What the penalty is there for: ids that no text has overflow inside the model."""
-    trainer = make(penalty={"form": "smooth-max", "certify": False}, distillation={"weight": weight})
+    penalty = {"form": "smooth-max", "certify": False}
+    trainer = make(penalty=penalty, distillation={"weight": weight}, schedule={"steps": 4})
     model = trainer.stock
     feed_forward = model.encoder.block[0].layer[1].DenseReluDense
     with torch.no_grad():
@@ -376,7 +359,7 @@ def test_a_probe_that_overflows_skips_no_step(weight: float, make: Make, tmp_pat
         feed_forward.wo.weight[0, 0] = 20.0
     scaled(trainer, 1.0).train()
     rows = steps_of(tmp_path / "run")
-    assert len(rows) == 8 and not any(row.get("skipped") or row.get("skipped_examples") for row in rows)
+    assert len(rows) == 4 and not any(row.get("skipped") or row.get("skipped_examples") for row in rows)
     assert trainer.penalty is not None and trainer.penalty.skipped > 0  # infinities were seen
 
 
@@ -425,7 +408,8 @@ def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cu
         with torch.no_grad():
             model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.mul_(100)
         penalty = {"form": "smooth-max", "headroom_bits": 8.0}
-        trainer = scaled(make(name, model=model, gradient_checkpointing=on, penalty=penalty), 16.0)
+        settings: dict[str, Any] = {"gradient_checkpointing": on, "penalty": penalty, "schedule": {"steps": 2}}
+        trainer = scaled(make(name, model=model, **settings), 16.0)
         assert trainer.train().skipped == ()
         assert observed(trainer)["encoder.block.0.layer.1.DenseReluDense.wi_0"].amax > 148
         weights.append(trainer.weights())
@@ -434,7 +418,7 @@ def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cu
 
 def test_a_wandb_run_is_written_offline_with_every_step(make: Make, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    trainer = make(wandb="offline")
+    trainer = make(wandb="offline", schedule={"steps": 3})
     trainer.train()
     trainer.processes.accelerator.end_training()
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
@@ -486,27 +470,25 @@ def test_the_step_that_is_kept_is_the_nearest_to_the_original_of_those_at_which_
 
 
 def test_a_run_returns_the_weights_of_the_step_that_it_keeps_also_where_it_was_killed(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, fix: Fix, tmp_path: Path
 ) -> None:
-    seen: dict[int, torch.Tensor] = {}
+    def keeps_two(recipe: Recipe, evaluations: Any) -> int | None:
+        return min((row["step"] for row in evaluations if row["step"] >= 2), default=None)
 
-    def keeps_four(recipe: Recipe, evaluations: Any) -> int | None:
-        return min((row["step"] for row in evaluations if row["step"] >= 4), default=None)
-
-    monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.nearest", keeps_four)
-    settings: dict[str, Any] = {"evaluation": {"every": 2}, "checkpointing": {"every": 2}, "schedule": {"steps": 14}}
+    fix("trainer", nearest=keeps_two)
+    fix("states", KEPT=2)
+    settings: dict[str, Any] = {"evaluation": {"every": 1}, "checkpointing": {"every": 1}, "schedule": {"steps": 6}}
     with pytest.raises(Killed):
-        make(damage=killed_at(9), **settings).train()
+        make(damage=killed_at(4), **settings).train()
     trainer = make(**settings)
     outcome = trainer.train()
-    assert (outcome.steps, outcome.kept) == (14, 4)
-    assert [place.name for place in (tmp_path / "run").glob("best-*")] == ["best-00000004"]
+    assert (outcome.steps, outcome.kept) == (6, 2)
+    assert [place.name for place in (tmp_path / "run").glob("best-*")] == ["best-00000002"]
     short = make("short", **settings)
-    for step in range(4):
+    for _ in range(2):
         short._step()
-        seen[step] = short.stock.shared.weight.detach().clone()
-    assert torch.equal(trainer.weights()["shared.weight"], seen[3])
-    assert not torch.equal(trainer.stock.shared.weight, seen[3])
+    assert torch.equal(trainer.weights()["shared.weight"], short.stock.shared.weight)
+    assert not torch.equal(trainer.stock.shared.weight, short.stock.shared.weight)
 
 
 def test_every_kind_of_input_is_measured_and_a_student_that_is_its_teacher_is_no_way_from_it(make: Make) -> None:
