@@ -63,13 +63,12 @@ class ExceptionEntry(ReportObject):
     """Token ids on which edits move the output further from the source than 10 times bf16's rounding, and over 0.01.
     ``ids``: one put into ordinary text, or several drawn for a whole row. ``tokens``: the tokenizer's names. ``kl``:
     the divergence in fp32. ``kl_bf16``: of the source with activations rounded to bf16 stochastically, the mean of 8
-    runs. ``kl_run``: of the source as bf16 runs it."""
+    runs."""
 
     ids: list[int]
     tokens: list[str] = []
     kl: Real
     kl_bf16: Real
-    kl_run: Real
 
 
 class CountedEntry(ReportObject):
@@ -212,8 +211,7 @@ class CertificateEntry(ReportObject):
 
 class AttackedSite(ReportObject):
     """The largest values found at a site: by random inputs, tokens and mixtures of embeddings, and in fp16. ``worst``:
-    the largest of all. ``gain``: ``worst`` over the largest of as many random inputs. ``ids``: the encoder's and
-    decoder's tokens that give it."""
+    the largest of all. ``ids``: the encoder's and decoder's tokens that give it."""
 
     name: str
     worst: NumberOrNaN
@@ -223,7 +221,6 @@ class AttackedSite(ReportObject):
     half: NumberOrNaN
     limit: Real
     headroom_bits: Real
-    gain: NumberOrNaN
     ids: tuple[list[Count], list[Count]] | None
 
     @property
@@ -238,7 +235,6 @@ class AttackEntry(ReportObject):
     steps: Count
     seed: Count
     worst_headroom_bits: Real
-    median_gain: Real | None
     sites: list[AttackedSite]
 
 

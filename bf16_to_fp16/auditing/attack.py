@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,20 +288,18 @@ def attack(
         for name in in_half
         if name in by_random or name in inputs
     ]
-    gains = [site.gain for site in entries if site.ids is not None and site.random > 0]
     return AttackEntry(
         steps=steps,
         seed=seed,
         worst_headroom_bits=min((site.headroom_bits for site in entries), default=math.inf),
-        median_gain=statistics.median(gains) if gains else None,
         sites=sorted(entries, key=lambda site: site.headroom_bits),
     )
 
 
 def entry_of(name: str, reached: Mapping[str, float], ids: tuple[list[int], list[int]] | None) -> AttackedSite:
     worst = max(reached.values())
-    bits, gain = headroom_bits(worst, FP16_MAX), worst / reached["random"] if reached["random"] else math.inf
-    return AttackedSite(name=name, worst=worst, limit=FP16_MAX, headroom_bits=bits, gain=gain, ids=ids, **reached)
+    bits = headroom_bits(worst, FP16_MAX)
+    return AttackedSite(name=name, worst=worst, limit=FP16_MAX, headroom_bits=bits, ids=ids, **reached)
 
 
 def way_to(site: str, known: Sequence[str]) -> str:

@@ -199,7 +199,6 @@ class Bracket:
     block: int | None
     found: float | None
     bound: float
-    partial: float
 
 
 def brackets(sites: Sequence[BoundEntry], stack: str) -> list[Bracket]:
@@ -212,13 +211,12 @@ def brackets(sites: Sequence[BoundEntry], stack: str) -> list[Bracket]:
             continue
         worst = site.observed
         worst = None if worst is None else math.inf if infinite(worst) or worst > site.limit else worst
-        bound, partial = (math.inf if infinite(value) else value for value in (site.bound, site.partial))
-        same = merged.get((series, site.block), Bracket(series, site.block, worst, bound, partial))
+        bound = math.inf if infinite(site.largest) else site.largest
+        same = merged.get((series, site.block), Bracket(series, site.block, worst, bound))
         merged[series, site.block] = replace(
             same,
             found=max((value for value in (same.found, worst) if value is not None), default=None),
             bound=max(same.bound, bound),
-            partial=max(same.partial, partial),
         )
     return list(merged.values())
 
@@ -234,7 +232,7 @@ def bracket_series(site: BoundEntry, gated: bool) -> Series | None:
 
 def bracket_pictures(certificate: CertificateEntry) -> list[Picture]:
     stacks = {name: brackets(certificate.sites, name) for name in STACKS}
-    shown = [v for bs in stacks.values() for b in bs for v in (b.found, b.bound, b.partial) if v and known(v)]
+    shown = [v for bs in stacks.values() for b in bs for v in (b.found, b.bound) if v and known(v)]
     if not shown:
         return []
     low, high = axis(shown)
@@ -251,8 +249,8 @@ def bracket_in_words(shown: Sequence[Bracket], stack: str, sites: Sequence[Bound
     reached = "" if worst is None else "overflows" if math.isinf(worst) else f"is {magnitude(worst)}"
     said = f"the largest value found {reached}, " if reached else ""
     words = f"{stack}: {said}the largest bound is {bound_magnitude(top)}; the limit is 65,504"
-    most = max((s for s in sites if (s.stack or STACKS[-1]) == stack), key=lambda s: s.bound)
-    return f"{words}; not drawn: {most.kind}, up to {bound_magnitude(most.bound)}" if most.bound > top else words
+    most = max((s for s in sites if (s.stack or STACKS[-1]) == stack), key=lambda s: s.largest)
+    return f"{words}; not drawn: {most.kind}, up to {bound_magnitude(most.largest)}" if most.largest > top else words
 
 
 def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, ends: tuple[int, int], words: str) -> None:
@@ -269,13 +267,9 @@ def draw_brackets(into: list[Picture], shown: Sequence[Bracket], stack: str, end
         for k, series in enumerate(BRACKETS):
             offset = (k - (len(BRACKETS) - 1) / 2) * 0.8 / len(BRACKETS)
             mine = [(end if b.block is None else b.block + offset, b) for b in shown if b.series is series]
-            summed = [(x, y(b.bound), y(b.partial)) for x, b in mine if y(b.partial) > y(b.bound) + 0.1]
             seen = [(x, y(b.found), y(b.bound)) for x, b in mine if b.found is not None and math.isfinite(b.found)]
-            over = [x for x, b in mine if b.found == math.inf and max(b.bound, b.partial) > FP16_MAX]
+            over = [x for x, b in mine if b.found == math.inf and b.bound > FP16_MAX]
             ink: dict[str, Any] = {"color": series.placeholder}
-            x, bounds, tops = across(summed, 3)
-            axes.vlines(x, bounds, tops, linewidth=line, alpha=0.4, **ink)
-            axes.plot(x, tops, "_", markersize=1.2 * size, markeredgewidth=0.9, alpha=0.5, **ink)
             x, bounds = across([(x, y(b.bound)) for x, b in mine])
             axes.plot(x, bounds, "_", markersize=1.5 * size, markeredgewidth=1.6, **ink)
             x, worst, bounds = across(seen, 3)

@@ -6,7 +6,6 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -442,16 +441,6 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
     for name, factor in plan.gain_correction.items():
         screen.print(f"{name} times {factor:.6f} against the drift of eps")
     if planned is not None:
-        costs = []
-        # Past an exponent that is over a limit, not every one is tried.
-        for over, together in groupby(sorted(planned.cost_by_exponent.items()), lambda each: each[1] > 1):
-            tried = list(together)
-            if over:
-                costs.append((" to ".join(dict.fromkeys(str(r) for r, _ in (tried[0], tried[-1]))), "over a limit"))
-            else:
-                costs += [(str(r), f"{cost:.2e}") for r, cost in tried]
-        titles = (Column("residual exponent", 0), Column("predicted relative squared error", 1))
-        screen.table(Table(titles, costs, "why"))
         print_limits(screen, planned.violations)
 
 

@@ -98,15 +98,14 @@ class Fallback:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the limits that it cannot hold, its predicted relative squared error, and that error by residual
-    exponent. ``fallbacks``: the signals planned from their observed ranges alone. ``for_proof``: the streams that a
-    proof moves further, with the exponent that observed ranges alone ask for. ``corrected``: the mean squared relative
-    drift that gain corrections take out."""
+    """A plan, the limits that it cannot hold, and its predicted relative squared error. ``fallbacks``: the signals
+    planned from their observed ranges alone. ``for_proof``: the streams that a proof moves further, with the exponent
+    that observed ranges alone ask for. ``corrected``: the mean squared relative drift that gain corrections take
+    out."""
 
     plan: Plan
     violations: tuple[Violation, ...]
     cost: float
-    cost_by_exponent: Mapping[int, float] = field(default_factory=dict)
     fallbacks: tuple[Fallback, ...] = ()
     for_proof: Mapping[str, int] = field(default_factory=dict)
     corrected: float = 0.0
@@ -568,17 +567,13 @@ class _PlanSearch(_Costs):
         if self.moves_least and not held and self.holds_unmoved():
             held, self.spare = dict.fromkeys(streams, 0), math.inf
             self.solved.clear()  # these were solved with a smaller ``spare``
-        by_exponent: dict[int, float] = {}
-        others = 0.0
+        cost = 0.0
         for self.stream in streams:
             totals = self.decide_stream([held[self.stream]] if self.stream in held else self.candidates())
             r = self.decided[self.stream]
             drift += self.drift(r) + self.rounded_gains(self.stream, torch.tensor(r))
             without += self.drift(r, corrected=False) - self.drift(r)
-            if self.stream == streams[0]:
-                by_exponent = {e: total.cost for e, total in totals.items()}
-            else:
-                others += totals[r].cost
+            cost += totals[r].cost
         self.tried = []
         for signal in (s for s in self.layout.signals.values() if s.kind is Kind.QUERY_KEY):
             self.settle(signal, self.exponent_for(signal))
@@ -592,7 +587,6 @@ class _PlanSearch(_Costs):
         corrections: dict[str, float] = {}
         for self.stream in streams:
             corrections |= self.gain_corrections(self.decided[self.stream])
-        by_exponent = {e: cost + others for e, cost in by_exponent.items()}
         r = self.decided[streams[0]]
         exponents: dict[str, int | list[int]] = {n: e for n, e in self.decided.items() if n != streams[0]}
         exponents |= {
@@ -620,8 +614,7 @@ class _PlanSearch(_Costs):
         return Planned(
             plan,
             tuple(self.violations(plan)),
-            by_exponent[r],
-            by_exponent,
+            cost,
             tuple(self.fallbacks.values()),
             self.for_proof,
             without / len(self.layout.norms),

@@ -414,14 +414,14 @@ def test_an_unknown_regime_lists_the_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("bits", "breaks"), [(0.0, False), (-0.01, True)])
 def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool) -> None:
-    found = dict.fromkeys(("worst", "random", "tokens", "embeddings", "half", "limit", "gain"), 1.0)
+    found = dict.fromkeys(("worst", "random", "tokens", "embeddings", "half", "limit"), 1.0)
     sites = [
         AttackedSite.model_validate({"name": name, "headroom_bits": b, "ids": None} | found)
         for name, b in (("a", 2.0), ("b", bits), ("c", 1.0))
     ]
 
     def attacked(steps: int) -> AttackEntry:
-        return AttackEntry(steps=steps, seed=0, worst_headroom_bits=bits, median_gain=None, sites=sites)
+        return AttackEntry(steps=steps, seed=0, worst_headroom_bits=bits, sites=sites)
 
     half = RegimeEntry(nonfinite=0, saturated=0, amax=1.0, headroom_bits=15.9, sites=[])
     assert facts.attack_breaks(Report(attack=attacked(1))) == (sites[1] if breaks else None)

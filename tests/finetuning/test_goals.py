@@ -113,7 +113,7 @@ def test_the_next_command_of_a_finetune_stands_once_on_page_card_and_terminal(
 def test_what_a_search_breaks_is_unsafe_and_goes_on_however_much_headroom_the_audit_saw() -> None:
     report = finetuned(2.0)
     entry = UnsafeEntry(signal="a.wi_0", kind="found", excess_bits=0.5, reason="90,000 on an input", remedy=PENALTY)
-    search = AttackEntry(steps=64, seed=0, worst_headroom_bits=-0.5, median_gain=None, sites=[])
+    search = AttackEntry(steps=64, seed=0, worst_headroom_bits=-0.5, sites=[])
     report = report.model_copy(update={"verdict": "unsafe", "unsafe": [entry], "attack": search})
     result, said = after(report)
     assert said == "go on: bf16-to-fp16 finetune r.yaml --set seed=1 --set schedule.steps=200 --force"

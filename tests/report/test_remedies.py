@@ -26,13 +26,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(name: str, *, tokens: float, half: float, limit: float = FP16_MAX) -> AttackedSite:
     worst = max(tokens, half)
     bits = math.log2(limit / worst) if worst < math.inf else -math.inf
-    found: dict[str, Any] = {"worst": worst, "gain": worst, "random": 1.0, "embeddings": 2.0}
+    found: dict[str, Any] = {"worst": worst, "random": 1.0, "embeddings": 2.0}
     return AttackedSite(name=name, tokens=tokens, half=half, limit=limit, headroom_bits=bits, ids=None, **found)
 
 
 def test_of_what_a_search_breaks_those_are_named_that_pass_their_limit_themselves() -> None:
     def found(*sites: AttackedSite) -> list[tuple[str, float]]:
-        attack = AttackEntry(steps=5, seed=0, worst_headroom_bits=-1.0, median_gain=None, sites=list(sites))
+        attack = AttackEntry(steps=5, seed=0, worst_headroom_bits=-1.0, sites=list(sites))
         return [(row.signal, row.excess_bits) for row in remedies.overflowing(attack)]
 
     scores, after = site("scores", tokens=2 * FP16_MAX, half=math.inf), site("wo", tokens=5.0, half=math.inf)
@@ -90,7 +90,7 @@ def test_what_no_rescaling_moves_is_told_from_what_it_does(source: Path) -> None
 def test_a_site_of_a_stream_is_told_what_became_of_that_stream() -> None:
     layout, certificate = contract.certified(tiny.build("mbart"))
     _, decoder = layout.streams
-    given_up = Planned(Plan(family="mbart"), (), 1.0, {0: 1.0}, (Fallback(decoder, 2.0, 1.0, False, -3),))
+    given_up = Planned(Plan(family="mbart"), (), 1.0, (Fallback(decoder, 2.0, 1.0, False, -3),))
     reasons = {row.name: row.reason for row in uncertified_sites(layout, certificate, given_up)}
     unproven = {site.name for site in certificate.sites if site.kind == "residual"} & reasons.keys()
     told = {name for name in unproven if "holding it for every input" in reasons[name]}

@@ -128,14 +128,14 @@ def attacked(*, broken: bool = False) -> dict[str, Any]:
     report, made = fakes.conversion(blocks=3), certificate()
     sites = [
         {"name": s["name"], "worst": s["observed"], "random": s["observed"] / 2, "limit": s["limit"]}
-        | {"headroom_bits": math.log2(s["limit"] / s["observed"]), "gain": 2.0, "ids": None}
+        | {"headroom_bits": math.log2(s["limit"] / s["observed"]), "ids": None}
         | dict.fromkeys(("tokens", "embeddings", "half"), s["observed"])
         for s in made["sites"]
     ]
     if broken:
         sites[0] |= {"worst": math.inf, "headroom_bits": -math.inf}
     least = min(site["headroom_bits"] for site in sites)
-    attack = {"steps": 20, "seed": 0, "worst_headroom_bits": least, "median_gain": 2.0, "sites": sites}
+    attack = {"steps": 20, "seed": 0, "worst_headroom_bits": least, "sites": sites}
     for key in ("plan", "weights", "fidelity", "signals", "unsafe", "output", "command"):
         del report[key]
     return report | {"certificate": made, "attack": attack, "verdict": "unsafe" if broken else "safe"}
