@@ -49,10 +49,7 @@ def finetune_command(
     from ..report import terminal
     from ..report.schema import Report, read
 
-    try:
-        result = finetune(recipe, overrides=overrides, force=force, progress=shared.make_progress())
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; the same command goes on from the last state") from None
+    result = finetune(recipe, overrides=overrides, force=force, progress=shared.make_progress())
     if result is None:  # not the first process
         return SAFE
     shared.write_result(json_file, result.report)

@@ -66,18 +66,24 @@ class Data(Section):
     gradient_accumulation: Positive = _key(1, "forward passes of one step, divided among the processes")
 
     def share(self, processes: int) -> Data:
-        """Return what each of so many processes takes of a step, in the largest equal passes of at most ``batch_size``
-        examples. Raises UserError where the step's examples do not divide."""
+        """Return what each of so many processes takes of a step, so that together they take its examples: a share of
+        the passes or, where those do not divide, of the examples. Raises UserError where neither does."""
         whole = self.batch_size * self.gradient_accumulation
-        examples, rest = divmod(whole, processes)
-        if rest:
-            passes = max(1, round(self.gradient_accumulation / processes)) * processes
-            raise UserError(
-                f"a step of {whole} examples (data.batch_size × data.gradient_accumulation) does not divide among"
-                f" {processes} processes; --set data.gradient_accumulation={passes}"
-            )
+        if whole % processes == 0:
+            size, passes = self._passes(whole // processes)
+            return self.model_copy(update={"batch_size": size, "gradient_accumulation": passes})
+        nearest = max(1, round(whole / processes)) * processes
+        size, passes = self._passes(nearest // processes)
+        raise UserError(
+            f"a step of {whole} examples (data.batch_size × data.gradient_accumulation) does not divide among"
+            f" {processes} processes; the nearest that does has {nearest}:"
+            f" --set data.batch_size={size} --set data.gradient_accumulation={passes * processes}"
+        )
+
+    def _passes(self, examples: int) -> tuple[int, int]:
+        """Return the largest equal passes, of at most ``batch_size`` examples, and their number."""
         size = next(size for size in range(min(self.batch_size, examples), 0, -1) if examples % size == 0)
-        return self.model_copy(update={"batch_size": size, "gradient_accumulation": examples // size})
+        return size, examples // size
 
 
 class Optimizer(Section):

@@ -58,7 +58,7 @@ from ..targets import AUTO
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
-from .log import LOG, start_tracker
+from .log import LOG, lines, start_tracker
 from .mixed_precision import MixedPrecision
 from .processes import begun_by, precisions_of, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
@@ -104,7 +104,8 @@ def finetune(
     check_out(out, recipe.source, checkpoint.folder, force=force)
     progress = progress_of(progress)
     alone = None if force else partial(converted_alone, recipe, progress)
-    run = train(recipe, checkpoint, progress=progress, alone=alone)
+    with saying_where_it_stopped(run_folder(recipe)):
+        run = train(recipe, checkpoint, progress=progress, alone=alone)
     if run.converted is not None:
         return run.converted
     if run.weights is None:
@@ -116,12 +117,27 @@ def finetune(
         judge=partial(judged, recipe=asked, command=command.published()),
         search=partial(attack_unproven, recipe.evaluation.attack_steps, progress),
     )
-    with written_trained(run.folder, run.weights) as trained:
+    with saying_where_it_stopped(run.folder), written_trained(run.folder, run.weights) as trained:
         place, options = Destination(out, force=force), options_of(recipe)
         result = convert_by(options, trained, place, provenance=provenance, progress=progress)
     if not result.report.get("next"):
         return result
     return replace(result, next=judged(read(Report, result.report), asked, command).next)
+
+
+@contextmanager
+def saying_where_it_stopped(folder: Path) -> Iterator[None]:
+    """Give an interrupt the words that say where the run in ``folder`` goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        states = RunFolder(folder).steps()
+        if not states:
+            raise KeyboardInterrupt("interrupted; no state is saved yet: the same command begins anew") from None
+        logged = lines(folder / LOG) if (folder / LOG).is_file() else ()
+        step = max([states[-1], *(step for step, _ in logged)])
+        words = f"interrupted at step {step}; the same command goes on from step {states[-1]}"
+        raise KeyboardInterrupt(words) from None
 
 
 def options_of(recipe: Recipe, **others: Any) -> Options:

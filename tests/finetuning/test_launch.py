@@ -8,6 +8,7 @@ believed to be alone.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,8 @@ from support.program import refused
 from bf16_to_fp16 import verify
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe, shipped_names
-from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.finetuning.run import finetune, saying_where_it_stopped
+from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.run.stock import load
 from bf16_to_fp16.run.texts import texts
@@ -347,13 +349,21 @@ def is_in(process: psutil.Process, folder: Path) -> bool:
     return False
 
 
-def test_an_interrupt_is_said_once_with_how_the_run_goes_on(recipe: Path, warm_python: Path, tmp_path: Path) -> None:
+def test_an_interrupt_is_said_once_with_the_step_from_which_the_run_goes_on(
+    recipe: Path, warm_python: Path, tmp_path: Path
+) -> None:
     process = launched(warm_python, recipe, tmp_path, "out=out", "schedule.steps=5000")
     as_a_terminal_does = partial(os.killpg, process.pid, signal.SIGINT)
     _, said = end_of(process, tmp_path / "out.run", "step-0000000[4-8]", as_a_terminal_does)
     assert process.returncode == 130, said
     (line,) = (line for line in said.splitlines() if "interrupted" in line)
-    assert line.endswith("interrupted; the same command goes on from the last state")
+    step, last = map(int, re.findall(r"interrupted at step (\d+); the same command goes on from step (\d+)", line)[0])
+    assert RunFolder(tmp_path / "out.run").steps()[-1] == last and last <= step <= last + 2
+
+
+def test_an_interrupt_before_the_first_state_says_that_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt, match="no state is saved yet"), saying_where_it_stopped(tmp_path):
+        raise KeyboardInterrupt
 
 
 def test_an_error_of_the_processes_is_one_line_and_the_launch_s_status(
