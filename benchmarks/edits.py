@@ -4,7 +4,7 @@
     python benchmarks/edits.py random [--models 300] [--first 0]
     python benchmarks/edits.py rare [--cases NAME ...] [--steps 200]
 
-saturated: the checkpoints of ``tests/support/saturated.py``, trained here, half a minute each; what ``convert`` makes
+saturated: the checkpoints of ``benchmarks/saturated.py``, trained here, half a minute each; what ``convert`` makes
 of them, as stock classes judge it (``tests/support/judge.py``).
 
 random: tiny models of every family, in which gates, plain feed-forwards, heads, gains, key biases and logits are
@@ -39,10 +39,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import pytest
+import saturated
 import torch
 from models import DEMO, demo_data
 from results import print_header, print_row
-from support import brief, saturated, tiny
+from support import brief, tiny
 from support.adversary import adverse_inputs, observe
 from support.contract import FREE, broken, certified, outputs
 from support.judge import judge

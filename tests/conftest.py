@@ -41,7 +41,7 @@ SLOW = (
     *("launch", "from_a_wheel", "demo", "publish", "stock_loading", "finetune", "bound_constraint", "family_contract"),
     *("faults", "trainer", "least_edit", "forgeries", "attack", "sentence_encoders", "verify", "launching", "survey"),
     *("pipeline", "convert", "make_safe", "convert_verdicts", "images", "planner", "adapter"),
-    *("sources", "regimes", "centred_keys", "pipelines", "outputs", "certificate", "own_eps", "saturated", "system"),
+    *("sources", "regimes", "centred_keys", "pipelines", "outputs", "certificate", "own_eps", "system"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
 

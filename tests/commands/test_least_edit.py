@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support import tiny
+from support import judge, tiny
 from support.forging import copied
 
 from bf16_to_fp16 import cli, convert, undo, verify
@@ -113,6 +113,11 @@ def test_gates_and_a_head_past_the_limit_are_edited_proven_and_told(demo: Conver
     assert len(set(queries[:size])) == 1 and queries[0] < 0 and not any(queries[size:])
     said = {entry["site"]: entry["exponent"] for entry in demo.report["inexact"]}
     assert said == {gate: min(gates), scores: queries[0]}
+    # As stock code alone sees it.
+    texts = (DEMO.parent / "held_out.txt").read_text(encoding="utf-8").splitlines()[:6]
+    judged = judge.judge(demo.source, demo.out, texts, 0)
+    assert judged.finite and judged.kl_fp16_text < 3 * judged.kl_bf16_text
+    assert judged.kl_fp16_random < 3 * judged.kl_bf16_random
 
 
 def test_each_edit_is_on_the_screen_with_its_price_and_the_verdict_says_how_far_they_took_the_function(
@@ -208,7 +213,6 @@ def test_gains_of_queries_are_edited_for_all_heads_at_once(qwen: Converted) -> N
     assert torch.equal(after[name].float(), before[name].float() * 2.0**exponent)
 
 
-@pytest.mark.exhaustive  # test_saturated.py has such a head
 def test_logits_of_one_choice_take_a_tied_head_apart(tmp_path: Path) -> None:
     source = saturated_t5(tmp_path / "source", [5])
     result = convert(source, tmp_path / "out")
