@@ -26,34 +26,23 @@ class RunLog:
 
     def __init__(self, path: Path, track: Callable[..., None] = lambda values, step: None) -> None:
         self.path, self.track = path, track
-        self._file: Any = None
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def rewind(self, step: int) -> None:
         """Take back the lines after ``step``, and one that a crash cut short."""
-        self.close()
-        if not self.path.is_file():
-            return
-        kept = "".join(line for at, line in lines(self.path) if at <= step)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(kept, encoding="utf-8", newline="\n")
-        partial.replace(self.path)
+        if self.path.is_file():
+            kept = "".join(line for at, line in lines(self.path) if at <= step)
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(kept, encoding="utf-8", newline="\n")
+            partial.replace(self.path)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add one line; infinite numbers become the largest ones, NaN null."""
         row = {"step": step, **values}
-        with on_a_disk(self.path):
-            if self._file is None:
-                self._file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115  (closed by close)
-            self._file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
-            self._file.flush()
+        with on_a_disk(self.path), open(self.path, "a", encoding="utf-8", newline="\n") as file:
+            file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
         # Lists are left to the file.
         self.track({key: value for key, value in row.items() if isinstance(value, (int, float, Mapping))}, step=step)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:

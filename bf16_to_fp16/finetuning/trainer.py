@@ -155,8 +155,6 @@ class Trainer:
                     self._evaluate()
                 if last or p.step % self.recipe.checkpointing.every == 0:
                     self._save()
-        if self.log is not None:
-            self.log.close()
         if self.kept != p.step:
             self.progress.say(f"Step {self.kept} is kept, the nearest to the original of those at which all held")
         return Outcome(p.step, p.tokens, tuple(p.skipped), tuple(p.evaluations), self.kept)

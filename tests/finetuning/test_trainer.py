@@ -36,6 +36,7 @@ from bf16_to_fp16.finetuning.optimizers import make_optimizer
 from bf16_to_fp16.finetuning.penalty import Observation
 from bf16_to_fp16.finetuning.processes import Processes
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
+from bf16_to_fp16.finetuning.stability import RunPosition, check_progress
 from bf16_to_fp16.finetuning.states import RunFolder, read_state
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.optim.adamw import AdamW
@@ -81,7 +82,6 @@ def test_log_takes_back_what_came_after_a_step(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "log.jsonl")
     for step in range(5):
         log.write(step, {"loss": math.inf if step == 1 else 0.5})
-    log.close()
     with open(tmp_path / "log.jsonl", "a") as file:
         file.write('{"step": 1, "lo')
     log.rewind(2)
@@ -361,6 +361,51 @@ def test_a_probe_that_overflows_skips_no_step(weight: float, make: Make, tmp_pat
     rows = steps_of(tmp_path / "run")
     assert len(rows) == 4 and not any(row.get("skipped") or row.get("skipped_examples") for row in rows)
     assert trainer.penalty is not None and trainer.penalty.skipped > 0  # infinities were seen
+
+
+def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(make: Make, fix: Fix, tmp_path: Path) -> None:
+    fix("stability", OVERFLOW_STOP=3)
+    model = tiny_model()
+    with torch.no_grad():
+        model.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e7)
+    settings: dict[str, Any] = {"penalty": {"form": "smooth-max"}, "distillation": {"weight": 0.0}}
+    with pytest.raises(UserError, match=r"3 steps in a row overflow, down to a loss scale of 8") as caught:
+        scaled(make(model=model, **settings), 64.0).train()
+    assert "encoder.block.0.layer.1.DenseReluDense.wo" in str(caught.value)
+    # Each of these steps is computed anew for every scale down to 1.
+    trainer = scaled(make("gradients", **settings), 8.0)
+    trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    inside = r"3 steps in a row overflow, .* though every activation is inside its target; "
+    with pytest.raises(UserError, match=rf"{inside}set precision: fp32, or lower"):
+        trainer.train()
+    # What the recipe has already is not advised.
+    recipe = trainer.recipe.model_copy(update={"rescale": False})
+    with pytest.raises(UserError, match=f"{inside}set rescale: true, or lower"):
+        check_progress(recipe, trainer.penalty, trainer.position, 2.0)
+    assert RunFolder(tmp_path / "run").steps()
+
+
+@pytest.mark.parametrize(("fall", "stuck"), [(0.005, None), (-0.005, 7), (0.0001, 7)])
+def test_a_penalty_that_does_not_come_down_stops_a_run_and_one_that_does_so_slowly_not(
+    fix: Fix, fall: float, stuck: int | None
+) -> None:
+    """Noise is no progress."""
+    fix("stability", STUCK_STOP=6)
+    recipe = parse_recipe({"source": "a", "out": "b", "data": {"path": "c"}})
+    position = RunPosition()
+
+    def advance() -> None:
+        position.step += 1
+        seen = Observation(8.0, 2.0, 2.0 - fall * position.step, 1.0)
+        penalty: Any = SimpleNamespace(observations=lambda: {"a.site": seen}, worst=lambda: ("a.site", seen))
+        check_progress(recipe, penalty, position, None)
+
+    for _ in range(12 if stuck is None else stuck - 1):
+        advance()
+    if stuck is None:
+        return
+    with pytest.raises(UserError, match=r"not come down for 6 steps, worst at a\.site with 8 where 2 is wanted; raise"):
+        advance()
 
 
 def test_so_many_bad_batches_stop_a_run(make: Make, fix: Fix) -> None:
