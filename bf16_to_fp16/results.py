@@ -63,12 +63,13 @@ class ExceptionEntry(ReportObject):
     """Token ids on which edits move the output further from the source than 10 times bf16's rounding, and over 0.01.
     ``ids``: one put into ordinary text, or several drawn for a whole row. ``tokens``: the tokenizer's names. ``kl``:
     the divergence in fp32. ``kl_bf16``: of the source with activations rounded to bf16 stochastically, the mean of 8
-    runs."""
+    runs. ``kl_run``: of the source as bf16 runs it."""
 
     ids: list[int]
     tokens: list[str] = []
     kl: Real
     kl_bf16: Real
+    kl_run: Real
 
 
 class CountedEntry(ReportObject):

@@ -235,9 +235,10 @@ def judged(
     batches = [whole_rows(config, part, "the soft side of edits") for part in rows[suspicious].split(TOGETHER)]
     mean = mean_bf16_divergence(source, batches, layout)
     over = [ids for ids, is_over in zip(inputs, suspicious, strict=True) if is_over]
-    columns = kl[suspicious].tolist(), mean.tolist()
+    columns = (x.tolist() for x in (kl[suspicious], mean, run[suspicious]))
     found = [
-        ExceptionEntry(ids=list(ids), tokens=[], kl=a, kl_bf16=b) for ids, a, b in zip(over, *columns, strict=True)
+        ExceptionEntry(ids=list(ids), tokens=[], kl=a, kl_bf16=b, kl_run=c)
+        for ids, a, b, c in zip(over, *columns, strict=True)
     ]
     return [each for each in found if each.kl > TIMES * each.kl_bf16], kl > run
 

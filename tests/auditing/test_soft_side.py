@@ -181,7 +181,7 @@ def test_verify_finds_the_same_and_misses_what_a_report_leaves_out(head: tuple[P
 
 def test_verify_misses_the_single_id_where_worse_mixtures_stand(gate: tuple[Path, Any]) -> None:
     root, report = gate
-    told = [{"ids": [1000, 7], "kl": 9.0, "kl_bf16": 1e-3, "tokens": []}]
+    told = [{"ids": [1000, 7], "kl": 9.0, "kl_bf16": 1e-3, "kl_run": 1e-3, "tokens": []}]
     forged = forge(root / "out", report, exceptions=told, verdict="safe", unsafe=[])
     answer = verify(forged, original=root / "source")
     assert not answer["verified"] and [each["name"] for each in answer["problems"]] == ["exceptions"]
