@@ -114,10 +114,6 @@ def damaged(file: Path) -> UserError:
     return UserError(f"{file}: cannot be read; remove {file.parent} to go on from the state before it")
 
 
-def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    torch.save(dict(state), folder / STATE)
-
-
 def read_state(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)

@@ -39,7 +39,7 @@ from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
 from .stability import RunPosition, check_progress
-from .states import TENSORS, RunFolder, read_state, read_tensors, write_state
+from .states import STATE, TENSORS, RunFolder, read_state, read_tensors
 
 FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before bf16 turns to fp16
 BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the data
@@ -425,7 +425,7 @@ class Trainer:
                 save_file(tensors, work / TENSORS)
                 state["optimizer"] = self.optimizer.state_dict()
             if processes.main:
-                write_state(work, state)
+                torch.save(state, work / STATE)
         if processes.main:
             passed = self.position.evaluations
             before = ([e for e in passed if e["step"] <= step] for step in self.states.steps())

@@ -52,26 +52,44 @@ def test_less_headroom_than_was_asked_for_is_unsafe_with_the_command_that_goes_o
     for headroom in (1.0, 0.998):
         assert after(finetuned(headroom)) == (finetuned(headroom), "")
     result, go_on = after(finetuned(0.9))
-    assert result.verdict == "unsafe" and result.unsafe[-1].excess_bits == pytest.approx(0.1)
+    assert result.unsafe[-1].excess_bits == pytest.approx(0.1) and result.unsafe[-1].remedy == go_on
     assert result.unsafe[-1].reason.startswith("0.90 of 1 bit of headroom (penalty.headroom_bits), at ")
     # Rounded down, as the headroom of the same site is everywhere else.
     assert "0.20 of 1 bit" in after(finetuned(0.2087))[0].unsafe[-1].reason
-    assert go_on == "go on: bf16-to-fp16 finetune r.yaml --set seed=1 --set schedule.steps=200 --force"
-    assert result.unsafe[-1].remedy == go_on == result.next
     assert after(finetuned(2.9), penalty={"headroom_bits": 3.0})[0].verdict == "unsafe"
-    # Without a target there is nothing that was asked for.
     assert after(finetuned(0.5), penalty={"form": "none"})[0].verdict == "safe"
 
 
-def test_a_run_without_a_penalty_is_not_sent_on_for_headroom_that_it_did_not_ask_for() -> None:
-    free = {"penalty": {"form": "none"}}
-    for headroom, said in ((0.5, "stays nearer to its start"), (-1.0, "with the penalty: ")):
-        _, go_on = after(finetuned(headroom, kl=9.0), distillation={"weight": 1.0}, **free)
-        assert go_on.startswith("begin another run") and said in go_on
-        assert ("penalty.form=smooth-max" in go_on) == (headroom < 0)
-        assert "checkpointing.folder=folder/b.run-2" in go_on
-    _, go_on = after(finetuned(math.nan, kl=9.0))
-    assert go_on.startswith("go on: ")
+FREE = {"penalty": {"form": "none"}}
+HALF = "schedule.learning_rate=0.002"
+
+
+@pytest.mark.parametrize(
+    ("headroom", "kl", "changes", "begins", "has"),
+    [
+        (0.9, 0.01, {}, "go on: bf16-to-fp16 finetune r.yaml --set seed=1 --set schedule.steps=200 --force", ""),
+        (math.nan, 9.0, {}, "go on: ", ""),
+        # Without a target there is nothing that was asked for, until it overflows.
+        (0.5, 9.0, FREE, "begin another run that stays nearer to its start: ", HALF),
+        (-1.0, 9.0, FREE, "begin another run, with the penalty: ", "penalty.form=smooth-max"),
+        (3.0, 9.0, {}, "begin another run that stays nearer to its start: bf16-to-fp16 finetune r.yaml", HALF),
+        (3.0, 9.0, {"distillation": {"weight": 0.5}}, "begin another run that learns", "distillation.weight=1.0"),
+    ],
+)
+def test_the_next_command_goes_on_or_begins_another_run_in_a_free_folder(
+    headroom: float, kl: float, changes: dict[str, Any], begins: str, has: str
+) -> None:
+    result, said = after(finetuned(headroom, kl=kl), **changes)
+    assert result.verdict == "unsafe" and result.next == said
+    assert said.startswith(begins) and has in said
+    assert ("checkpointing.folder=folder/b.run-2 " in said) is said.startswith("begin")
+
+
+def test_a_folder_of_another_run_is_not_taken_twice(tmp_path: Path) -> None:
+    for free in ("b.run-2", "b.run-2-2"):
+        said = after(finetuned(3.0, kl=1060.0), out=str(tmp_path / "b"))[1]
+        assert f"--set checkpointing.folder={tmp_path / free} " in said
+        (tmp_path / free).mkdir()
 
 
 def test_a_missed_goal_is_called_safe_but_short_wherever_it_is_said(
@@ -124,22 +142,10 @@ def test_what_a_search_breaks_is_unsafe_and_goes_on_however_much_headroom_the_au
 
 
 def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
-    result, said = after(finetuned(3.0, kl=1060.0))
-    assert (
-        result.verdict == "unsafe"
-        and "1.06×10³ nats per token from the original on held-out data" in verdict_sentence(result)
-    )
-    assert said.startswith("begin another run that stays nearer to its start: bf16-to-fp16 finetune r.yaml")
-    assert "distillation.weight=1.0" in after(finetuned(3.0, kl=1060.0), distillation={"weight": 0.5})[1]
+    result = after(finetuned(3.0, kl=1060.0))[0]
+    said = "1.06×10³ nats per token from the original on held-out data"
+    assert result.verdict == "unsafe" and said in verdict_sentence(result)
     assert after(finetuned(3.0, kl=1060.0), quality={"max_kl": None})[0].verdict == "safe"
-
-
-def test_another_run_has_a_free_folder_and_half_the_rate(tmp_path: Path) -> None:
-    own = {"out": str(tmp_path / "b"), "schedule": {"learning_rate": 0.01}}
-    for free in ("b.run-2", "b.run-2-2"):
-        _, said = after(finetuned(3.0, kl=1060.0), **own)
-        assert f"schedule.learning_rate=0.005 --set checkpointing.folder={tmp_path / free} " in said
-        (tmp_path / free).mkdir()
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,14 @@
 import copy
 import io
 import math
-import os
 import shutil
-import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import exhaustive
+from support.launching import two_ranks
 from torch import Tensor, nn
 
 from bf16_to_fp16.errors import UserError
@@ -352,71 +350,49 @@ def test_a_parameter_that_is_placed_otherwise_than_in_rows_is_refused() -> None:
         dist.destroy_process_group()
 
 
-TWO_PROCESSES = """
-import sys, torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from bf16_to_fp16.optim.adamw import AdamW
-torch.set_num_threads(1)
-rank, port, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-alone = rank < 0
-if not alone:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def on_a_rank(rank: int) -> bool:
+    """Whether two processes of FSDP2, each with its shards, get the bits of one that has the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     mesh = init_device_mesh("cpu", (2,))
-results = {}
-for dtype, ways in (
-    (torch.bfloat16, (("stochastic", "bfloat16"), ("nearest", "float32"))),
-    (torch.float16, (("stochastic", "float32"),)),
-):
-    for how, moments in ways:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 1), nn.Linear(1, 1)).to(dtype)
-        matrix = torch.randn(3, 6, 7).to(dtype)
-        if not alone:
-            fully_shard(model, mesh=mesh)
-            assert all(isinstance(p, DTensor) for p in model.parameters())
-            assert sum(p.to_local().numel() for p in model.parameters()) < sum(p.numel() for p in model.parameters())
-        rows = nn.Parameter(matrix if alone else distribute_tensor(matrix, mesh, [Shard(0)]))
-        params = [*model.parameters(), rows]
-        optimizer = AdamW(params, lr=1e-2, rounding=how, moments=moments)
-        for step in range(3):
-            torch.manual_seed(step)
-            x, grad = torch.randn(4, 16).to(dtype), torch.randn(3, 6, 7).to(dtype)
-            optimizer.zero_grad()
-            (model(x).float().square().mean() * 4096).backward()  # FSDP2 halves gradients: exact above subnormals
-            rows.grad = grad if alone else distribute_tensor(grad, mesh, [Shard(0)])
-            optimizer.step()
-            if step == 1:  # resumed in the middle
-                state = optimizer.state_dict()
-                optimizer = AdamW(params, moments=moments)
-                optimizer.load_state_dict(state)
-        kept = [*params, *(optimizer.state[p][name] for p in params for name in ("exp_avg", "exp_avg_sq"))]
-        results[f"{dtype} {how} {moments}"] = [
-            (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for t in kept
-        ]
-torch.save(results, f"{out}/{rank}.pt")
-if not alone:
-    dist.destroy_process_group()
-"""
+    ways = [(BF16, "stochastic", "bfloat16"), (BF16, "nearest", "float32"), (FP16, "stochastic", "float32")]
+    return all(same(trained(*way, None), trained(*way, mesh)) for way in ways)
+
+
+def trained(dtype: torch.dtype, how: str, moments: str, mesh: Any) -> list[Tensor]:
+    """What three steps leave, resumed in the middle: of a model, and of a matrix that is divided by its rows."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    def divided(tensor: Tensor) -> Tensor:
+        return tensor if mesh is None else distribute_tensor(tensor, mesh, [Shard(0)])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 1), nn.Linear(1, 1)).to(dtype)
+    rows = nn.Parameter(divided(torch.randn(3, 6, 7).to(dtype)))
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+        parts = [p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)]
+        assert len(parts) == 6 and sum(parts) < sum(p.numel() for p in model.parameters())
+    params = [*model.parameters(), rows]
+    optimizer = AdamW(params, lr=1e-2, rounding=how, moments=moments)
+    for step in range(3):
+        torch.manual_seed(step)
+        x, grad = torch.randn(4, 16).to(dtype), torch.randn(3, 6, 7).to(dtype)
+        optimizer.zero_grad()
+        (model(x).float().square().mean() * 4096).backward()  # FSDP2 halves gradients: exact above subnormals
+        rows.grad = divided(grad)
+        optimizer.step()
+        if step == 1:
+            state = optimizer.state_dict()
+            optimizer = AdamW(params, moments=moments)
+            optimizer.load_state_dict(state)
+    kept = [*params, *(optimizer.state[p][name] for p in params for name in ("exp_avg", "exp_avg_sq"))]
+    return [(t.full_tensor() if isinstance(t, DTensor) else t).detach() for t in kept]
 
 
 def test_fsdp2_on_two_processes_gives_the_bits_of_one(warm_python: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    commands = ([warm_python, "-c", TWO_PROCESSES, rank, port, str(tmp_path)] for rank in ("0", "1", "-1"))
-    how: dict[str, Any] = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, **how) for command in commands]
-    for process in processes:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors[-2000:]
-    first, second, alone = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1, -1))
-    assert len(alone) == 3
-    for name, expected in alone.items():
-        for got in (first[name], second[name]):
-            assert all(map(torch.equal, got, expected)), name
+    assert two_ranks(warm_python, __file__, tmp_path) == [True, True]
 
 
 # ---- in a training loop --------------------------------------------------------------------------------------------
