@@ -225,7 +225,7 @@ def rotated(made: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmeti
     return Rotated(tuple(grams), shifts, longest, centres, errors, bound.flatten())
 
 
-def grown(rotary: Rotary, length: int) -> float:
+def query_growth(rotary: Rotary, length: int) -> float:
     """Return the largest factor on queries that grows with their position, over up to ``length`` positions."""
     if rotary.growth is None:
         return 1.0

@@ -43,8 +43,8 @@ from .attention import (
     attention_output,
     capped_span,
     gathered,
-    grown,
     masked_span,
+    query_growth,
     rotated,
     rotated_score_bounds,
     score_bounds,
@@ -398,7 +398,7 @@ class _Walk(Findings):
     ) -> None:
         """Bound the rotation of queries and keys without norms, and their scores."""
         a, scale = self.arithmetic, self.layout.score_scale(sublayer)
-        one, other = rotated(*query, rotary, a, grown(rotary, a.max_length)), rotated(*key, rotary, a)
+        one, other = rotated(*query, rotary, a, query_growth(rotary, a.max_length)), rotated(*key, rotary, a)
         if rotary.growth is not None:
             self.note(f"{sublayer.at}:mul#5", SiteKind.ROTATION, largest(one.bound))
         turned_rows = {sublayer.query: one.bound, sublayer.key: other.bound}

@@ -39,9 +39,9 @@ from .activations import LOWEST
 from .arithmetic import Arithmetic, full_precision
 from .attention import (
     capped_span,
-    grown,
     masked_span,
     pair_order,
+    query_growth,
     soft_capped,
     turned,
     turned_score_bounds,
@@ -450,7 +450,7 @@ class _Walk:
             size = len(made.norms) // number
             order = pair_order(size, rotary).to(made.norms.device)
             matrix, centre = made.radius * made.matrix.view(number, size, -1)[:, order], made.centre.view(number, size)
-            factor = rotary.factor * (grown(rotary, a.max_length) if made is query else 1.0)
+            factor = rotary.factor * (query_growth(rotary, a.max_length) if made is query else 1.0)
             matrix, centre = matrix * factor, centre * factor
             group = heads // number
             sides.append((matrix.repeat_interleave(group, 0), centre[:, order].repeat_interleave(group, 0)))

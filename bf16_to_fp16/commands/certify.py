@@ -69,6 +69,6 @@ def certify(
         next="" if certificate.holds else then,
         environment=Environment.model_validate(on.environment()),
     )
-    if layout.alone is not None:
-        report = report.model_copy(update={"model_class": layout.alone})
+    if layout.only_class is not None:
+        report = report.model_copy(update={"model_class": layout.only_class})
     return dump(report)

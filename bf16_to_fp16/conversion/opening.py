@@ -49,8 +49,8 @@ def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | Non
         first, *others = sorted(layout.outside)
         more = f" and {counted(len(others), 'more tensor')}" if others else ""
         progress.say(
-            f"{checkpoint.name} holds {first}{more}, which {layout.alone} does not read: all that is said is of"
-            f" {layout.alone} alone"
+            f"{checkpoint.name} holds {first}{more}, which {layout.only_class} does not read: all that is said is of"
+            f" {layout.only_class} alone"
         )
     if max_length is not None and (checkpoint.folder / MODULES).is_file():
         ran = (

@@ -134,7 +134,7 @@ class Layout:
         return {name: why for name, why in self.dropped.items() if why.startswith(self.stock.names[0])}
 
     @property
-    def alone(self) -> str | None:
+    def only_class(self) -> str | None:
         """The class that a claim is about alone, where the files also hold tensors for another class; else None."""
         return self.stock.names[0] if self.outside else None
 

@@ -39,4 +39,4 @@ def tiers_of(
 
 def with_model_class(report: schema.Report, layout: Layout) -> schema.Report:
     """Return the report with the name of its stock class, where the files also hold tensors for another one."""
-    return report if layout.alone is None else report.model_copy(update={"model_class": layout.alone})
+    return report if layout.only_class is None else report.model_copy(update={"model_class": layout.only_class})

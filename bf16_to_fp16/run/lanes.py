@@ -22,7 +22,7 @@ from ..checkpoint.reader import Checkpoint
 from ..progress import Advance
 from ..system import one_arena
 from .products import Widened, weights_widened_once
-from .stock import ALONE, set_attention, structure
+from .stock import STOCK_LOCK, set_attention, structure
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ class Walk:
 
     def run(self, advance: Advance | None = None) -> None:
         """Run all lanes to their ends; raise the error of the first that fails. advance: called after every place."""
-        with ALONE:
+        with STOCK_LOCK:
             self._threads = torch.get_num_threads()
             steps = [0, max((len(lane.weights.places) for lane in self.lanes), default=0)]
 

@@ -23,7 +23,7 @@ from ..families.types import Part, StockClass
 from ..progress import Progress
 from .experts import experts_apart
 
-ALONE = threading.RLock()
+STOCK_LOCK = threading.RLock()
 """Held while stock code loads a model and during a walk: both change settings of the whole process, such as torch's
 default dtype and number of threads."""
 
@@ -109,7 +109,7 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
         weights = {tensor: seen.read(tensor) for tensor in seen.tensors}
         source = {"pretrained_model_name_or_path": None, "config": any_config(folder), "state_dict": weights}
     try:
-        with ALONE:
+        with STOCK_LOCK:
             model, info = getattr(transformers, name).from_pretrained(
                 **source, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
             )
@@ -176,7 +176,7 @@ def without_values(
         for name, info in checkpoint.tensors.items()
     }
     # Drawing weights without values takes no time, but Pegasus computes its positions one by one.
-    with ALONE, patch.object(transformers.PreTrainedModel, "initialize_weights"):
+    with STOCK_LOCK, patch.object(transformers.PreTrainedModel, "initialize_weights"):
         model, info = getattr(transformers, stock_class(checkpoint.config)).from_pretrained(
             None,
             config=config,

@@ -34,7 +34,7 @@ from bf16_to_fp16.rescaling.plan import describe_plan
 from bf16_to_fp16.run.batch import GENERATE, REPEATED, Batch, run_batch
 from bf16_to_fp16.run.lanes import Change, Walk, results_of
 from bf16_to_fp16.run.probe import batches
-from bf16_to_fp16.run.stock import ALONE, load
+from bf16_to_fp16.run.stock import STOCK_LOCK, load
 
 WAYS = {
     "fp32": (torch.float32, False, "eager"),
@@ -232,7 +232,7 @@ def test_walks_and_loading_go_one_after_another_in_threads_of_one_process(folder
     waiting.add(lambda model: None, torch.float32)
     todo = (waiting.run, lambda: Walk(checkpoint).add(id, torch.float32), lambda: load(folders["t5"], torch.float32))
     threads = [threading.Thread(target=each, daemon=True) for each in todo]
-    with ALONE:
+    with STOCK_LOCK:
         for thread in threads:
             thread.start()
         for thread in threads:
