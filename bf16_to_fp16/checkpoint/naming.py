@@ -10,6 +10,7 @@ from functools import cache
 
 from ..errors import UserError
 
+SPIECE, SPIECE_FILE = "spiece_model", "spiece.model"  # a tensor with the tokenizer's bytes, and the tokenizer's file
 STOCK_BLOCK = "encoder.block.{i}.layer"
 
 WAN_NAMES = (

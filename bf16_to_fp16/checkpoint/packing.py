@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import UserError
 from . import files, headers
 from .disk import created, sync, write_all, writing
-from .naming import STOCK, Naming
+from .naming import SPIECE, SPIECE_FILE, STOCK, Naming
 from .packed import SUMMARY, TENSORS, UNDO_DATA, summary_of
 from .staging import ELSEWHERE, check_apart, check_file, umask
 
@@ -48,7 +48,9 @@ def check_our_file(out: Path) -> None:
         raise UserError(f"{out} exists, and convert --layout did not write it; choose another output path")
 
 
-def pack(weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str]) -> None:
+def pack(
+    weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str], tokenizer: bytes | None = None
+) -> None:
     tensors = sorted(headers.read_whole_header(weights)[0].values(), key=lambda info: info.offset)
     running = hashlib.sha256()
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata, TENSORS: running.hexdigest()}}
@@ -56,6 +58,9 @@ def pack(weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str
     for info in tensors:
         entries[naming.from_stock(info.name)] = headers.entry_of(info.dtype, info.shape, end, info.nbytes)
         end += info.nbytes
+    shape = (len(tokenizer or b""),)
+    if tokenizer is not None:
+        entries[SPIECE] = headers.entry_of("U8", shape, end, *shape)
     header = headers.header_of(entries)
     if len(header) > files.LONGEST_HEADER:
         raise UserError(f"{target.name}: its header would have {len(header):,} bytes; leave out --layout")
@@ -63,11 +68,20 @@ def pack(weights: Path, target: Path, naming: Naming, metadata: Mapping[str, str
         write_all(out, memoryview(header))
         for part in hashing(source, tensors, running, naming):
             write_all(out, part)
+        if tokenizer is not None:
+            running.update(described(SPIECE, "U8", shape) + tokenizer)
+            write_all(out, memoryview(tokenizer))
         # The header holds the tensors' hash, now known; its length stays, since digests are equally long.
         entries["__metadata__"] = {"format": "pt", **metadata, TENSORS: running.hexdigest()}
         os.lseek(out, 0, os.SEEK_SET)
         write_all(out, memoryview(headers.header_of(entries)))
         os.fsync(out)
+
+
+def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
+    """Return the tokenizer that the source file held; opening the file has written it into ``folder``."""
+    inside = folder / SPIECE_FILE
+    return inside.read_bytes() if file.is_file() and inside.is_file() and naming is STOCK else None
 
 
 def hashing(

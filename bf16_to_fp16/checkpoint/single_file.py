@@ -13,13 +13,13 @@ from ..errors import UserError, shortened
 from ..json_text import write_json
 from . import files, formats, headers
 from .disk import FREE_SPACE_REMEDY, writing
-from .naming import NAMINGS, STOCK, Naming
+from .naming import NAMINGS, SPIECE, SPIECE_FILE, STOCK, Naming
 from .packed import undo_data_of
 from .places import RESTORE
 
 ASIDE = (  # endings of tensors' names that are not weights, as ComfyUI's files have them
     *(".scale_weight", ".weight_scale", ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale"),
-    "spiece_model",
+    SPIECE,
 )
 
 SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
@@ -28,7 +28,7 @@ SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process
 
 @dataclass(frozen=True)
 class SingleFile:
-    """``folder``: scratch, with the config. ``tensors``: by stock names. ``notes``: the assumptions made."""
+    """``folder``: scratch, with config and tokenizer. ``tensors``: by stock names. ``notes``: the assumptions made."""
 
     file: Path
     folder: Path
@@ -58,6 +58,10 @@ def open_single_file(file: Path, config: Path | Mapping[str, Any] | None) -> Sin
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
     with writing(folder, SCRATCH_REMEDY):
         write_json(folder / "config.json", settled)
+        if SPIECE in every and every[SPIECE].dtype == "U8":  # byte for byte a stock folder's file
+            values = formats.read_range(every[SPIECE], every[SPIECE].shape, 0)
+            (folder / SPIECE_FILE).write_bytes(formats.bytes_of(values))
+            aside.remove(SPIECE)
     if aside:
         notes.append(f"{file.name}: leaves out {shortened(', '.join(aside))}, which stock code does not read")
     return SingleFile(file, folder, settled, tensors, {file: state}, tuple(notes))

@@ -16,9 +16,10 @@ from ..checkpoint.disk import check_free_space
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import converted_already, records, sha256_of
 from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
+from ..checkpoint.naming import SPIECE_FILE
 from ..checkpoint.packed import summary_of
-from ..checkpoint.packing import check_out_file, metadata_of, pack, put_file_in_place
-from ..checkpoint.places import shown_in_a_command
+from ..checkpoint.packing import check_out_file, metadata_of, pack, put_file_in_place, tokenizer_inside
+from ..checkpoint.places import own_name, shown_in_a_command
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import scratch, staged
 from ..conversion.measuring import fidelity_to_original, measure
@@ -229,10 +230,13 @@ def convert_to_file(
         config = read_json(folder / "config.json", "config")
         back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
         with progress.step(f"Packing it for --layout {options.layout}"):
-            pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back))
+            tokenizer = tokenizer_inside(Path(source), folder, layout.naming)
+            pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back), tokenizer)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
+        left = tokenizer is None and Path(source).is_file() and (folder / SPIECE_FILE).is_file()
     notes = (*done.notes, *eps_notes(report, layout))
+    notes += (f"the tokenizer inside {own_name(source)} is left out: {layout.naming.title} has no place for it",) * left
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
 

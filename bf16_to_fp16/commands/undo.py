@@ -14,7 +14,7 @@ from ..checkpoint.contents import WEIGHTS
 from ..checkpoint.folder import carry_over, copy
 from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packed import recorded_sha256
-from ..checkpoint.packing import check_out_file, pack, put_file_in_place, tensors_sha256
+from ..checkpoint.packing import check_out_file, pack, put_file_in_place, tensors_sha256, tokenizer_inside
 from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
@@ -196,6 +196,7 @@ def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path
         if not as_file:
             write_beside(checkpoint, inside.source, work)
             return out
-        pack(work / WEIGHTS, work / "packed", LAYOUTS[inside.layout].naming, {})
+        naming = LAYOUTS[inside.layout].naming
+        pack(work / WEIGHTS, work / "packed", naming, {}, tokenizer_inside(file, checkpoint.folder, naming))
         put_file_in_place(work / "packed", out, force=force)
     return out

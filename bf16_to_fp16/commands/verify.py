@@ -71,6 +71,7 @@ from ..verification.files import (
     check_foreign,
     check_hashes,
     check_tensors,
+    check_tokenizer,
     check_unread,
     present_files,
 )
@@ -198,7 +199,10 @@ def check_contents(
     checkpoint = open_checkpoint(place)
     layout = agreed_layout(checkpoint)
     if place.is_file():
-        found.add("files", check_tensors(place, checkpoint, read_packed(place)))
+        inside = read_packed(place)
+        found.add("files", check_tensors(place, checkpoint, inside))
+        if original is not None:
+            found.add("files", check_tokenizer(checkpoint, original, inside))
     else:
         found.add("files", check_unread(checkpoint, report))
         if report.output.card_edited:

@@ -10,10 +10,11 @@ from ..checkpoint.contents import INDEX, SINGLE_OR_SHARDED, side_modules
 from ..checkpoint.folder import TEMPLATES, is_code, is_weights, sha256_of
 from ..checkpoint.headers import read_whole_header
 from ..checkpoint.layouts import LAYOUTS
+from ..checkpoint.naming import SPIECE, SPIECE_FILE, STOCK
 from ..checkpoint.packed import recorded_sha256
 from ..checkpoint.packing import tensors_sha256
 from ..checkpoint.places import contained
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.reader import VIEWS, Checkpoint
 from ..families.layout import Layout
 from ..report.remedies import REMOVE
 from ..report.schema import CARD, PAGE, REPORT, Report
@@ -94,6 +95,14 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, 
             yield name, f"holds other weights than {read[0]}, of which nothing is known", REMOVE
 
 
+def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
+    """Yield the tokenizer inside one file where it is not the original's."""
+    files = (checkpoint.folder / SPIECE_FILE, original.folder / SPIECE_FILE)
+    found, wanted = (file.read_bytes() if file.is_file() else None for file in files)
+    if found != (wanted if original.home in VIEWS and LAYOUTS[inside.layout].naming is STOCK else None):
+        yield SPIECE, "is not the original's tokenizer"
+
+
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
     """Yield one file's tensors with names, such as loaders' scales, or dtypes that ``convert`` does not write."""
     naming = LAYOUTS[inside.layout].naming
@@ -104,6 +113,8 @@ def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterato
     elif recorded != tensors_sha256(file):
         yield file.name, "the tensors were changed or damaged since"
     for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
+        if name == SPIECE and naming is STOCK and info.dtype == "U8" and len(info.shape) == 1:
+            continue
         if name not in ours or info.dtype != "F16":
             reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"
             yield name, reason

@@ -40,7 +40,8 @@ def t5(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def umt5(folder: Path) -> Path:
-    return tools.write(folder / "umt5_xxl_bf16.safetensors", tools.stored(encoder("umt5-encoder")))
+    tensors = tools.stored(encoder("umt5-encoder")) | tools.SPIECE_MODEL
+    return tools.write(folder / "umt5_xxl_bf16.safetensors", tensors)
 
 
 def same(one: Path, other: Any) -> None:
@@ -100,8 +101,15 @@ def test_the_names_of_wan_and_of_stock_code_are_each_others_inverse() -> None:
         WAN.from_stock("lm_head.weight")
 
 
+def test_a_tokenizer_inside_a_file_comes_out_byte_for_byte(umt5: Path, tmp_path: Path) -> None:
+    convert(umt5, tmp_path / "out", run_model=False)
+    assert (tmp_path / "out/spiece.model").read_bytes() == tools.SPIECE
+    undo(tmp_path / "out", tmp_path / "back")
+    same(tmp_path / "back", encoder("umt5-encoder"))
+
+
 def test_what_stock_code_does_not_read_is_left_out_and_said(tmp_path: Path) -> None:
-    others = {"logit_scale": torch.ones(()), "spiece_model": torch.ones(3, dtype=torch.uint8)}
+    others = {"logit_scale": torch.ones(()), "spiece_model": torch.ones(3)}
     file = tools.write(tmp_path / "clip.safetensors", tools.stored(encoder()) | others)
     notes = open_checkpoint(file).notes
     assert "clip.safetensors: leaves out logit_scale, spiece_model, which stock code does not read" in notes

@@ -36,8 +36,8 @@ IDS = torch.tensor([[5, 9, 2, 77, 1]])
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sources")
     return {
-        "t5": tools.write(folder / "t5xxl_bf16.safetensors", tools.stored(encoder("t5-encoder"))),
-        "umt5": tools.write(folder / "umt5_xxl_bf16.safetensors", tools.stored(encoder("umt5-encoder"))),
+        kind: tools.write(folder / f"{kind}.safetensors", tools.stored(encoder(f"{kind}-encoder")) | tools.SPIECE_MODEL)
+        for kind in ("t5", "umt5")
     }
 
 
@@ -81,7 +81,7 @@ def test_undo_of_a_file_gives_the_source_back_bit_for_bit(
     undo(file, tmp_path / "back.safetensors")
     back, source = load_file(tmp_path / "back.safetensors"), load_file(sources[kind])
     if layout == "wan":
-        source = tools.stored(tools.as_wan(encoder("umt5-encoder")))
+        source = tools.stored(tools.as_wan(encoder("umt5-encoder")))  # Wan's tools have a tokenizer of their own
     assert set(back) == set(source)
     assert all(torch.equal(back[n].view(torch.uint8), source[n].view(torch.uint8)) for n in source)
     undo(file, tmp_path / "folder")
@@ -111,6 +111,7 @@ def test_a_file_holds_what_the_folder_holds_and_is_itself_a_source(files: Any, s
     kind, file, _ = files["single"]
     convert(sources[kind], tmp_path / "out")
     one, other = load_file(file), load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(one.pop("spiece_model"), tools.SPIECE_MODEL["spiece_model"])
     assert set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
     # With the eps that its config inside says, not the published one.
     eps = json.loads((tmp_path / "out/config.json").read_text())["layer_norm_epsilon"]
@@ -207,6 +208,8 @@ def test_a_file_is_verified_by_its_metadata_and_against_its_source(layout: str, 
     found = verify(file, original=sources[kind])
     checks = ("files", "plan", "replay", "certificate", "audit", "tiers")
     assert found["problems"] == [] and {found["checks"][name] for name in checks} == {"passed"}
+    left_out = "is left out: Wan's own T5 has no place for it"
+    assert any(left_out in note for note in result.notes) == (layout == "wan")
     assert found["tiers"].keys() == result.report["tiers"].keys() and found["report"]["proof"] == "certified"
 
 
@@ -233,10 +236,17 @@ def test_a_file_with_tensors_that_convert_does_not_write_is_found_out(files: Any
     _, file, _ = files["single"]
     name = "encoder.block.0.layer.0.SelfAttention.q"
 
-    for layout in ("single", "wan"):
-        changed = rewritten(files[layout][1], tmp_path / "y.safetensors", {"spiece_model": torch.ones(3)})
-        problem = verify(changed, run_model=False)["problems"][0]
-        assert problem["name"] == "spiece_model" and "is not among the tensors" in problem["reason"]
+    words = tools.SPIECE_MODEL["spiece_model"]
+    for layout, held, reason in (
+        ("single", words.flip(0), "is not the original's tokenizer"),
+        ("single", None, "is not the original's tokenizer"),
+        ("single", words[None], "is not among the tensors that convert writes"),
+        ("wan", words, "is not among the tensors that convert writes"),
+    ):
+        kind, of_layout, _ = files[layout]
+        changed = rewritten(of_layout, tmp_path / "y.safetensors", {"spiece_model": held})
+        found = verify(changed, original=sources[kind], run_model=False)
+        assert (p := found["problems"][0])["name"] == "spiece_model" and p["reason"] == reason
     scaled = {"scaled_fp8": torch.zeros(2), f"{name}.scale_weight": torch.tensor(9.0)}
     wide = {f"{name}.weight": load_file(file)[f"{name}.weight"].float()}
     for more, names in ((scaled, [f"{name}.scale_weight", "scaled_fp8"]), (wide, [f"{name}.weight"])):

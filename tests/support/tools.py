@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 WAN_EPS = 1e-6  # which Wan cannot be told otherwise
+SPIECE = bytes(range(256)) * 5 + b"odd length"  # stands for the bytes of a SentencePiece model
+SPIECE_MODEL = {"spiece_model": torch.tensor(list(SPIECE), dtype=torch.uint8)}
 
 
 class Gain(nn.Module):
