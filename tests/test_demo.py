@@ -124,8 +124,6 @@ def test_exit_status_is_0_for_safe_1_for_unsafe_and_2_for_bad_input(warm_python:
     [
         ("convert",),
         ("convert", "a", "b", "--target", "quarter"),
-        ("convert", "a", "b", "--max-shard-size", "many"),
-        ("convert", "a", "b", "--margin", "-1"),
         ("audit", "a", "--regime", "fp8"),
         ("no-such-command",),
         ("convert", "a", "b", "--no-such-option"),

@@ -12,13 +12,8 @@ from support import exhaustive, tiny
 from torch import Tensor
 
 from bf16_to_fp16 import UserError, audit, certify, convert
-from bf16_to_fp16.auditing.regimes import audit_folder
-from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.bounds.spectral import gram, summed_products
-from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.devices import Device, check_auto_uses_the_card, find_device, on_device, products_on
-from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.progress import Progress
 
 STAND_IN = torch.device("meta")  # for a device where there is none: every torch has it, and its tensors have no values
@@ -212,36 +207,6 @@ def test_a_conversion_on_a_gpu_is_that_of_the_cpu(converted: dict[str, Path]) ->
     files = [{p.name: p.read_bytes() for p in folder.glob("*.safetensors")} for folder in converted.values()]
     assert files[0] == files[1] and files[0]
     assert "cuda" in theirs["environment"]["devices"]["audit"][0]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("splits", [0, 8])
-def test_no_value_on_a_gpu_passes_its_bound(
-    converted: dict[str, Path], splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matmul = torch.backends.cuda.matmul
-    monkeypatch.setattr(matmul, "allow_fp16_reduced_precision_reduction", splits > 0)
-    checkpoint = open_checkpoint(converted["cuda"])
-    layout = resolve(checkpoint)
-    certificate = bound(layout, fp16_weights(checkpoint, layout), Arithmetic(splits=splits))
-    compared = 0
-    for result in audit_folder(checkpoint.folder, device=torch.device("cuda")).values():
-        for site in result.sites:
-            limit = certificate.at(site.name) if site.limit is not None else None
-            if limit is not None:
-                compared += 1
-                assert site.amax <= limit, site.name
-    assert compared > 300
-
-
-@pytest.mark.gpu
-def test_the_worst_inputs_are_searched_on_a_gpu(converted: dict[str, Path]) -> None:
-    report = audit(converted["cuda"], regimes=("half",), attention=("eager",), attack_steps=4, device="cuda")
-    assert "cuda" in report["environment"]["devices"]["attack"][0]
-    certified = {site["name"]: site["bound"] for site in report["certificate"]["sites"]}
-    found = [site for site in report["attack"]["sites"] if site["name"] in certified]
-    assert len(found) > 100
-    assert all(site["worst"] <= certified[site["name"]] for site in found)
 
 
 def test_a_card_that_torch_has_no_kernels_for_is_left_alone_or_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,8 @@ def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) 
     assert [stderr.count(words) for words in told] == [2] * len(sources)
     places = [f"error: {tmp_path / more.partition(' ')[0]}{words}" for more, words in unfit.items()]
     places += [f"error: {tmp_path / name}/config.json" for name in said if name not in ("empty", "short")]
-    places += ["leave out either --data or --no-audit", "all that --margin would choose"]  # of ``ANSWERED_AT_ONCE``
+    # Of ``ANSWERED_AT_ONCE``.
+    places += ["leave out either --data or --no-audit", "all that --margin would choose", "'big' is not a size"]
     assert [place for place in places if place not in stderr] == []
 
 

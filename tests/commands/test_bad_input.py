@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
 from support.folders import rewritten
@@ -76,11 +75,6 @@ def configure(**changes: Any) -> Damage:
             config |= changes
 
     return damage
-
-
-row("truncated safetensors", WEIGHTS, AGAIN)(
-    lambda at: os.truncate(at.source / WEIGHTS, (at.source / WEIGHTS).stat().st_size - 5)
-)
 
 
 class Bomb:
@@ -164,18 +158,7 @@ def _(at: Place) -> object:
     return with_data("text.txt", b"a line\n")(at)
 
 
-row("more layers than tensors", "config.json", "use the config.json that belongs to these weights")(
-    configure(num_layers=10**9)
-)
 row("fewer layers than tensors", "encoder.block.2", "check the config's layer counts")(configure(num_layers=2))
-row("a size that is text", "config.json", "original checkpoint")(configure(d_model="24"))
-row("a start token beyond the vocabulary", "decoder_start_token_id is 97", "take it from the original config.json")(
-    configure(decoder_start_token_id=97)
-)
-row("an activation that is unknown", "/source/config.json: activation", "take it from")(
-    configure(feed_forward_proj="gated-gated-gelu")
-)
-row("a dropout that is impossible", "'dropout_rate' is -1", "give a number from 0")(configure(dropout_rate=-1))
 row("settings of generation that are impossible", "source: stock code cannot run it", "generation_config.json")(
     lambda at: (at.source / "generation_config.json").write_text(
         '{"decoder_start_token_id": 0, "output_hidden_states": [null]}'
@@ -206,20 +189,6 @@ def _(at: Place) -> None:
     (at.out / "fp16_report.json").write_text('{"output": {"files": [{"name": "config.json"}]}}')
 
 
-row("OUT is SOURCE", "overlaps the source", "choose an output path outside it")(
-    lambda at: ["convert", str(at.source), str(at.source), "--force"]
-)
-row("OUT is inside SOURCE", "overlaps the source", "choose an output path outside it")(
-    lambda at: ["convert", str(at.source), str(at.source / "deep" / "out")]
-)
-row("SOURCE does not exist", "nowhere does not exist", "give the folder of a checkpoint or a Hub id")(
-    lambda at: ["convert", str(at.root / "nowhere"), str(at.out)]
-)
-row("a Hub id and no network", "org/good", "check the name and the network")(
-    lambda at: ["convert", "org/good", str(at.out)]
-)
-
-
 @row("a file beside the weights that leads out", "spiece.model", "put the file itself there", "--no-audit")
 def _(at: Place) -> None:
     (at.root / "secret").write_text("mine alone")
@@ -247,25 +216,6 @@ def with_data(name: str, content: bytes) -> Damage:
         return convert(at, "--data", str(at.root / name))
 
     return damage
-
-
-row("data file of the wrong columns", "rows.jsonl", "put text into one named `input` or `text`")(
-    with_data("rows.jsonl", b'{"number": 3}\n')
-)
-
-
-def recipe(at: Place, *, content: bytes = b"words enough for a line\n" * 4, **changes: Any) -> list[str]:
-    """Write a recipe of the source and its data and return the command that follows it."""
-    (at.root / "text.txt").write_bytes(content)
-    data = {"path": str(at.root / "text.txt"), "input_length": 16, "target_length": 16} | changes.pop("data", {})
-    tree = {"source": str(at.source), "out": str(at.out), "device": "cpu", "data": data} | changes
-    (at.root / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    return ["finetune", str(at.root / "recipe.yaml")]
-
-
-row("a recipe with unknown keys", "recipe.yaml: unknown key schedule.step", "did you mean schedule.steps?")(
-    lambda at: recipe(at, schedule={"step": 3})
-)
 
 
 @pytest.fixture(scope="module")

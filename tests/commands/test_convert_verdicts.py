@@ -9,7 +9,6 @@ import pytest
 import torch
 from support import exhaustive, tiny
 from support.folders import compared
-from support.program import refused
 
 from bf16_to_fp16 import audit, certify, cli, convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -228,15 +227,6 @@ def test_an_unsafe_conversion_with_logits_that_are_not_finite_says_what_broke(
     assert all(v["excess_bits"] < 100 for v in report["unsafe"])
     remedies = [v["remedy"] for v in report["unsafe"] if "wi_0" in v["signal"]]
     assert remedies and all("rescaling was not enough" in remedy and "finetune" in remedy for remedy in remedies)
-
-
-@pytest.mark.parametrize("margin", ["nan", "inf", "-1", "40"])
-def test_a_margin_that_cannot_be_kept_is_refused(
-    margin: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    assert "margin" in refused(capsys, "convert", source, tmp_path / "out", f"--margin={margin}")
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_search_breaks_of_a_finetunes_result_is_unsafe_and_holds_in_no_tier(tmp_path: Path) -> None:

@@ -56,13 +56,12 @@ def test_the_number_of_threads_changes_no_byte(run_model: bool, tmp_path: Path) 
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("size", ["6KB", "11KB"])
 def test_the_shards_of_the_source_change_no_byte(
-    size: str, model: Any, source: Path, reference: dict[str, str], tmp_path: Path
+    model: Any, source: Path, reference: dict[str, str], tmp_path: Path
 ) -> None:
     shutil.copytree(source, tmp_path / "source")
     (tmp_path / "source" / "model.safetensors").unlink()
-    tiny.save(model, tmp_path / "source", max_shard_size=size)
+    tiny.save(model, tmp_path / "source", max_shard_size="6KB")
     assert len(list((tmp_path / "source").glob("*.safetensors"))) > 3
     assert converted(tmp_path / "source", tmp_path / "out") == reference
 
