@@ -1,4 +1,4 @@
-"""The package as its wheel installs it, in an empty folder: recipe, launch, the certificate."""
+"""The package as its wheel installs it, in an empty folder: recipe, finetune, the certificate."""
 
 import json
 import os
@@ -54,9 +54,7 @@ def test_a_wheel_has_every_file_and_trains_in_an_empty_folder(installed: Path, t
 
     (empty / "recipe.yaml").write_text(run("recipe", "flan-t5-base"))
     settings = [word for key, value in {"source": source, **SETTINGS}.items() for word in ("--set", f"{key}={value}")]
-    said = run("launch", "recipe.yaml", "--gpus", "1", "--run", *settings)
-    first, *_ = said.splitlines()
-    assert first.startswith("# no GPU is here: 1 CPU process, ") and "output: safe: proven for every input" in said
+    assert "output: safe: proven for every input" in run("finetune", "recipe.yaml", *settings)
     report = json.loads((empty / "flan-t5-base-fp16" / "fp16_report.json").read_text())
     assert (report["verdict"], report["proof"]) == ("safe", "certified") and report["certificate"]["holds"]
     assert report["finetune"]["steps"] == 4 and str(source) not in json.dumps(report)

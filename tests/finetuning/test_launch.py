@@ -285,9 +285,9 @@ def test_zero_takes_the_steps_of_amp_and_one_that_it_breaks_off_leaves_no_gradie
         assert logged(tmp_path / "zero") == whole
 
 
-def launched(python: Path, recipe: Path, folder: Path, *settings: str) -> "subprocess.Popen[str]":
-    """Begin ``launch --run`` in two processes, which work in a folder."""
-    words = ["launch", recipe, "--gpus", "2", "--run", *(word for each in settings for word in ("--set", each))]
+def launched(python: Path, recipe: Path, folder: Path, *settings: str, count: int = 2) -> "subprocess.Popen[str]":
+    """Begin ``launch --run`` in two processes, or another count, which work in a folder."""
+    words = ["launch", recipe, "--gpus", count, "--run", *(word for each in settings for word in ("--set", each))]
     return subprocess.Popen(
         [str(part) for part in (python, "-m", "bf16_to_fp16", *words, "--set", "device=cpu")],
         cwd=folder,
@@ -366,10 +366,11 @@ def test_an_interrupt_before_the_first_state_says_that_there_is_none(tmp_path: P
         raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("count", [1, 2])
 def test_an_error_of_the_processes_is_one_line_and_the_launch_s_status(
-    recipe: Path, warm_python: Path, tmp_path: Path
+    count: int, recipe: Path, warm_python: Path, tmp_path: Path
 ) -> None:
-    process = launched(warm_python, recipe, tmp_path, "out=out", "data.first_sentinel=999")
+    process = launched(warm_python, recipe, tmp_path, "out=out", "data.first_sentinel=999", count=count)
     _, error = process.communicate(timeout=200)
     (line,) = [line for line in error.splitlines() if line]
     assert process.returncode == 2 and line.startswith("error: ") and "data.first_sentinel is 999" in line
