@@ -224,7 +224,7 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
             "rescale": False,
             "precision": "fp16",
             "data": {"path": str(DEMO_DATA / "held_out.txt"), "input_length": 66, "target_length": 34, "batch_size": 4},
-            "schedule": {"steps": 12},
+            "schedule": {"steps": 8},
             "penalty": {"form": "none"},
             "distillation": {"weight": 0.0},
             "evaluation": {"every": 1000},
@@ -239,8 +239,8 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
 def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not_at_all(
     demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """12 steps here; `python benchmarks/finetune.py --amp 500` is the long version."""
-    monkeypatch.setattr("bf16_to_fp16.finetuning.stability.OVERFLOW_STOP", 6)
+    """8 steps here; `python benchmarks/finetune.py --amp 500` is the long version."""
+    monkeypatch.setattr("bf16_to_fp16.finetuning.stability.OVERFLOW_STOP", 4)
     convert(DEMO_DATA / demo, tmp_path / "converted", run_model=False)
     trainer = in_fp16(tmp_path / "converted", tmp_path)
     linears = [module for module in trainer.stock.modules() if isinstance(module, torch.nn.Linear)]
@@ -250,7 +250,7 @@ def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not
     for handle in handles:
         handle.remove()
     rows = rows_of(tmp_path, "loss")
-    assert outcome.steps == len(rows) == 12 and outcome.skipped == ()
+    assert outcome.steps == len(rows) == 8 and outcome.skipped == ()
     assert computed == {torch.float16} and {row["precision"] for row in rows} == {"fp16"}
     # Really a scale, which the first step found without being lost, and really training.
     assert len({row["loss_scale"] for row in rows}) == 1 and rows[0]["loss_scale"] >= 64
@@ -258,9 +258,9 @@ def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not
 
     (tmp_path / "as-trained").mkdir()
     trainer = in_fp16(DEMO_DATA / demo, tmp_path / "as-trained")
-    with pytest.raises(UserError, match="6 steps in a row overflow, down to a loss scale of 1024"):
+    with pytest.raises(UserError, match="4 steps in a row overflow, down to a loss scale of 4096"):
         trainer.train()
-    assert len(trainer.position.skipped) == trainer.position.step == 6
+    assert len(trainer.position.skipped) == trainer.position.step == 4
     with pytest.raises(UserError, match="is not finite in fp16 before the first step"):
         train(trainer.recipe, open_checkpoint(DEMO_DATA / demo))
 

@@ -257,7 +257,7 @@ Trainer._reach_beyond_the_data = infinite
 """
 
 
-@pytest.mark.parametrize("kind", beyond(["zero2"], ["zero2", "zero3"]))
+@pytest.mark.parametrize("kind", beyond(["zero2"], ["zero2", "zero3", "zero3-offload"]))
 def test_zero_takes_the_steps_of_amp_and_one_that_it_breaks_off_leaves_no_gradient_behind(
     kind: str, recipe: Path, warm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
