@@ -145,11 +145,7 @@ def bound_magnitude(value: float | None) -> str:
         return "–"
     if math.isnan(value) or infinite(value):
         return "∞"
-    return magnitude(shown_bound(value))
-
-
-def shown_bound(value: float) -> float:
-    return rounded_up(value, 4 if 0.01 <= value < 1e7 else 3)
+    return magnitude(rounded_up(value, 4 if 0.01 <= value < 1e7 else 3))
 
 
 def scientific(value: float | None) -> str:

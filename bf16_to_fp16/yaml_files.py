@@ -42,10 +42,6 @@ for _scalar, _pattern in _SCALARS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_scalar}", re.compile(rf"(?:{_pattern})\Z"), None)
 
 
-def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(node.value.replace("_", ""), 10)
-
-
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[str] = set()
     for key, _ in node.value:
@@ -59,7 +55,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value.replace("_", ""), 10))
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 

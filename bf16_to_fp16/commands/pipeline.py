@@ -104,7 +104,8 @@ def convert_pipeline_by(
     with staged(place.out, force=place.force) as work:
         if not local:
             fetch_others(pipeline, endpoint, progress)
-        links = bring_others(pipeline.folder, pipeline.others, work, link=not copy, progress=progress)
+        with progress.step(f"Bringing {counted(len(pipeline.others), 'file')} besides the encoders") as advance:
+            links = bring(pipeline.folder, pipeline.others, work, link=not copy, advance=advance)
         encoders: list[answers.PipelineEntry] = []
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
@@ -162,11 +163,6 @@ def fetch_others(pipeline: Pipeline, endpoint: str | None, progress: Progress) -
     check_free_space(pipeline.source, nbytes, Path(constants.HF_HUB_CACHE))
     with progress.step(f"Fetching {counted(len(pipeline.others), 'file')} besides the encoders"):
         fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], endpoint, pipeline.revision)
-
-
-def bring_others(folder: Path, names: Sequence[str], work: Path, *, link: bool, progress: Progress) -> dict[str, int]:
-    with progress.step(f"Bringing {counted(len(names), 'file')} besides the encoders") as advance:
-        return bring(folder, names, work, link=link, advance=advance)
 
 
 def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:

@@ -63,7 +63,8 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
         ran = audited(written, inputs, in_fp32, device, progress, train=train, seed=options.seed)
     else:
         inputs = in_fp32 = [probe.few_rows(load_config(opened.checkpoint.folder))]
-        ran = outputs_of_few(written, inputs, progress)
+        with progress.step("Running a few short rows of the output") as advance:
+            ran = outputs_of(Walk(written), inputs, inputs, {}, advance)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         reference = decided.reference or reference_of(opened.checkpoint, inputs)
         closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, reference, ran, inputs, in_fp32)
@@ -139,11 +140,6 @@ def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
     return smallest_batches(compared(inputs))
-
-
-def outputs_of_few(written: Checkpoint, rows: list[Batch], progress: Progress) -> Audited:
-    with progress.step("Running a few short rows of the output") as advance:
-        return outputs_of(Walk(written), rows, rows, {}, advance)
 
 
 def outputs_of(

@@ -373,16 +373,12 @@ def observe_source(
 def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> None:
     for path, seen in ranges.items():
         if not bool(torch.isfinite(seen.output.amax).all()):
-            bad = [n for n in sorted(checkpoint.tensors) if not all_finite(checkpoint, n)]
+            bad = [n for n in sorted(checkpoint.tensors) if not bool(checkpoint.read(n).isfinite().all())]
             because = f"tensor {bad[0]} holds inf or NaN, so that {path}" if bad else path
             raise UserError(
                 f"{checkpoint.folder}: {because} gives inf or NaN in fp32 on the source; the checkpoint is damaged,"
                 " use another revision of it or repair the tensor"
             )
-
-
-def all_finite(checkpoint: Checkpoint, name: str) -> bool:
-    return bool(torch.isfinite(checkpoint.read(name)).all())
 
 
 def best_plan(search: Search) -> tuple[Layout, Planned, SourceBounds]:

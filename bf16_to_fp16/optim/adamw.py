@@ -268,13 +268,8 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=_strides(parameter.shape)
-    )
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    strides = tuple(math.prod(parameter.shape[dim + 1 :]) for dim in range(parameter.dim()))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=strides)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -200,8 +200,9 @@ def moved_by(layout: Layout, plan: Plan) -> schema.MovedEntry:
 def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
     """Return an entry for each output that is not the source's times its factor. Inner states, which the class returns
     on request, do not count where the plan drifts or edits."""
+    remedy = remedies.A_BUG if not drifts else remedies.INEXACT if ran else remedies.INEXACT_BY_BOUNDS
     return [
-        remedies.other_output(name, drifts=drifts, ran=ran)
+        schema.UnsafeEntry(signal=name, kind="inexact", reason=remedies.OTHER_OUTPUT, remedy=remedy)
         for name, entry in outputs.items()
         if not entry.fits(drifts=drifts) and not (drifts and on_request(name, outputs))
     ]

@@ -117,11 +117,6 @@ def prices(rare: ExceptionEntry) -> str:
     return f"KL {scientific(rare.kl)}, bf16 {scientific(rare.kl_bf16)}"
 
 
-def other_output(name: str, *, drifts: bool, ran: bool) -> UnsafeEntry:
-    remedy = A_BUG if not drifts else INEXACT if ran else INEXACT_BY_BOUNDS
-    return UnsafeEntry(signal=name, kind="inexact", reason=OTHER_OUTPUT, remedy=remedy)
-
-
 def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
     """Return how stock code can run a model in which only the vision tower overflows: the tower and its readers in
     fp32. After autocast alone, whose fp32 stream has no limit, nothing is returned."""

@@ -27,7 +27,7 @@ from ..wording import (
 )
 from . import facts
 from .remedies import unsafe_sites
-from .schema import Report, UnprovenEntry, WeightsEntry
+from .schema import Report, WeightsEntry
 from .tables import Column, Table, names, numbers
 
 MOST_UNSAFE = 12  # broken sites listed; most others only follow from these, and are in the table of all sites
@@ -162,10 +162,6 @@ def unsafe_tables(report: Report) -> list[Table]:
         ),
     )
     return [table for table in tables if table.rows]
-
-
-def remedies_of(report: Report, unproven: Sequence[UnprovenEntry]) -> list[str]:
-    return [] if report.next else list(dict.fromkeys(site.remedy for site in unproven))
 
 
 def is_exact(report: Report) -> bool:

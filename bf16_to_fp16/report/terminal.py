@@ -239,7 +239,8 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
     print_tiers(screen, report)
     screen.table(Table(REGIMES, regime_rows(report.regimes)))
     print_underflow(screen, report.regimes)
-    print_gradients(screen, report)
+    if words := facts.gradients_in_words(report):
+        screen.print(words)
     for name, regime in report.regimes.items():
         which = "first broken" if regime.broken_sites else "tightest"
         title = f"{name}: the {which} of {wording.counted(len(regime.sites), 'site')} that were measured"
@@ -260,11 +261,6 @@ def print_underflow(screen: Output, regimes: Mapping[str, RegimeEntry]) -> None:
                 f"{name}: below fp16's smallest normal number (6.1e-05) on every input, where few bits are kept, at"
                 f" {wording.counted(len(sunk), 'site')}: {', '.join(sunk[:3])}{', …' if len(sunk) > 3 else ''}"
             )
-
-
-def print_gradients(screen: Output, report: schema.Report) -> None:
-    if words := facts.gradients_in_words(report):
-        screen.print(words)
 
 
 def print_attack(screen: Output, attack: AttackEntry, certificate: CertificateEntry) -> None:

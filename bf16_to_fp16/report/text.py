@@ -33,7 +33,7 @@ def results_text(report: Report, *, on_page: bool = False) -> str:
             unproven=Table(sections.UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED]),
             unproven_count=len(unproven),
             hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED),
-            remedies=sections.remedies_of(report, unproven),
+            remedies=[] if report.next else list(dict.fromkeys(site.remedy for site in unproven)),
             fidelity=sections.closeness_table(report, "output in fp16" if on_page else "this in fp16"),
         )
     )

@@ -70,7 +70,8 @@ def _move_to(model: nn.Module, device: torch.device, stored: Collection[str]) ->
         for name, old in module._parameters.items():
             if old is not None:
                 if id(old) not in moved:
-                    value = _placeholder(old, device) if old.is_meta else old.data.to(device)
+                    nothing = torch.zeros((), dtype=old.dtype)
+                    value = nothing.to(device).expand(old.shape) if old.is_meta else old.data.to(device)
                     # Autocast casts a weight once for all lanes only where it could have a gradient.
                     moved[id(old)] = nn.Parameter(value)
                 module._parameters[name] = moved[id(old)]
@@ -81,10 +82,6 @@ def _move_to(model: nn.Module, device: torch.device, stored: Collection[str]) ->
         if name in stored:
             names.setdefault(parameter, name)
     return names
-
-
-def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=tensor.dtype).to(device).expand(tensor.shape)
 
 
 def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
