@@ -35,7 +35,7 @@ quality: install
 
 # What things cost, each beside what would be used otherwise: about twenty minutes on two idle cores.
 bench: install
-	for run in convert.py "convert.py --scale t5-v1_1-small t5-v1_1-base t5-v1_1-large --rounds 3" \
+	for run in "convert.py t5-v1_1-small t5-v1_1-base t5-v1_1-large --rounds 3" \
 		"certify_soundness.py 20" penalty.py optimizer.py peers.py; \
 	do echo "== $$run"; $(BIN)/python benchmarks/$$run || exit 1; done
 

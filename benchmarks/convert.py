@@ -1,16 +1,12 @@
 """What rewriting weights costs: time and memory beside copying the files and beside stock loading and saving.
 
-    python benchmarks/convert.py --gigabytes 2 --shards 2
+    python benchmarks/convert.py [SHAPE ...]
 
-makes a sharded bf16 checkpoint of T5 v1.1's shapes in a temporary folder and then, in turns, copies it (``cp -r``)
-and rewrites it with a residual exponent of -4 (``write_fp16`` without and with SHA-256 of what is read and written);
-last it loads and saves it with stock code in fp16. Every way runs in a process of its own and ends with fsync of its
-files. Times are medians over the rounds, of a source in the page cache and without imports; memory is the peak resident
-size less that of a process with the same imports. Several threads work: times need two idle cores.
-
-    python benchmarks/convert.py --scale t5-v1_1-small t5-v1_1-base t5-v1_1-large flan-t5-xl t5-v1_1-xxl-encoder
-
-shows how time and memory grow, in shards of at most 5 GB and without stock code.
+makes a bf16 checkpoint of each shape in a temporary folder, in shards of at most 5 GB, and then, in turns, copies it
+(``cp -r``) and rewrites it with a residual exponent of -4 (``write_fp16`` without and with SHA-256 of what is read and
+written); last it loads and saves it with stock code in fp16. Every way runs in a process of its own and ends with fsync
+of its files. Times are medians over the rounds, of a source in the page cache and without imports; memory is the peak
+resident size less that of a process with the same imports. Several threads work: times need two idle cores.
 
     python benchmarks/convert.py --whole t5-v1_1-base
 
@@ -23,7 +19,6 @@ the whole shape's). With ``--certified`` nothing is run, and what was written is
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import resource
 import shutil
@@ -31,7 +26,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -52,8 +47,6 @@ from bf16_to_fp16.checkpoint.writer import write_fp16
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.run.stock import load
 
-AIMS = {"write_fp16": 1.4, "write_fp16, hashes": 2.0}  # in times of ``cp -r``; in memory the aim is 64 MB
-
 
 def apart(function: Callable[..., Any], *given: object) -> Any:
     """Return what a function returns in a process of its own, whose memory nothing else has touched."""
@@ -62,14 +55,11 @@ def apart(function: Callable[..., Any], *given: object) -> Any:
 
 
 @contextmanager
-def checkpoint(
-    shape: synthetic.Shape, shards: int | None = None, *, outliers: bool = False
-) -> Iterator[tuple[Path, Path, float]]:
+def checkpoint(shape: synthetic.Shape, *, outliers: bool = False) -> Iterator[tuple[Path, Path, float]]:
     """Yield a source, a path for an output and the source's GB; both are removed afterwards."""
-    shards = shards or math.ceil(2 * shape.parameters / 5e9)
     with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-bench-") as work:
         source = Path(work) / "source"
-        yield source, Path(work) / "out", synthetic.write(source, shape, shards, outliers=outliers) / 1e9
+        yield source, Path(work) / "out", synthetic.write(source, shape, outliers=outliers) / 1e9
 
 
 # ---- rewriting -------------------------------------------------------------------------------------------------------
@@ -126,14 +116,14 @@ def cost(way: str, source: Path, out: Path) -> tuple[float, float, float]:
     return found
 
 
-def compare(name: str, shape: synthetic.Shape, shards: int | None, rounds: int, ways: Sequence[str]) -> None:
+def compare(name: str, rounds: int) -> None:
     """Print a row for each way to rewrite a shape; stock code goes once."""
-    with checkpoint(shape, shards) as (source, out, size):
+    with checkpoint(synthetic.SHAPES[name]) as (source, out, size):
         floor = apart(peak_megabytes)
         cost("cp -r", source, out)  # so that the source is in the page cache
-        runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
+        runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
         for turn in range(rounds):
-            for way in ways:
+            for way in WAYS:
                 if way != STOCK or turn == rounds - 1:
                     os.sync()
                     runs[way].append(apart(cost, way, source, out))
@@ -142,14 +132,7 @@ def compare(name: str, shape: synthetic.Shape, shards: int | None, rounds: int, 
         median = statistics.median(seconds)
         ratio = median / statistics.median(each[0] for each in runs["cp -r"])
         shown = [f"{x:.2f}" for x in (median, min(seconds), statistics.median(used), ratio)]
-        print_row(name, f"{size:.2f}", way, *shown, AIMS.get(way, ""), f"{max(*megabytes, floor) - floor:.0f}")
-
-
-def of_size(gigabytes: float) -> synthetic.Shape:
-    """Return a shape with about this many bytes in bf16."""
-    widths = synthetic.SHAPES["t5-v1_1-large"]
-    one, two = (widths.with_layers(n).parameters for n in (1, 2))
-    return widths.with_layers(max(1, 1 + round((gigabytes * 1e9 / 2 - one) / (two - one))))
+        print_row(name, f"{size:.2f}", way, *shown, f"{max(*megabytes, floor) - floor:.0f}")
 
 
 # ---- a whole conversion ----------------------------------------------------------------------------------------------
@@ -180,7 +163,7 @@ def one_forward(name: str, layers: int) -> tuple[float, float]:
     """Return the seconds and processor seconds of one stock fp32 forward of 4 × 128 encoder and 4 × 32 decoder tokens
     through a shape with so many layers, of the fastest of three."""
     shape = synthetic.SHAPES[name].with_layers(layers)
-    with checkpoint(shape, 1) as (source, _, _):
+    with checkpoint(shape) as (source, _, _):
         model = load(source, torch.float32)
     ids = torch.arange(512).view(4, 128) + 2
     given = {"decoder_input_ids": ids[:, :32]} if shape.decodes else {}
@@ -226,10 +209,8 @@ def whole(name: str, layers: int | None, certified: bool, device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="for example t5-v1_1-base, the default")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scale", nargs="+", metavar="SHAPE", choices=synthetic.SHAPES)
     parser.add_argument("--whole", metavar="SHAPE", choices=synthetic.SHAPES)
     parser.add_argument("--certified", action="store_true", help="with --whole")
     parser.add_argument("--layers", type=int, help="with --whole")
@@ -238,11 +219,9 @@ def main() -> None:
     if asked.whole:
         return whole(asked.whole, asked.layers, asked.certified, asked.device)
     print(f"medians of {asked.rounds} rounds, stock of 1; load {os.getloadavg()[0]:.1f}")
-    print_header("shape", "GB", "way", "seconds", "least", "processor s", "/ cp", "aim", "MB over imports")
-    if not asked.scale:
-        compare("T5 v1.1", of_size(asked.gigabytes), asked.shards, asked.rounds, list(WAYS))
-    for name in asked.scale or ():
-        compare(name, synthetic.SHAPES[name], None, asked.rounds, [way for way in WAYS if way != STOCK])
+    print_header("shape", "GB", "way", "seconds", "least", "processor s", "/ cp", "MB over imports")
+    for name in asked.shapes or ["t5-v1_1-base"]:
+        compare(name, asked.rounds)
 
 
 if __name__ == "__main__":

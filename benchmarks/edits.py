@@ -2,7 +2,7 @@
 
     python benchmarks/edits.py saturated [--cases gate scores ...]
     python benchmarks/edits.py random [--models 300] [--first 0]
-    python benchmarks/edits.py rare [--cases NAME ...] [--steps 200]
+    python benchmarks/edits.py rare [--cases NAME ...]
 
 saturated: the checkpoints of ``benchmarks/saturated.py``, trained here, half a minute each; what ``convert`` makes
 of them, as stock classes judge it (``tests/support/judge.py``).
@@ -13,7 +13,7 @@ where it is certified; what is certified must stand an adversary that moves ever
 models a gradient search. Exits with 1 where anything is broken.
 
 rare: demo checkpoints in which one rare byte passes 65504 in many heads and gates at once, while usual rows are soft,
-so that a power of two on whole rows flattens them; and what a finetune makes of what stays unsafe. One channel of the
+so that a power of two on whole rows flattens them. One channel of the
 stream is taken from all other bytes, and queries and gates answer to it: no other byte's row changes by that.
 """
 
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import pytest
 import saturated
 import torch
-from models import DEMO, demo_data
+from models import DEMO
 from results import print_header, print_row
 from support import brief, tiny
 from support.adversary import adverse_inputs, observe
@@ -49,7 +49,7 @@ from support.contract import FREE, broken, certified, outputs
 from support.judge import judge
 from torch import Tensor
 
-from bf16_to_fp16 import UserError, audit, convert, finetune
+from bf16_to_fp16 import UserError, audit, convert
 from bf16_to_fp16.auditing.attack import attack
 from bf16_to_fp16.auditing.fidelity import output_on
 from bf16_to_fp16.auditing.soft_side import LEAST, LENGTH, TIMES, divergences, mean_bf16_divergence
@@ -68,7 +68,6 @@ from bf16_to_fp16.run.stock import load, load_config, vocabulary_of
 
 TEXTS, SEED = 24, 7  # of the judge
 NOISE = 1e-10  # divergences of two fp32 runs
-FACTOR = 3.0  # how far from the measured cost a good prediction may be
 DRAWN = 500  # random pairs of ids that fill rows
 STEPS, SEARCHED = 40, 8  # gradient steps of a search, and of how many random models one is searched
 MOST = 24  # largest exponent of what is multiplied
@@ -236,7 +235,6 @@ class Tally:
     work: Path
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
-    costs: list[tuple[float, float]] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
 
     def broken(self, seed: int, what: str) -> None:
@@ -263,12 +261,7 @@ class Tally:
             self.reasons[f"unsafe: {'; '.join(sorted(why))}"] += 1
         if report["proof"] == "certified":
             self.check_certified(seed, out)
-        entries = report.get("inexact", [])
-        self.costs += [(e["predicted"], e["measured"]) for e in entries]
-        costs = [f"{e['site']}:{e['exponent']}:{e['predicted']:.1e}/{e['measured']:.1e}" for e in entries]
-        close = [report["fidelity"].get(key) for key in ("kl_fp16", "kl_bf16")]
-        shown = ["-" if kl is None else f"{kl:.1e}" for kl in close]
-        print(f"{seed} {kind} [{', '.join(done)}] {verdict}", *shown, *costs, flush=True)
+        print(f"{seed} {kind} [{', '.join(done)}] {verdict}", flush=True)
 
     def check_safe(self, seed: int, report: Any, out: Path) -> None:
         """No regime broke, none does on other inputs, and fp16 is no further from the source than bf16, or twice as far
@@ -338,8 +331,6 @@ class Tally:
             print_row(name, *(self.counts[name, column] for column in columns))
         for reason, number in self.reasons.most_common():
             print(f"{number} {reason}")
-        near = sum(1 / FACTOR <= max(said, NOISE) / max(found, NOISE) <= FACTOR for said, found in self.costs)
-        print(f"{near} of {len(self.costs)} predicted costs within a factor {FACTOR:g} of the measured")
         print(f"{len(self.violations)} violations", *self.violations, sep="\n  ")
 
 
@@ -408,43 +399,23 @@ def saturate(model: Any, paths: Sequence[str], target: float, step: int) -> None
 
 
 def compare_rare(asked: argparse.Namespace, work: Path) -> None:
-    columns = "bf16: text, unlike, random", "`convert`", "verdict", "edits", "finetune, kept step, precision, verdict"
-    print_header("checkpoint", *columns)
-    for name in asked.cases or CASES:
-        print_row(name, *rare(name, work / name, asked.steps))
-
-
-def rare(name: str, work: Path, steps: int) -> list[str]:
-    """Return the cells of one case: ``unlike`` are code, figures and other languages. Where a finetune stops since
-    gradients overflow at every loss scale, another has ``precision: fp32``."""
-    demo, paths, target, step = CASES[name]
-    model = saturated.load(demo)
-    saturate(model, paths, target, step)
-    saturated.write(model, demo, source := work / "source")
-    report = convert(source, work / "edited").report
+    """``unlike`` are code, figures and other languages."""
+    print_header("checkpoint", "bf16: text, unlike, random", "`convert`", "verdict", "edits")
     files = texts(), texts("unlike.txt")
-
-    def divergences_of(out: str, dtype: str) -> str:
-        text, unlike = (judge(source, work / out, file, SEED) for file in files)
-        kl = [getattr(each, f"kl_{dtype}_text") for each in (text, unlike)]
-        return ", ".join(f"{x:.1e}" for x in (*kl, getattr(text, f"kl_{dtype}_random")))
-
-    edits = [f"{'columns' if edit.get('columns') else 'rows'} 2^{edit['exponent']}" for edit in report["inexact"]]
-    counted = ", ".join(f"{number} × {edit}" for edit, number in Counter(edits).items())
-    cells = [divergences_of("edited", "bf16"), divergences_of("edited", "fp16")]
-    cells += [f"{report['verdict']}, {report['proof']}", counted]
-    if report["verdict"] == "safe":
-        return [*cells, "-"]
-    recipe = {"source": str(source), "data": demo_data(demo.name), "schedule": {"steps": steps}}
-    recipe |= {"evaluation": {"every": 40}, "out": str(work / "fp16")}
-    try:
-        tuned, out = finetune(recipe), "fp16"
-    except UserError as error:
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
-        tuned, out = finetune(recipe | {"precision": "fp32", "out": str(work / "fp32")}), "fp32"
-    assert tuned is not None
-    end = f"{tuned.report['finetune']['kept']}, {out}, {tuned.report['verdict']}, {tuned.report['proof']}"
-    return [*cells, f"{divergences_of(out, 'fp16')}; {end}"]
+    for name in asked.cases or CASES:
+        demo, paths, target, step = CASES[name]
+        model = saturated.load(demo)
+        saturate(model, paths, target, step)
+        saturated.write(model, demo, source := work / name / "source")
+        report = convert(source, out := work / name / "out").report
+        judged = [judge(source, out, file, SEED) for file in files]
+        cells = []
+        for dtype in ("bf16", "fp16"):
+            kl = [getattr(each, f"kl_{dtype}_text") for each in judged]
+            cells.append(", ".join(f"{x:.1e}" for x in (*kl, getattr(judged[0], f"kl_{dtype}_random"))))
+        edits = (f"{'columns' if edit.get('columns') else 'rows'} 2^{edit['exponent']}" for edit in report["inexact"])
+        counted = ", ".join(f"{number} × {edit}" for edit, number in Counter(edits).items())
+        print_row(name, *cells, f"{report['verdict']}, {report['proof']}", counted)
 
 
 TABLES = {"saturated": compare_saturated, "random": compare_random, "rare": compare_rare}
@@ -456,7 +427,6 @@ def main() -> int | None:
     parser.add_argument("--cases", nargs="+", choices=[*saturated.KINDS, *CASES], metavar="CASE")
     parser.add_argument("--models", type=int, default=300, help="how many random ones")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
-    parser.add_argument("--steps", type=int, default=200, help="of a finetune")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,6 @@ element of every site, always in the graph. "over" has every site past its targe
 """
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,27 +27,6 @@ SIZES = {
     "small": {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 8, "vocab_size": 8192},
 }
 INSIDE, OVER = 32752.0, 1e-3  # targets: the largest values of a random model are below 1000 and above the other
-
-
-class MeanSquare(ActivationPenalty):
-    """The mean square of activations over all sites (Jamba's), which has no target; for one process."""
-
-    def __init__(self, model: nn.Module, *, weight: float, **options: Any) -> None:
-        super().__init__(model, weight=weight, **options)
-
-    def _note(self, site: str, amax: float) -> bool:
-        super()._note(site, amax)
-        return not math.isnan(amax)
-
-    def _may_pull(self, site: str) -> bool:
-        return True
-
-    def _term(self, site: str, x: Tensor) -> Tensor:
-        return x.float().square().mean()
-
-    def _total(self) -> Tensor:
-        terms = [term for runs in self._terms.values() for term in runs]
-        return torch.stack(terms).mean() * (self.weight or 0.0) if terms else torch.zeros(())
 
 
 @contextmanager
@@ -98,7 +76,6 @@ def measured(
         "all inside": ActivationPenalty(model, weight=1.0),
         "a tenth over": ActivationPenalty(model, targets=some, weight=1e-3),
         "all over": ActivationPenalty(model, targets=dict.fromkeys(sites, OVER), weight=1e-3),
-        "mean-square": MeanSquare(model, weight=1e-3),
     }
     states: dict[str, Callable[[], Any]] = {
         "plain": lambda: nullcontext(lambda: 0.0),

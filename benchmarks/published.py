@@ -11,7 +11,6 @@ by its own template and on text; and 24 greedy tokens of each chat.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import subprocess
@@ -153,12 +152,8 @@ def compare(source: Path, work: Path) -> None:
 
 @quiet()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cache", type=Path, default=CACHE, help="where the checkpoint is kept, %(default)s")
-    args = parser.parse_args()
-    source = fetched(args.cache)
     with tempfile.TemporaryDirectory() as work:
-        compare(source, Path(work))
+        compare(fetched(CACHE), Path(work))
 
 
 if __name__ == "__main__":

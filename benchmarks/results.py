@@ -39,7 +39,7 @@ SECTIONS: dict[str, list[str]] = {
     "What people use today": ["peers"],
     "Other runtimes": ["runtimes"],
     "What follows a conversion": ["rates"],
-    "Finetuning": ["amp", "amp-gemma", "penalties", "penalties-pegasus", "penalty-cost"],
+    "Finetuning": ["finetune", "penalty-cost"],
     "The optimizer": ["optimizer"],
     "On a GPU": ["gpu", "gpu-optimizer", "gpu-penalty", "gpu-half"],
 }

@@ -19,7 +19,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -39,30 +38,12 @@ from bf16_to_fp16.run.batch import Batch, values_of
 from bf16_to_fp16.run.stock import load, load_config
 
 FP16 = "float16"
-FLOATS = ("float16", "bfloat16", "float32", "float64")  # how formats are called here, whatever a runtime calls them
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """In which format a runtime computed: matrix products, and all floating-point operations but moves and casts, by
-    format; None for the number where one format serves all."""
+Products = Mapping[str, int | None]
+"""How many matrix products a runtime computed in each format; None where one format serves all."""
 
-    products: Mapping[str, int | None]
-    operations: Mapping[str, int | None]
-
-    @property
-    def native(self) -> bool:
-        """Whether every matrix product was computed in fp16."""
-        return bool(self.products) and set(self.products) == {FP16}
-
-
-def counted(operations: Iterable[tuple[str, bool]]) -> Arithmetic:
-    """Return the arithmetic of operations, of each its format and whether it is a matrix product."""
-    listed = list(operations)
-    return Arithmetic(Counter(kind for kind, product in listed if product), Counter(kind for kind, _ in listed))
-
-
-Outcome = tuple[Tensor, Arithmetic]  # values in fp32, [rows, length, channels], and the arithmetic that made them
+Outcome = tuple[Tensor, Products]  # values in fp32, [rows, length, channels], and the products that made them
 
 
 class Outputs(nn.Module):
@@ -168,8 +149,8 @@ def ctranslate2(folder: Path, layout: Layout, batch: Batch) -> Outcome:
         Converter(str(folder)).convert(out, quantization=FP16, force=True)
         translator = library.Translator(out, device=device, compute_type=wanted)
         scored = [torch.tensor(result.log_probs) for result in translator.score_batch(sources, targets)]
-        taken = {str(translator.compute_type): None}
-    return torch.nn.utils.rnn.pad_sequence(scored, batch_first=True), Arithmetic(taken, taken)
+        products = {str(translator.compute_type): None}
+    return torch.nn.utils.rnn.pad_sequence(scored, batch_first=True), products
 
 
 def words(ids: Tensor, mask: Tensor) -> list[list[str]]:
@@ -220,14 +201,10 @@ def mlx_lm(folder: Path, layout: Layout, batch: Batch) -> Outcome:
         row = torch.zeros(len(ids), logits.shape[-1])
         row[mask] = torch.from_numpy(np.array(logits.astype(mx.float32)))
         rows.append(row)
-    kinds = {kind.removeprefix("mlx.core."): None for kind in sorted(types)}
-    return torch.stack(rows), Arithmetic(kinds, kinds)
+    return torch.stack(rows), {kind.removeprefix("mlx.core."): None for kind in sorted(types)}
 
 
 # --- an ONNX file -----------------------------------------------------------------------------------------------------
-
-MOVES = {"Cast", "Constant", "Concat", "Expand", "Gather", "Identity", "Reshape", "Slice", "Transpose", "Where"}
-"""Operations that compute nothing."""
 
 
 def export(folder: Path, batch: Batch, place: str) -> str:
@@ -272,14 +249,14 @@ def onnx_reference(folder: Path, layout: Layout, batch: Batch) -> Outcome:
     with np.errstate(all="ignore"):  # infinities are what is looked for
         results = ReferenceEvaluator(model, new_ops=[MatMul]).run(None, arrays_of(batch), intermediate=True)
     assert isinstance(results, dict)
-    nodes = [(str(results[node.output[0]].dtype), node.op_type) for node in model.graph.node]
-    operations = ((kind, name in ("MatMul", "Gemm")) for kind, name in nodes if kind in FLOATS and name not in MOVES)
-    return torch.from_numpy(results["output"]).float(), counted(operations)
+    products = (node for node in model.graph.node if node.op_type in ("MatMul", "Gemm"))
+    kinds = Counter(str(results[node.output[0]].dtype) for node in products)
+    return torch.from_numpy(results["output"]).float(), kinds
 
 
 # --- ONNX Runtime: only its profile tells what it computed in fp16 ----------------------------------------------------
 
-ONNX_TYPES = {"float": "float32", "double": "float64"}
+ONNX_TYPES = {"float16": "float16", "float": "float32", "double": "float64"}
 PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
 
 
@@ -294,27 +271,23 @@ def onnxruntime(folder: Path, layout: Layout, batch: Batch) -> Outcome:
         session = library.InferenceSession(export(folder, batch, place), options, providers=usable)
         (output,) = session.run(None, arrays_of(batch))
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-    return torch.from_numpy(output).float(), arithmetic_of_profile(events)
+    return torch.from_numpy(output).float(), products_of_profile(events)
 
 
-def arithmetic_of_profile(events: Iterable[Mapping[str, Any]]) -> Arithmetic:
-    def operations() -> Iterator[tuple[str, bool]]:
-        for event in events:
-            details = event.get("args", {})
-            name = details.get("op_name", "")
-            if event.get("cat") != "Node" or "input_type_shape" not in details or name in MOVES:
-                continue
-            kinds = [ONNX_TYPES.get(kind, kind) for entry in details["input_type_shape"] for kind in entry]
-            if kind := next((kind for kind in kinds if kind in FLOATS), None):
-                yield kind, "MatMul" in name or "Gemm" in name or name.endswith("Attention")
-
-    return counted(operations())
+def products_of_profile(events: Iterable[Mapping[str, Any]]) -> Products:
+    products: Counter[str] = Counter()
+    for event in events:
+        details = event.get("args", {})
+        name = details.get("op_name", "")
+        if event.get("cat") == "Node" and ("MatMul" in name or "Gemm" in name or name.endswith("Attention")):
+            kinds = (kind for entry in details.get("input_type_shape", ()) for kind in entry)
+            products.update(kind for kind in (ONNX_TYPES.get(next(kinds, "")),) if kind)
+    return products
 
 
 # --- OpenVINO: the compiled graph has the precision of every node -----------------------------------------------------
 
 OPENVINO_TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
-OPENVINO_MOVES = {"Concatenation", "Const", "Convert", "Gather", "Input", "Output", "Reorder", "Reshape", "Transpose"}
 PRODUCTS = ("FullyConnected", "MatMul", "ScaledDotProductAttention", "gemm", "fully_connected")
 
 
@@ -336,13 +309,9 @@ def openvino(folder: Path, layout: Layout, batch: Batch) -> Outcome:
     compiled = core.compile_model(model, device, {"INFERENCE_PRECISION_HINT": library.Type.f16})
     output = compiled(list(arrays_of(batch).values()))[0]
     nodes = (node.get_rt_info() for node in compiled.get_runtime_model().get_ops())
-    said = [{key: str(info[key].value) for key in ("layerType", "runtimePrecision")} for info in nodes]
-    return torch.from_numpy(output).float(), arithmetic_of_graph(said)
-
-
-def arithmetic_of_graph(nodes: Iterable[Mapping[str, str]]) -> Arithmetic:
-    layers = ((OPENVINO_TYPES.get(node["runtimePrecision"].lower()), node["layerType"]) for node in nodes)
-    return counted((kind, name in PRODUCTS) for kind, name in layers if kind and name not in OPENVINO_MOVES)
+    layers = [(str(info["layerType"].value), str(info["runtimePrecision"].value).lower()) for info in nodes]
+    products = Counter(OPENVINO_TYPES[kind] for name, kind in layers if name in PRODUCTS and kind in OPENVINO_TYPES)
+    return torch.from_numpy(output).float(), products
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -365,7 +334,7 @@ def compared(values: Tensor, wanted: Tensor, mask: Tensor) -> dict[str, float]:
 
 
 def measure(out: Path, source: Path, name: str) -> dict[str, Any]:
-    """Run a checkpoint and its source in a runtime, and return the arithmetic, the three comparisons and a verdict."""
+    """Run a checkpoint and its source in a runtime, and return the products, the three comparisons and a verdict."""
     found: dict[str, Any] = {"runtime": name}
     config = load_config(source)
     batch = one_batch(config, probe.audit_batches(config, source, None))
@@ -377,24 +346,23 @@ def measure(out: Path, source: Path, name: str) -> dict[str, Any]:
         return log_probabilities(values, batch, config) if name == "ctranslate2" else values
 
     for side, folder in (("source", source), ("output", out)):
-        values, arithmetic = RUNTIMES[name][1](folder, agreed_layout(open_checkpoint(folder)), batch)
+        values, products = RUNTIMES[name][1](folder, agreed_layout(open_checkpoint(folder)), batch)
         found[side] = compared(values, expected(folder, torch.float32), mask)
     found["bf16"] = compared(expected(source, torch.bfloat16), expected(source, torch.float32), mask)
-    found["products"], found["operations"] = arithmetic.products, arithmetic.operations
     worse = found["output"]["nonfinite"] or not found["output"]["error"] <= found["bf16"]["error"]
-    found["verdict"] = "unsafe" if worse else "safe" if arithmetic.native else "no evidence"
-    return found
+    verdict = "unsafe" if worse else "safe" if set(products) == {FP16} else "no evidence"
+    return found | {"products": products, "verdict": verdict}
 
 
 def main() -> None:
     out, source, *names = sys.argv[1:]
     sides = ("source", "output", "bf16")
-    print_header("runtime", "products", "operations", *sides, "verdict")
+    print_header("runtime", "products", *sides, "verdict")
     for name in names or [name for name, (package, _) in RUNTIMES.items() if find_spec(package)]:
         found = measure(Path(out), Path(source), name)
-        kinds = [", ".join(f"{n or ''} {kind}" for kind, n in found[key].items()) for key in ("products", "operations")]
+        products = ", ".join(f"{number or ''} {kind}".strip() for kind, number in found["products"].items())
         shown = [f"{found[s]['nonfinite']} not finite, {found[s]['error']:.2e}" for s in sides]
-        print_row(name, *kinds, *shown, found["verdict"])
+        print_row(name, products, *shown, found["verdict"])
 
 
 if __name__ == "__main__":

@@ -37,10 +37,6 @@ class Shape:
         return Shape(self.name, fewer(self.values))
 
     @property
-    def parameters(self) -> int:
-        return sum(math.prod(s) for s in self.tensors().values())
-
-    @property
     def made_of(self) -> Any:
         return getattr(transformers, self.name).config_class(**self.values)
 
@@ -113,16 +109,17 @@ LEAVING = (".wo.weight", ".fc2.weight", ".down_proj.weight")
 OUTLIERS, IN, OUT = 3, 8.0, 64.0  # neurons that stand out, the factors of their rows and of their output columns
 
 
-def write(folder: Path, shape: Shape, shards: int = 1, *, outliers: bool = False) -> int:
+def write(folder: Path, shape: Shape, *, outliers: bool = False) -> int:
     """Write a bf16 checkpoint, flushed to the disk, and return its size in bytes.
 
-    Matrices are normal with standard deviation 1/√columns, norms about 1. Shards have about the same size. outliers:
-    with neurons that stand out, as published checkpoints have them.
+    Matrices are normal with standard deviation 1/√columns, norms about 1. Shards have about the same size, at most 5
+    GB. outliers: with neurons that stand out, as published checkpoints have them.
     """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shape.config()))
     table = shape.tensors()
     total = sum(math.prod(s) for s in table.values())
+    shards = math.ceil(2 * total / 5e9)
     groups: list[list[str]] = [[] for _ in range(shards)]
     seen = 0
     for name in sorted(table):

@@ -239,7 +239,7 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
 def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not_at_all(
     demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """8 steps here; `python benchmarks/finetune.py --amp 500` is the long version."""
+    """8 steps here; `python benchmarks/finetune.py` is the long version."""
     monkeypatch.setattr("bf16_to_fp16.finetuning.stability.OVERFLOW_STOP", 4)
     convert(DEMO_DATA / demo, tmp_path / "converted", run_model=False)
     trainer = in_fp16(tmp_path / "converted", tmp_path)
