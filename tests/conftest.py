@@ -38,10 +38,12 @@ def pytest_configure() -> None:
 
 
 SLOW = (
-    *("launch", "from_a_wheel", "demo", "publish", "stock_loading", "finetune", "bound_constraint", "family_contract"),
-    *("faults", "trainer", "least_edit", "forgeries", "attack", "sentence_encoders", "verify", "launching", "survey"),
-    *("pipeline", "convert", "make_safe", "convert_verdicts", "images", "planner", "adapter"),
-    *("sources", "regimes", "centred_keys", "pipelines", "outputs", "certificate", "own_eps", "system"),
+    *("launch", "from_a_wheel", "finetune", "stock_loading", "family_contract", "bound_constraint", "trainer", "demo"),
+    *("soft_side", "towers", "least_edit", "least_move", "drift", "make_safe", "certificate", "faults", "pipeline"),
+    *("convert", "adamw", "kept", "sentence_encoders", "convert_verdicts", "pipelines", "lanes", "config_edits"),
+    *("planner", "moe", "publish", "last_token", "page", "tiers", "verify", "before_norms", "gradients", "audit_any"),
+    *("images", "adapter", "agreement", "padding", "regimes", "linears_and_norms", "attack", "sources", "outputs"),
+    *("own_eps", "centred_keys", "launching", "bad_input", "forgeries"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
 
