@@ -283,9 +283,6 @@ def test_the_recipe_keys_shown_are_keys() -> None:
     for path in TEXTS:
         for block in blocks(path, "yaml"):
             entries = yaml.safe_load(block)
-            if isinstance(entries, list):  # of recipes/survey.py
-                assert all(set(entry) <= {"source", "revision", "subfolder"} for entry in entries)
-                continue
             flat = {f"{k}.{i}" for k, v in entries.items() if isinstance(v, dict) for i in v}
             assert flat | {k for k, v in entries.items() if not isinstance(v, dict)} <= known
 
