@@ -1,8 +1,7 @@
-"""Spikes, divergences and plateaus of a training loss, from its log.
+"""Find spikes, divergences and plateaus in a training loss.
 
-Each loss is compared with the median of a window of calm losses (on a fall with a line through them), in units of
-their median absolute deviation, so that neither noise nor earlier spikes move the level. A spike comes back; a
-divergence stays. A slow rise or a standstill shows in the medians of chunks of the curve.
+Each loss is compared with the median of a window of calm losses (on a steep fall, with a line through them), in units
+of their median absolute deviation. Slow rises and plateaus are found in the medians of chunks of the curve.
 """
 
 from __future__ import annotations
@@ -31,20 +30,14 @@ CAUSES: dict[Kind, str] = {
     "Plateau": "either the run has converged, or its updates are smaller than half the gap between two weights and"
     " vanish; stochastic rounding, an fp32 copy of the weights or a higher learning rate tell which",
 }
-"""The usual cause of each kind, and what helps."""
 
 
 @dataclass
 class Event:
-    """An event from step ``start`` to ``end`` (None while it lasts).
-
-    ``size``: how far the loss rose above its level before; of a plateau the share by which it fell.
-    """
-
     kind: Kind
     start: int
-    end: int | None
-    size: float
+    end: int | None  # None while it lasts
+    size: float  # rise above the earlier level; of a plateau the share by which the loss fell
 
 
 @dataclass
@@ -57,19 +50,13 @@ class _Excursion:
 
 
 class _Chunk(NamedTuple):
-    """A quarter of a window of calm losses, from step ``start`` to ``end``."""
-
     start: int
     end: int
     median: float
 
 
 class Detector:
-    """Finds events in losses as they come.
-
-    z: robust standard deviations that make a spike; window: calm losses to compare with, at least 16. The first half
-    window is only learnt from.
-    """
+    """Finds events in losses as they come. z: robust standard deviations that make a spike; window: calm losses."""
 
     def __init__(self, *, z: float = 6.0, window: int = 64) -> None:
         self.z, self.window = z, window
@@ -105,11 +92,10 @@ class Detector:
     # -- spikes
 
     def _yardstick(self) -> tuple[float, float]:
-        """Level and robust standard deviation of the calm losses: their median and its deviations, or a line's.
+        """Return level and robust standard deviation of the calm losses.
 
-        On a steep fall the window's scatter is mostly the fall itself, which would hide a spike. Where the line through
-        the medians of both halves leaves clearly less, it is the yardstick; but no level under all of the last losses,
-        since a fall flattens.
+        On a steep fall, the scatter about the median is mostly the fall, so a line through them replaces the median.
+        The level is never below all of the last losses, since a fall flattens.
         """
         losses = self._calm
         level, spread = _median_and_spread(losses)
@@ -169,7 +155,7 @@ class Detector:
     # -- slow events
 
     def _slow_rise(self) -> None:
-        """A gradual divergence: two chunks in a row far above the lowest one."""
+        """Find a gradual divergence: two consecutive chunks far above the lowest one."""
         chunk = self._chunks[-1]
         if self._lowest is None or chunk.median < self._lowest.median:
             self._lowest, self._rising = chunk, 0
@@ -188,7 +174,7 @@ class Detector:
             self._drift = self._found("Divergence", self._lowest.end, rise)
 
     def _standstill(self) -> None:
-        """A plateau: no change over the last chunks, and known well enough to say so."""
+        """Find a plateau: chunk medians whose trend, with its error, is within ``_FLAT`` of the level."""
         level, flat = self._chunks[-1].median, self._flat
         if self._plateau is not None:
             self._plateau.size = (flat - level) / abs(flat) if flat else 0.0
@@ -216,7 +202,7 @@ def _median_and_spread(losses: list[float]) -> tuple[float, float]:
 
 
 def _fall(values: list[float]) -> tuple[float, float]:
-    """Return by how much a straight line through the values falls from first to last, and its standard error."""
+    """Return the fall of a least-squares line from first to last value, and its standard error."""
     places = range(len(values))
     slope, start = statistics.linear_regression(places, values)
     rest = math.fsum((value - start - slope * place) ** 2 for place, value in zip(places, values, strict=True))
@@ -225,9 +211,9 @@ def _fall(values: list[float]) -> tuple[float, float]:
 
 
 def events(losses: Iterable[tuple[int, float]], *, z: float = 6.0, window: int = 64) -> list[Event]:
-    """Return the events of a whole curve of steps and losses, by step; ``end`` is None where one was not over.
+    """Return the events of a curve of (step, loss), sorted by start.
 
-    A step that goes back is a rewind: what came before from there on does not count.
+    Where the step number goes back, the run was rewound: earlier losses from that step on are dropped.
     """
     curve: list[tuple[int, float]] = []
     for step, loss in losses:

@@ -1,11 +1,9 @@
-"""How large weights should begin, and how far a checkpoint's are from that.
+"""Initial standard deviations of weights, and how far a checkpoint's weights are from them.
 
 "Transformers without Tears" (Nguyen and Salazar, arXiv:1910.05895) draws with a standard deviation of √(2/(5h)) for a
 hidden size h; MT-NLG 530B (Smith et al., arXiv:2201.11990) with √(1/(3h)). A family's rule is its stock class's.
-Training moves weights by factors of a few, so what is several times from its family's rule was not drawn by it, has
-been rescaled, or has grown.
 
-Root mean squares stand for standard deviations: means of weights are near 0, and gains of norms compare with their 1.
+Root mean squares stand for standard deviations: weights have means near 0, and norm gains are compared with 1.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ FAR = 4.0  # times a rule, either way, from which a weight is flagged
 
 
 def rules_for(hidden: int) -> dict[str, Any]:
-    """Return the published standard deviations for a hidden size."""
     if hidden < 1:
         raise UserError(f"the hidden size is {hidden}; give a positive number")
     return {"hidden_size": hidden, "small": math.sqrt(2 / (5 * hidden)), "megatron": math.sqrt(1 / (3 * hidden))}
@@ -43,10 +40,7 @@ def rules_for(hidden: int) -> dict[str, Any]:
 def deviation(
     rules: Initialisation, module: str, length: Callable[[str], int], factor: float | None = None
 ) -> float | None:
-    """Return the standard deviation with which a module begins, None where the rules have none.
-
-    length: gives the number of elements along a named axis. factor: the config's.
-    """
+    """Return a module's initial standard deviation, None without a rule; length: elements along a named axis."""
     names = (module, module.rpartition(".")[2])
     drawn = next((d for p, d in rules.modules.items() if any(fnmatchcase(name, p) for name in names)), None)
     if drawn is None:

@@ -17,18 +17,17 @@ from ..json_text import loads
 from ..report.screen import console
 from .detector import CAUSES, events
 
+# Keys of loss and step in logs; the first that is there is read.
 LOSS_NAMES = ("loss", "train_loss", "train/loss", "training_loss", "train/train_loss")
-"""Names under which trainers log the training loss, the first that is there."""
-
 STEP_NAMES = ("step", "global_step", "train/global_step", "trainer/global_step", "iteration", "_step")
 
 KINDS = "give a trainer_state.json, .csv or .jsonl (wandb exports CSV)"
 
 
 def read_log(path: str | Path) -> list[tuple[int, float]]:
-    """Return the steps and losses in a ``trainer_state.json``, CSV or JSONL, or in a folder with one.
+    """Return (step, loss) rows of a ``trainer_state.json``, CSV or JSONL, or of a folder that has one.
 
-    Rows without a loss are left out. Raises UserError for a file that is none of these or has no losses.
+    Raises UserError for a file that is none of these or has no losses.
     """
     path = Path(path)
     if path.is_dir():

@@ -1,12 +1,12 @@
-"""Which weights would not move: updates below half the gap of a 16-bit weight vanish when it is rounded to nearest.
+"""Find the weights that do not move: an update below half the gap between 16-bit values is lost in rounding.
 
-The gap between neighbouring values is a power of two, so one histogram of exponents says for every learning rate at
-once which share of a tensor moves. Updates of Adam and Lion are about the learning rate, whatever the gradient is;
-Adafactor's about the learning rate times the tensor's root mean square.
+The gap is a power of two, so one histogram of exponents gives the stalled share of a tensor for every learning rate.
+Updates of Adam and Lion are about the learning rate; Adafactor's are about the learning rate times the tensor's root
+mean square.
 
-The remedies in the order of their cost: round stochastically, so that the mean of many lost updates arrives (Gupta et
-al., arXiv:1502.02551; Zamirai et al., arXiv:2010.06192); keep an fp32 copy of the weights; or raise the learning rate,
-and with it, linearly (Goyal et al., arXiv:1706.02677), the batch size.
+The remedies in the order of their cost: round stochastically (Gupta et al., arXiv:1502.02551; Zamirai et al.,
+arXiv:2010.06192); keep an fp32 copy of the weights; or raise the learning rate, and with it, linearly (Goyal et al.,
+arXiv:1706.02677), the batch size.
 """
 
 from __future__ import annotations
@@ -38,18 +38,15 @@ FORMATS = {
     "fp16": (torch.float16, FP16_SIGNIFICANT_BITS, -14),
 }
 
+# Least root mean square that Adafactor takes a tensor to have (Shazeer and Stern, arXiv:1804.04235).
 SMALLEST_SCALE = 1e-3
-"""Adafactor takes a tensor's root mean square for at least this (Shazeer and Stern, arXiv:1804.04235)."""
-
 LOWEST = -200  # exponent of the first bin of a histogram
 
 
 @dataclass
 class Layer:
-    """``overflow``: elements that are not finite in the format; ``moves``: the others by the rate that moves them."""
-
-    overflow: int = 0
-    moves: Counter[float] = field(default_factory=Counter)
+    overflow: int = 0  # elements that are not finite in the format
+    moves: Counter[float] = field(default_factory=Counter)  # the others, by the least rate that moves them
 
     def to_json(self, name: str, rate: float) -> dict[str, Any]:
         finite = self.moves.total()
@@ -111,7 +108,7 @@ def advise_updates(
 
 
 def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tuple[int, dict[float, int]]:
-    """Return the count of elements that overflow the format, and of the others by the least rate that moves them."""
+    """Return the count of overflowing elements, and the others' counts by the least learning rate that moves them."""
     exponents = torch.zeros(512, dtype=torch.int64)
     square, overflow = 0.0, 0
     for part in tensor_pieces(checkpoint, name):
@@ -129,7 +126,7 @@ def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tu
 
 
 def half_gap_exponents(x: Tensor, dtype: str) -> Tensor:
-    """Return log₂ of half the distance from each fp32 value to the next larger one of the format, as int64."""
+    """Return log₂ of half the gap between each fp32 value and the next larger one of the format, as int64."""
     _, bits, least = FORMATS[dtype]
     binade = torch.frexp(x).exponent.to(torch.int64) - 1
     return torch.where(x == 0, least, binade.clamp(min=least)) - bits

@@ -1,4 +1,4 @@
-"""The weights that are advised on, read through the checkpoint's reader a tensor at a time."""
+"""Read the weights of a checkpoint for the advice, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -41,5 +41,4 @@ def floating_names(checkpoint: Checkpoint, progress: Progress | bool | None) -> 
 
 
 def tensor_pieces(checkpoint: Checkpoint, name: str) -> Sequence[Tensor]:
-    """Return a tensor in its own dtype, flat, ``PIECE`` elements at a time."""
     return checkpoint.read(name).flatten().split(PIECE)

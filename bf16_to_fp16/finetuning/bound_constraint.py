@@ -1,13 +1,12 @@
-"""The certificate as a constraint of the training, so that it ends where no input can overflow the model.
+"""Constrain the certified bounds during training, so that no input can overflow the trained model.
 
-The certificate bounds what any input can reach, from the weights alone, and its bounds have a gradient in them. For the
-sites that no rescaling moves (scores, gate rows, logits) they are held under a lid, which comes down from the largest
-bound to fp16's limit. After every step of the optimizer what is over it is projected onto it: one Newton step along the
-gradient of its bound, in which each weight tensor moves by its share. What writes a channel of the residual stream is
-only made smaller, each row as a whole: on real inputs its products cancel by factors of hundreds, and must go on to.
+The certificate bounds every site for any input, from the weights alone, and its bounds are differentiable. Sites that
+no rescaling moves (scores, gate rows, logits) are held under a lid, which falls from the largest bound to fp16's limit.
+After each optimizer step a bound over the lid is projected onto it, by Newton steps along the bound's gradient.
+Rows that write the residual stream are only scaled down: on real inputs their products must go on cancelling.
 
-As a term of the loss a row a hundred times larger than the others would take a hundred times the steps, since a step of
-Adam is no longer than the learning rate (as for decoupled weight decay, Loshchilov and Hutter 2019).
+A loss term would need a hundred times the steps for a row a hundred times larger, since a step of Adam is no longer
+than the learning rate (as for decoupled weight decay, Loshchilov and Hutter 2019).
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from ..families.types import Attention, outputs_of
 from ..numerics import FP16_MAX
 from .whole_weights import WholeWeights
 
-MARGIN_BITS = 0.125
-"""Bits under the limit at which the lid comes to rest: the bounds used here are a few percent off the certificate's."""
-
+MARGIN_BITS = 0.125  # from the final lid to the limit: the bounds used here are a few percent off the certificate's
 COMES_DOWN = 0.5  # share of the remaining steps in which the lid comes down
 PASSES = 6  # Newton steps after one of the optimizer's at most; as a rule two are enough
 SCALINGS = 3  # steps that follow where that was not enough: the weights as a whole are made smaller
@@ -43,18 +40,15 @@ MOST_MOVED = 0.5  # share of its length by which one Newton step may change a ro
 class BoundConstraint:
     """Holds the bounds of ``model``, a stock model in training, under a lid.
 
-    Call ``begin`` once and then ``hold`` after every optimizer step, in all processes: equal weights stay equal, and of
-    a model in parts, which DeepSpeed has (``engine``) or FSDP2, each process changes its own. layout: of the whole one.
+    Call ``begin`` once and then ``hold`` after every optimizer step, in all processes. With sharded weights (FSDP2, or
+    DeepSpeed with ``engine``) each process changes its own shard. layout: of the unsharded model.
     """
 
     def __init__(self, layout: Layout, model: nn.Module, *, engine: bool = False) -> None:
         self.layout, self.target = layout, FP16_MAX * 2.0**-MARGIN_BITS
-        self.first: int | None = None
-        """Step at which it began, None before."""
-        self.start = 0.0
-        """Excess at which the lid began, in bits over the target."""
-        self.lowest = math.inf
-        """Where the lid was last; it never rises, also where a run goes on to more steps."""
+        self.first: int | None = None  # step of ``begin``
+        self.start = 0.0  # largest excess at ``begin``, in bits
+        self.lowest = math.inf  # last lid; it never rises, even where a resumed run has more steps
         self.weights = WholeWeights(model, engine=engine)
         self.bounds = DifferentiableBounds(layout, self.weights.read)
         self._owners, self._groups = self.bounds.owners(), groups_of(layout)
@@ -64,8 +58,7 @@ class BoundConstraint:
             for sublayer in stack.sublayers
             for site in (*outputs_of(sublayer), sublayer.add)
         }
-        self.headroom: float | None = None
-        """Bits that the worst of its bounds keeps under fp16's limit, None before a first step."""
+        self.headroom: float | None = None  # bits from the largest bound to fp16's limit
 
     def begin(self, step: int) -> None:
         self.bounds.stream = any(
@@ -75,7 +68,7 @@ class BoundConstraint:
         self.start = max(0.0, *(float(bits.max()) for bits in self.excess().values()))
 
     def lid(self, step: int, steps: int) -> float:
-        """Return by how many bits bounds may pass the target after a step, the first being 1, of so many."""
+        """Return the bits by which bounds may exceed the target after ``step`` (from 1) of ``steps``."""
         assert self.first is not None
         down = max(1.0, COMES_DOWN * (steps - self.first))
         return self.start * max(0.0, 1 - (step - self.first) / down)
@@ -95,13 +88,12 @@ class BoundConstraint:
             self.headroom = MARGIN_BITS - max(float(bits.max()) for bits in excess.values())
 
     def excess(self, *, again: bool = False) -> dict[str, Tensor]:
-        """Return by how many bits every bound passes the target; again: of weights only projected since."""
+        """Return log2(bound / target) by site; again: only projections changed the weights since."""
         measured = self.weights.agreed(self.bounds.measure(again=again))
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
-        """Bring a site's bounds down by about so many bits each, 0 for those that stay; with ``scaled`` by making all
-        weights smaller alike."""
+        """Lower each bound of a site by about ``bits``; scaled: shrink all its weights in proportion."""
         index = (bits > 0).nonzero()[:, 0]
         owners = [(name, view) for name, view in self._owners[site] if self.weights.is_trained(name)]
         if not owners:  # what is frozen stays, and the certificate will say so
@@ -131,7 +123,7 @@ class BoundConstraint:
         self.weights.write()
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the excess with only the largest among sites that come down together, bound by bound."""
+        """Return the excess with all but the largest bound of each group set to 0."""
         groups: dict[str, list[str]] = {}
         for site in over:
             groups.setdefault(self._groups.get(site, site), []).append(site)
@@ -166,7 +158,7 @@ class BoundConstraint:
 
 
 def groups_of(layout: Layout) -> dict[str, str]:
-    """Return by site what it comes down with: an attention's sites, a stack's stream, each of a head's linears."""
+    """Return the group of each site; a group is an attention, a stack's residual stream, or one linear of the head."""
     head = layout.head
     groups = {} if head is None else {"model:add": head.at} | {linear.at: linear.at for linear in head.linears}
     for stack in layout.stacks():

@@ -1,7 +1,6 @@
-"""The finetune's means in anyone's ``transformers.Trainer``: rescaling, penalty, a log of headroom, conversion.
+"""Use the activation penalty in any ``transformers.Trainer``: rescale, penalise, log the headroom, convert.
 
-A callback of Trainer cannot reach the loss, nor what the reporters before it are given to log. So this one is given the
-trainer, and steps into its ``compute_loss`` and ``log``.
+A callback of Trainer cannot change the loss or the logged values, so this one wraps ``compute_loss`` and ``log``.
 """
 
 from __future__ import annotations
@@ -84,7 +83,6 @@ class Fp16Callback(TrainerCallback):
         return (loss, outputs) if return_outputs else loss
 
     def _is_of_a_step(self, items: Any) -> bool:
-        """Whether the trainer takes a pass's loss for its share of the whole step's."""
         trainer, told = self.trainer, getattr(self.trainer, "loss_is_scaled_for_ga", None)
         if told is not None:
             return bool(told)

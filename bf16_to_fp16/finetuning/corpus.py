@@ -1,7 +1,7 @@
-"""From text to training batches: pairs of input and target as they are, plain text by an objective (``objectives``).
+"""Make training batches from text: (input, target) pairs as given, or plain text by an objective (``objectives``).
 
-Everything random is a function of (seed, epoch, row), and an epoch's order of the seed and the examples in a step. So a
-batch does not depend on how many processes share a step, and training goes on bit for bit from two numbers.
+All randomness is a function of (seed, epoch, row); an epoch's order depends on the seed and the examples in a step. So
+batches do not depend on the number of processes, and training resumes bit for bit.
 """
 
 from __future__ import annotations
@@ -38,24 +38,17 @@ _TRAINING, _HELD_OUT, _SPLIT, _ORDER = range(4)  # what random numbers are for, 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """One forward pass of one process: int64 ids and 0/1 mask of shape [rows, length], labels with −100 as padding.
+    """One forward pass of one process; tensors have shape [rows, length]."""
 
-    ``labels``: what each position of the logits should predict, of which a decoder's inputs are made; None for a model
-    that predicts no tokens. ``causal``: each position predicts the next of ``input_ids``. ``examples``: (epoch, row in
-    the data) of every example; empty for a batch whose labels are all −100, which only keeps processes in step.
-    ``row_wise``: one output for a row.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    labels: Tensor | None
-    examples: tuple[tuple[int, int], ...]
-    row_wise: bool = False
-    causal: bool = False
+    input_ids: Tensor  # int64
+    attention_mask: Tensor  # 0 for padding
+    labels: Tensor | None  # target id of each logits position, −100 for none; None if no tokens are predicted
+    examples: tuple[tuple[int, int], ...]  # (epoch, row); empty for a batch that only keeps processes in step
+    row_wise: bool = False  # one output for a row
+    causal: bool = False  # each position predicts the next of ``input_ids``
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return the arguments of a stock model, which compares what a causal model gives with the label of the next
-        position."""
+        """Return the arguments of a stock model, which shifts a causal model's labels itself."""
         labels = self.labels.roll(1, dims=1) if self.labels is not None and self.causal else self.labels
         tensors = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": labels}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -65,8 +58,7 @@ Row = tuple[str, str | None]  # text and target of a row; a row whose text is bl
 
 
 class _Rows:
-    """The rows of some data: ``training`` and ``held_out`` are their numbers, ``sizes`` their characters, 0 if blank.
-    whole: all of them are held out."""
+    """The non-blank rows of a data set by number, split into ``training`` and ``held_out``; whole: hold out all."""
 
     def __init__(self, data: Data, seed: int, *, whole: bool = False) -> None:
         self.dataset, self.columns = open_texts(
@@ -98,10 +90,7 @@ class _Rows:
 
 
 def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator) -> np.ndarray:
-    """Return an order of the examples in which those of one step are of like size.
-
-    sizes: any measure of length; position: how many examples the steps before have taken.
-    """
+    """Return a permutation that puts examples of similar size in one step; position: examples taken before it."""
     order = rng.permutation(len(sizes))
     head = min(-position % step_examples, len(order))
     steps = (len(order) - head) // step_examples
@@ -116,11 +105,9 @@ def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.ra
 
 
 class Corpus:
-    """A recipe's ``data`` as batches for a checkpoint, of which it takes the config and, from ``folder``, the
-    tokenizer.
+    """Batches of a recipe's ``data``, for the model of ``config`` and the tokenizer in ``folder``.
 
-    seed: of the split, the order and the noise. Raises UserError for data, tokenizers and objectives that cannot be
-    used.
+    seed: of the split, the order and the noise. Raises UserError for unusable data, tokenizers and objectives.
     """
 
     def __init__(self, data: Data, folder: str | Path, config: Any, *, seed: int = 0) -> None:
@@ -179,7 +166,7 @@ class Corpus:
         return max(1, window)
 
     def tokens(self, text: str) -> list[int]:
-        """Return the ids of plain text, without the end and without special tokens that the text happens to spell."""
+        """Return the ids of plain text, without special tokens, even where the text spells one."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._checked([token for token in ids if token not in self._reserved])
 
@@ -192,8 +179,7 @@ class Corpus:
         return ids
 
     def example(self, row: int, content: Row, epoch: int, *, held_out: bool = False) -> tuple[list[int], list[int]]:
-        """Return the (input, target) ids of a row in an epoch: empty targets where no tokens are predicted; a causal
-        model's follow the input."""
+        """Return the (input, target) ids of a row in an epoch; the target is empty where no tokens are predicted."""
         text, target = content
         if self.objective == "pairs":
             if target is None:
@@ -265,8 +251,7 @@ class Corpus:
         return TrainingBatches(self, rank, world)
 
     def held_out(self, examples: int | None = None, rank: int = 0, world: int = 1) -> list[TrainingBatch]:
-        """Return one process's share of at most so many held-out examples; all processes get equally many batches, and
-        one for which none is left gets a batch whose labels are all −100."""
+        """Return one process's share of the held-out examples, in equally many batches for every process."""
         numbers = self.held_out_rows.held_out[:examples]
         contents = self.held_out_rows.read(numbers) if numbers else []
         rows = [(0, row, content) for row, content in zip(numbers, contents, strict=True)]
@@ -283,8 +268,7 @@ class Corpus:
         return batches
 
     def unlike(self) -> list[TrainingBatch]:
-        """Return batches of the shipped lines of code, figures and other languages; each is its own target where the
-        data have targets."""
+        """Return batches of the shipped lines of code, figures and other languages."""
         lines = UNLIKE.read_text(encoding="utf-8").splitlines()
         rows = [(0, row, (line, line if self.objective == "pairs" else None)) for row, line in enumerate(lines)]
         size = self.data.batch_size
@@ -313,22 +297,20 @@ class Corpus:
 
 
 def in_one_row(source: Sequence[int], target: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the ids of an input and of the target behind it, and what each of them should predict: the target, from
-    the input's last token on."""
+    """Return the ids of input and target, and labels that begin at the input's last position."""
     nothing = [IGNORED_LABEL]
     return [*source, *target], [*nothing * (len(source) - 1), *target, *nothing]
 
 
 def _first(length: int, most: int, rng: np.random.Generator) -> int:
-    """Where a piece of at most ``most`` begins: half a piece beyond an end counts as the end, so that ends are seen."""
+    """Return a random start of a piece of ``most``; up to half a piece past an end counts as the end."""
     beyond = most // 2
     place = int(rng.integers(-beyond, max(1, length - most + 1) + beyond))
     return max(0, min(place, length - most))
 
 
 class TrainingBatches(Iterator[TrainingBatch]):
-    """The endless training batches of one process. A step has the same ``step_examples`` however many processes share
-    them; each takes its share of each pass."""
+    """Endless training batches of one process; the examples of a step do not depend on the number of processes."""
 
     def __init__(self, corpus: Corpus, rank: int, world: int) -> None:
         self.corpus, self.rank, self.world = corpus, rank, world
@@ -359,15 +341,11 @@ class TrainingBatches(Iterator[TrainingBatch]):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is between two steps, and the data and settings on which every batch depends."""
         settings = self.corpus.describe() | {"step_examples": self.step_examples, "path": None}
         return {"steps": self.steps, "settings": settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where ``state`` was taken: the next batch is, bit for bit, the one that came next there.
-
-        Raises UserError where data or settings are others than there, since every following batch would differ.
-        """
+        """Resume bit for bit from ``state``; raise UserError where data or settings have changed."""
         now, then = self.state_dict()["settings"], state["settings"]
         changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
         if changed:

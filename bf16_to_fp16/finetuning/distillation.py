@@ -1,8 +1,7 @@
-"""Keeping the original's function: how far the student's outputs are from the frozen teacher's.
+"""Distance of the student's outputs from those of the frozen original, the teacher.
 
-For models that choose among tokens or labels it is KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531); for others
-the squared error of what they give, relative to its squared length. A step sums either over the positions that count,
-however it is cut.
+For outputs that are probabilities it is KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), else the squared error
+relative to the teacher's squared norm. Both are summed over the positions that count.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def counted_positions(batch: TrainingBatch | Batch) -> Tensor:
-    """Return which positions of a batch's outputs count, of the audit's inputs all but padding: bool [rows, length]."""
+    """Return which output positions count, as bool [rows, length]."""
     if isinstance(batch, Batch):
         return (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
     if batch.labels is not None:
@@ -60,7 +59,7 @@ def counted_values(out: Any, batch: TrainingBatch | Batch) -> Tensor:
 
 
 def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) -> dict[str, Any]:
-    """Return what to call a stock model with; a decoder's inputs are the labels, shifted as the model does it."""
+    """Return the keyword arguments for a stock model; decoder inputs are its labels, shifted right."""
     given: dict[str, Any] = {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
     decodes, causal = takes_decoder_ids(model.config), is_causal(model.config)
     if isinstance(batch, Batch):
@@ -79,10 +78,7 @@ def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) ->
 
 
 class Teacher:
-    """The frozen original.
-
-    in_parts: each process of the default group holds its share of every weight; all must then call equally often.
-    """
+    """The frozen original; in_parts: sharded over the default group, so that all processes must call equally often."""
 
     def __init__(self, model: Any, device: torch.device, *, in_parts: bool = False) -> None:
         model = model.eval().requires_grad_(False)
@@ -92,7 +88,7 @@ class Teacher:
 
     @torch.no_grad()
     def outputs(self, batch: TrainingBatch | Batch) -> Tensor:
-        """Return its logits or hidden states of the positions that count, fp32 [positions, vocabulary or channels]."""
+        """Return logits or hidden states of the positions that count, fp32 [positions, vocabulary or channels]."""
         with torch.autocast(self.device.type, enabled=False):
             out = self.model(**arguments(self.model, batch, self.device))
         return counted_values(out, batch).float()
@@ -101,12 +97,11 @@ class Teacher:
         return self._distances(counted_values(out, batch), self.outputs(batch)).sum()
 
     def damped_divergence(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return the sum of log(1 + divergence): where the original is wild, as on random ids, a few positions that are
-        a hundred nats off would else outweigh all others."""
+        """Return the sum of log(1 + divergence), which a few very distant positions do not dominate."""
         return self._distances(counted_values(out, batch), self.outputs(batch)).clamp(min=0).log1p().sum()
 
     def comparison(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return that divergence, how many positions have the same best choice, and how many count: fp64 [3]."""
+        """Return the summed divergence, the positions with the same argmax, and all positions that count: fp64 [3]."""
         student, teacher = counted_values(out, batch), self.outputs(batch)
         same = (student.argmax(-1) == teacher.argmax(-1)).sum()
         sums = (self._distances(student, teacher).sum(), same, same.new_tensor(len(teacher)))
@@ -117,8 +112,7 @@ class Teacher:
 
 
 def deal_out(model: Any, device: torch.device) -> Any:
-    """Return ``model`` with each process of the default group holding its share of every weight, by FSDP2, which moves
-    one block at a time to ``device``."""
+    """Shard ``model`` over the default group by FSDP2, one unit for each block."""
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for part in (*blocks_of(model), model):
         fully_shard(part, mesh=mesh)
@@ -126,7 +120,7 @@ def deal_out(model: Any, device: torch.device) -> Any:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model: what its outermost lists of modules hold."""
+    """Return the children of a model's outermost ModuleLists."""
     lists: list[str] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in lists):

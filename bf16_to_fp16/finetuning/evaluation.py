@@ -1,8 +1,7 @@
-"""How good a model is: the task's loss on held-out data, and how far it is from the original there,
-on the audit's inputs, on texts of other kinds and, of a classifier, on inputs of every class.
+"""Evaluate a model: its task loss on held-out data, and its distance from the original on several kinds of input.
 
-A finetune has to keep the original's function, and the text that it learns from says least about that. So the state
-that it returns is chosen, and judged, by all of them.
+These are held-out data, the audit's inputs, other kinds of text and, for a classifier, inputs of every class. The
+training text alone says least about whether the original's function is kept.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class Evaluator:
     processes: Processes
 
     def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
-        """Return the mean task loss over the positions of ``held``; by kind of input the mean divergence from the
-        teacher and the share of positions with its best choice."""
+        """Return the mean held-out loss and, by kind of input, divergence and argmax agreement with the teacher."""
         measured: dict[str, Any] = {"held_out_loss": None, "held_out_divergence": None}
         with torch.no_grad(), mixed_precision.whole_step():
             for kind, batches in {"held_out": held, **self._others}.items():
@@ -69,7 +67,7 @@ class Evaluator:
         return others
 
     def _of_every_class(self, teacher: Teacher) -> list[TrainingBatch]:
-        """A few rows for each class that the teacher gives to some text or, where it gives it to none, random ids."""
+        """Return a few rows of each class that the teacher predicts, on text first and then on random ids."""
         config, by_class = self.stock.config, dict[int, list[Tensor]]()
         texts = [*self.corpus.held_out(MOST_EXAMPLES), *self.corpus.unlike()]
         drawn = (random_rows(config, seed=seed) for seed in range(MOST_DRAWN))
@@ -87,7 +85,7 @@ class Evaluator:
         return [in_rows(*stack(every[first : first + size], padding)) for first in range(0, len(every), size)]
 
     def _sums(self, batch: TrainingBatch | Batch, mixed_precision: MixedPrecision) -> Tensor:
-        """Task's loss, divergence from the teacher, positions with its best choice and positions, each as a sum."""
+        """Return the sums of task loss, divergence, equal argmax and counted positions: fp64 [4]."""
         device = self.processes.device
         with mixed_precision.forward():
             out = self.model(**arguments(self.stock, batch, device))
@@ -101,9 +99,7 @@ class Evaluator:
 
 
 def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the step of the evaluation that is nearest to the original, by the geometric mean of its divergences, of
-    those at which bounds and headroom held; None where none did, or where the recipe wants the last state.
-    """
+    """Return the step of least geometric mean divergence with bounds and headroom kept; None: the last state."""
     if recipe.quality.max_kl is None or recipe.distillation.weight < 1:
         return None
     wanted = recipe.penalty.headroom_bits + SPARE_BITS

@@ -1,7 +1,6 @@
-"""What a recipe asks of a finetune, whether it was delivered, and how to go on where it was not.
+"""Check a finetune against its recipe's goals (headroom, quality, certificate), and say how to go on if it misses one.
 
-A result that overflows nowhere may keep less headroom than was asked for, or little of the original: safe, but short of
-what was asked. Nothing has to be nearer to the original than the original in bf16 is.
+A safe result can miss a goal. No goal asks a model to be nearer to the original than the original in bf16 is.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
 @dataclass(frozen=True)
 class Command:
-    """The command line of a finetune: the recipe's file as it was given, its overrides, and the words before it.
-    published: of absolute paths it shows only the last part."""
+    """The command line of a finetune: its first words, the recipe file and its overrides."""
 
     recipe: str = "recipe.yaml"
     overrides: tuple[str, ...] = ()
     begun: tuple[str, ...] = ("bf16-to-fp16", "finetune")
-    is_public: bool = False
+    is_public: bool = False  # show only the names of absolute paths
 
     def line(self, **settings: object) -> str:
         changed = tuple(f"{key.replace('__', '.')}={value}" for key, value in settings.items())
@@ -50,8 +48,10 @@ class Command:
 def how_to_go_on(
     recipe: Recipe, report: Report, steps: int, delivered: float, command: Command, *, lost: bool, unproven: bool
 ) -> str:
-    """Return the command that goes on with a run that did not deliver, or begins another. delivered: least headroom of
-    the output in bits. lost: too much of the original. unproven: it lacks the certificate."""
+    """Return a sentence with the command that continues the run, or begins another.
+
+    delivered: the output's least headroom, in bits. lost: quality was missed. unproven: the certificate was missed.
+    """
     folder = (recipe.checkpointing.folder or f"{recipe.out}.run") + "-2"
     while Path(folder).exists():
         folder += "-2"

@@ -1,8 +1,7 @@
-"""From a recipe and cards to the line that launches it: the configuration of accelerate whose sum fits them.
+"""Choose the accelerate configuration whose memory fits the cards, and the command line that launches it.
 
-The files of ``launch/`` say what there is. The fastest that fits is taken: every process with everything (DDP, in
-which bounds are held as well), then shares of optimizer and gradients (ZeRO-2), of all (ZeRO-3; FSDP2 without
-DeepSpeed), then weights and optimizer in the machine's memory.
+Configurations of ``launch/`` are tried from the fastest on: DDP, ZeRO-2 (sharded gradients and optimizer), ZeRO-3 or
+FSDP2 (everything sharded), then ZeRO-3 with offload to the machine's memory.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ WRITTEN = "# Written by `bf16-to-fp16 launch`, which writes it anew.\n"
 
 FILES = Path(__file__).parents[1] / "launch"
 
-KINDS = {
+KINDS = {  # the configurations of ``launch/accelerate``, the fastest first
     "single": "one process",
     "ddp": "DDP",
     "zero2": "ZeRO-2",
@@ -53,23 +52,19 @@ KINDS = {
     "fsdp": "FSDP2",
     "zero3-offload": "ZeRO-3 with weights and optimizer in the machine's memory",
 }
-"""The configurations of ``launch/accelerate`` in words, the fastest first."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Processes with so many bytes each, on cards or on the CPU; ``said`` in words."""
-
     processes: int
-    memory: float
-    said: str
+    memory: float  # bytes of each process
+    said: str  # this place in words
     on_gpu: bool = True
     bf16: bool = False
 
 
 def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Place:
-    """Return where ``processes`` run: on the cards here, else on cards of ``gib`` that are assumed or, for a run that
-    is to begin now or ``on_cpu``, on the CPU."""
+    """Return where processes run: on the cards here, on the CPU or, to plan a run, on assumed cards of ``gib``."""
     seen = [] if on_cpu else cards()
     if on_cpu or (running and not seen):
         each = available_memory() / processes if gib is None else gib * 2**30
@@ -90,14 +85,11 @@ def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool =
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration for a place. ``held``: bytes of a process by what they are for; ``tried``: the sum of each
-    configuration up to the chosen one; ``blocks``: classes that FSDP has to be told of."""
-
     kind: str
     place: Place
-    held: Mapping[str, float]
-    tried: Mapping[str, float]
-    blocks: Sequence[str]
+    held: Mapping[str, float]  # bytes of a process by purpose
+    tried: Mapping[str, float]  # bytes of a process by configuration, up to the chosen one
+    blocks: Sequence[str]  # classes that FSDP wraps, where the model does not name them
 
     @property
     def total(self) -> float:
@@ -142,8 +134,7 @@ def excluded(kind: str, place: Place) -> str | None:
 
 @quiet()
 def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
-    """Return the fastest configuration whose sum fits ``place``, else that of the least; or the one that is asked for,
-    of which UserError says where it cannot run."""
+    """Return the fastest configuration that fits ``place``, else the smallest; or ``kind``, where it can run."""
     import transformers
 
     if kind is not None and (why := excluded(kind, place)) is not None:
@@ -187,7 +178,6 @@ def config_of_source(recipe: Recipe) -> Any:
 
 
 def accelerate_config(kind: str, processes: int, deepspeed: Path | None = None) -> dict[str, Any]:
-    """Return a configuration of ``launch/accelerate`` for so many processes. deepspeed: where its JSON will be."""
     tree: dict[str, Any] = yaml.safe_load((FILES / "accelerate" / f"{kind}.yaml").read_text(encoding="utf-8"))
     if deepspeed is not None:
         tree["deepspeed_config"]["deepspeed_config_file"] = str(deepspeed)
@@ -202,8 +192,10 @@ def deepspeed_config(kind: str, precision: str) -> dict[str, Any]:
 
 
 def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Write the configuration beside the recipe's output; return its files and the words of the line that launches it.
-    finetune: the words behind ``finetune``. Raises UserError where a file of others would be replaced."""
+    """Write the configuration files beside the recipe's output; return them and the words of the launch command.
+
+    finetune: arguments after ``finetune``. Raises UserError rather than replace a YAML file that launch did not write.
+    """
     out, processes = Path(recipe.out), choice.place.processes
     config, deepspeed = (out.with_name(f"{out.name}.{ending}") for ending in ("launch.yaml", "deepspeed.json"))
     by_engine = choice.kind.startswith("zero")
@@ -236,9 +228,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:
-    """Run a line of ``write_launch`` and return its exit status, that of the process that failed first; raise UserError
-    where a process was killed, and as the program does where it is itself ended. Of an interrupt the first process
-    says where the run stopped. begun: the words of the command before the recipe, which reports then name."""
+    """Run the command of ``write_launch``; return the exit status of the first process that failed.
+
+    begun: first words of the command that reports show. Raises UserError where a signal ended a process.
+    """
     import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -1,7 +1,6 @@
-"""The log of a run: one JSON object a line on the disk, and the same numbers in Weights & Biases where asked.
+"""The log of a run: JSON Lines on disk and, if asked, the same numbers in Weights & Biases.
 
-A run that continues from a checkpoint first takes back the lines that were written after it, so that the log of an
-interrupted run is the log of one that never stopped.
+A resumed run first removes the lines after its checkpoint, so that its log equals that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ LOG = "log.jsonl"
 
 
 class RunLog:
-    """The log in a file; track: where the same numbers go besides, such as ``accelerator.log``."""
+    """The log file; track: a second receiver of the numbers, such as ``accelerator.log``."""
 
     def __init__(self, path: Path, track: Callable[..., None] = lambda values, step: None) -> None:
         self.path, self.track = path, track
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def rewind(self, step: int) -> None:
-        """Take back the lines after ``step``, and one that a crash cut short."""
+        """Remove the lines after ``step``, and a truncated last line."""
         if self.path.is_file():
             kept = "".join(line for at, line in lines(self.path) if at <= step)
             partial = self.path.with_suffix(".partial")
@@ -46,7 +45,6 @@ class RunLog:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the whole lines of a log with their steps."""
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
             step = int(loads(line)["step"])
@@ -57,7 +55,6 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def start_tracker(accelerator: Any, recipe: Recipe, folder: Path) -> None:
-    """Begin a run of Weights & Biases, where a recipe asks for one, that ``accelerator.log`` then writes to."""
     if recipe.wandb == "off":
         return
     if not accelerator.log_with:  # accelerate leaves out what is not installed
