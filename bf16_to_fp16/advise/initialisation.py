@@ -57,9 +57,9 @@ def advise_init(
 ) -> dict[str, Any]:
     """Return the rules for a hidden size, and how far each tensor of a checkpoint is from its family's.
 
-    source: folder or Hub id, or a hidden size such as "14336". In ``tensors`` of the result ``times`` is
-    ``rms`` over ``own_rule``, the family's, and ``far`` is 4 times either way. Raises UserError for a source that
-    cannot be read or is of no known family.
+    source: folder or Hub id, or a hidden size such as "14336". In ``tensors`` of the result, ``times`` is ``rms`` over
+    ``own_rule``, the family's; ``far`` is true for more than 4 times either way, and for inf or NaN. Raises UserError
+    for a source that cannot be read or is of no known family.
     """
     text = str(source)
     if text.isdecimal() and not Path(text).exists():

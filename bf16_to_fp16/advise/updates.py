@@ -83,7 +83,7 @@ def advise_updates(
 
     The result has ``layers`` (name, elements, ``stalled`` ones and their fraction, ``overflow`` for those that the
     format does not hold, ``rate_for_half``, at which half of them move), the same for all as ``total``, and ``advice``.
-    Raises UserError for settings or a source that cannot be used.
+    Raises UserError for a rate that is not positive and finite, and for a source that cannot be read.
     """
     if not 0 < rate < math.inf:
         raise UserError(f"the learning rate is {rate:g}; give a positive number")

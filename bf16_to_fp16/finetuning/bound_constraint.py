@@ -107,7 +107,7 @@ class BoundConstraint:
             if slopes is None:
                 continue
             weight, gradient = view(whole.detach()), view(slopes.contiguous()).float()
-            # Lengths are of what stock code computes with: a gain of 1 may be stored as 0.
+            # Norms are of the weights that stock code computes with: a gain of 1 may be stored as 0.
             used = effective(self.layout.tensors[name], weight).float()
             # In units of each tensor's length this is the least change.
             way = gradient * used.square().sum(1, keepdim=True)
@@ -115,7 +115,7 @@ class BoundConstraint:
                 way = used * (1.0 if scaled else (gradient * used).sum(1, keepdim=True))
             slope = slope + (gradient * way).sum(1)
             moves.append((weight, norms(used), way))
-        # Bounds are lengths, of which so many bits are so large a share.
+        # Lowering a bound by n bits removes the share 1 − 2^−n of it.
         step = (1 - torch.exp2(-bits)) / math.log(2) / slope.clamp(min=1e-30)
         for weight, length, way in moves:
             most = MOST_MOVED * length / norms(way).clamp(min=1e-30)

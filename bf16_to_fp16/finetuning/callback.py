@@ -25,7 +25,7 @@ STATE = "fp16_penalty"  # what a trainer's state has of the penalty, from which 
 
 
 class Fp16Callback(TrainerCallback):
-    """Adds the activation penalty to a trainer's loss and its headroom to what it logs, and converts what was trained.
+    """Adds the activation penalty to a trainer's loss, logs the headroom, and converts the trained model.
 
     ::
 
