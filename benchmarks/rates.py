@@ -115,7 +115,7 @@ def trained(case: Checkpoint, weights: Weights, make: Make, rate: float, *, foll
     model = loaded(weights.folder)
     optimizer = make(model.parameters(), lr=rate)
     if follows and weights.plan is not None:
-        follow(optimizer, exponents_by_parameter(model, resolve(ModelTensors(model)), weights.plan))
+        follow(optimizer, exponents_by_parameter(model, resolve(ModelTensors(model)), weights.plan), model)
     train(model, optimizer, case.batches)
     return loss(model, case.held_out)
 

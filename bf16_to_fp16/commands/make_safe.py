@@ -43,7 +43,7 @@ from ..rescaling.adapters import scaled_adapter
 from ..rescaling.apply import apply, scale
 from ..rescaling.centred import centred, centred_tensors, tables_of
 from ..rescaling.exponents import OfChannels, exponents_of, norm_exponents
-from ..rescaling.follow import exponents_by_parameter, follow
+from ..rescaling.follow import check_whole, exponents_by_parameter, follow
 from ..rescaling.outputs import input_factor, output_factors
 from ..rescaling.plan import Plan, composed, inverse, mark_of
 from ..rescaling.weights import ModelTensors, source_weights
@@ -148,6 +148,7 @@ class MadeSafe:
         return self.undo_plain(model)
 
     def undo_plain(self, model: Any) -> Any:
+        check_whole(model)
         if self.changed:
             self.check_made_safe(model)
             source = ModelTensors(model)
@@ -246,9 +247,10 @@ class MadeSafe:
 
         Around each step gradients and weights are brought to the source's scale, so that learning rate, epsilon, decay
         and second moments keep their meaning. max_grad_norm: the L2 norm to which the optimizer's gradients are clipped
-        there; leave out any clipping of your own. Call it once, before the first step. Parameters that were not
-        rescaled, such as an adapter's, are stepped as they are. Raises UserError where ``model`` is not at the plan's
-        scale, and, from a step, for sharded parameters (FSDP, ZeRO-3).
+        there, summed in the optimizer's order; leave out any clipping of your own. Call it once, before the first step.
+        Parameters that were not rescaled, such as an adapter's, are stepped as they are. Raises UserError where
+        ``model`` is not at the plan's scale, for a norm that is not positive, and, from a step, for sharded parameters
+        (FSDP, ZeRO-3), copies of them (ZeRO-1 and 2), and after a step that failed.
         """
         check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
         exponents = {}
@@ -256,7 +258,7 @@ class MadeSafe:
             self.check_made_safe(model)
             exponents = exponents_by_parameter(model, resolve(ModelTensors(model)), self.plan)
         if exponents or max_grad_norm is not None:
-            follow(optimizer, exponents, max_grad_norm)
+            follow(optimizer, exponents, model, max_grad_norm)
         return optimizer
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError, first_line
+from ..optim.adamw import AdamW
 from .recipe import Recipe
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as Kingma and Ba have them; epsilon in the units of the steps
@@ -37,8 +38,10 @@ def make_optimizer(
         groups = [{"params": [p], "scale": s, "eps": EPSILON / s} for p, s in zip(parameters, scales, strict=True)]
     if given.name is not None:
         named: Any = pydoc.locate(given.name)
+        own = {"seed": recipe.seed} if named is AdamW else {}
         try:
-            optimizer: torch.optim.Optimizer = named(groups, lr=recipe.schedule.learning_rate, **given.arguments)
+            arguments = own | given.arguments
+            optimizer: torch.optim.Optimizer = named(groups, lr=recipe.schedule.learning_rate, **arguments)
             return optimizer
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer.name: {given.name}: {first_line(error)}; mend optimizer.arguments") from error

@@ -4,6 +4,7 @@ optimizer sees and remembers the source's numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from ..families.layout import Layout
 from .apply import scale
 from .exponents import Exponents, check_plan_fits, exponents_of
 from .plan import Plan
+
+STEPPING = "_fp16_stepping"  # attribute of a model while its weights are at the source's scale for a step
 
 
 def exponents_by_parameter(model: torch.nn.Module, layout: Layout, plan: Plan) -> dict[torch.nn.Parameter, Exponents]:
@@ -26,26 +29,23 @@ def exponents_by_parameter(model: torch.nn.Module, layout: Layout, plan: Plan) -
 def follow(
     optimizer: torch.optim.Optimizer,
     exponents: Mapping[torch.nn.Parameter, Exponents],
+    model: torch.nn.Module,
     max_grad_norm: float | None = None,
 ) -> None:
     """Make ``optimizer`` step in the source's units, with gradients clipped there to the L2 norm ``max_grad_norm``.
 
-    Raises UserError from a step with a closure, whose gradients come too late, with a sharded parameter (FSDP, ZeRO-3)
-    or with none of the parameters (ZeRO-1 and 2 step flat copies).
+    Raises UserError for a norm that is not positive, and from a step with a closure, whose gradients come too late,
+    with a sharded parameter (FSDP, ZeRO-3), with copies of the parameters (ZeRO-1 and 2), or after one that failed.
     """
+    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+        raise UserError(f"max_grad_norm is {max_grad_norm}; give a positive number, or None for no clipping")
     shapes = {parameter: parameter.shape for parameter in exponents}
     placed: dict[tuple[torch.nn.Parameter, torch.device], Exponents] = {}
+    own = set(model.parameters()).intersection(parameters_of(optimizer))
 
     def move(sign: int, *, gradients: bool) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in exponents or parameter.grad is None:
-                    continue
-                if parameter.shape != shapes[parameter]:
-                    raise UserError(
-                        "a sharded parameter has not the shape that its exponents are for; train in one process or"
-                        " under DDP, or leave out follow"
-                    )
+        for parameter in parameters_of(optimizer):
+            if parameter in exponents and parameter.grad is not None:
                 place = parameter, parameter.device
                 placed[place] = placed.get(place) or exponents[parameter].to(parameter.device)
                 full = placed[place].full(parameter.shape, parameter.device)
@@ -54,21 +54,44 @@ def follow(
                     scale(parameter.grad, -sign * full)
 
     def before(_: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        parameters = parameters_of(optimizer)
+        check_whole(model)
         if any(map(callable, (*args[1:], options.get("closure")))):
             raise UserError(
                 "step was given a closure, whose gradients are not in the source's units; call backward before step,"
                 " or leave out follow"
             )
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if exponents and exponents.keys().isdisjoint(parameters):
+        if own and own.isdisjoint(parameters):
             raise UserError(
-                "the optimizer has none of the rescaled weights, but copies such as DeepSpeed makes; train under DDP,"
+                "the optimizer has none of the model's weights any more, but copies such as DeepSpeed makes; train"
+                " under DDP, or leave out follow"
+            )
+        if any(parameter.shape != shapes.get(parameter, parameter.shape) for parameter in parameters):
+            raise UserError(
+                "a sharded parameter has not the shape that its exponents are for; train in one process or under DDP,"
                 " or leave out follow"
             )
+        model.__dict__[STEPPING] = True
         move(-1, gradients=True)
         if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+            # torch's scaler leaves the gradients of fused optimizers scaled, and tells by how much.
+            scaled = getattr(optimizer, "grad_scale", None)
+            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm * (1.0 if scaled is None else float(scaled)))
 
-    # Gradients are not scaled back: after the step they are thrown away.
+    def after(*_: Any) -> None:
+        move(1, gradients=False)  # not the gradients, which are thrown away after a step
+        del model.__dict__[STEPPING]
+
     optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(lambda *_: move(1, gradients=False))
+    optimizer.register_step_post_hook(after)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def check_whole(model: torch.nn.Module) -> None:
+    if STEPPING in model.__dict__:
+        raise UserError(
+            "a step of the optimizer failed half-way, and left the weights between two scales; load the last state"
+        )

@@ -6,6 +6,7 @@ import math
 import pickle
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from support.contract import certified, outputs
 from bf16_to_fp16 import UserError, certify, convert, make_fp16_safe, rescale
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.commands.make_safe import layout_under
+from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.run.stock import load
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
@@ -426,6 +428,78 @@ def test_an_optimizer_that_follows_steps_gains_that_are_stored_less_1() -> None:
         assert torch.allclose(followed[name], weight, rtol=1e-5, atol=2.0**-15), name
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_under_a_loss_scale_is_of_the_gradients_themselves(fused: bool) -> None:
+    """torch's scaler leaves the gradients of fused optimizers scaled."""
+    ends = []
+    for follows in (False, True):
+        model = tiny.small("gated", dropout_rate=0.0, factor=300.0).train()
+        safe = make_fp16_safe(model) if follows else None
+        others = [p for n, p in model.named_parameters() if "embed" not in n]
+        groups: list[dict[str, Any]] = [{"params": others[::2]}, {"params": others[1::2], "lr": 0.1}]
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.05, fused=fused)
+        if safe is not None:
+            safe.follow(optimizer, model, max_grad_norm=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(**batch()).loss).backward()
+            if safe is None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append(weights(model if safe is None else safe.undo(model)))
+    start = weights(tiny.small("gated", dropout_rate=0.0, factor=300.0))
+    for name, weight in ends[0].items():
+        assert torch.allclose(ends[1][name], weight, rtol=1e-5, atol=1e-6 * float(start[name].abs().max())), name
+    assert not same(ends[0], start)
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_norm_to_clip_to_is_positive(norm: float) -> None:
+    model = tiny.small("gated")
+    with pytest.raises(UserError, match="max_grad_norm is"):
+        make_fp16_safe(model).follow(torch.optim.SGD(model.parameters(), lr=1.0), model, max_grad_norm=norm)
+
+
+def test_clipping_works_where_nothing_was_moved() -> None:
+    model = tiny.small("gated")
+    safe = replace(make_fp16_safe(model), plan=Plan(family="t5"))
+    assert not safe.changed
+    optimizer = safe.follow(torch.optim.SGD([model.shared.weight], lr=1.0), model, max_grad_norm=0.5)
+    model.shared.weight.grad = torch.ones_like(model.shared.weight)
+    before = model.shared.weight.detach().clone()
+    optimizer.step()
+    assert (model.shared.weight - before).norm().item() == pytest.approx(0.5, rel=1e-3)
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise MemoryError
+
+
+def test_a_step_that_fails_half_way_is_told_by_the_next_and_by_undo() -> None:
+    model = tiny.small("gated")
+    safe = make_fp16_safe(model)
+    optimizer = safe.follow(Failing(model.parameters(), lr=1.0), model)
+    model(**batch()).loss.backward()
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    for again in (optimizer.step, lambda: safe.undo(model)):
+        with pytest.raises(UserError, match="failed half-way"):
+            again()
+
+
+def test_an_optimizer_of_other_parameters_alone_may_follow() -> None:
+    model = tiny.small("gated")
+    prompt = torch.nn.Parameter(torch.ones(3))
+    optimizer = make_fp16_safe(model).follow(torch.optim.SGD([prompt], lr=1.0), model)
+    prompt.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(prompt, torch.zeros(3))
+
+
 def test_an_adapters_own_parameters_are_stepped_as_they_are() -> None:
     """Only what was rescaled is moved around a step."""
     model = tiny.small("gated")
@@ -454,7 +528,7 @@ def test_an_optimizer_whose_weights_deepspeed_copied_cannot_follow() -> None:
     flat = torch.nn.Parameter(torch.zeros(3))
     flat.grad = torch.ones(3)
     optimizer.param_groups[0]["params"] = [flat]
-    with pytest.raises(UserError, match="none of the rescaled weights"):
+    with pytest.raises(UserError, match="none of the model's weights"):
         optimizer.step()
     assert torch.equal(flat, torch.zeros(3))
 
