@@ -33,11 +33,8 @@ GATHERED = 250_000_000  # elements of the layers that ZeRO-3 keeps, and gathers 
 
 
 class Needs:
-    """A finetune of a stock model in numbers, from its config alone.
-
-    ``parameters``, ``largest_block``, ``outside_blocks``: of the model, of its largest layer, of what is in no layer.
-    ``blocks``: its layers; ``activations``: bytes that a step's pass of one process holds beside weights and gradients.
-    """
+    """Numbers of parameters: of the model, its largest layer (``largest_block``) and what is in no layer. ``blocks``:
+    its layers; ``activations``: bytes that a pass of one process holds beside weights and gradients."""
 
     def __init__(self, recipe: Recipe, config: Any, kind: Any, processes: int = 1) -> None:
         self.recipe = recipe

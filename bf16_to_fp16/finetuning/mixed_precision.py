@@ -124,8 +124,7 @@ class MixedPrecision:
 
 
 def recomputation(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of ``torch.utils.checkpoint`` with which a forward inside the backward, where no function
-    mode from outside is active, is computed as in ``whole_step``."""
+    """Return the arguments of ``torch.utils.checkpoint`` that make a recomputed forward equal one in ``whole_step``."""
     given: dict[str, Any] = {"use_reentrant": False}
     return given | ({"context_fn": lambda: (WidePowers(), WidePowers())} if device.type == "cpu" else {})
 

@@ -102,10 +102,8 @@ class ActivationPenalty:
         self.weight = weight
         self.accumulation = accumulation
         self.train_mode = train_mode
-        self.watches = True
-        """Whether forwards are looked at; not those that only keep ranks in step."""
-        self.skipped = 0
-        """Outputs with a NaN so far, on this rank."""
+        self.watches = True  # whether forwards are looked at; not those that only keep ranks in step
+        self.skipped = 0  # outputs with a NaN so far, on this rank
         self._tap = Tap(model, self._take, only=self._is_wanted, glance=self._glance)
         self._attached = False
         self._modules: dict[str, nn.Module] = {}
@@ -238,18 +236,18 @@ class ActivationPenalty:
         return None if bounded else FP16_MAX
 
     def _glance(self, site: str, x: Tensor) -> bool:
-        """Note what a site holds; whether a term must be made of it."""
+        """Note a site's largest value, and return whether the penalty needs a term of it."""
         self._seen = True
         if not (self.watches and x.numel()):
             return False
         low, high = torch.aminmax(x)
         if self._waits(x):
             self._waiting.append(_Waiting(site, low, high))
-            return self._may_pull(site)
+            last = self._last.get(site)  # a term must be made before the device has said how large the value is
+            return self._weight(site) > 0 and (last is None or last.excess_bits > -MOST_SLACK_BITS)
         return self._note(site, _amax(float(low), float(high))) and self._weight(site) > 0
 
     def _note(self, site: str, amax: float) -> bool:
-        """Note a largest value; whether it pulls."""
         unknown = math.isnan(amax)
         if unknown:
             self.skipped += 1
@@ -258,14 +256,8 @@ class ActivationPenalty:
         return not unknown and amax > self._floor(site)
 
     def _floor(self, site: str) -> float:
-        """The largest value that pulls at nothing."""
-        # A token pulls as well where another run or rank passes the target.
+        """The largest value that pulls at nothing: a token pulls too where another run or rank passes the target."""
         return self._target[site] / 2**MOST_SLACK_BITS
-
-    def _may_pull(self, site: str) -> bool:
-        """Whether a term must be made before its device has said how large it is."""
-        last = self._last.get(site)
-        return self._weight(site) > 0 and (last is None or last.excess_bits > -MOST_SLACK_BITS)
 
     def _weight(self, site: str) -> float:
         return self._weights.get(site, 0.0) if self.weight is None else self.weight
@@ -273,14 +265,11 @@ class ActivationPenalty:
     def _take(self, site: str, x: Tensor) -> None:
         if not x.requires_grad:
             return
-        term = self._term(site, x)
+        term = _log2_peak(x, self._floor(site))
         if self._waits(x):
             self._waiting[-1].term = term
         else:
             self._terms.setdefault(site, []).append(term)
-
-    def _term(self, site: str, x: Tensor) -> Tensor:
-        return _log2_peak(x, self._floor(site))
 
     # -- after the forward --------------------------------------------------------------------------------------------
 
@@ -369,11 +358,9 @@ class ActivationPenalty:
 
 @dataclass(slots=True)
 class _Waiting:
-    """An output that a device has measured, or will have: its extremes, and its term where one was made."""
-
     site: str
     low: Tensor
-    high: Tensor
+    high: Tensor  # on the device, which may not have computed it yet
     term: Tensor | None = None
 
 

@@ -104,12 +104,10 @@ class Processes:
                 yield
 
     def tell_scale(self, scale: float) -> None:
-        """Make the engine, where there is one, use our loss scale.
+        """Make the engine, where there is one, use our loss scale, and raise UserError for another DeepSpeed than 0.19.
 
-        ``override_loss_scale`` is its way to do that. Under torch_autocast in float16 it makes a GradScaler as well,
-        which cannot be turned off and divides gradients once more; of that its norm and clipping know nothing, and an
-        overflow never reaches it. So that is taken away, by a name of DeepSpeed 0.19; raises UserError where another
-        DeepSpeed has no such name.
+        Under torch_autocast in float16 it also makes a GradScaler, which divides gradients once more, unknown to its
+        norm, its clipping and its check for overflow. That one is taken away.
         """
         if not self.engine:
             return
@@ -120,9 +118,8 @@ class Processes:
         optimizer.override_loss_scale(scale)
 
     def drop_gradients(self) -> None:
-        """Have the engine forget the gradients of a step that ends before its last backward, as its own step does of
-        one that overflows; accelerate's ``zero_grad`` leaves them, and the next step would add to them. By names of
-        DeepSpeed 0.19."""
+        """Have the engine forget the gradients of a step that ends before its last backward, by names of DeepSpeed
+        0.19; accelerate's ``zero_grad`` leaves them, and the next step would add to them."""
         optimizer = self._engine.optimizer
         optimizer.zero_grad()
         optimizer.averaged_gradients.clear()
@@ -131,7 +128,7 @@ class Processes:
             optimizer.micro_step_id = -1
 
     def engine_norm(self) -> float:
-        """Return the gradient's norm of the step that the engine has taken in the last backward, inf if it did not."""
+        """Return the norm of the gradient of the engine's last step, inf if it skipped it."""
         skipped, self._skipped = self._skipped, int(self._engine.skipped_steps)
         norm = self._engine.get_global_grad_norm()
         return float("inf") if self._skipped > skipped else float(norm) if norm is not None else 0.0
@@ -170,7 +167,6 @@ def begun_by() -> tuple[str, ...]:
 
 
 def weights_in_parts(accelerator: Any) -> bool:
-    """Return whether each of several processes has a part of every weight: under FSDP and ZeRO-3."""
     kind = str(accelerator.distributed_type.value)
     stage = accelerator.state.deepspeed_plugin.zero_stage if kind == "DEEPSPEED" else 0
     return accelerator.num_processes > 1 and (kind == "FSDP" or stage == 3)

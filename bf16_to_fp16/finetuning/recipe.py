@@ -297,7 +297,8 @@ def _problem(error: Any) -> str:
     place = [part for part in error["loc"] if isinstance(part, str)]
     key, kind = ".".join(place) or "recipe", error["type"]
     if kind == "extra_forbidden":
-        return f"unknown key {key}; did you mean {nearest_key(place)}?"
+        known = (".".join(each) for each in _key_paths(Recipe))
+        return f"unknown key {key}; did you mean {difflib.get_close_matches(key, known, n=1, cutoff=0)[0]}?"
     if kind == "value_error":
         # A message about one field begins with a verb; one about a section names its own fields.
         message = str(error["ctx"]["error"])
@@ -310,11 +311,6 @@ def _problem(error: Any) -> str:
     if kind in ("model_type", "model_attributes_type"):
         wanted = "a section: keys on indented lines under it"
     return f"{key} is {_shown(error['input'])}; it should be {wanted}"
-
-
-def nearest_key(place: Sequence[str]) -> str:
-    known = (".".join(each) for each in _key_paths(Recipe))
-    return difflib.get_close_matches(".".join(place), known, n=1, cutoff=0)[0]
 
 
 def _key_paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -257,8 +257,8 @@ def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
 
 
 def converted_alone(recipe: Recipe, progress: Progress) -> Conversion | None:
-    """Convert the source of a recipe to its output and return what that gave; None, and nothing is there, where it is
-    not safe, or lacks a certificate that is asked for."""
+    """Convert a recipe's source to its output; return None, and write nothing, where it is not safe and proven as
+    asked."""
     progress.say("The start has all that is asked for: trying a conversion alone")
     target = recipe.target if "target" in recipe.model_fields_set else AUTO
     options = replace(options_of(recipe, subfolder=recipe.subfolder), target=target)
@@ -471,8 +471,8 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
 def overflowing(
     student: Any, given: Sequence[Any], precision: str, device: torch.device, progress: Progress
 ) -> str | None:
-    """Return the first site that is not finite in a precision, or None; raise RuntimeError where the model's linears do
-    not really compute in it."""
+    """Return the first site that is not finite in a precision, or None; raise RuntimeError if linears compute in
+    another one."""
     mixed_precision = MixedPrecision(precision, device)
     with (
         progress.step(f"Checking that the start is finite in {precision}") as advance,
@@ -492,8 +492,7 @@ def overflowing(
 
 
 def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -> Mapping[str, Any]:
-    """Take the untrained weights through what follows the training, so that nothing is learnt that cannot be written,
-    and return the conversion's report."""
+    """Convert and audit the untrained weights, so that no training is lost to an error there; return the report."""
     with (
         progress.step("Trying the conversion on the untrained weights"),
         written_trained(folder, {}) as trained,
@@ -545,8 +544,7 @@ def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterat
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) -> Lineage:
-    """Return what the report says of the run: the original, the recipe as it was written and what was settled on where
-    that left it open (``taken``), the data and what happened."""
+    """Return the report's entry of a run. taken: the recipe with what it left open decided."""
     written, certify = recipe.describe(), taken.penalty.certify
     settled = {"penalty.certify": certify} if recipe.penalty.certify != certify else {}
     # A report is published; of local paths only the last part says anything to others.

@@ -68,8 +68,7 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 
 
 def freeze_unreached(student: Any, layout: Layout) -> None:
-    """Take from training what no text goes through, for which processes that share gradients would wait: the model
-    inside a stock model that reads something else, and its way into the stream."""
+    """Freeze vision towers and their projectors: text gives them no gradient, and DDP would wait for one."""
     for path in (path for projector in layout.projectors for path in (projector.tower, projector.at)):
         student.get_submodule(path).requires_grad_(False)
 
@@ -160,7 +159,6 @@ class Trainer:
         return Outcome(p.step, p.tokens, tuple(p.skipped), tuple(p.evaluations), self.kept)
 
     def _step(self) -> float | None:
-        """Take a step, log it, and return its loss scale."""
         p, recipe = self.position, self.recipe
         batches = [next(self.training_batches) for _ in range(self.passes)]
         positions = self._total(sum(int(distillation.counted_positions(b).sum()) for b in batches))
@@ -292,12 +290,8 @@ class Trainer:
         return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 
     def _reach_beyond_the_data(self, index: int) -> Tensor:
-        """Run a pass's share of the step's batch of the probe, which the audit runs too, and return its part of the
-        loss.
-
-        The backward goes through every forward, since processes that have parts of a model must gather the same
-        weights.
-        """
+        """Run a pass's share of the audit's probe and return its part of the loss. The backward goes through every
+        forward: processes that have parts of a model must gather the same weights."""
         assert self.penalty is not None
         whole, world = spared(self.stock.config, self._drawn()), self.processes.world
         count, first = len(whole.input_ids), index + self.passes * self.processes.rank
@@ -315,12 +309,9 @@ class Trainer:
         return far * (share / int(distillation.counted_positions(whole).sum()))
 
     def _drawn(self) -> Batch:
-        """The step's batch of the probe. Random ids are other ones than the audit's and new each time: what is held
-        fixed would be learnt by heart."""
         config, step = self.stock.config, self.position.step
-        seed = self.recipe.seed + 1 + step
-        if step % 2 == 0:
-            # Of random ids there are most, and in short rows nothing is averaged.
+        seed = self.recipe.seed + 1 + step  # fixed random ids would be learnt by heart
+        if step % 2 == 0:  # most of the probe is random ids, and in short rows nothing is averaged
             return random_rows(config, seed=seed, left=step % 4 == 2)
         drawn = [b for b in probe_batches(config, None, None, seed=seed) if not b.generate]
         return drawn[step // 2 % len(drawn)]
