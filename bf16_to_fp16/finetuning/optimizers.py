@@ -16,8 +16,7 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as Kingma and Ba have them; epsi
 
 
 def typical_magnitude(parameter: Tensor) -> float:
-    """Return the median of |w| of a tensor that is not all zeros, which a few outlier rows or channels do not move;
-    the root mean square where more than half of it is zero."""
+    """Return the median of |w|, which outlier rows do not move; the RMS where more than half of w is 0, 1 for zeros."""
     size = parameter.detach().float().abs()
     median = float(size.median())
     return median if median > 0 else float(size.square().mean().sqrt()) or 1.0
@@ -38,6 +37,8 @@ def make_optimizer(
         groups = [{"params": [p], "scale": s, "eps": EPSILON / s} for p, s in zip(parameters, scales, strict=True)]
     if given.name is not None:
         named: Any = pydoc.locate(given.name)
+        if not issubclass(named, torch.optim.Optimizer):
+            raise UserError(f"optimizer.name: {given.name} is no torch.optim.Optimizer; name one")
         own = {"seed": recipe.seed} if named is AdamW else {}
         try:
             arguments = own | given.arguments

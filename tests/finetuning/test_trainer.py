@@ -183,12 +183,19 @@ def test_dropout_is_another_in_every_step(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [{}, IN_BF16])
 def test_the_optimizer_is_the_recipes_and_decays_nothing(folder: Path, tmp_path: Path, named: dict[str, Any]) -> None:
-    recipe = recipe_for(folder, tmp_path / "out", optimizer=named)
+    recipe = recipe_for(folder, tmp_path / "out", optimizer=named, seed=7)
     matrix, gain = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
     optimizer = make_optimizer(recipe, [gain, matrix])
     (group,) = optimizer.param_groups
     assert isinstance(optimizer, AdamW) is bool(named) and [p.ndim for p in group["params"]] == [2, 1]
+    assert group.get("seed", 7) == 7
     assert (group["betas"], group["eps"], group["lr"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0.003, 0.0)
+
+
+def test_a_class_that_is_no_optimizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder, tmp_path / "out", optimizer={"name": "torch.nn.Linear"})
+    with pytest.raises(UserError, match=r"torch\.nn\.Linear is no torch\.optim\.Optimizer; name one"):
+        make_optimizer(recipe, [torch.nn.Parameter(torch.ones(2))])
 
 
 def test_offload_and_deepspeeds_are_kept_apart(folder: Path, tmp_path: Path) -> None:
