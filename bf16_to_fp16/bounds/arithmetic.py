@@ -79,7 +79,7 @@ def rounded(times: float) -> float:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The arithmetic and the inputs for which a certificate holds.
+    """What a certificate assumes of the arithmetic and of the inputs.
 
     Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, or in up
     to ``splits`` partial sums that are rounded to fp16 and added in fp16. Norms and softmax compute in fp32, LayerNorm

@@ -104,5 +104,5 @@ def shown(value: object) -> str:
 
 
 def shown_in_a_command(word: str | Path) -> str:
-    """Return a word of a command as it is published: a local path without its folders."""
+    """Return a word of a command for a report: a local path loses its folders, which may be private."""
     return own_name(word) if Path(word).exists() else str(word)

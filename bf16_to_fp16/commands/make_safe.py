@@ -176,10 +176,9 @@ class MadeSafe:
         return model
 
     def save(self, model: Any, out: str | Path, **options: Any) -> None:
-        """Write ``model`` at the source's scale to ``out`` by its own ``save_pretrained``, and leave it as it is.
+        """Save a copy of ``model`` at the source's scale to ``out``, by its own ``save_pretrained``.
 
-        options: of ``save_pretrained``. A copy is made, so memory holds the weights twice. Raises UserError as ``undo``
-        does.
+        options: of ``save_pretrained``. Memory holds the weights twice. Raises UserError as ``undo`` does.
         """
         self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
 
@@ -197,7 +196,7 @@ class MadeSafe:
         return model
 
     def adapted(self, model: Any) -> Any:
-        """Return what a PEFT model with one adapter has inside; raise UserError unless it is at this plan's scale."""
+        """Return the base model of a PEFT model. Raises UserError unless it has one adapter and this plan's scale."""
         if not hasattr(model, "get_base_model") or len(model.peft_config) != 1:
             raise UserError(
                 f"{type(model).__name__} is no PEFT model with one adapter; delete_adapter takes others away"

@@ -176,7 +176,7 @@ def send(
     api: Any, repo: str, upload: Upload, progress: Progress, *,
     revision: str | None, message: str, public: bool, create_pr: bool, force: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Its many parameters are those of ``publish``."""
+    """Commit what the repository lacks and check what arrived. Its many parameters are those of ``publish``."""
     from huggingface_hub import CommitOperationAdd
 
     repo = repo if "/" in repo else f"{api.whoami()['name']}/{repo}"

@@ -281,7 +281,7 @@ class Layout:
 
     @property
     def fixed_eps(self) -> float | None:
-        """The norms' eps where it does not follow the stream's exponent, None where the config has a scaled one."""
+        """The norms' eps if rescaling leaves it as it is, None if it is scaled with the stream."""
         return self.eps if self.family.eps_key is None else self.held_eps
 
     def table(self, ends: StackEnds) -> str:

@@ -68,7 +68,7 @@ class BoundConstraint:
         self.start = max(0.0, *(float(bits.max()) for bits in self.excess().values()))
 
     def lid(self, step: int, steps: int) -> float:
-        """Return the bits by which bounds may exceed the target after ``step`` (from 1) of ``steps``."""
+        """Return the bits by which a bound may still exceed its target after ``step``, counted from 1, of ``steps``."""
         assert self.first is not None
         down = max(1.0, COMES_DOWN * (steps - self.first))
         return self.start * max(0.0, 1 - (step - self.first) / down)

@@ -1,7 +1,8 @@
-"""Distance of the student's outputs from those of the frozen original, the teacher.
+"""How far a student's outputs are from the teacher's, which is the frozen original.
 
-For outputs that are probabilities it is KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), else the squared error
-relative to the teacher's squared norm. Both are summed over the positions that count.
+Outputs that a softmax turns into probabilities are compared by KL(teacher ‖ student) (Hinton et al.,
+arXiv:1503.02531), others by the squared error relative to the teacher's squared norm. Both are summed over
+the positions that the loss counts.
 """
 
 from __future__ import annotations

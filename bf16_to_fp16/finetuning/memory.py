@@ -1,8 +1,8 @@
-"""What a finetune holds in a card's memory, term by term, under each way to share it out among processes.
+"""The memory of one card in a finetune under DDP, ZeRO and FSDP, as a sum of terms.
 
-All of it is counted from the shapes of the weights. Activations are one formula of tokens, linears and scores. Its
-factors were fitted to steps of Flan-T5, mT5 and Pegasus that were traced tensor by tensor. Of those activations it
-gives 0.75 to 1.37 times, of a whole sum of the shipped recipes 0.99 to 1.07 times.
+Weights, gradients and moments are counted from shapes. Activations are a formula of tokens, linears and scores, fitted
+to traced steps of Flan-T5, mT5 and Pegasus. It gives 0.75 to 1.37 times the traced activations; the sums for the
+shipped recipes are 0.99 to 1.07 times the traced ones.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _says_tied(config: Any) -> bool:
 
 
 def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:
-    """Return the bytes that a process holds on its card, by what they are for. kind: a configuration of ``launching``.
-    teacher_bytes: of one of the teacher's weights, 0 for no teacher."""
+    """Return a process's bytes on its card: weights, gradients, moments and so on. kind: a file name of
+    launch/accelerate. teacher_bytes: bytes of one weight of the teacher, 0 without a teacher."""
     recipe, count, each = needs.recipe, needs.parameters, torch.float32.itemsize
     weights, teacher = float(count * each), float(count * teacher_bytes)
     in_parts, zero = kind.startswith(("zero3", "fsdp")), kind.startswith("zero")

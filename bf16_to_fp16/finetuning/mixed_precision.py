@@ -1,4 +1,4 @@
-"""Mixed precision that is what it says: autocast and a loss scale that reacts, on a GPU and on a CPU.
+"""fp16 and bf16 autocast with a loss scale, on a GPU and on a CPU.
 
 Libraries take ``fp16`` on a CPU and quietly train in fp32. Here 16-bit products, whose native kernels are up to fifty
 times slower there, are computed in fp32 from the same operands and rounded once. torch's GradScaler looks at the

@@ -40,7 +40,7 @@ _CUBING = ("NewGELUActivation", "FastGELUActivation")
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one site reached in the last optimizer step, over its micro-batches and ranks.
+    """The largest value of one site in the last optimizer step, over all micro-batches and ranks.
 
     ``amax``: largest |x|, inf where a value was inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: in the
     next step.

@@ -23,8 +23,8 @@ class Claim(ReportObject):
 
 class Verification(Versioned):
     """The result of ``verify``. ``files``: number of files in the report. ``certificate``: without its sites; None
-    where the files failed, with ``tiers`` empty. ``notes``: limits of the claim. ``edits``: number of
-    sites that the plan edits."""
+    where the files failed, with ``tiers`` empty. ``notes``: limits of the claim. ``edits``: number of sites that the
+    plan edits."""
 
     verdict: Literal["safe", "unsafe"]
     verified: Flag
